@@ -1,0 +1,226 @@
+"""A whole augmentation: which operations, their strengths, and their draws per image.
+
+    uniforms [N,U] --sample--> Params (one value per image) --apply--> pixels [N,C,size,size]
+
+The order is SimCLR's: crop and resize, flip, colour jitter, grey, blur, normalise. Randomness is
+an argument, nothing synchronises with the host and all shapes follow from the inputs' shapes, so
+the whole augmentation can be captured in a CUDA graph. `negchain.augment.reference` computes the
+same pixels with torchvision, one image at a time.
+
+Cost of simclr-stl10 on an H200, 64 images of 96 pixels: 0.69 ms replayed from a CUDA graph, 0.21 ms
+if `torch.compile(augment.__call__, fullgraph=True)` is what the graph captured.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from negchain.augment import blur, colour, crop
+
+
+class Params(NamedTuple):
+    """What happens to each image of a batch; every field has one row per image."""
+
+    top: Tensor
+    left: Tensor
+    height: Tensor
+    width: Tensor
+    flip: Tensor
+    order: Tensor  # [N,4] int64, see colour.sample_jitter
+    factors: Tensor  # [N,4] brightness, contrast, saturation, hue; (1, 1, 1, 0): unchanged
+    grey: Tensor
+    sigma: Tensor  # 0: not blurred
+
+
+@dataclass(frozen=True, kw_only=True)
+class Augmentation:
+    """A batched augmentation; an operation whose setting is None, False or 0 is left out.
+
+    >>> augment = Augmentation(size=8, crop_scale=(0.5, 1.0), flip=True)
+    >>> augment.num_uniforms
+    23
+    >>> images = torch.randint(256, (2, 3, 11, 13), dtype=torch.uint8)
+    >>> augment(images, torch.rand(2, augment.num_uniforms)).shape
+    torch.Size([2, 3, 8, 8])
+    """
+
+    size: int
+    """Side of the square output, in pixels."""
+    crop_scale: tuple[float, float] | None = None
+    """Range of the share of the image's area that a crop keeps."""
+    crop_ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    """Range of the crop's width/height, log-uniform."""
+    flip: bool = False
+    """Mirror half of the images left to right."""
+    jitter: tuple[float, float, float, float] | None = None
+    """Strength of the brightness, contrast, saturation and hue jitter."""
+    jitter_p: float = 0.8
+    """Probability of the colour jitter."""
+    grey_p: float = 0.0
+    """Probability of dropping the colours."""
+    blur_sigma: tuple[float, float] | None = None
+    """Range of the Gaussian blur's width, in output pixels."""
+    blur_p: float = 1.0
+    """Probability of the blur."""
+    normalize: tuple[Sequence[float], Sequence[float]] | None = None
+    """Mean and standard deviation per channel, subtracted and divided at the end."""
+
+    def __post_init__(self) -> None:
+        """Reject settings no operation can follow."""
+        if self.size < 1:
+            raise ValueError(f"size must be at least 1 pixel, got {self.size}; use e.g. size=96")
+        for name in ("crop_scale", "crop_ratio", "blur_sigma"):
+            limits = getattr(self, name)
+            if limits is not None and not 0 < limits[0] <= limits[1]:
+                raise ValueError(f"{name} must be (low, high) with 0 < low <= high, got {limits}")
+        for name in ("jitter_p", "grey_p", "blur_p"):
+            share = getattr(self, name)
+            if not 0 <= share <= 1:
+                raise ValueError(f"{name} must be a probability in [0, 1], got {share}")
+        if self.jitter is not None and not (min(self.jitter) >= 0 and self.jitter[3] <= 0.5):
+            raise ValueError(
+                f"jitter strengths must be >= 0 and hue at most 0.5, got {self.jitter}; "
+                "lower the hue strength to half a circle"
+            )
+
+    @property
+    def num_uniforms(self) -> int:
+        """Uniforms in [0,1) needed per image."""
+        return sum(self._widths())
+
+    def _widths(self) -> list[int]:
+        """Columns of `uniforms` for crop, flip, jitter, grey and blur."""
+        return [
+            crop.NUM_UNIFORMS if self.crop_scale is not None else 0,
+            1 if self.flip else 0,
+            colour.NUM_UNIFORMS if self.jitter is not None else 0,
+            1 if self.grey_p else 0,
+            blur.NUM_UNIFORMS if self.blur_sigma is not None else 0,
+        ]
+
+    def sample(self, uniforms: Tensor, height: int, width: int) -> Params:
+        """Turn uniforms [N,U] in [0,1) into what to do with N images of height x width.
+
+        >>> params = Augmentation(size=8, flip=True).sample(torch.tensor([[0.2], [0.7]]), 9, 9)
+        >>> params.flip
+        tensor([ True, False])
+        """
+        if uniforms.shape[1] != self.num_uniforms:
+            raise ValueError(
+                f"this augmentation needs {self.num_uniforms} uniforms per image, got "
+                f"{uniforms.shape[1]}; draw uniforms of shape [N, num_uniforms]"
+            )
+        ends = list(accumulate(self._widths()))
+        for_crop, for_flip, for_jitter, for_grey, for_blur = uniforms.tensor_split(ends[:-1], dim=1)
+        zero = uniforms.new_zeros(len(uniforms))
+        never = torch.zeros_like(zero, dtype=torch.bool)
+        box = crop.whole_image(uniforms, height, width)
+        order = torch.arange(4, device=uniforms.device).expand(len(uniforms), 4)
+        factors = (order < colour.HUE).float()
+        if self.crop_scale is not None:
+            box = crop.sample_box(
+                for_crop, height, width, scale=self.crop_scale, ratio=self.crop_ratio
+            )
+        if self.jitter is not None:
+            order, factors = colour.sample_jitter(for_jitter, self.jitter, self.jitter_p)
+        return Params(
+            top=box.top,
+            left=box.left,
+            height=box.height,
+            width=box.width,
+            flip=for_flip[:, 0] < 0.5 if self.flip else never,
+            order=order,
+            factors=factors,
+            grey=for_grey[:, 0] < self.grey_p if self.grey_p else never,
+            sigma=blur.sample_sigma(for_blur, self.blur_sigma, self.blur_p)
+            if self.blur_sigma is not None
+            else zero,
+        )
+
+    def apply(self, images: Tensor, params: Params) -> Tensor:
+        """Augment uint8 [N,C,H,W] as `params` say: float32 [N,C,size,size].
+
+        Pixels lie in [0,1] before the optional normalisation.
+
+        >>> augment = Augmentation(size=8)
+        >>> params = augment.sample(torch.rand(1, 0), 8, 8)
+        >>> augment.apply(torch.full((1, 1, 8, 8), 51, dtype=torch.uint8), params).mean().item()
+        ... # doctest: +ELLIPSIS
+        0.2...
+        """
+        check_images(images)
+        with torch.autocast(images.device.type, enabled=False):  # bf16 would cost 8-bit pixels
+            if self.crop_scale is not None or self.flip:
+                pixels = crop.resample(images, crop.Box(*params[:4]), params.flip, size=self.size)
+            else:
+                pixels = crop.resize(images, size=self.size)
+            if self.jitter is not None:
+                pixels = colour.jitter(pixels, params.order, params.factors)
+            if self.grey_p and images.shape[1] == 3:
+                pixels = colour.to_grey(pixels, params.grey)
+            if self.blur_sigma is not None:
+                pixels = blur.blur(pixels, params.sigma)
+            return self._normalized(pixels.clamp(0, 1))
+
+    def __call__(self, images: Tensor, uniforms: Tensor) -> Tensor:
+        """Augment uint8 [N,C,H,W] with uniforms [N,num_uniforms]: `sample`, then `apply`."""
+        return self.apply(images, self.sample(uniforms, images.shape[2], images.shape[3]))
+
+    def plain(self, images: Tensor) -> Tensor:
+        """Return the evaluation view of uint8 [N,C,H,W]: resized and normalised, nothing random.
+
+        >>> Augmentation(size=8, flip=True).plain(torch.zeros(1, 3, 9, 9, dtype=torch.uint8)).shape
+        torch.Size([1, 3, 8, 8])
+        """
+        check_images(images)
+        return self._normalized(crop.resize(images, size=self.size).clamp(0, 1))
+
+    def _normalized(self, pixels: Tensor) -> Tensor:
+        if self.normalize is None:
+            return pixels
+        # Python numbers, one channel at a time: a constant tensor would be copied from the host,
+        # which a CUDA graph cannot capture
+        pairs = zip(pixels.unbind(1), *self.normalize, strict=True)
+        return torch.stack([(channel - mean) / std for channel, mean, std in pairs], dim=1)
+
+
+def check_images(images: Tensor) -> None:
+    """Raise ValueError unless `images` is uint8 [N,1,H,W] or [N,3,H,W]."""
+    if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] not in (1, 3):
+        raise ValueError(
+            "images must be uint8 of shape [N,1,H,W] or [N,3,H,W], got "
+            f"{images.dtype} of shape {list(images.shape)}; convert them to grey or RGB bytes"
+        )
+
+
+_CHUNK_PIXELS = 2**23  # float32 values per intermediate tensor: 32 MiB
+
+
+def finite_views(images: Tensor, augment: Augmentation, k: int, seed: int) -> Tensor:
+    """Return k stored augmentations of each image: uint8 [M,C,H,W] -> uint8 [M,k,C,size,size].
+
+    The views are stored before normalisation; `augment.plain(views[:, j])` normalises them. Equal
+    seeds give equal draws on every device, whatever the chunk size.
+
+    >>> images = torch.randint(256, (5, 3, 12, 12), dtype=torch.uint8)
+    >>> finite_views(images, Augmentation(size=8, flip=True), k=2, seed=0).shape
+    torch.Size([5, 2, 3, 8, 8])
+    """
+    check_images(images)
+    augment = replace(augment, normalize=None)
+    count, channels, height, width = images.shape
+    generator = torch.Generator().manual_seed(seed)
+    uniforms = torch.rand(count, k, augment.num_uniforms, generator=generator)
+    views = images.new_empty(count, k, channels, augment.size, augment.size)
+    per_image = k * channels * max(height * width, augment.size**2)
+    chunk = max(1, _CHUNK_PIXELS // per_image)
+    for start in range(0, count, chunk):
+        some = slice(start, start + chunk)
+        draws = uniforms[some].flatten(0, 1).to(images.device)
+        pixels = augment(images[some].repeat_interleave(k, dim=0), draws)
+        views[some] = (pixels * 255).round_().to(torch.uint8).view_as(views[some])
+    return views

@@ -1,0 +1,126 @@
+"""Random numbers as a pure function of (seed, step, stream, row, column).
+
+A sampler that keeps hidden generator state cannot be resumed, split over processes or moved into a
+GPU kernel without changing its results. Here every draw is a hash of where it is used, so the same
+numbers come out on a CPU, on a GPU, in one process or in several, and in the Triton kernels.
+
+    key   = mix(mix(mix(seed) + step) + stream)
+    bits  = mix(mix(mix(row + key) + column * golden) ^ mix(key + row * golden))
+
+`mix` is the 32-bit finaliser "lowbias32" (C. Wellons, hash-prospector), five integer operations with
+wrap-around, identical in torch int32 arithmetic and in Triton.
+
+Shapes: `N` rows, `K` columns.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+GOLDEN = -1640531527  # 0x9E3779B9 as int32: the odd constant nearest 2^32 / golden ratio
+MIX_A = 0x21F0AAAD
+MIX_B = 0x735A2D97
+
+# One stream per purpose, so that no two purposes ever share a number.
+STREAM_ORDER = 1  # order in which the columns are proposed
+STREAM_ACCEPT = 2  # log u of the Metropolis-Hastings steps
+STREAM_GUMBEL = 3  # Gumbel noise of categorical draws (i-SIR, Negative Cache)
+STREAM_INIT = 4  # first state of each chain
+STREAM_PROPOSE = 5  # explicit draws from a proposal distribution
+STREAM_VIEW = 6  # which view's final state is stored
+STREAM_COPY = 7  # which copy of an item a row is offered
+
+
+def _mix(x: Tensor) -> Tensor:
+    """Scramble int32 in place; a bijection of the 2^32 values."""
+    x ^= (x >> 16) & 0xFFFF  # >> is arithmetic on signed integers: mask off the copied sign bits
+    x *= MIX_A
+    x ^= (x >> 15) & 0x1FFFF
+    x *= MIX_B
+    x ^= (x >> 15) & 0x1FFFF
+    return x
+
+
+def _to_int32(value: int) -> int:
+    """Wrap a Python integer into the int32 range."""
+    return (value + 2**31) % 2**32 - 2**31
+
+
+def stream_key(seed: int, step: Tensor, stream: int) -> Tensor:  # step [] int64 -> [] int32
+    """The key all draws of one (seed, step, stream) share; computed on `step`'s device."""
+    key = torch.full_like(step, _to_int32(seed), dtype=torch.int32)
+    key = _mix(key) ^ _to_int32(seed >> 32)
+    key = _mix(key + step.to(torch.int32))
+    return _mix(key + _to_int32(stream * GOLDEN))
+
+
+def bits(seed: int, step: Tensor, stream: int, rows: Tensor, num_columns: int) -> Tensor:
+    """31 random bits for every (row, column).
+
+    Args:
+        seed: the user's seed.
+        step: [] int64 tensor, the number of the training step; its device is the result's.
+        stream: one of the STREAM constants.
+        rows: [N] integer row numbers, global over all processes.
+        num_columns: K.
+
+    Returns:
+        [N, K] int32 in [0, 2^31).
+
+    Example:
+        >>> step = torch.tensor(7)
+        >>> whole = bits(0, step, STREAM_ACCEPT, torch.arange(4), 5)
+        >>> part = bits(0, step, STREAM_ACCEPT, torch.arange(2, 4), 5)
+        >>> torch.equal(whole[2:], part)   # a row's draws do not depend on its neighbours
+        True
+    """
+    key = stream_key(seed, step, stream)
+    rows = rows.to(torch.int32)
+    columns = torch.arange(num_columns, dtype=torch.int32, device=rows.device) * GOLDEN
+    row_key = _mix(rows + key)
+    row_salt = _mix(key + rows * GOLDEN)  # without it two rows can be shifted copies of each other
+    x = _mix(row_key[:, None] + columns[None, :])
+    x = _mix(x ^ row_salt[:, None])
+    return (x >> 1) & 0x7FFFFFFF
+
+
+def uniform(
+    seed: int, step: Tensor, stream: int, rows: Tensor, num_columns: int, dtype: torch.dtype
+) -> Tensor:
+    """Uniforms in (0, 1], [N, K]: never 0, so that their logarithm is finite."""
+    return (bits(seed, step, stream, rows, num_columns).to(dtype)).add_(0.5).mul_(2.0**-31)
+
+
+def log_uniform(
+    seed: int, step: Tensor, stream: int, rows: Tensor, num_columns: int, dtype: torch.dtype
+) -> Tensor:
+    """Logarithms of uniforms, [N, K], between -22.2 and 0."""
+    return uniform(seed, step, stream, rows, num_columns, dtype).log_()
+
+
+def gumbel(
+    seed: int, step: Tensor, stream: int, rows: Tensor, num_columns: int, dtype: torch.dtype
+) -> Tensor:
+    """Gumbel noise, [N, K]: `argmax(logits + gumbel)` is a draw from `softmax(logits)`.
+
+    Written as -log(-log(1 - v)) because uniforms have their resolution near zero, and it is the
+    large values of the noise (small v) that decide an argmax.
+    """
+    v = uniform(seed, step, stream, rows, num_columns, dtype)
+    return v.neg_().log1p_().neg_().log_().neg_()
+
+
+def permutation(seed: int, step: Tensor, stream: int, num_columns: int) -> Tensor:
+    """A uniformly random order of `num_columns` columns for this step, [K] int64.
+
+    A stable sort of 31-bit keys: the same order on every device. Two equal keys (probability
+    K^2 / 2^32) keep their relative order, a departure from uniformity too small to measure.
+    """
+    row = torch.zeros(1, dtype=torch.int32, device=step.device)
+    return torch.argsort(bits(seed, step, stream, row, num_columns)[0], stable=True)
+
+
+def integers_below(bound: Tensor, u: Tensor) -> Tensor:  # [N] int64, [N] float64 -> [N] int64
+    """Uniform integers in [0, bound) from uniforms `u` in (0, 1]."""
+    return torch.minimum((u * bound).long(), bound - 1)

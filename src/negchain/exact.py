@@ -1,0 +1,246 @@
+"""The exact global loss, eq. (1), over the embeddings of a whole data set: the oracle.
+
+    L = mean over anchors of   -beta s(x, y) + log sum_{z in D_neg(x)} exp(beta s(x, z))
+
+Both functions work through the similarity matrix in chunks of rows and form the gradient on the way
+(every row's gradient needs only that row), so memory grows with chunk * M, not with M * M; and
+`global_backward` carries it to an encoder's parameters in two passes over the data, so that no
+activation of more than one batch is ever alive.
+
+Shapes: `M` items, `N` anchors (2M for shared views), `K` keys, `D` embedding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from negchain.losses.batch import Views, as_embedding, as_ids
+from negchain.objective import Denominator
+
+CHUNK_ELEMENTS = 1 << 25  # logits held at a time when no chunk is given: 128 MiB in float32
+
+
+class _SideLoss(torch.autograd.Function):
+    """Sum over anchors of eq. (1), with the gradient computed beside the value."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        queries: Tensor,
+        positives: Tensor,
+        keys: Tensor,
+        beta: Tensor,
+        excluded: Callable[[slice], Tensor],
+        denominator: Denominator,
+        chunk: int,
+    ) -> Tensor:
+        total = queries.new_zeros(())
+        needs = any(ctx.needs_input_grad[:4])
+        gradients = [
+            torch.zeros_like(t) if needs else None for t in (queries, positives, keys, beta)
+        ]
+        for begin in range(0, queries.shape[0], chunk):
+            rows = slice(begin, begin + chunk)
+            query, positive_key = queries[rows], positives[rows]
+            similarity = query @ keys.T
+            logits = (beta * similarity).masked_fill_(excluded(rows), -math.inf)
+            positive = torch.linalg.vecdot(query, positive_key)
+            log_sum = torch.logsumexp(logits, 1)
+            if denominator == "all":
+                log_sum = torch.logaddexp(log_sum, beta * positive)
+            total += (log_sum - beta * positive).sum()
+            if not needs:
+                continue
+            weights = torch.exp(logits - log_sum[:, None])
+            pull = torch.ones_like(positive)
+            if denominator == "all":
+                pull = pull - torch.exp(beta * positive - log_sum)
+            d_query, d_positive, d_keys, d_beta = gradients
+            assert d_query is not None and d_positive is not None
+            assert d_keys is not None and d_beta is not None
+            d_query[rows] = beta * (weights @ keys - pull[:, None] * positive_key)
+            d_positive[rows] = -beta * pull[:, None] * query
+            d_keys += beta * (weights.T @ query)
+            d_beta += (torch.linalg.vecdot(weights, similarity) - pull * positive).sum()
+        ctx.save_for_backward(*(g for g in gradients if g is not None))
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        d_query, d_positive, d_keys, d_beta = (grad * g for g in ctx.saved_tensors)
+        return d_query, d_positive, d_keys, d_beta, None, None, None
+
+
+def global_loss(
+    z_a: Tensor,
+    z_b: Tensor,
+    beta: float | Tensor,
+    chunk: int | None = None,
+    *,
+    views: Views = "shared",
+    symmetric: bool = True,
+    denominator: Denominator = "negatives",
+    index: Tensor | None = None,
+    known: Tensor | None = None,
+    normalize: bool = True,
+) -> Tensor:
+    r"""Eq. (1) over whole-data-set embeddings, exact and differentiable.
+
+    $$ L = \frac1N \sum_i \Big[ -\beta s(x_i,y_i) + \log \sum_{z \in D_{neg}(x_i)} e^{\beta s(x_i,z)} \Big] $$
+
+    Args:
+        z_a: [M, D] embeddings of one view of every item (or of every anchor).
+        z_b: [M, D] embeddings of the other view (or of every key).
+        beta: inverse temperature; a tensor receives its gradient.
+        chunk: anchors worked on at a time; None chooses it so that 128 MiB of logits are held.
+        views: "shared": anchors are all 2M views, negatives both views of all other items;
+            "paired": z_a against z_b and, if symmetric, z_b against z_a.
+        symmetric: both views (directions) are anchors.
+        denominator: "negatives" (eq. (1)) or "all" (positive kept in the denominator).
+        index: [M] ids; items with equal ids are never negatives of each other. None: all different.
+        known: [M, L] further ids that are no negatives of an item, padded with -1.
+        normalize: bring embeddings to unit length first.
+
+    Returns:
+        [] scalar.
+
+    Example:
+        >>> z_a, z_b = torch.randn(2, 50, 8).requires_grad_().unbind()
+        >>> loss = global_loss(z_a, z_b, beta=5.0)
+        >>> bool(torch.isclose(loss, global_loss(z_a, z_b, beta=5.0, chunk=7)))
+        True
+    """
+    if z_a.dim() != 2 or z_a.shape != z_b.shape or z_a.shape[0] < 2:
+        raise ValueError(
+            "z_a and z_b must be embeddings of one shape [M, D] with M >= 2, "
+            f"got {tuple(z_a.shape)} and {tuple(z_b.shape)}"
+        )
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"chunk (anchors at a time) must be at least 1, got {chunk}")
+    size, device = z_a.shape[0], z_a.device
+    z_a, z_b = as_embedding(z_a, normalize), as_embedding(z_b, normalize)
+    ids = (
+        torch.arange(size, device=device) if index is None else as_ids("index", index, size, device)
+    )
+    known = None if known is None else as_ids("known", known, size, device, dims=2)
+    both, swapped = torch.cat([z_a, z_b]), torch.cat([z_b, z_a])
+    if views == "shared":
+        sides = [(both, swapped, both) if symmetric else (z_a, z_b, both)]
+    else:
+        sides = [(z_a, z_b, z_b), (z_b, z_a, z_a)][: 2 if symmetric else 1]
+    beta_tensor = torch.as_tensor(beta, dtype=z_a.dtype, device=device)
+    total = z_a.new_zeros(())
+    for queries, positives, keys in sides:
+        step = chunk or max(1, CHUNK_ELEMENTS // keys.shape[0])
+        mask = _exclusion(ids, known, queries.shape[0], keys.shape[0])
+        part = _SideLoss.apply(queries, positives, keys, beta_tensor, mask, denominator, step)
+        total = total + part / queries.shape[0]
+    return total / len(sides)
+
+
+def _exclusion(
+    ids: Tensor, known: Tensor | None, num_rows: int, num_keys: int
+) -> Callable[[slice], Tensor]:
+    """Which keys are no negatives of a chunk of anchors, computed when it is needed."""
+    size = ids.shape[0]
+
+    def excluded(rows: slice) -> Tensor:  # [c,K] bool
+        item = torch.arange(num_rows, device=ids.device)[rows] % size
+        mask = ids[item][:, None] == ids[None, :]
+        if known is not None:
+            for column in known.unbind(1):  # mutual: i names j, or j names i
+                mask |= (ids[None, :] == column[item][:, None]) | (ids[item][:, None] == column)
+        return mask.repeat(1, num_keys // size)
+
+    return excluded
+
+
+def global_backward(
+    encoder: nn.Module | Callable[[Tensor], Tensor],
+    batches: Callable[[], Iterable[tuple[Tensor, Tensor]]],
+    beta: float | Tensor,
+    *,
+    chunk: int | None = None,
+    views: Views = "shared",
+    symmetric: bool = True,
+    denominator: Denominator = "negatives",
+    key_encoder: nn.Module | Callable[[Tensor], Tensor] | None = None,
+    normalize: bool = True,
+) -> Tensor:
+    """Gradient of the exact global loss with respect to an encoder's parameters.
+
+    Like `loss.backward()`: adds to the parameters' `.grad` and returns the (detached) loss. Two
+    passes over the data: embeddings without a graph, their exact gradient, then batch by batch
+    again with a graph, each batch's share handed back at once. Memory: the embeddings and one batch.
+
+    Args:
+        encoder: maps a batch of inputs to embeddings [b, D]. Random layers draw the same numbers
+            in both passes; layers that couple samples (BatchNorm in training mode) make the
+            gradient that of the batch-wise encoder.
+        batches: called twice; yields the same (inputs of view a, inputs of view b) each time.
+        beta: inverse temperature.
+        chunk, views, symmetric, denominator, normalize: as for `global_loss`.
+        key_encoder: encoder of view b for paired views; None: `encoder`.
+
+    Returns:
+        [] the loss.
+
+    Example:
+        >>> data, net = torch.randn(20, 2, 3), nn.Linear(3, 4)
+        >>> def batches():
+        ...     for part in data.split(5):
+        ...         yield part[:, 0], part[:, 1]
+        >>> loss = global_backward(net, batches, beta=5.0)
+        >>> net.weight.grad.shape
+        torch.Size([4, 3])
+    """
+    second = encoder if key_encoder is None else key_encoder
+    parts_a, parts_b, states = [], [], []
+    with torch.no_grad():
+        for x_a, x_b in batches():
+            states.append(_random_state(x_a.device))
+            parts_a.append(encoder(x_a))
+            parts_b.append(second(x_b))
+    if not parts_a:
+        raise ValueError("batches() yielded nothing; it must return a fresh iterator at each call")
+    z_a = torch.cat(parts_a).detach().requires_grad_()
+    z_b = torch.cat(parts_b).detach().requires_grad_()
+    loss = global_loss(
+        z_a,
+        z_b,
+        beta,
+        chunk,
+        views=views,
+        symmetric=symmetric,
+        denominator=denominator,
+        normalize=normalize,
+    )
+    loss.backward()
+    assert z_a.grad is not None and z_b.grad is not None
+    begin = 0
+    for (x_a, x_b), state in zip(batches(), states, strict=True):
+        rows = slice(begin, begin + len(x_a))
+        with torch.random.fork_rng(devices=[x_a.device] if x_a.is_cuda else []):
+            _restore_random_state(state, x_a.device)
+            out_a, out_b = encoder(x_a), second(x_b)
+        torch.autograd.backward([out_a, out_b], [z_a.grad[rows], z_b.grad[rows]])
+        begin += len(x_a)
+    return loss.detach()
+
+
+def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
+    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return torch.get_rng_state(), cuda
+
+
+def _restore_random_state(state: tuple[Tensor, Tensor | None], device: torch.device) -> None:
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.cuda.set_rng_state(state[1], device)

@@ -1,0 +1,319 @@
+"""What all losses share: settings, laying out a batch, reporting, loading state.
+
+A loss module's `forward` always does the same things in the same order:
+
+    batch, sides = self._begin(...)            check and lay out; nothing has changed yet
+    estimate     = ...                          this method's pure functions of `negchain.weights`
+    value        = contrastive_objective(...)   the one equation
+    write_rows(...)                             the only place where state changes
+    self._report(...)                           numbers for `info`, left on the device
+
+Shapes: `B` batch, `N` rows, `K` columns, `D` embedding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from negchain.losses.batch import (
+    Batch,
+    Drawn,
+    Draws,
+    Views,
+    as_embedding,
+    check_batch,
+    lay_out,
+    per_side,
+)
+from negchain.objective import Denominator, Estimate, contrastive_objective
+from negchain.pool import Draw, Side, matches
+
+
+Params = ParamSpec("Params")
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def full_precision(
+    method: Callable[Concatenate[Module, Params], Tensor],
+) -> Callable[Concatenate[Module, Params], Tensor]:
+    """Run a method outside autocast: scores are float32 or better, whatever the encoder's type."""
+
+    @functools.wraps(method)
+    def wrapped(self: Module, *args: Params.args, **kwargs: Params.kwargs) -> Tensor:
+        device = next(self.buffers()).device.type
+        with torch.autocast(device, enabled=False):
+            return method(self, *args, **kwargs)
+
+    return wrapped
+
+
+class LazyState(nn.Module):
+    """A module with buffers whose last dimension is 0 until the first batch gives their width."""
+
+    _lazy_buffers: tuple[str, ...] = ()
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        """Give waiting buffers the width they were saved with."""
+        for name in self._lazy_buffers:
+            saved, buffer = state_dict.get(prefix + name), getattr(self, name)
+            if saved is None or saved.shape == buffer.shape:
+                continue
+            waiting = 0 in (saved.shape[-1], buffer.shape[-1])
+            if waiting and saved.shape[:-1] == buffer.shape[:-1]:
+                setattr(self, name, buffer.new_zeros(saved.shape))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class ContrastiveLoss(LazyState):
+    """Abstract base of the losses; see `negchain.EMC2Loss` and its siblings."""
+
+    step: Tensor
+    _faults: Tensor
+
+    def __init__(
+        self,
+        beta: float | Tensor,
+        *,
+        views: Views,
+        symmetric: bool,
+        denominator: Denominator,
+        num_samples: int | None,
+        num_keys: int | None,
+        normalize: bool,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        one_of("views", views, ("shared", "paired"))
+        one_of("denominator", denominator, ("negatives", "all"))
+        if not isinstance(beta, Tensor) and not 0 < beta < math.inf:
+            raise ValueError(f"beta (1 / temperature) must be positive and finite, got {beta}")
+        if num_samples is not None and num_samples < (2 if num_keys is None else 1):
+            raise ValueError(
+                f"num_samples must be at least 2, got {num_samples}: one sample has no negative"
+            )
+        if num_keys is not None and (views != "paired" or num_keys < 2):
+            raise ValueError(
+                "num_keys (the size of a corpus of keys) needs views='paired' and at least 2 keys, "
+                f"got num_keys={num_keys} and views={views!r}"
+            )
+        self.beta = beta  # a Parameter is registered by nn.Module, and may be learned
+        self.views: Views = views
+        # A corpus of keys has no anchors of its own to run the other direction from.
+        self.symmetric = symmetric and num_keys is None
+        self.denominator: Denominator = denominator
+        self.num_samples = num_samples
+        self.num_keys = num_keys
+        self.normalize = normalize
+        self.seed = seed
+        self.register_buffer("step", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("_faults", torch.zeros(2, dtype=torch.int64), persistent=False)
+        self._info: dict[str, Tensor] = {}
+
+    @property
+    def num_sides(self) -> int:
+        """Directions of comparison, each with a table of state of its own."""
+        return 2 if self.views == "paired" and self.symmetric else 1
+
+    @property
+    def num_positions(self) -> int | None:
+        """M, the size of the set the negatives come from."""
+        return self.num_samples if self.num_keys is None else self.num_keys
+
+    @property
+    def multiplicity(self) -> int:
+        """Negatives of the target that share one id: the two views of an item."""
+        return 2 if self.views == "shared" else 1
+
+    @property
+    def info(self) -> dict[str, float]:
+        """Numbers about the last call as Python floats; reading them waits for the device.
+
+        Every loss reports `effective_negatives` (mean over rows of 1 / sum of squared weights) and
+        `nonfinite_rows` (samples since the last reading); with a known data set size also
+        `global_loss`, the estimate of eq. (1).
+
+        Raises:
+            ValueError: samples since the last reading had an index out of range. (On a CPU such a
+                batch is refused at once; on a GPU its rows change no state and are reported here.)
+        """
+        nonfinite, out_of_range = (int(count) for count in self._faults.tolist())
+        self._faults.zero_()
+        if out_of_range:
+            raise ValueError(
+                f"index must hold data set positions in [0, {self.num_samples}), but {out_of_range} "
+                "since the last look at info did not; was the loss built for another data set?"
+            )
+        report = {name: float(value) for name, value in self._info.items()}
+        return {**report, "nonfinite_rows": float(nonfinite)}
+
+    def extra_repr(self) -> str:
+        """The settings, for `print(loss)`."""
+        beta = (
+            f"{float(self.beta.detach()):g} (learned)"
+            if isinstance(self.beta, Tensor)
+            else self.beta
+        )
+        return f"beta={beta}, views={self.views!r}, denominator={self.denominator!r}"
+
+    def _begin(
+        self,
+        z_a: Tensor,
+        z_b: Tensor,
+        index: Tensor | None,
+        key_index: Tensor | None,
+        known: Tensor | None,
+        draw: Draws | None = None,
+        drawn: Drawn | None = None,
+        *,
+        key_ids: Tensor | None = None,
+        ids_per_item: int = 1,
+        use_batch: bool = True,
+        quiet: bool = False,
+    ) -> tuple[Batch, list[Side]]:
+        batch = check_batch(
+            z_a,
+            z_b,
+            index,
+            key_index,
+            known,
+            num_samples=self.num_samples,
+            num_keys=self.num_keys,
+            normalize=self.normalize,
+        )
+        sides = lay_out(
+            batch,
+            views=self.views,
+            symmetric=self.symmetric,
+            num_positions=self.num_positions,
+            multiplicity=self.multiplicity,
+            key_ids=key_ids,
+            ids_per_item=ids_per_item,
+            use_batch=use_batch,
+        )
+        if (draw is None) != (drawn is None):
+            raise ValueError("draw= (ids) and drawn= (their embeddings) go together; pass both")
+        draws, embeddings = (
+            per_side(name, value, self.num_sides)
+            for name, value in (("draw", draw), ("drawn", drawn))
+        )
+        sides = [
+            self._with_draw(side, *pair) if pair[0] is not None else side  # type: ignore[arg-type]
+            for side, pair in zip(sides, zip(draws, embeddings, strict=True), strict=True)
+        ]
+        if any(side.keys.shape[0] + side.num_draws() < 2 for side in sides) and use_batch:
+            raise ValueError(
+                f"a batch of {z_a.shape[0]} holds no negative; use at least 2 samples, or pass draw="
+            )
+        if not quiet:
+            self._faults += batch.faults
+        return batch, sides
+
+    def _with_draw(self, side: Side, draw: Draw, drawn: Tensor) -> Side:
+        """Append a draw's columns, shared ([R]) or private to each row ([N, C])."""
+        ids, shape = draw.ids.to(side.keys.device), tuple(draw.ids.shape)
+        if ids.dim() not in (1, 2) or ids.is_floating_point():
+            raise ValueError(f"draw.ids must be integers [R] or [N, C], got {ids.dtype} {shape}")
+        if ids.dim() == 2 and shape[0] not in (side.num_rows, side.num_rows // 2):
+            raise ValueError(f"draw.ids [N, C] must have {side.num_rows} rows, got {shape}")
+        if tuple(drawn.shape) not in (
+            (*shape, side.keys.shape[1]),
+            (ids.numel(), side.keys.shape[1]),
+        ):
+            raise ValueError(
+                f"drawn must be the embeddings of draw.ids, [{ids.numel()}, {side.keys.shape[1]}], "
+                f"got {tuple(drawn.shape)}"
+            )
+        if draw.log_q is not None and draw.log_q.shape != draw.ids.shape:
+            raise ValueError(
+                f"draw.log_q must have the shape of draw.ids, got {tuple(draw.log_q.shape)} and {shape}"
+            )
+        size = None if self.num_positions is None else self.num_positions * side.ids_per_item
+        if ids.device.type == "cpu" and size is not None and ids.numel():
+            low, high = int(ids.min()), int(ids.max())
+            if low < 0 or high >= size:
+                raise ValueError(
+                    f"draw.ids must hold data set positions in [0, {size}), "
+                    f"got {low if low < 0 else high}"
+                )
+        drawn = as_embedding(drawn, self.normalize).to(side.keys.dtype)
+        if ids.dim() == 2:
+            repeat = side.num_rows // shape[0]
+            keys = drawn.view(*shape, -1).repeat(repeat, 1, 1)
+            return dataclasses.replace(
+                side, private_ids=ids.repeat(repeat, 1), private_keys=keys, draw=draw
+            )
+        items = ids // side.ids_per_item
+        excluded = matches(items, side.positive_ids, side.known)
+        excluded = excluded | ~torch.isfinite(drawn).all(1)[None, :]
+        return dataclasses.replace(
+            side,
+            keys=torch.cat([side.keys, drawn]),
+            key_ids=torch.cat([side.key_ids, ids]),
+            excluded=torch.cat([side.excluded, excluded], 1),
+            draw=draw,
+        )
+
+    def _beta(self, like: Tensor) -> float | Tensor:
+        return self.beta.to(like.dtype) if isinstance(self.beta, Tensor) else self.beta
+
+    def _value(
+        self,
+        side: Side,
+        similarity: Tensor,
+        estimate: Estimate,
+        carried_similarity: Tensor | None = None,
+    ) -> Tensor:
+        positive = torch.linalg.vecdot(side.queries, side.positives)
+        beta = self._beta(similarity)
+        return contrastive_objective(
+            positive, similarity, estimate, beta, self.denominator, carried_similarity
+        )
+
+    def _report(self, values: dict[str, list[Tensor]]) -> None:
+        """Keep the mean over sides of each number, on the device, for `info`."""
+        self._info = {name: torch.stack(list(v)).mean() for name, v in values.items() if v}
+
+
+def detached_logits(side: Side, similarity: Tensor, beta: float | Tensor) -> Tensor:
+    """Corrected logits beta * s - log(q m_neg), [N, K+C]; -inf where excluded or not finite."""
+    beta = beta.detach() if isinstance(beta, Tensor) else beta
+    logits = similarity.detach() * beta
+    correction = side.log_correction()
+    if correction is not None:
+        logits = logits - correction
+    return logits.masked_fill(side.all_excluded() | ~torch.isfinite(logits), -math.inf)
+
+
+def global_log_partition(side: Side, log_sum: Tensor) -> Tensor | None:
+    """log( m_neg / K sum_j exp(l_ij) ) from the log of the sum, [N]; None if m_neg is unknown."""
+    log_num_negatives = side.log_num_negatives()
+    if log_num_negatives is None:
+        return None
+    return log_sum + log_num_negatives - side.counts().clamp(min=1).to(log_sum.dtype).log()
+
+
+def effective_negatives(weights: Tensor, private: Tensor | None = None) -> Tensor:
+    """Mean over rows of (sum W)^2 / sum W^2: how many negatives share a row's weight; -> [].
+
+    Example:
+        >>> effective_negatives(torch.tensor([[0.5, 0.5, 0.0, 0.0]]))
+        tensor(2.)
+    """
+    total, squares = weights.sum(1), torch.linalg.vecdot(weights, weights)
+    if private is not None:
+        total, squares = total + private, squares + private * private
+    tiny = torch.finfo(weights.dtype).tiny
+    return (total * total / squares.clamp(min=tiny)).mean()
+
+
+def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    """Refuse a value that is not among the allowed ones."""
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")

@@ -1,0 +1,184 @@
+"""A user's batch: checked, brought to float32 or better, and laid out as sides.
+
+Everything wrong that can be seen without waiting for a device is refused here, before any state
+changes. What only the device knows (an index out of range, a non-finite embedding) is refused at
+once on a CPU; on a GPU the sample is marked invalid, changes no state, and is reported by `info`.
+
+Shapes: `B` batch, `N` rows, `D` embedding, `L` known positives per sample, `R` draws.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from negchain.pool import Draw, Side, matches
+
+Views = Literal["shared", "paired"]
+Draws = Draw | tuple[Draw, Draw]
+Drawn = Tensor | tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """B pairs of embeddings with their data set positions."""
+
+    z_a: Tensor  # [B,D]
+    z_b: Tensor  # [B,D]
+    index: Tensor  # [B] positions among the anchors, clamped into range
+    key_index: Tensor  # [B] positions of z_b among the keys, clamped into range
+    known: Tensor | None  # [B,L]
+    valid: Tensor  # [B] bool: finite and in range
+    faults: Tensor  # [2] int64: samples non-finite, samples out of range
+
+
+def check_batch(
+    z_a: Tensor,
+    z_b: Tensor,
+    index: Tensor | None,
+    key_index: Tensor | None,
+    known: Tensor | None,
+    *,
+    num_samples: int | None,
+    num_keys: int | None,
+    normalize: bool,
+) -> Batch:
+    """Refuse what is wrong, convert what is right; see the module's header."""
+    if z_a.dim() != 2 or z_a.shape != z_b.shape:
+        raise ValueError(
+            "z_a and z_b must be embeddings of one shape [B, D], "
+            f"got {tuple(z_a.shape)} and {tuple(z_b.shape)}"
+        )
+    if not z_a.is_floating_point():
+        raise ValueError(f"embeddings must be floating point, got {z_a.dtype}")
+    if (key_index is None) != (num_keys is None):
+        raise ValueError(
+            "key_index= (positions of z_b among the keys) goes with num_keys= at construction; got "
+            f"key_index {'missing' if key_index is None else 'given'} and num_keys={num_keys}"
+        )
+    z_a, z_b = as_embedding(z_a, normalize), as_embedding(z_b, normalize)
+    batch_size, device = z_a.shape[0], z_a.device
+    if index is None:
+        if num_samples is not None:
+            raise ValueError("index= is missing: pass the data set positions of the batch, [B]")
+        index = torch.arange(batch_size, device=device)
+    index = as_ids("index", index, batch_size, device)
+    keys = index if key_index is None else as_ids("key_index", key_index, batch_size, device)
+    if known is not None:
+        known = as_ids("known", known, batch_size, device, dims=2)
+    num_positions = num_samples if num_keys is None else num_keys
+    in_range = inside(index, num_samples) & inside(keys, num_positions)
+    finite = torch.isfinite(z_a).all(1) & torch.isfinite(z_b).all(1)
+    if device.type == "cpu":
+        _refuse(index, inside(index, num_samples), "index", num_samples)
+        _refuse(keys, inside(keys, num_positions), "key_index", num_positions)
+        if not bool(finite.all()):
+            rows = torch.nonzero(~finite).flatten().tolist()[:5]
+            raise ValueError(
+                f"embeddings must be finite, but rows {rows} hold NaN or inf; lower the learning "
+                "rate, clip gradients, or skip the batch"
+            )
+    return Batch(
+        z_a=z_a,
+        z_b=z_b,
+        index=index if num_samples is None else index.clamp(0, num_samples - 1),
+        key_index=keys if num_positions is None else keys.clamp(0, num_positions - 1),
+        known=known,
+        valid=in_range & finite,
+        faults=torch.stack([(~finite).sum(), (~in_range).sum()]),
+    )
+
+
+def lay_out(
+    batch: Batch,
+    *,
+    views: Views,
+    symmetric: bool,
+    num_positions: int | None,
+    multiplicity: int,
+    ids_per_item: int = 1,
+    key_ids: Tensor | None = None,
+    use_batch: bool = True,
+) -> list[Side]:
+    """The sides of a batch: one for shared views, one or two for paired ones.
+
+    `key_ids` [2B] names the columns of shared views where the stored augmentations of an item have
+    ids of their own; `use_batch=False` leaves the batch's own columns out.
+    """
+    z_a, z_b, index, own, known = batch.z_a, batch.z_b, batch.index, batch.key_index, batch.known
+    excluded = matches(own, own, known)
+    if own is index:
+        excluded = excluded | excluded.T  # "never negatives of each other" is mutual
+    excluded = excluded | ~batch.valid[None, :]
+
+    def side(rows: Tensor, positives: Tensor, keys: Tensor, copies: int, own: Tensor) -> Side:
+        tiles = keys.shape[0] // index.shape[0]
+        ids = own.repeat(tiles) if key_ids is None else key_ids
+        mask = excluded.repeat(copies, tiles)
+        if not use_batch:
+            keys, ids, mask = keys[:0], ids[:0], mask[:, :0]
+        return Side(
+            queries=rows,
+            positives=positives,
+            anchor_ids=index.repeat(copies),
+            positive_ids=own.repeat(copies),
+            known=None if known is None else known.repeat(copies, 1),
+            keys=keys,
+            key_ids=ids,
+            excluded=mask,
+            num_batch_columns=keys.shape[0],
+            multiplicity=multiplicity,
+            ids_per_item=ids_per_item,
+            num_keys=num_positions,
+        )
+
+    if views == "shared":
+        both, swapped = torch.cat([z_a, z_b]), torch.cat([z_b, z_a])
+        return [side(both, swapped, both, 2, own) if symmetric else side(z_a, z_b, both, 1, own)]
+    sides = [side(z_a, z_b, z_b, 1, own)]
+    return [*sides, side(z_b, z_a, z_a, 1, index)] if symmetric else sides
+
+
+def as_embedding(z: Tensor, normalize: bool) -> Tensor:
+    """float32 or better, then unit length (in this order: half precision cannot hold the norm)."""
+    z = z if z.dtype == torch.float64 else z.float()
+    return torch.nn.functional.normalize(z, dim=-1) if normalize else z
+
+
+def as_ids(name: str, ids: Tensor, rows: int, device: torch.device, dims: int = 1) -> Tensor:
+    """Integer ids as int64 on the embeddings' device."""
+    if ids.dim() != dims or ids.shape[0] != rows or ids.is_floating_point():
+        shape = f"[{rows}]" if dims == 1 else f"[{rows}, L], padded with -1"
+        raise ValueError(f"{name} must be integers {shape}, got {ids.dtype} {tuple(ids.shape)}")
+    return ids.to(device=device, dtype=torch.int64, non_blocking=True)
+
+
+def inside(ids: Tensor, size: int | None) -> Tensor:
+    """Which ids are positions of a data set of this size."""
+    return torch.ones_like(ids, dtype=torch.bool) if size is None else (ids >= 0) & (ids < size)
+
+
+def per_side(name: str, value: object, num_sides: int) -> list[object]:
+    """One entry per side: a pair where there are two sides, the thing itself where there is one."""
+    if value is None:
+        return [None] * num_sides
+    if num_sides == 1:
+        return [value]
+    if not isinstance(value, (tuple, list)) or isinstance(value, Draw) or len(value) != 2:
+        raise ValueError(
+            f"{name}= must be a pair here, one entry per direction (views='paired' is symmetric); "
+            "pass two, or construct the loss with symmetric=False"
+        )
+    return list(value)
+
+
+def _refuse(ids: Tensor, ok: Tensor, name: str, size: int | None) -> None:
+    if not bool(ok.all()):
+        bad = ids[~ok].tolist()[:5]
+        raise ValueError(
+            f"{name} must hold data set positions in [0, {size}), got {bad}; "
+            "was the loss built for another data set?"
+        )

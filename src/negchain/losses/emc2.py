@@ -1,0 +1,447 @@
+"""EMC² as a module: one persistent Markov chain per sample supplies its negatives.
+
+Estimates   p_i by the visits of a Metropolis-Hastings chain (or the softmax of an i-SIR step) that
+            starts at the state carried over from the sample's last visit and moves over the batch.
+State       one integer per sample.
+Cost        B^2 D for the similarities, one scan; with `carried="encode"` B more encodes.
+Bias        zero at stationarity; see `carried` and the docs for what each option costs.
+
+Shapes: `B` batch, `N` rows (2B for shared views), `K` columns, `D` embedding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from negchain import draws
+from negchain.losses.base import (
+    ContrastiveLoss,
+    detached_logits,
+    effective_negatives,
+    full_precision,
+    global_log_partition,
+    one_of,
+)
+from negchain.losses.batch import Batch, Drawn, Draws, Views, as_embedding, as_ids, per_side
+from negchain.losses.chains import Arrival, Carried, ChainTable
+from negchain.losses.table import StaleTable
+from negchain.losses.walk import Kernel, Sampler, Walk, WalkOrder, walk_chains
+from negchain.objective import Denominator, Estimate
+from negchain.pool import Draw, Side, write_rows
+from negchain.weights.cache import draw_from, informed_proposal
+from negchain.weights.metropolis import Backend
+from negchain.weights.sogclr import moving_log_mean
+
+
+class EMC2Loss(ContrastiveLoss):
+    r"""EMC²: the global contrastive loss with negatives from one Markov chain per sample.
+
+    $$ \nabla \approx \tfrac{\beta}{B} \sum_i \Big[ -\nabla s(x_i,y_i)
+       + \tfrac{1}{R-P} \sum_{r \ge P} \nabla s(x_i, Z_i^{(r)}) \Big] $$
+
+    Args:
+        num_samples: m, the size of the data set (of anchors); one chain each.
+        beta: inverse temperature; a `nn.Parameter` to learn it.
+        burn_in: share of a visit's proposals that are not counted (the paper's P = b - 1 is 0.5).
+        kernel: "mh" (the paper: Metropolis-Hastings) or "isir" (softmax over carried state and
+            batch; no burn-in).
+        carried: how the state carried over from the last visit is scored and trained:
+            "encode" (the paper): the caller encodes `carried(index)` and passes it; B more encodes
+            per step, no bias. "cached": its embedding is kept from the last visit; D floats per
+            sample, gradient reaches the anchor only. "score": only its similarity is kept, one
+            float per sample; weight still on it is dropped and reported (`dropped_mass`).
+            Measured relative error of the mean negative gradient on frozen embeddings (300 points,
+            b = 8, beta = 14.28, so nothing is stale): encode 0.03, cached 0.35, score 0.49, DCL
+            0.67; see docs/methods/emc2.md for the table and its command.
+        views: "shared" (two views through one encoder, one chain per item) or "paired" (two
+            encoders, a chain table per direction).
+        denominator: "negatives" (eq. (1)) or "all": gradients are multiplied by 1 - p+, with p+
+            against a running estimate of the partition over all negatives.
+        proposal: "batch" (the paper; plus whatever `draw=` adds), "draw" (only `draw=`: Algorithm 1
+            with explicit draws) or "cache" (batch plus informed draws from a stale table).
+        seed: of every random draw; step t of two runs with one seed draws the same.
+        symmetric: both views (directions) are anchors.
+        num_keys: size of a corpus of keys that is not one-to-one with the anchors.
+        augmentations: k stored augmentations per item: a chain per (item, augmentation), whose
+            state names both. Ids are then `item * k + augmentation`.
+        num_draws: informed draws per step (`proposal="cache"`); None: as many as the batch has
+            samples.
+        partition_rate: floor of the rate at which the running partition (`denominator="all"`)
+            follows new values; before it, visits are averaged equally.
+        walk: how the two rows of an item share its chain: "parallel" (both start at the carried
+            state, each offered one copy of every other item; unbiased) or "sequential" (the second
+            row goes on where the first ended, both offered both copies; biased towards the
+            in-batch softmax, most at small beta).
+        normalize: bring embeddings to unit length first.
+        backend: of `mh_scan`.
+
+    Example:
+        >>> items, encoder = torch.randn(100, 5), torch.nn.Linear(5, 8)
+        >>> loss_fn = EMC2Loss(num_samples=100, beta=10.0)
+        >>> index = torch.tensor([3, 14, 15, 92])
+        >>> z_a = encoder(items[index] + 0.1 * torch.randn(4, 5))
+        >>> z_b = encoder(items[index] + 0.1 * torch.randn(4, 5))
+        >>> ids = loss_fn.carried(index)
+        >>> loss_fn(z_a, z_b, index, carried=encoder(items[ids])).backward()
+        >>> sorted(loss_fn.info)[:3]
+        ['acceptance_rate', 'carried_mass', 'chain_age']
+    """
+
+    log_partition: Tensor
+
+    def __init__(
+        self,
+        num_samples: int,
+        beta: float | Tensor = 14.28,
+        burn_in: float = 0.5,
+        kernel: Kernel = "mh",
+        carried: Carried = "encode",
+        views: Views = "shared",
+        denominator: Denominator = "negatives",
+        proposal: Literal["batch", "draw", "cache"] = "batch",
+        seed: int = 0,
+        *,
+        symmetric: bool = True,
+        num_keys: int | None = None,
+        augmentations: int | None = None,
+        num_draws: int | None = None,
+        partition_rate: float = 0.05,
+        walk: WalkOrder = "parallel",
+        normalize: bool = True,
+        backend: Backend = "auto",
+    ) -> None:
+        super().__init__(
+            beta,
+            views=views,
+            symmetric=symmetric,
+            denominator=denominator,
+            num_samples=num_samples,
+            num_keys=num_keys,
+            normalize=normalize,
+            seed=seed,
+        )
+        one_of("kernel", kernel, ("mh", "isir"))
+        one_of("carried", carried, ("encode", "cached", "score"))
+        one_of("proposal", proposal, ("batch", "draw", "cache"))
+        one_of("walk", walk, ("parallel", "sequential"))
+        one_of("backend", backend, ("auto", "reference", "torch", "triton"))
+        _check_settings(burn_in, partition_rate, augmentations, num_draws, views, proposal)
+        self.burn_in = burn_in
+        self.kernel: Kernel = kernel
+        self.walk: WalkOrder = walk
+        self.carried_mode: Carried = carried
+        self.proposal = proposal
+        self.augmentations = augmentations
+        self.num_draws = num_draws
+        self.partition_rate = partition_rate
+        self.backend: Backend = backend
+        size = num_samples if num_keys is None else num_keys
+        self.chains = ChainTable(
+            self.num_sides,
+            num_samples * (augmentations or 1),
+            num_states=size * (augmentations or 1),
+            ids_per_item=augmentations or 1,
+            own=num_keys is None,
+            keep=carried,
+            seed=seed,
+        )
+        if denominator == "all":
+            shape = (self.num_sides, num_samples)
+            self.register_buffer("log_partition", torch.full(shape, -math.inf))
+        self.tables = nn.ModuleList(
+            StaleTable(size, None) for _ in range(self.num_sides if proposal == "cache" else 0)
+        )
+
+    @property
+    def multiplicity(self) -> int:
+        """Negatives of the target per item: its stored augmentations, or its two views."""
+        return self.augmentations or (2 if self.views == "shared" else 1)
+
+    def carried(
+        self, index: Tensor, augmentation: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Data set positions of the negatives the chains of a batch hold; encode these.
+
+        Args:
+            index: [B] data set positions of the batch.
+            augmentation: with stored augmentations, which ones the two views are ([B] each).
+
+        Returns:
+            [B] positions; a pair of them for paired views in both directions (keys for the anchors
+            z_a, then anchors for z_b), and for stored augmentations (one per view; ids are
+            `item * k + augmentation`). Changes nothing.
+        """
+        index = as_ids("index", index, index.shape[0], self.step.device)
+        slots = self._slots(index, augmentation)
+        if self.num_sides == 2:
+            return self.chains.ids(0, slots[0]), self.chains.ids(1, slots[0])
+        if self.augmentations:
+            return self.chains.ids(0, slots[0]), self.chains.ids(0, slots[1])
+        return self.chains.ids(0, slots[0])
+
+    @torch.no_grad()
+    def propose(
+        self,
+        z_a: Tensor,
+        index: Tensor,
+        z_b: Tensor | None = None,
+        *,
+        key_index: Tensor | None = None,
+        known: Tensor | None = None,
+    ) -> Draw | tuple[Draw, Draw]:
+        """Informed draws for this step from the stale table; changes nothing.
+
+        Returns:
+            A `Draw` with ids [R] shared by all rows and `log_q_all` [M]; a pair for paired views
+            in both directions (then `z_b` is required).
+        """
+        if self.proposal != "cache":
+            raise ValueError(f"propose needs proposal='cache', got proposal={self.proposal!r}")
+        if z_b is None and self.num_sides == 2:
+            raise ValueError("propose needs z_b= too: both directions are anchors")
+        with torch.autocast(z_a.device.type, enabled=False):
+            other = z_a if z_b is None else z_b
+            _, sides = self._begin(z_a, other, index, key_index, known, use_batch=False, quiet=True)
+            drawn = []
+            for number, (side, table) in enumerate(zip(sides, self.tables, strict=True)):
+                assert isinstance(table, StaleTable)
+                log_q = informed_proposal(table.logits(side, self._beta(side.queries)))
+                row = torch.full((1,), number, device=log_q.device)
+                count = self.num_draws or len(index)
+                u = draws.uniform(
+                    self.seed, self.step, draws.STREAM_PROPOSE, row, count, torch.float64
+                )
+                ids = draw_from(log_q, u[0])
+                drawn.append(Draw(ids, log_q[ids], log_q_all=log_q))
+        return (drawn[0], drawn[1]) if len(drawn) == 2 else drawn[0]
+
+    @full_precision
+    def forward(
+        self,
+        z_a: Tensor,
+        z_b: Tensor,
+        index: Tensor,
+        *,
+        carried: Tensor | tuple[Tensor, Tensor] | None = None,
+        draw: Draws | None = None,
+        drawn: Drawn | None = None,
+        key_index: Tensor | None = None,
+        known: Tensor | None = None,
+        augmentation: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """The loss of a batch; call `.backward()` on it. In training mode the chains move.
+
+        Args:
+            z_a: [B, D] embeddings of one view (or of the anchors).
+            z_b: [B, D] embeddings of the other view (or of the keys).
+            index: [B] data set positions; equal ids are never negatives of each other.
+            carried: with carried="encode": [B, D] embeddings of `self.carried(index)` under the
+                current encoder (a pair where `carried` returned a pair).
+            draw: negatives from beyond the batch: the caller's own, or from `propose`.
+            drawn: their embeddings.
+            key_index: [B] positions of z_b among the keys, with `num_keys`.
+            known: [B, L] further positives of each anchor, padded with -1; never negatives.
+            augmentation: with stored augmentations, which ones the two views are ([B] each).
+
+        Returns:
+            [] scalar with the value of an estimate of the global loss, and EMC²'s gradient.
+        """
+        self._check_call(carried, draw)
+        slots = self._slots(as_ids("index", index, z_a.shape[0], z_a.device), augmentation)
+        batch, sides = self._begin(
+            z_a,
+            z_b,
+            index,
+            key_index,
+            known,
+            draw,
+            drawn,
+            key_ids=torch.cat(slots) if self.augmentations else None,
+            ids_per_item=self.augmentations or 1,
+            use_batch=self.proposal != "draw",
+        )
+        encoded = self._encoded(carried, batch)
+        sampler = Sampler(
+            self.kernel, self.walk, self.burn_in, self.backend, self.seed, self.step.clone()
+        )
+        total: list[Tensor] = []
+        report: dict[str, list[Tensor]] = {}
+        arrivals: list[tuple[int, Tensor, Arrival]] = []
+        for number, side in enumerate(sides):
+            if self.views == "shared" and self.kernel == "mh" and self.walk == "parallel":
+                side = _offer_one_copy(side, sampler, len(batch.index))
+            similarity = side.similarities()
+            logits = detached_logits(side, similarity, self._beta(similarity))
+            walk = walk_chains(
+                side,
+                logits,
+                self.chains,
+                number,
+                slots[: self._views_per_item],
+                encoded[number],
+                self._beta(logits),
+                sampler,
+            )
+            log_partition = global_log_partition(side, torch.logsumexp(logits, 1))
+            assert log_partition is not None
+            running = self._running_partition(number, batch, side, log_partition)
+            estimate = Estimate(walk.weights, log_partition, running, walk.carried_weight)
+            total.append(self._value(side, similarity, estimate, walk.carried_similarity))
+            arrivals += [(number, *pair) for pair in walk.arrivals(side, similarity)]
+            _collect(report, walk, total[-1], batch)
+        if self.training:
+            self._remember_keys(batch, sides, encoded)  # first: it asks the chains what they held
+            for number, chain, arrival in arrivals:
+                self.chains.commit(number, chain, arrival, batch.valid)
+            self.step += 1
+        self._report(report)
+        return sum(total[1:], total[0]) / len(total)
+
+    # ------------------------------------------------------------------ parts of a step
+
+    @property
+    def _views_per_item(self) -> int:
+        return 2 if self.views == "shared" and self.symmetric else 1
+
+    @property
+    def _num_samples(self) -> int:
+        assert self.num_samples is not None
+        return self.num_samples
+
+    def _slots(
+        self,
+        index: Tensor,
+        augmentation: tuple[Tensor, Tensor] | None,
+    ) -> tuple[Tensor, ...]:
+        """Chains of each view's rows: one and the same per item, or one per (item, augmentation)."""
+        index = index.clamp(0, self._num_samples - 1)  # out of range: refused or reported
+        if (augmentation is None) != (self.augmentations is None):
+            raise ValueError(
+                "augmentation= (which stored augmentation each view is) goes with augmentations=k "
+                f"at construction, got augmentations={self.augmentations}"
+            )
+        if augmentation is None or self.augmentations is None:
+            return (index,) * self._views_per_item
+        per_item = self.augmentations
+        chosen = [as_ids("augmentation", a, len(index), index.device) for a in augmentation]
+        return tuple(index * per_item + a.clamp(0, per_item - 1) for a in chosen)
+
+    def _check_call(self, carried: object, draw: object) -> None:
+        if self.carried_mode == "encode" and carried is None:
+            raise ValueError(
+                "carried= is missing: with carried='encode' pass the embeddings of the negatives "
+                "the chains hold, carried=encoder(items[loss_fn.carried(index)]); or construct the "
+                "loss with carried='cached' or 'score'"
+            )
+        if self.carried_mode != "encode" and carried is not None:
+            raise ValueError(
+                f"carried= is not used with carried={self.carried_mode!r}; leave it out"
+            )
+        if self.proposal != "batch" and draw is None:
+            source = "loss_fn.propose(z_a, index)" if self.proposal == "cache" else "your draws"
+            raise ValueError(f"proposal={self.proposal!r} needs draw= and drawn=: pass {source}")
+
+    def _encoded(
+        self, carried: Tensor | tuple[Tensor, Tensor] | None, batch: Batch
+    ) -> list[tuple[Tensor, ...] | None]:
+        """Embeddings of the carried states, per side and view, checked and normalised."""
+        if carried is None:
+            return [None] * self.num_sides
+        ready = []
+        for z in per_side("carried", carried, 2 if self.augmentations else self.num_sides):
+            if not isinstance(z, Tensor) or z.shape != batch.z_a.shape:
+                shape = tuple(z.shape) if isinstance(z, Tensor) else type(z).__name__
+                raise ValueError(f"carried must be [B, D] = {tuple(batch.z_a.shape)}, got {shape}")
+            z = as_embedding(z, self.normalize).to(batch.z_a.dtype)
+            if z.device.type == "cpu" and not bool(torch.isfinite(z).all()):
+                raise ValueError("carried embeddings must be finite, got NaN or inf")
+            ready.append(z)
+        if self.num_sides == 2:
+            return [(ready[0],), (ready[1],)]
+        if self.augmentations:
+            return [tuple(ready[: self._views_per_item])]
+        return [(ready[0],) * self._views_per_item]
+
+    def _running_partition(
+        self, number: int, batch: Batch, side: Side, log_partition: Tensor
+    ) -> Tensor | None:
+        """The partition 1 - p+ is computed against: a moving average over visits, [N]."""
+        if self.denominator != "all":
+            return None
+        table = self.log_partition[number]
+        visits = self.step * len(batch.index) // self._num_samples
+        rate = torch.clamp(1.0 / (1.0 + visits), min=self.partition_rate)
+        old = table[side.anchor_ids].to(log_partition.dtype)
+        running = moving_log_mean(old, log_partition, rate.to(log_partition.dtype))
+        if self.training:
+            views = running.view(-1, len(batch.index))
+            mean = torch.logsumexp(views, 0) - math.log(len(views))
+            write_rows(table, batch.index, mean, batch.valid & torch.isfinite(mean))
+        return running
+
+    def _remember_keys(
+        self, batch: Batch, sides: list[Side], encoded: list[tuple[Tensor, ...] | None]
+    ) -> None:
+        """Whatever this step encoded is the freshest the stale table can hold."""
+        for number, (side, table) in enumerate(zip(sides, self.tables, strict=False)):
+            assert isinstance(table, StaleTable)
+            table.write(side.key_ids, side.keys)
+            carried = encoded[number]
+            if carried is not None:
+                table.write(self.chains.ids(number, batch.index), carried[0])
+
+
+def _offer_one_copy(side: Side, sampler: Sampler, num_items: int) -> Side:
+    """Leave out, for each row, one of the two copies of every item of the batch."""
+    if side.num_batch_columns == 0:
+        return side
+    hidden = sampler.one_copy_each(num_items, side.num_rows)
+    hidden = torch.nn.functional.pad(hidden, (0, side.excluded.shape[1] - hidden.shape[1]))
+    return dataclasses.replace(side, excluded=side.excluded | hidden)
+
+
+def _collect(report: dict[str, list[Tensor]], walk: Walk, value: Tensor, batch: Batch) -> None:
+    """Numbers for `info`; see docs/diagnostics.md."""
+    stayed = (~walk.moved & batch.valid).sum()
+    moved = (walk.moved & batch.valid).sum()
+    numbers = {
+        "acceptance_rate": walk.accepts.sum() / walk.num_steps.sum().clamp(min=1),
+        "carried_mass": walk.start_mass.mean(),
+        "dropped_mass": (walk.start_mass - walk.carried_weight).mean(),
+        "chain_age": stayed / moved.clamp(min=1),
+        "effective_negatives": effective_negatives(walk.weights, walk.carried_weight),
+        "global_loss": value.detach(),
+    }
+    for name, number in numbers.items():
+        report.setdefault(name, []).append(number.to(value.dtype))
+
+
+def _check_settings(
+    burn_in: float,
+    partition_rate: float,
+    augmentations: int | None,
+    num_draws: int | None,
+    views: Views,
+    proposal: str,
+) -> None:
+    if not 0 <= burn_in < 1:
+        raise ValueError(f"burn_in (share of the proposals) must be in [0, 1), got {burn_in}")
+    if not 0 <= partition_rate <= 1:
+        raise ValueError(f"partition_rate must be in [0, 1], got {partition_rate}")
+    if augmentations is not None and (
+        augmentations < 1 or views != "shared" or proposal == "cache"
+    ):
+        raise ValueError(
+            "augmentations (stored per item) must be at least 1, with views='shared' and a proposal "
+            f"other than 'cache'; got {augmentations}, {views!r}, {proposal!r}"
+        )
+    if num_draws is not None and (num_draws < 1 or proposal != "cache"):
+        raise ValueError(
+            f"num_draws must be at least 1 and goes with proposal='cache', got {num_draws} and "
+            f"{proposal!r}"
+        )

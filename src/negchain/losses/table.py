@@ -1,0 +1,77 @@
+"""The stale table: an embedding of every key as of its last encoding.
+
+Negative Cache draws its negatives from it; EMC² with `proposal="cache"` only its proposals, so there
+staleness costs speed of mixing and no bias. Rows are rewritten whenever a step encodes them anyway,
+and a share of the table can be re-encoded per step in round-robin order (`next_ids`, `write`).
+
+Shapes: `M` keys, `N` rows, `D` embedding.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from negchain.losses.base import LazyState
+from negchain.losses.batch import as_embedding
+from negchain.pool import Side, matches, write_rows
+
+
+class StaleTable(LazyState):
+    """M embeddings, zero until first written, and the cursor of their refresh.
+
+    Args:
+        size: M.
+        dim: D; None waits for the first batch.
+
+    Example:
+        >>> table = StaleTable(4, 2)
+        >>> table.next_ids(3), table.next_ids(3)      # looking does not move the cursor
+        (tensor([0, 1, 2]), tensor([0, 1, 2]))
+        >>> table.refresh(torch.tensor([0, 1, 2]), torch.eye(3, 2), normalize=True)
+        >>> table.next_ids(3)
+        tensor([3, 0, 1])
+    """
+
+    embeddings: Tensor
+    cursor: Tensor
+    _lazy_buffers = ("embeddings",)
+
+    def __init__(self, size: int, dim: int | None) -> None:
+        super().__init__()
+        self.register_buffer("embeddings", torch.zeros(size, dim or 0))
+        self.register_buffer("cursor", torch.zeros((), dtype=torch.int64))
+
+    def ensure(self, dim: int) -> None:
+        """Allocate the table when the first batch shows the width of the embeddings."""
+        size, width = self.embeddings.shape
+        if width == 0:
+            self.embeddings = self.embeddings.new_zeros(size, dim)
+        elif width != dim:
+            raise ValueError(f"the table holds embeddings of dimension {width}, got {dim}")
+
+    def logits(self, side: Side, beta: float | Tensor) -> Tensor:  # [N,M]
+        """Stale logits of a side's rows against all keys, own and known positives excluded."""
+        self.ensure(side.queries.shape[1])
+        beta = beta.detach() if isinstance(beta, Tensor) else beta
+        logits = side.queries.detach() @ self.embeddings.to(side.queries.dtype).T * beta
+        ids = torch.arange(self.embeddings.shape[0], device=logits.device)
+        return logits.masked_fill(matches(ids, side.positive_ids, side.known), -math.inf)
+
+    def write(self, ids: Tensor, embeddings: Tensor) -> None:
+        """Remember embeddings ([R, D], already unit length) of keys; non-finite ones are left out."""
+        self.ensure(embeddings.shape[1])
+        write_rows(self.embeddings, ids, embeddings.detach(), torch.isfinite(embeddings).all(1))
+
+    def next_ids(self, count: int) -> Tensor:
+        """The next `count` keys due for re-encoding, [count]."""
+        size = self.embeddings.shape[0]
+        return (self.cursor + torch.arange(count, device=self.cursor.device)) % size
+
+    def refresh(self, ids: Tensor, embeddings: Tensor, *, normalize: bool) -> None:
+        """Write re-encoded keys and move the cursor past them."""
+        ids = ids.to(self.cursor.device)
+        self.write(ids, as_embedding(embeddings.to(self.cursor.device), normalize))
+        self.cursor.copy_((self.cursor + len(ids)) % self.embeddings.shape[0])

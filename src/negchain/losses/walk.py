@@ -1,0 +1,252 @@
+"""One visit: the chains of a batch's rows move over their columns.
+
+With shared views an item has one chain and two rows. Two ways to share it:
+
+parallel    both rows start at the carried state, each is offered one copy of every other item (the
+            two rows different ones), and the state of one of them, chosen by a coin, is stored.
+sequential  both rows are offered both copies; the second row starts where the first ended, its
+            logit read again under the second view.
+
+A chain that is offered the same items again and again forgets what it carried and settles on
+the softmax over the batch: the sequential walk offers every item four times per visit and is
+measurably biased towards the in-batch softmax, the parallel one is not (docs/methods/emc2.md).
+
+Shapes: `B` chains, `N` rows, `K` columns, `D` embedding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from negchain import draws
+from negchain.losses.chains import Arrival, ChainTable
+from negchain.pool import Side
+from negchain.weights.isir import isir_weights
+from negchain.weights.metropolis import Backend, Scan, mh_scan
+
+Kernel = Literal["mh", "isir"]
+WalkOrder = Literal["parallel", "sequential"]
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """How chains move: the settings of a walk and the key of its random draws."""
+
+    kernel: Kernel
+    order: WalkOrder
+    burn_in: float
+    backend: Backend
+    seed: int
+    step: Tensor  # []
+
+    def one_copy_each(self, num_items: int, num_rows: int) -> Tensor:  # -> [N,2b] bool
+        """Columns a row is *not* offered, so that it meets every item of the batch once.
+
+        Columns are the first copies of the b items, then the second ones. A coin per item says
+        which copy rows of the first view are offered; rows of the second view get the other.
+        """
+        row = torch.zeros(1, dtype=torch.int32, device=self.step.device)
+        coin = draws.bits(self.seed, self.step, draws.STREAM_COPY, row, num_items) % 2 == 0  # [1,b]
+        first = torch.cat([coin, ~coin], 1)
+        return torch.cat([first, ~first][: num_rows // num_items]).repeat_interleave(num_items, 0)
+
+
+@dataclass(frozen=True)
+class Walk:
+    """What the chains did, and what they weigh."""
+
+    weights: Tensor  # [N,K]
+    start_mass: Tensor  # [N] weight on the carried state
+    carried_weight: Tensor  # [N] the part of it that is trained ("score" drops it)
+    carried_similarity: Tensor | None  # [N] differentiable similarity to the carried state
+    accepts: Tensor  # [N]
+    num_steps: Tensor  # [N] proposals each row could use
+    slots: tuple[Tensor, ...]  # per view [B], the chain of each row
+    finals: tuple[Tensor, ...]  # per view [B], row * K + column of the final state, -1 = unmoved
+
+    @property
+    def moved(self) -> Tensor:
+        """Chains that ended in a new state, [B]."""
+        return self.finals[-1] >= 0
+
+    def arrivals(self, side: Side, similarity: Tensor) -> Iterator[tuple[Tensor, Arrival]]:
+        """For each view its chains and where they ended, in the order in which to store them."""
+        num_columns, num_shared = similarity.shape[1], side.keys.shape[0]
+        correction = side.log_correction()
+        ids = side.column_ids().expand(side.num_rows, -1)
+        for slots, final in zip(self.slots, self.finals, strict=True):
+            row = final.clamp(min=0) // num_columns
+            column = final.clamp(min=0) % num_columns
+            if num_shared:
+                key = side.keys[column.clamp(max=num_shared - 1)]
+            if side.private_keys is not None:
+                own = side.private_keys[row, (column - num_shared).clamp(min=0)]
+                key = torch.where((column < num_shared)[:, None], key, own) if num_shared else own
+            yield (
+                slots,
+                Arrival(
+                    moved=final >= 0,
+                    ids=ids[row, column],
+                    similarity=similarity.detach()[row, column],
+                    key=key.detach(),
+                    correction=None
+                    if correction is None
+                    else correction.expand(side.num_rows, -1)[row, column],
+                ),
+            )
+
+
+def walk_chains(
+    side: Side,
+    logits: Tensor,
+    chains: ChainTable,
+    side_number: int,
+    slots: tuple[Tensor, ...],
+    encoded: tuple[Tensor, ...] | None,
+    beta: float | Tensor,
+    sampler: Sampler,
+) -> Walk:
+    """Move the chains of a side; pure: `chains` is read, not written.
+
+    Args:
+        side: the anchors and their columns.
+        logits: [N, K] corrected logits, -inf = excluded.
+        chains: where the chains stand.
+        side_number: which table of `chains`.
+        slots: per view, the chain of each row, [B].
+        encoded: per view, the embedding of the carried state, [B, D]; None: not encoded.
+        beta: inverse temperature.
+        sampler: how to move.
+    """
+    start, trained = _carried_logits(side, chains, side_number, slots, encoded, beta, sampler)
+    num_steps = (logits > -math.inf).sum(1)
+    stream = 16 * side_number
+    if sampler.kernel == "mh" and sampler.order == "sequential" and len(slots) == 2:
+        scan = _walk_on(logits, start, num_steps, slots, sampler, stream)
+    else:
+        scan = _scan(logits, start, num_steps, 0, sampler, stream)
+    # A chain that had nowhere to go may still sit on an excluded state: that has no weight.
+    mass = torch.where(start > -math.inf, scan.start_weight, 0.0)
+    finals = _finals(scan.last, logits.shape[1], slots, sampler, stream)
+    return Walk(
+        weights=scan.weights,
+        start_mass=mass,
+        carried_weight=torch.zeros_like(mass) if trained is None else mass,
+        carried_similarity=trained,
+        accepts=scan.accepts,
+        num_steps=num_steps,
+        slots=slots,
+        finals=finals,
+    )
+
+
+def _scan(
+    logits: Tensor, start: Tensor, num_steps: Tensor, first_row: int, sampler: Sampler, stream: int
+) -> Scan:
+    """One transition of every row, all starting at their carried states."""
+    seed, step = sampler.seed, sampler.step
+    num_rows, num_columns = logits.shape
+    rows = torch.arange(first_row, first_row + num_rows, device=logits.device)
+    if sampler.kernel == "isir":
+        noise = draws.gumbel(
+            seed, step, draws.STREAM_GUMBEL + stream, rows, num_columns + 1, logits.dtype
+        )
+        return isir_weights(logits, start, noise)
+    order = draws.permutation(seed, step, draws.STREAM_ORDER + stream, num_columns)
+    log_u = draws.log_uniform(
+        seed, step, draws.STREAM_ACCEPT + stream, rows, num_columns, logits.dtype
+    )
+    # 1e-9: a share like 0.29 of 100 steps is 29 steps, not 28
+    skipped = (num_steps * sampler.burn_in + 1e-9).long()
+    scan = mh_scan(logits[:, order], start, log_u, skipped, sampler.backend)
+    weights = torch.empty_like(scan.weights)
+    weights[:, order] = scan.weights
+    last = torch.where(scan.last >= 0, order[scan.last.clamp(min=0)], -1)
+    return scan._replace(weights=weights, last=last)
+
+
+def _walk_on(
+    logits: Tensor,
+    start: Tensor,
+    num_steps: Tensor,
+    slots: tuple[Tensor, ...],
+    sampler: Sampler,
+    stream: int,
+) -> Scan:
+    """The sequential walk: the second view's rows start where the first view's ended."""
+    size = len(slots[0])
+    first = _scan(logits[:size], start[:size], num_steps[:size], 0, sampler, stream)
+    held = torch.where(slots[0] == slots[1], first.last, -1)  # column the second view starts at
+    column = held.clamp(min=0)[:, None]
+    reread = logits[size:].gather(1, column)[:, 0]
+    begin = torch.where(held >= 0, reread, start[size:])
+    second = _scan(logits[size:], begin, num_steps[size:], size, sampler, stream)
+    # Weight on the start belongs to the column it was, if it was one.
+    mass = second.start_weight
+    second.weights.scatter_add_(1, column, torch.where(held >= 0, mass, 0.0)[:, None])
+    return Scan(
+        weights=torch.cat([first.weights, second.weights]),
+        start_weight=torch.cat([first.start_weight, torch.where(held >= 0, 0.0, mass)]),
+        last=torch.cat([first.last, torch.where(second.last >= 0, second.last, held)]),
+        last_logit=torch.cat([first.last_logit, second.last_logit]),
+        accepts=torch.cat([first.accepts, second.accepts]),
+    )
+
+
+def _finals(
+    last: Tensor, num_columns: int, slots: tuple[Tensor, ...], sampler: Sampler, stream: int
+) -> tuple[Tensor, ...]:
+    """Per view, the row and column each chain is stored at; see `Walk.finals`."""
+    size = len(slots[0])
+    rows = torch.arange(len(last), device=last.device)
+    flat = torch.where(last >= 0, rows * num_columns + last, -1)
+    if len(slots) == 1:
+        return (flat,)
+    first, second, shared = flat[:size], flat[size:], slots[0] == slots[1]
+    if sampler.kernel == "isir" or sampler.order == "parallel":
+        key = draws.STREAM_VIEW + stream
+        coin = draws.bits(sampler.seed, sampler.step, key, rows[:size], 1)[:, 0] % 2 == 0
+        second = torch.where(shared & coin, first, second)
+    return torch.where(shared, -1, first), second  # a shared chain is stored once
+
+
+def _carried_logits(
+    side: Side,
+    chains: ChainTable,
+    side_number: int,
+    slots: tuple[Tensor, ...],
+    encoded: tuple[Tensor, ...] | None,
+    beta: float | Tensor,
+    sampler: Sampler,
+) -> tuple[Tensor, Tensor | None]:
+    """Corrected logit of each row's carried state [N], and its similarity if it is trained [N]."""
+    slot = torch.cat(slots)
+    ids = chains.ids(side_number, slot)
+    trained: Tensor | None = None
+    if encoded is not None:
+        trained = torch.linalg.vecdot(side.queries, torch.cat(encoded))
+    elif chains.keep == "cached":
+        keys = chains.cached_keys(side_number, slot, side.queries.shape[1])
+        trained = torch.linalg.vecdot(side.queries, keys.to(side.queries.dtype))
+    similarity = chains.scores[side_number][slot] if trained is None else trained.detach()
+    beta = beta.detach() if isinstance(beta, Tensor) else beta
+    logit = similarity.to(side.queries.dtype) * beta
+    if side.draw is not None and side.draw.log_q_all is not None:
+        logit = logit - side.mixture_correction(ids[:, None])[:, 0]
+    else:
+        correction = chains.correction(side_number, slot)
+        logit = logit if correction is None else logit - correction
+    unusable = side.excludes(ids) | ~torch.isfinite(logit)
+    if sampler.kernel == "isir":
+        # As a set, {carried} u batch holds an item once; and outside the batch the carried
+        # state stands for as many negatives as each item of the batch does.
+        batch_ids = side.key_ids[: side.num_batch_columns]
+        unusable = unusable | (ids[:, None] == batch_ids[None, :]).any(1)
+        logit = logit + math.log(side.multiplicity / side.ids_per_item)
+    return logit.masked_fill(unusable, -math.inf), trained

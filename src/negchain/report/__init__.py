@@ -1,0 +1,6 @@
+"""The report: what happened in a run, or in several, as one HTML page that needs no network."""
+
+from .page import write_report
+from .runs import Run, load_run
+
+__all__ = ["Run", "load_run", "write_report"]

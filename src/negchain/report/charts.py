@@ -1,0 +1,340 @@
+"""Line charts as SVG text, with the numbers a small script needs to answer the pointer.
+
+Drawn by hand, not with matplotlib, for what that wins in a page: text and colours follow the
+page's style sheet (dark mode, narrow screens), hovering reads values, and a chart takes
+about 10 kB.
+
+    Chart -> draw(chart, axis) -> (svg, hover)      axis: "samples" | "seconds"
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any, Literal
+
+import numpy as np
+
+from .runs import METHOD_NAMES, Curve, FloatArray
+
+Axis = Literal["samples", "seconds"]
+AXES: tuple[Axis, ...] = ("samples", "seconds")
+
+_DASHES = ("", "7 4", "2 3", "10 3 2 3")
+_TOP, _BOTTOM, _LEFT, _RIGHT = 14.0, 38.0, 50.0, 16.0
+_LABEL_GAP = 15.0  # px between two direct labels
+_MAX_DIRECT_LABELS = 8  # more lines than that are told apart by the legend above the charts
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line: a curve, its s.d. over seeds [n] (None: one run), a CSS colour and a dash."""
+
+    label: str
+    curve: Curve
+    spread: FloatArray | None
+    colour: str
+    variant: int = 0
+    index: int = 0  # what the page's legend calls this line
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A titled set of lines with one unit: "number", "percent" or "count"."""
+
+    key: str
+    title: str
+    note: str
+    unit: str
+    series: Sequence[Series]
+    width: int = 400
+    height: int = 250
+
+
+def method_colour(method: str) -> str:
+    """The CSS colour of a method, the same on every page.
+
+    >>> method_colour("emc2")
+    'var(--emc2)'
+    """
+    return f"var(--{method})" if method in METHOD_NAMES else "var(--other)"
+
+
+def dash(variant: int) -> str:
+    """The dash pattern that tells variants of one method apart, as an SVG attribute."""
+    pattern = _DASHES[variant % len(_DASHES)]
+    return f' stroke-dasharray="{pattern}"' if pattern else ""
+
+
+def number(value: float | None, unit: str = "number") -> str:
+    """A number as people read it.
+
+    >>> number(0.9731, "percent"), number(12345.6, "count"), number(2.34567), number(None)
+    ('97.3 %', '12.3k', '2.346', '–')
+    >>> number(75.0, "seconds"), number(0.0), number(-3e-4)
+    ('1 min 15 s', '0', '−3.00e−4')
+    """
+    if value is None or not math.isfinite(value):
+        return "–"
+    if unit == "percent":
+        return f"{100 * value:.1f} %"
+    if unit == "seconds":
+        return _duration(value)
+    if unit == "count" and abs(value) >= 1000:
+        size, suffix = next(s for s in ((1e9, "G"), (1e6, "M"), (1e3, "k")) if abs(value) >= s[0])
+        return f"{value / size:.3g}{suffix}"
+    if 0 < abs(value) < 1e-3:
+        return f"{value:.2e}".replace("e-0", "e-").replace("-", "−")
+    return f"{value:.4g}".replace("-", "−")
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
+def ticks(low: float, high: float, count: int) -> FloatArray:
+    """About `count` round numbers that cover [low, high].
+
+    >>> ticks(0, 9.3, 4).tolist()
+    [0.0, 2.5, 5.0, 7.5, 10.0]
+    """
+    raw = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = power * next(m for m in (1, 2, 2.5, 5, 10) if m * power >= raw * 0.9)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return np.arange(first, last + 1, dtype=np.float64) * step
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """Data to pixels on one chart."""
+
+    x_limits: tuple[float, float]
+    y_limits: tuple[float, float]
+    box: tuple[float, float, float, float]  # left, top, right, bottom
+
+    def x(self, values: FloatArray) -> FloatArray:
+        (low, high), (left, _, right, _) = self.x_limits, self.box
+        return left + (values - low) / (high - low) * (right - left)
+
+    def y(self, values: FloatArray) -> FloatArray:
+        (low, high), (_, top, _, bottom) = self.y_limits, self.box
+        return bottom - (values - low) / (high - low) * (bottom - top)
+
+
+def draw(chart: Chart, axis: Axis) -> tuple[str, dict[str, Any]] | None:
+    """The chart's SVG and its hover numbers; None where no line has a point on this axis."""
+    drawn = [(series, *_points(series, axis)) for series in chart.series]
+    drawn = [entry for entry in drawn if len(entry[1])]
+    if not drawn:
+        return None
+    labels = [s.label for s, *_ in drawn] if 1 < len(drawn) <= _MAX_DIRECT_LABELS else []
+    # 7.2 px: the mean advance of a bold 12 px system font, widest case
+    margin = _RIGHT + (min(170.0, 7.2 * max(map(len, labels))) if labels else 0.0)
+    box = (_LEFT, _TOP, chart.width - margin, chart.height - _BOTTOM)
+    y_ticks = _y_ticks(chart.unit, drawn)
+    x_ticks, x_text, x_name = _x_ticks(axis, max(x[-1] for _, x, _, _ in drawn))
+    scale = _Scale((0.0, float(x_ticks[-1])), (float(y_ticks[0]), float(y_ticks[-1])), box)
+    parts = [
+        f'<svg class="chart" data-chart="{chart.key}-{axis}" role="img" '
+        f'viewBox="0 0 {chart.width} {chart.height}" '
+        f'style="--crop:{chart.width / (box[2] + _RIGHT):.3f}" '
+        f'aria-label="{escape(chart.title)} against {escape(x_name)}">',
+        _frame(scale, y_ticks, _y_text(chart.unit, y_ticks), x_ticks, x_text, x_name),
+        *(_line(s, scale.x(x), y, spread, scale, len(drawn) <= 3) for s, x, y, spread in drawn),
+        _direct_labels(labels, drawn, scale),
+        '<g class="cursor"></g></svg>',
+    ]
+    hover = {
+        "box": box,
+        "x": scale.x_limits,
+        "y": scale.y_limits,
+        "unit": chart.unit,
+        "axis": axis,
+        "series": [
+            {
+                "label": s.label,
+                "index": s.index,
+                "colour": s.colour,
+                "x": _rounded(x),
+                "y": _rounded(y),
+                "sd": None if spread is None else _rounded(spread),
+            }
+            for s, x, y, spread in drawn
+        ],
+    }
+    return "".join(parts), hover
+
+
+def _points(series: Series, axis: Axis) -> tuple[FloatArray, FloatArray, FloatArray | None]:
+    x = series.curve.samples if axis == "samples" else series.curve.seconds
+    good = np.isfinite(x) & np.isfinite(series.curve.values)
+    order = np.argsort(x[good], kind="stable")
+    spread = None if series.spread is None else series.spread[good][order]
+    return x[good][order], series.curve.values[good][order], spread
+
+
+def _rounded(values: FloatArray) -> list[float]:
+    return [float(f"{value:.5g}") for value in values]
+
+
+def _y_ticks(unit: str, drawn: Sequence[tuple[Any, ...]]) -> FloatArray:
+    lows = [np.min(y if spread is None else y - spread) for _, _, y, spread in drawn]
+    highs = [np.max(y if spread is None else y + spread) for _, _, y, spread in drawn]
+    low, high = float(min(lows)), float(max(highs))
+    if unit == "percent":
+        low, high = max(low, 0.0), min(high, 1.0)
+    if unit == "count":
+        low = 0.0
+    if high - low <= 1e-9 * max(abs(low), abs(high), 1.0):
+        middle = high
+        pad = 0.05 if unit == "percent" else max(abs(middle) * 0.1, 1e-3)
+        low, high = middle - pad, middle + pad
+    return ticks(low, high, 4)
+
+
+def _y_text(unit: str, values: FloatArray) -> list[str]:
+    if unit == "percent":
+        values = values * 100
+    step = values[1] - values[0]
+    if unit == "count" and values[-1] >= 1000:
+        return [number(float(value), "count") for value in values]
+    if values[-1] < 0.01:
+        return [f"{value:.1e}".replace("e-0", "e−") if value else "0" for value in values]
+    decimals = max(0, -math.floor(math.log10(step) + 1e-9))
+    decimals += round(step, decimals) != round(step, decimals + 2)
+    suffix = " %" if unit == "percent" else ""
+    return [f"{value + 0.0:.{decimals}f}{suffix}".replace("-", "−") for value in values]
+
+
+def _x_ticks(axis: Axis, end: float) -> tuple[FloatArray, list[str], str]:
+    end = end if end > 0 else 1.0
+    size, name = 1.0, "samples seen"
+    text: Callable[[float], str] = lambda value: number(value, "count")  # noqa: E731
+    if axis == "seconds":
+        units = ((3600.0, "h"), (60.0, "min"), (1.0, "s"))
+        size, unit = next((u for u in units if end >= 2 * u[0]), units[-1])
+        name, text = f"wall-clock time [{unit}]", lambda value: f"{value:.3g}"
+    places = ticks(0.0, end / size, 6)
+    inner = places[places <= end / size * 1.001]
+    labels = [text(float(value)) for value in inner]
+    # the frame ends with the data, not at the next round number
+    return np.append(inner, end / size) * size, [*labels, ""], name
+
+
+def _frame(
+    scale: _Scale,
+    y_ticks: FloatArray,
+    y_text: Sequence[str],
+    x_ticks: FloatArray,
+    x_text: Sequence[str],
+    x_name: str,
+) -> str:
+    left, top, right, bottom = scale.box
+    parts = ['<g class="frame">']
+    for place, text in zip(scale.y(y_ticks), y_text, strict=True):
+        parts.append(
+            f'<path d="M{left:.0f} {place:.1f}H{right:.0f}"/>'
+            f'<text x="{left - 8:.0f}" y="{place + 4:.1f}" text-anchor="end">{text}</text>'
+        )
+    for place, text in zip(scale.x(x_ticks), x_text, strict=True):
+        parts.append(
+            f'<text x="{place:.1f}" y="{bottom + 17:.0f}" text-anchor="middle">{text}</text>'
+        )
+    middle = (left + right) / 2
+    parts.append(
+        f'<text class="axis" x="{middle:.0f}" y="{bottom + 34:.0f}" text-anchor="middle">'
+        f"{escape(x_name)}</text></g>"
+    )
+    return "".join(parts)
+
+
+def _path(x: FloatArray, y: FloatArray) -> str:
+    return "M" + "L".join(f"{a:.1f} {b:.1f}" for a, b in zip(x, y, strict=True))
+
+
+def _line(
+    series: Series,
+    x: FloatArray,
+    values: FloatArray,
+    spread: FloatArray | None,
+    scale: _Scale,
+    dots: bool,
+) -> str:
+    """A band of one s.d. where there is one, the line, and dots where points and lines are few."""
+    y = scale.y(values)
+    parts = [f'<g class="series" data-series="{series.index}" style="--c:{series.colour}">']
+    if spread is not None and np.any(spread > 0):
+        low, high = scale.y_limits
+        upper = scale.y(np.clip(values + spread, low, high))
+        lower = scale.y(np.clip(values - spread, low, high))
+        outline = _path(np.append(x, x[::-1]), np.append(upper, lower[::-1]))
+        parts.append(f'<path class="band" d="{outline}Z"/>')
+    if len(x) > 1:
+        parts.append(f'<path class="line" d="{_path(x, y)}"{dash(series.variant)}/>')
+    if len(x) == 1 or (dots and len(x) <= 24):
+        parts += [f'<circle cx="{a:.1f}" cy="{b:.1f}" r="2.6"/>' for a, b in zip(x, y, strict=True)]
+    return "".join(parts) + "</g>"
+
+
+def _direct_labels(labels: Sequence[str], drawn: Sequence[tuple[Any, ...]], scale: _Scale) -> str:
+    """Each line's name right of its end, pushed apart where lines end together."""
+    if not labels:
+        return ""
+    _, top, right, bottom = scale.box
+    ends = [(scale.x(x)[-1], scale.y(y)[-1]) for _, x, y, _ in drawn]
+    places = spaced([y for _, y in ends], _LABEL_GAP, top, bottom)
+    parts = ['<g class="labels">']
+    for i, (series, *_) in enumerate(drawn):
+        text = labels[i] if len(labels[i]) <= 24 else labels[i][:23] + "…"
+        x, y = ends[i]
+        parts.append(
+            f'<g data-series="{series.index}" style="--c:{series.colour}">'
+            f'<path d="M{x + 3:.1f} {y:.1f}H{right + 3:.0f}L{right + 9:.0f} {places[i]:.1f}"/>'
+            f'<text x="{right + 13:.0f}" y="{places[i] + 4:.1f}">'
+            f"<title>{escape(labels[i])}</title>{escape(text)}</text></g>"
+        )
+    return "".join(parts) + "</g>"
+
+
+def spaced(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
+    """Places as near to the wanted ones as a gap between neighbours allows, in the same order.
+
+    Labels that crowd become a stack centred on the mean of what they want.
+
+    >>> spaced([10, 11, 50], 10, 0, 100)
+    [5.5, 15.5, 50.0]
+    """
+    order = sorted(range(len(wanted)), key=lambda i: wanted[i])
+    stacks: list[tuple[float, list[int]]] = []  # top of the stack, members downwards
+    for i in order:
+        members = [i]
+        while True:
+            height = gap * (len(members) - 1)
+            centre = sum(wanted[j] for j in members) / len(members)
+            top = max(low, min(centre - height / 2, high - height))
+            if not stacks or stacks[-1][0] + gap * len(stacks[-1][1]) <= top:
+                break
+            members = stacks.pop()[1] + members
+        stacks.append((top, members))
+    places = {j: top + gap * n for top, members in stacks for n, j in enumerate(members)}
+    return [float(places[i]) for i in range(len(wanted))]
+
+
+def strip(values: FloatArray, limits: tuple[float, float], colour: str) -> str:
+    """One dot per seed on a line from `limits[0]` to `limits[1]`, with a tick at the mean."""
+    span = max(limits[1] - limits[0], 1e-9)
+    places = 6 + (values - limits[0]) / span * 108
+    dots = "".join(f'<circle cx="{x:.1f}" cy="9" r="4"/>' for x in places)
+    mean = "" if len(places) < 2 else f'<path class="mean" d="M{places.mean():.1f} 1V17"/>'
+    return (
+        f'<svg class="strip" viewBox="0 0 120 18" style="--c:{colour}" aria-hidden="true">'
+        f'<path d="M2 9H118"/>{dots}{mean}</svg>'
+    )

@@ -1,0 +1,129 @@
+"""One HTML document from run folders: everything inside it, nothing fetched.
+
+The page's style and script are `page.css` and `page.js` beside this file. A content security
+policy in the page forbids all network access and every script but that one, so a file name that
+holds markup stays text even if escaping were to fail.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from . import comparison, sections
+from .runs import Group, Run, group_runs, load_run
+from .sections import Page
+
+_FINALS = (
+    "knn1 probe probe_paper loss global_loss estimated_global_loss acceptance_rate carried_mass "
+    "effective_negatives images_per_second seconds samples step epoch".split()
+)
+
+
+def write_report(runs: Sequence[Path], out: Path) -> Path:
+    """Write the page of one run, or the comparison of several, to `out`; return `out`.
+
+    >>> write_report([], Path("page.html"))
+    Traceback (most recent call last):
+    ValueError: a report needs at least one run, got none; name one or more run folders
+    """
+    if not runs:
+        raise ValueError("a report needs at least one run, got none; name one or more run folders")
+    out = Path(out)
+    loaded = [load_run(Path(path)) for path in dict.fromkeys(Path(path) for path in runs)]
+    groups = group_runs(loaded)
+    page = Page()
+    if len(loaded) == 1:
+        run = loaded[0]
+        title = f"{run.method} on {run.data_name}"
+        _run_page(page, run)
+    else:
+        title = "Comparison: " + ", ".join(dict.fromkeys(run.method for run in loaded))
+        _comparison_page(page, groups, loaded, out)
+    _replace(out, _document(title, page, _numbers(page, groups)))
+    return out
+
+
+def _run_page(page: Page, run: Run) -> None:
+    page.add(sections.headline(run))
+    page.add(sections.tiles(run))
+    sections.curves(page, run)
+    sections.pictures(page, run)
+    page.add(f"<section><h2>Details</h2>{sections.settings(run)}</section>")
+
+
+def _comparison_page(page: Page, groups: list[Group], runs: list[Run], out: Path) -> None:
+    page.add(comparison.headline(groups, runs))
+    page.add(comparison.results(groups))
+    comparison.curves(page, groups)
+    comparison.runs_section(page, groups, out)
+
+
+def _numbers(page: Page, groups: Sequence[Group]) -> dict[str, Any]:
+    """What the page shows, as data: for the script, and for whoever wants to read on."""
+    return {
+        "groups": [
+            {"label": group.label, "method": group.method, "settings": group.settings,
+             "runs": [_run_numbers(run) for run in group.runs]}
+            for group in groups
+        ],
+        "charts": page.charts,
+        "maps": page.maps,
+    }  # fmt: skip
+
+
+def _run_numbers(run: Run) -> dict[str, Any]:
+    finals = {key: run.final(key) for key in _FINALS}
+    return {
+        "name": run.name,
+        "seed": run.config.get("seed"),
+        "finished": run.finished,
+        "final": {key: value for key, value in finals.items() if value is not None},
+    }
+
+
+def _document(title: str, page: Page, numbers: dict[str, Any]) -> str:
+    here = files(__package__ or "negchain.report")
+    style = here.joinpath("page.css").read_text(encoding="utf-8")
+    script = here.joinpath("page.js").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = (
+        "default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
+        f"script-src 'sha256-{digest}'"
+    )
+    # "<" may not stand in a script element's text, whatever its type
+    data = json.dumps(numbers, allow_nan=False, default=str, separators=(",", ":"))
+    data = data.replace("<", "\\u003c")
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{escape(policy)}">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        '<meta name="color-scheme" content="light dark">'
+        f"<title>{escape(title)} · negchain</title><style>{style}</style></head>"
+        f"<body><main>{''.join(page.html)}</main><footer>Written by negchain. Curves of more than "
+        f"{sections.POINTS} points show means of equal stretches.</footer>"
+        f'<script type="application/json" id="negchain-data">{data}</script>'
+        f"<script>{script}</script></body></html>\n"
+    )
+
+
+def _replace(out: Path, text: str) -> None:
+    """Write beside `out`, then rename: a reader sees the old page or the new one, never half."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=out.parent, prefix=f".{out.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        Path(name).chmod(0o644)
+        os.replace(name, out)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,294 @@
+"""Run folders as they lie on disk, and runs that differ only by seed as one group.
+
+A run folder holds `config.json`, `metrics.jsonl`, and, once there is something to put in them,
+`summary.json` (so its absence means: unfinished) and `artifacts.npz`.
+Reading forgives what an interrupted run leaves behind (a half-written last line, nulls for
+non-finite numbers, steps logged twice around a resume) and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+FloatArray = NDArray[np.float64]
+
+METHOD_NAMES = {
+    "infonce": "InfoNCE",
+    "dcl": "DCL",
+    "sogclr": "SogCLR",
+    "negcache": "Negative Cache",
+    "emc2": "EMC²",
+    "isir": "EMC² i-SIR",
+}
+
+# What a run was called, when and where it ran: never an option that tells two groups apart.
+_BOOKKEEPING = frozenset(
+    "method seed out out_dir run name path preset command argv resume created started finished "
+    "date host hostname pid versions hardware commit data_info".split()
+)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One metric over a run: `samples` [n] and `seconds` [n] at which `values` [n] was read."""
+
+    samples: FloatArray
+    seconds: FloatArray
+    values: FloatArray
+
+    def __len__(self) -> int:
+        """Number of points."""
+        return len(self.values)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run folder in memory; `summary` is None while the run is unfinished."""
+
+    path: Path
+    config: dict[str, Any]
+    metrics: list[dict[str, float]]
+    summary: dict[str, Any] | None
+    artifacts: dict[str, NDArray[Any]]
+
+    @property
+    def name(self) -> str:
+        """The folder's name."""
+        return self.path.resolve().name
+
+    @property
+    def method(self) -> str:
+        """The method's name as people write it."""
+        key = str(self.config.get("method", "unknown"))
+        return METHOD_NAMES.get(key, key)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run reached its end."""
+        return self.summary is not None
+
+    @property
+    def data_info(self) -> dict[str, Any]:
+        """What was read: counts, class names, files left out."""
+        info = self.config.get("data_info")
+        return info if isinstance(info, dict) else {}
+
+    @property
+    def classes(self) -> list[str]:
+        """Class names; empty when the data has no labels."""
+        return [str(name) for name in self.data_info.get("classes") or []]
+
+    @property
+    def data_name(self) -> str:
+        """The data set's name, or the last part of its path."""
+        return Path(str(self.config.get("data", "unknown data"))).name or "data"
+
+    @cached_property
+    def _curves(self) -> dict[str, Curve]:
+        keys = {key for line in self.metrics for key in line}
+        return {key: self._read_curve(key) for key in keys}
+
+    def _read_curve(self, key: str) -> Curve:
+        rows = [line for line in self.metrics if key in line and "samples" in line]
+        columns = [[line.get(k, math.nan) for line in rows] for k in ("samples", "seconds", key)]
+        return Curve(*(np.array(column, dtype=np.float64) for column in columns))
+
+    def curve(self, key: str) -> Curve:
+        """The finite values of one metric, in order of samples seen (empty if never recorded)."""
+        empty = np.empty(0)
+        return self._curves.get(key, Curve(empty, empty, empty))
+
+    def final(self, key: str) -> float | None:
+        """The summary's number; without one, the last recorded (for throughput, the median)."""
+        value = _finite((self.summary or {}).get(key))
+        if value is not None:
+            return value
+        recorded = [line[key] for line in self.metrics if key in line]
+        if not recorded:
+            return None
+        return float(np.median(recorded)) if key == "images_per_second" else recorded[-1]
+
+
+def load_run(path: Path) -> Run:
+    """Read a run folder.
+
+    >>> load_run(Path("/no/such/run"))
+    Traceback (most recent call last):
+    ValueError: a run is a folder with a config.json, and /no/such/run has none; name a folder \
+that `negchain train --out` wrote
+    """
+    path = Path(path)
+    if not (path / "config.json").is_file():
+        raise ValueError(
+            f"a run is a folder with a config.json, and {path} has none; "
+            "name a folder that `negchain train --out` wrote"
+        )
+    config = _read_object(path / "config.json")
+    summary = _read_object(path / "summary.json") if (path / "summary.json").is_file() else None
+    return Run(path, config, _read_metrics(path, config), summary, _read_artifacts(path))
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"), parse_constant=lambda name: None)
+    except ValueError as error:
+        raise ValueError(
+            f"{path} must hold JSON, got {error}; restore the file or leave this run out"
+        ) from None
+    if not isinstance(value, dict):
+        raise ValueError(
+            f"{path} must hold a JSON object, got {type(value).__name__}; "
+            "restore the file or leave this run out"
+        )
+    return value
+
+
+def _finite(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if math.isfinite(value) else None
+
+
+def _read_metrics(path: Path, config: dict[str, Any]) -> list[dict[str, float]]:
+    file = path / "metrics.jsonl"
+    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    merged: dict[tuple[str, float], dict[str, float]] = {}
+    batch_size = _finite(config.get("batch_size"))
+    for number, line in enumerate(lines, start=1):
+        try:
+            entry = json.loads(line) if line.strip() else {}
+        except ValueError:
+            if number == len(lines):  # cut off by a kill while it was being written
+                break
+            raise ValueError(
+                f"{file} must hold one JSON object a line, but line {number} is broken; "
+                "delete that line and try again"
+            ) from None
+        numbers = {key: value for key in entry if (value := _finite(entry[key])) is not None}
+        if "samples" not in numbers and "step" in numbers and batch_size is not None:
+            numbers["samples"] = numbers["step"] * batch_size
+        place = "step" if "step" in numbers else "samples"
+        if place in numbers:  # training and evaluation lines of a step are one; a repeat wins
+            merged.setdefault((place, numbers[place]), {}).update(numbers)
+    return sorted(merged.values(), key=lambda entry: entry.get("samples", entry.get("step", 0.0)))
+
+
+def _read_artifacts(path: Path) -> dict[str, NDArray[Any]]:
+    file = path / "artifacts.npz"
+    if not file.is_file():
+        return {}
+    try:
+        with np.load(file, allow_pickle=False) as archive:
+            return {key: archive[key] for key in archive.files}
+    except (ValueError, OSError, zipfile.BadZipFile) as error:
+        raise ValueError(
+            f"{file} must be an .npz of plain arrays, got {error}; "
+            "delete it to report without galleries"
+        ) from None
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs of one method with equal options: the seeds behind one mean."""
+
+    label: str
+    method: str  # the config's key, which fixes the colour
+    variant: int  # 0, 1, ... among the groups of that method, which fixes the dash
+    settings: dict[str, Any]  # options that differ anywhere among the runs compared
+    runs: list[Run]
+
+    @property
+    def counted(self) -> list[Run]:
+        """Runs behind means and curves: the finished ones, or all where none has finished."""
+        return [run for run in self.runs if run.finished] or self.runs
+
+    def finals(self, key: str) -> FloatArray:
+        """The final value of `key` of every counted run that has one."""
+        values = [run.final(key) for run in self.counted]
+        return np.array([value for value in values if value is not None], dtype=np.float64)
+
+
+def group_runs(runs: Sequence[Run]) -> list[Group]:
+    """Put runs that differ only by seed together; labels name the options that differ."""
+    by_method: dict[str, list[Run]] = {}
+    for run in runs:
+        by_method.setdefault(str(run.config.get("method", "unknown")), []).append(run)
+    differing = _differing_options(runs)
+    groups: list[Group] = []
+    for method, members in by_method.items():
+        options = _differing_options(members)
+        buckets: dict[str, list[Run]] = {}
+        for run in members:
+            named = [f"{key}={_option(run.config.get(key))}" for key in options]
+            buckets.setdefault(" · ".join([run.method, *named]), []).append(run)
+        for variant, (label, same) in enumerate(buckets.items()):
+            settings = {key: same[0].config.get(key) for key in differing}
+            groups.append(Group(label, method, variant, settings, same))
+    return groups
+
+
+def _differing_options(runs: Sequence[Run]) -> list[str]:
+    keys = dict.fromkeys(key for run in runs for key in run.config if key not in _BOOKKEEPING)
+    return [key for key in keys if len({_option(run.config.get(key)) for run in runs}) > 1]
+
+
+def _option(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
+
+
+def mean_curve(runs: Sequence[Run], key: str, points: int) -> tuple[Curve, FloatArray]:
+    """Mean over runs at equal samples seen, and the standard deviation over runs [n].
+
+    Seconds are averaged at equal samples too: the curve against time is the mean run's, and ends
+    at the mean time with the mean final value.
+    """
+    curves = [thinned(curve, points) for run in runs if len(curve := run.curve(key))]
+    if len(curves) < 2:
+        curve = curves[0] if curves else Curve(*[np.empty(0)] * 3)
+        return curve, np.zeros(len(curve))
+    grid = np.unique(np.concatenate([curve.samples for curve in curves]))
+    if len(grid) > points:
+        grid = np.linspace(grid[0], grid[-1], points)
+    inside = [(grid >= c.samples[0]) & (grid <= c.samples[-1]) for c in curves]
+    grid = grid[np.any(inside, axis=0)]
+    values, seconds = (
+        np.array(
+            [
+                np.interp(grid, c.samples, row, left=math.nan, right=math.nan)
+                for c, row in zip(curves, rows, strict=True)
+            ]
+        )
+        for rows in ([c.values for c in curves], [c.seconds for c in curves])
+    )
+    present = np.isfinite(values)
+    count = present.sum(axis=0)
+    mean = np.nansum(values, axis=0) / count
+    squares = np.where(present, (values - mean) ** 2, 0.0).sum(axis=0)
+    timed = np.isfinite(seconds).sum(axis=0)
+    mean_seconds = np.where(timed > 0, np.nansum(seconds, axis=0) / np.maximum(timed, 1), math.nan)
+    return Curve(grid, mean_seconds, mean), np.sqrt(squares / np.maximum(count - 1, 1))
+
+
+def thinned(curve: Curve, points: int) -> Curve:
+    """At most `points` points: the mean of each of equal stretches, placed at the stretch's end.
+
+    >>> line = np.arange(6.0)
+    >>> thinned(Curve(line, line, line), 3).values.tolist()
+    [0.5, 2.5, 4.5]
+    """
+    if len(curve) <= points:
+        return curve
+    stretches = np.array_split(np.arange(len(curve)), points)
+    ends = np.array([part[-1] for part in stretches])
+    means = np.array([curve.values[part].mean() for part in stretches])
+    return Curve(curve.samples[ends], curve.seconds[ends], means)

@@ -1,0 +1,1 @@
+"""The trainer: configuration, presets, run folders and checkpoints."""

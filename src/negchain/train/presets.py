@@ -1,0 +1,169 @@
+"""Named settings: the paper's hyper-parameter table, and what suits each data set.
+
+`PRESETS` holds whole experiments of the paper by name, `DATA_DEFAULTS` what a data set needs when
+nothing else is said. Both are plain dictionaries of `TrainConfig` fields; `config.resolve` lays
+them over each other. This module imports nothing of the package, so it also holds the error every
+unknown name ends in.
+
+Sources. [T] the paper's table of hyper-parameters (appendix "Experiment Details"); [D] its table
+of data sets; [R] the recipe of the authors' README and defaults, where the paper is silent.
+"""
+
+import difflib
+import reprlib
+from collections.abc import Iterable
+
+Value = int | float | str | None
+
+
+_repr = reprlib.Repr()
+_repr.maxstring = 160  # paths should survive
+
+
+class ConfigError(ValueError):
+    """A setting is wrong or contradicts another; the message is one sentence for the user."""
+
+
+def show(value: object) -> str:
+    """Return `value` as it appears in messages: on one line, and short whatever it is."""
+    if isinstance(value, int) and value.bit_length() > 128:  # Python refuses to print huge ones
+        return f"an integer of {value.bit_length()} bits"
+    return _repr.repr(value)
+
+
+def choose(what: str, value: object, valid: Iterable[str]) -> str:
+    """Return `value` if it is one of `valid`, else raise with the nearest valid name.
+
+    >>> choose("--method", "emc2", ["dcl", "emc2"])
+    'emc2'
+    >>> choose("--method", "ecm2", ["dcl", "emc2"])
+    Traceback (most recent call last):
+    ...
+    negchain.train.presets.ConfigError: --method must be one of dcl, emc2, got 'ecm2'; \
+did you mean 'emc2'?
+    """
+    names = list(valid)
+    if isinstance(value, str) and value in names:
+        return value
+    few = f"must be one of {', '.join(names)}" if len(names) <= 12 else "is unknown"
+    # 64 characters bound the work of the match on absurd input; no valid name is that long.
+    word = value[:64].lower() if isinstance(value, str) else ""
+    near = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
+    remedy = f"; did you mean {near[0]!r}?" if near else ""
+    raise ConfigError(f"{what} {few}, got {show(value)}{remedy}")
+
+
+_PAPER: dict[str, Value] = {
+    "norm": "none",  # [R] every BatchNorm replaced by the identity
+    "burn_in": 0.5,  # [T] P = b - 1 of R = 2b - 2 proposals, at every batch size
+    "carried": "encode",  # Algorithm 1: the carried state is scored by the current encoder
+    "denominator": "negatives",  # eq. (1)
+    "proposal": "batch",
+    "gamma": 0.9,  # [R] SogCLR
+}
+
+_STL10: dict[str, Value] = {
+    **_PAPER,
+    "data": "stl10",
+    "encoder": "resnet18",  # [T]
+    "embedding_dim": 512,  # [T]
+    "image_size": 96,  # [D]
+    "recipe": "simclr-stl10",  # [R]
+    "weight_decay": 1e-4,  # [T]; coupled, on every parameter [R]
+}
+
+PRESETS: dict[str, dict[str, Value]] = {
+    "stl10-b32": {
+        **_STL10,
+        "batch_size": 32,  # [T]
+        "beta": 14.28,  # [T]
+        "optimizer": "adam",  # [R]
+        "lr": 1e-4,  # [T]
+        "refresh": 0.01024,  # [T]
+        "epochs": 100,  # caption of the paper's STL-10 figures
+        "warmup_epochs": 10.0,  # [R] linear from 0, then cosine to 0, per step
+    },
+    "stl10-b256": {
+        **_STL10,
+        "batch_size": 256,  # [T]
+        "beta": 5.0,  # [T]
+        "optimizer": "adam",  # [R]
+        "lr": 1e-3,  # [T]
+        "refresh": 0.1,  # [T]
+        "epochs": 100,  # [R]
+        "warmup_epochs": 10.0,  # [R]
+    },
+    # No "data": ImageNet-100 cannot be downloaded, so the user names the folder. The table has no
+    # cache refresh for it (Negative Cache was not run), so that field keeps its own default.
+    "imagenet100-b256": {
+        **_PAPER,
+        "encoder": "resnet50",  # [T]
+        "embedding_dim": 128,  # [T]
+        "projector": "mlp",  # [R] Linear-ReLU-Linear
+        "image_size": 224,  # [D]
+        "recipe": "simclr-imagenet",  # [R]
+        "batch_size": 256,  # [T]
+        "beta": 14.28,  # [T]
+        "optimizer": "lars",  # [R] trust 0.001; no scaling and no decay for 1-D parameters
+        "lr": 1.2,  # [T] = 0.075 * sqrt(256)
+        "momentum": 0.9,  # [R]
+        "weight_decay": 1e-6,  # [T]
+        "epochs": 800,  # [R]
+        "warmup_epochs": 10.0,  # [R]
+    },
+    "stl10-subset": {
+        **_STL10,
+        "subset": 500,  # section "Convergence": the first 500 images ...
+        "augmentations": 2,  # ... with two pre-computed augmentations each
+        "batch_size": 4,  # [T]
+        "beta": 5.0,  # [T]
+        "optimizer": "sgd",  # caption of the figure
+        "momentum": 0.0,  # [R]
+        "lr": 1e-3,  # [T]
+        "refresh": 0.1,  # [T]
+        "epochs": 10,  # [R]
+        "warmup_epochs": 0.0,  # ten epochs of warm-up would be the whole run
+    },
+}
+
+PRESET_HELP: dict[str, str] = {
+    "stl10-b32": "STL-10, ResNet-18 without normalisation, batch 32, beta 14.28, 100 epochs",
+    "stl10-b256": "STL-10, ResNet-18 without normalisation, batch 256, beta 5, 100 epochs",
+    "imagenet100-b256": "ImageNet-100 (give --data PATH), ResNet-50, batch 256, LARS, 800 epochs",
+    "stl10-subset": "500 STL-10 images with 2 stored augmentations each, batch 4, beta 5, SGD",
+}
+
+_PICTURES: dict[str, Value] = {
+    "encoder": "resnet18",
+    "batch_size": 64,
+    "epochs": 100,
+    "warmup_epochs": 10.0,
+    "lr": 3e-4,
+    "checkpoint_every": 1000,
+    "probe_samples": 2000,
+}
+
+# The defaults of `TrainConfig` itself are those of "digits".
+DATA_DEFAULTS: dict[str, dict[str, Value]] = {
+    "digits": {},
+    "cifar10": {**_PICTURES, "recipe": "cifar", "image_size": 32},
+    "stl10": {**_PICTURES, "recipe": "simclr-stl10", "image_size": 96},
+}
+FOLDER_DEFAULTS: dict[str, Value] = {
+    **_PICTURES,
+    "recipe": "simclr-stl10",
+    "image_size": 96,
+}
+
+# Learning rates of one optimizer mean nothing to another: used when --optimizer is given alone.
+# LARS is missing because its rate grows with the batch: 0.075 * sqrt(b), as in SimCLR.
+OPTIMIZER_LR: dict[str, float] = {"sgd": 0.05, "adam": 1e-3, "adamw": 1e-3}
+
+
+def preset(name: str) -> dict[str, Value]:
+    """Return a copy of the settings of a preset.
+
+    >>> preset("stl10-b32")["lr"]
+    0.0001
+    """
+    return dict(PRESETS[choose("--preset", name, PRESETS)])

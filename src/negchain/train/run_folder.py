@@ -1,0 +1,251 @@
+"""The folder of a run: one owner at a time, nothing overwritten, nothing half-written.
+
+    config.json     the resolved settings, written once
+    metrics.jsonl   one JSON object a line, appended
+    tensorboard/    the same numbers as TensorBoard events
+    checkpoints/    see `checkpoint`
+    summary.json    written at the end: its absence means unfinished
+    report.html, artifacts.npz    written by others
+    .lock           held while a process trains here
+
+Metrics may run ahead of the last checkpoint when a process dies; `truncate_after` takes them back
+to the step from which the run continues, so a resumed run's metrics equal an uninterrupted one's.
+"""
+
+import contextlib
+import fcntl
+import itertools
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, BinaryIO, Self
+
+from negchain.train.checkpoint import replacing
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+Metric = float | int | str | None
+
+_OURS = ("config.json", "metrics.jsonl", "tensorboard", "checkpoints", "summary.json",
+         "report.html", "artifacts.npz")  # fmt: skip
+
+
+class RunFolderError(ValueError):
+    """The folder cannot be used for this run; the message is one sentence for the user."""
+
+
+def is_run(path: str | Path) -> bool:
+    """Whether `path` is the folder of a run: it holds a config.json."""
+    return (Path(path) / "config.json").is_file()
+
+
+def default_out(
+    *, method: str, data: str, seed: int, root: str | Path = "runs", now: datetime | None = None
+) -> Path:
+    """Make and return a new folder, e.g. runs/2026-11-15_143210_emc2_digits_seed0.
+
+    It is made here, not only named, so that two processes in one second get two folders.
+
+    >>> import tempfile; root = tempfile.mkdtemp(); now = datetime(2026, 11, 15, 14, 32, 10)
+    >>> default_out(method="emc2", data="/my pics/", seed=0, root=root, now=now).name
+    '2026-11-15_143210_emc2_my-pics_seed0'
+    """
+    source = re.sub(r"[^\w.]+", "-", Path(data).name).strip("-.")[:40] or "data"
+    name = f"{now or datetime.now():%Y-%m-%d_%H%M%S}_{method}_{source}_seed{seed}"
+    try:
+        Path(root).mkdir(parents=True, exist_ok=True)
+        for number in itertools.count(1):
+            path = Path(root) / (name if number == 1 else f"{name}-{number}")
+            with contextlib.suppress(FileExistsError):
+                path.mkdir()
+                return path
+    except OSError as error:
+        raise RunFolderError(f"cannot write in {root} ({error}); choose another --out") from error
+    raise AssertionError("unreachable")
+
+
+class RunFolder:
+    """A run folder held by this process; use `create` or `resume`, then as a context manager.
+
+    >>> import tempfile
+    >>> with RunFolder.create(Path(tempfile.mkdtemp()) / "a", config='{"beta": 5.0}') as run:
+    ...     run.log({"step": 10, "loss": 1.5, "knn1": float("nan")})
+    >>> read_metrics(run.path)
+    [{'step': 10, 'loss': 1.5, 'knn1': None}]
+    """
+
+    def __init__(self, path: Path, lock: BinaryIO) -> None:
+        """Take over `path`, whose `.lock` file is open and locked as `lock`."""
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self._lock = lock
+        self._metrics: BinaryIO | None = None
+        self._events: SummaryWriter | None = None
+        self._purge_step: int | None = None
+
+    @classmethod
+    def create(cls, path: str | Path, *, config: str) -> Self:
+        """Start a run in `path`, new or holding nothing of ours, with `config` as config.json."""
+        path = Path(path)
+        _refuse_taken(path)
+        run = cls(path, _locked(path))
+        try:
+            _refuse_taken(path)  # another process may have run here before the lock was ours
+            with replacing(path / "config.json") as file:
+                file.write(config.encode())
+        except BaseException:
+            run.close()
+            raise
+        return run
+
+    @classmethod
+    def resume(cls, path: str | Path) -> Self:
+        """Take up the run in `path`; call `truncate_after` with the checkpoint's step next."""
+        path = Path(path)
+        if not is_run(path):
+            raise RunFolderError(f"{path} holds no run to resume; leave out --resume to start one")
+        return cls(path, _locked(path))
+
+    def config(self) -> str:
+        """Return the text of config.json."""
+        return (self.path / "config.json").read_text(encoding="utf-8")
+
+    def log(self, record: Mapping[str, Metric]) -> None:
+        """Append one line of metrics, which names its `step`; non-finite numbers become null."""
+        assert isinstance(record["step"], int)
+        clean: dict[str, Metric] = _finite(record)
+        if self._metrics is None:
+            self._metrics = open(self.path / "metrics.jsonl", "ab")
+        self._metrics.write(json.dumps(clean, allow_nan=False).encode() + b"\n")
+        self._metrics.flush()
+        events = self._writer()
+        for key, value in clean.items():
+            if key != "step" and isinstance(value, int | float):
+                events.add_scalar(key, value, record["step"])
+
+    def sync(self) -> None:
+        """Force the metrics to the disk; before a checkpoint, so that it never runs ahead."""
+        if self._metrics is not None:
+            os.fsync(self._metrics.fileno())
+
+    def truncate_after(self, step: int) -> int:
+        """Go back to `step`: drop later metrics, half-written lines and the summary.
+
+        Returns how many lines of metrics went.
+        """
+        assert self._metrics is None and self._events is None, "truncate before logging"
+        self._purge_step = step + 1
+        (self.path / "summary.json").unlink(missing_ok=True)
+        path = self.path / "metrics.jsonl"
+        if not path.exists():
+            return 0
+        lines = path.read_bytes().splitlines(keepends=True)
+        kept = [line for line in lines if (found := _parsed(line)) and found["step"] <= step]
+        if len(kept) < len(lines):
+            with replacing(path) as file:
+                file.write(b"".join(kept))
+        return len(lines) - len(kept)
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Write summary.json, which marks the run as finished; non-finite numbers become null."""
+        with replacing(self.path / "summary.json") as file:
+            file.write(json.dumps(_finite(summary), indent=2, allow_nan=False).encode() + b"\n")
+
+    def close(self) -> None:
+        """Close the files and let go of the folder."""
+        if self._metrics is not None:
+            self._metrics.close()
+        if self._events is not None:
+            self._events.close()
+        self._lock.close()
+
+    def __enter__(self) -> Self:
+        """Return the folder itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close it."""
+        self.close()
+
+    def _writer(self) -> "SummaryWriter":
+        if self._events is None:
+            from torch.utils.tensorboard import SummaryWriter  # takes a second: when first needed
+
+            folder = str(self.path / "tensorboard")
+            self._events = SummaryWriter(folder, purge_step=self._purge_step)
+        return self._events
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Metric]]:
+    """Return the complete lines of a run's metrics; also while it is still being written."""
+    file = Path(path) / "metrics.jsonl"
+    lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
+    return [record for line in lines if (record := _parsed(line))]
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    if not line.endswith(b"\n"):  # half-written, or the next line would be appended to it
+        return None
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _refuse_taken(path: Path) -> None:
+    if path.exists() and not path.is_dir():
+        raise RunFolderError(f"--out must be a folder and {path} is a file; choose another --out")
+    if is_run(path):
+        raise RunFolderError(
+            f"{path} already holds a run; add --resume to continue it or choose another --out"
+        )
+    if taken := [name for name in _OURS if (path / name).exists()]:
+        raise RunFolderError(
+            f"{path} already holds {taken[0]}, which a run would overwrite; choose another --out"
+        )
+
+
+def _locked(path: Path) -> BinaryIO:
+    """Make the folder if need be and lock it, or refuse.
+
+    A POSIX record lock, not flock(2): forked data loader workers do not inherit it, so a killed
+    trainer's folder is free at once although its workers take seconds to notice.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = open(path / ".lock", "a+b")
+    except OSError as error:
+        raise RunFolderError(f"cannot write in {path} ({error}); choose another --out") from error
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        lock.seek(0)
+        owner = lock.read(32).decode(errors="replace").strip()
+        lock.close()
+        raise RunFolderError(
+            f"{path} is in use by process {owner or 'unknown'}; wait for it or choose another --out"
+        ) from error
+    lock.truncate(0)
+    lock.write(f"{os.getpid()}\n".encode())
+    lock.flush()
+    return lock

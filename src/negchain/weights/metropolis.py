@@ -1,0 +1,144 @@
+"""Metropolis-Hastings: weights are the shares of steps a chain spends at each negative.
+
+    step r:   Z <- Z'  if  log u < logit(Z') - logit(Z),  else Z stays            (eq. 7)
+    weights:  W_j = #{r >= P : state after step r is j} / (R - P)                   (eq. 9)
+
+Estimates   p_i by the visit frequencies of the chain of x_i, after P burn-in steps.
+State       the final state; the caller stores it (one integer per anchor).
+Cost        one comparison per logit; no exponential, no normalisation.
+Bias        zero at stationarity with i.i.d. proposals; in batch a drift that grows with R / m_neg.
+
+Three implementations of one signature: `reference` reads like Algorithm 1, `torch` jumps from
+acceptance to acceptance for all columns at once, `triton` runs one program per chain. All compare
+`logit - log u > current`, in this form and order, so that they agree to the last bit.
+
+Shapes: `N` chains, `K` proposals (columns).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+Backend = Literal["auto", "reference", "torch", "triton"]
+
+
+class Scan(NamedTuple):
+    """What a chain did in one scan."""
+
+    weights: Tensor  # [N,K] share of the counted steps spent at each column
+    start_weight: Tensor  # [N] share spent at the start state
+    last: Tensor  # [N] int64, column of the final state; -1: still the start state
+    last_logit: Tensor  # [N] logit of the final state
+    accepts: Tensor  # [N] int64, number of accepted proposals
+
+
+def mh_scan(
+    logits: Tensor,
+    start_logit: Tensor,
+    log_u: Tensor,
+    burn_in: int | Tensor,
+    backend: Backend = "auto",
+) -> Scan:
+    """Run N Metropolis-Hastings chains over K proposals each, in column order.
+
+    Args:
+        logits: [N, K] log target density of each proposal, up to a constant per row. With proposals
+            that are not uniform, minus their log probability. -inf: excluded, neither a proposal
+            nor a step.
+        start_logit: [N] logit of the state each chain starts in; -inf accepts the first proposal.
+        log_u: [N, K] logarithms of uniform draws.
+        burn_in: P, the number of first steps that are not counted; an int or one per row, [N]. A
+            row with no step left to count has its final state as its one sample.
+        backend: "reference", "torch", "triton" (needs a GPU, or TRITON_INTERPRET=1), or "auto":
+            triton for CUDA tensors where it is installed, else torch.
+
+    Returns:
+        A `Scan`. Rows of `weights` and `start_weight` together sum to one.
+
+    Example:
+        >>> logits = torch.tensor([[0.0, 5.0, 0.0]])
+        >>> log_u = torch.tensor([[0.5, 0.5, 0.5]]).log()
+        >>> scan = mh_scan(logits, torch.zeros(1), log_u, burn_in=1)
+        >>> scan.weights                     # moved at steps 0 and 1; step 2 was refused
+        tensor([[0., 1., 0.]])
+        >>> int(scan.last), int(scan.accepts)
+        (1, 2)
+    """
+    _check(logits, start_logit, log_u, burn_in)
+    if backend == "auto":
+        backend = "triton" if logits.is_cuda and _triton_error() is None else "torch"
+    if backend == "reference":
+        return scan_reference(logits, start_logit, log_u, burn_in)
+    if backend == "torch":
+        from negchain.weights.scan_torch import scan_torch
+
+        return scan_torch(logits, start_logit, log_u, burn_in)
+    if backend == "triton":
+        reason = _triton_error()
+        if reason is not None:
+            raise ValueError(f"backend='triton' needs Triton: {reason}; use backend='torch'")
+        from negchain.weights.scan_triton import scan_triton
+
+        return scan_triton(logits, start_logit, log_u, burn_in)
+    raise ValueError(f"backend must be 'auto', 'reference', 'torch' or 'triton', got {backend!r}")
+
+
+def scan_reference(
+    logits: Tensor, start_logit: Tensor, log_u: Tensor, burn_in: int | Tensor
+) -> Scan:
+    """Algorithm 1, lines 4-8, for N chains side by side; same signature as `mh_scan`."""
+    num_chains, num_columns = logits.shape
+    rows = torch.arange(num_chains, device=logits.device)
+    current = start_logit.clone()
+    state = torch.full_like(rows, -1)
+    step = torch.zeros_like(rows)  # r in the paper
+    visits = logits.new_zeros(num_chains, num_columns + 1)  # the last column counts the start
+    accepts = torch.zeros_like(rows)
+    for column in range(num_columns):
+        proposal = logits[:, column]
+        is_step = proposal > -math.inf
+        accept = is_step & (proposal - log_u[:, column] > current)
+        current = torch.where(accept, proposal, current)
+        state = torch.where(accept, column, state)
+        accepts += accept
+        visits[rows, state] += (is_step & (step >= burn_in)).to(logits.dtype)
+        step += is_step
+    none_counted = step <= burn_in
+    visits[rows, state] += none_counted.to(logits.dtype)
+    weights = visits / torch.where(none_counted, 1, step - burn_in)[:, None]
+    return Scan(weights[:, :-1], weights[:, -1], state, current, accepts)
+
+
+def _triton_error() -> str | None:
+    """Why Triton cannot be used, or None."""
+    try:
+        import triton  # noqa: F401
+    except ImportError as error:
+        return str(error)
+    return None
+
+
+def _check(logits: Tensor, start_logit: Tensor, log_u: Tensor, burn_in: int | Tensor) -> None:
+    if logits.dim() != 2 or log_u.shape != logits.shape:
+        raise ValueError(
+            "logits and log_u must both be [N, K], "
+            f"got {tuple(logits.shape)} and {tuple(log_u.shape)}"
+        )
+    if start_logit.shape != logits.shape[:1]:
+        raise ValueError(
+            f"start_logit must be [N] = [{logits.shape[0]}], got {tuple(start_logit.shape)}"
+        )
+    if isinstance(burn_in, Tensor):
+        if burn_in.shape != logits.shape[:1]:
+            raise ValueError(
+                f"burn_in must be an int or [N] = [{logits.shape[0]}], got {tuple(burn_in.shape)}"
+            )
+    elif not 0 <= burn_in < max(1, logits.shape[1]):
+        raise ValueError(
+            "burn_in must be at least 0 and less than the number of proposals, "
+            f"got {burn_in} of {logits.shape[1]}; lower burn_in or propose more"
+        )

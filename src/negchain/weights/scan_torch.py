@@ -1,0 +1,72 @@
+"""The Metropolis-Hastings scan without a loop over columns, as an associative scan.
+
+With t_j = logit_j - log u_j, step j maps the logit c of the current state to
+
+    f_j(c) = logit_j  if t_j > c  else  c,          logit_j <= t_j because u <= 1.
+
+Two steps in a row are again such a map: with the pairs (t, l) for "moves to l if t > c",
+
+    (t1, l1) then (t2, l2)  =  (max(t1, t2),  l2 if t2 > l1 else l1).
+
+(If t2 <= l1 then t2 <= t1, so whoever passes t1 stays at l1 and whoever does not passes neither.)
+The operation is associative: all K prefixes follow in log2(K) rounds of three elementwise
+operations on the [N, K] matrix. Only comparisons are made, so results equal the loop's to the bit,
+whatever the acceptance rate, and the host never looks at a value.
+
+Shapes: `N` chains, `K` columns.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from negchain.weights.metropolis import Scan
+
+
+def scan_torch(logits: Tensor, start_logit: Tensor, log_u: Tensor, burn_in: int | Tensor) -> Scan:
+    """Same signature and the same results as `scan_reference`."""
+    num_chains, num_columns = logits.shape
+    threshold = logits - log_u
+    states = _state_logits(threshold, logits, start_logit)  # [N,K+1], after 0 .. K steps
+    accepted = threshold > states[:, :-1]
+    columns = torch.arange(1, num_columns + 1, device=logits.device)
+    slots = torch.zeros(num_chains, num_columns + 1, dtype=torch.int64, device=logits.device)
+    if num_columns:
+        torch.cummax(accepted * columns, 1, out=(slots[:, 1:], torch.empty_like(slots[:, 1:])))
+
+    is_step = logits > -math.inf
+    rank = is_step.cumsum(1)  # number of steps up to and with this column
+    limit = burn_in[:, None] if isinstance(burn_in, Tensor) else burn_in
+    counted = is_step & (rank > limit)
+    num_counted = counted.sum(1)
+    visits = logits.new_zeros(num_chains, num_columns + 1)  # slot 0 is the start state
+    visits.scatter_add_(1, slots[:, 1:], counted.to(logits.dtype))
+    last = slots[:, -1:]
+    visits.scatter_add_(1, last, (num_counted == 0).to(logits.dtype)[:, None])
+    weights = visits / num_counted.clamp(min=1)[:, None]
+    return Scan(
+        weights=weights[:, 1:],
+        start_weight=weights[:, 0],
+        last=last[:, 0] - 1,
+        last_logit=states[:, -1],
+        accepts=accepted.sum(1),
+    )
+
+
+def _state_logits(threshold: Tensor, logits: Tensor, start_logit: Tensor) -> Tensor:
+    """Logit of the chain's state before the first step and after each, [N, K+1]."""
+    level = torch.cat([start_logit[:, None], logits], 1)
+    reach = torch.cat([torch.full_like(start_logit[:, None], math.inf), threshold], 1)
+    distance = 1
+    while distance < level.shape[1]:  # Hillis-Steele: doubles the span each pair stands for
+        left, right = level[:, :-distance], level[:, distance:]
+        moves = reach[:, distance:] > left
+        reach = torch.cat(
+            [reach[:, :distance], torch.maximum(reach[:, :-distance], reach[:, distance:])], 1
+        )
+        level = torch.cat([level[:, :distance], torch.where(moves, right, left)], 1)
+        distance *= 2
+    return level

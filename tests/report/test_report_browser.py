@@ -1,0 +1,110 @@
+"""The page in headless Chromium: charts draw, the pointer is answered, no script error."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from fabricate_runs import digit_artifacts, make_config, make_metrics, write_comparison, write_run
+
+from negchain.report import write_report
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
+
+# What a reader does, in the order given; each deed leaves its outcome on <html>.
+_READER = """<script>
+const root = document.documentElement;
+function point(svg, x, y) {
+  const box = svg.getBoundingClientRect();
+  svg.dispatchEvent(new PointerEvent("pointermove",
+    {clientX: box.left + box.width * x, clientY: box.top + box.height * y}));
+  const tip = document.querySelector(".tip");
+  const text = tip ? tip.innerText.replace(/\\s+/g, " ") : "none";
+  svg.dispatchEvent(new PointerEvent("pointerleave"));
+  return text;
+}
+root.dataset.tip = point(document.querySelector(".by-samples svg.chart"), .5, .5);
+root.dataset.left = document.querySelectorAll(".tip").length;
+document.querySelectorAll("details").forEach((one) => { one.open = true; });
+const dots = document.querySelector("[data-map] svg");
+const path = dots.querySelector(".dots").getAttribute("d").match(/M([\\d.]+) ([\\d.]+)/);
+root.dataset.map = point(dots, path[1] / 720, path[2] / 520);
+const shown = () => [...document.querySelectorAll("svg.chart")]
+  .filter((svg) => svg.getBoundingClientRect().width > 0).map((svg) => svg.dataset.chart);
+root.dataset.before = shown().every((key) => key.endsWith("-samples"));
+document.querySelector("label[for=by-seconds]").click();
+root.dataset.after = shown().length > 0 && shown().every((key) => key.endsWith("-seconds"));
+const button = document.querySelector(".curves > .legend button, .map > .legend button");
+button.click();
+root.dataset.dimmed = document.querySelectorAll(".dim").length;
+button.click();
+root.dataset.again = document.querySelectorAll(".dim").length;
+root.dataset.wide = root.scrollWidth > root.clientWidth;
+</script></body>"""
+
+
+def dom(page: Path, profile: Path, *, read: bool) -> str:
+    text = page.read_text(encoding="utf-8")
+    if read:  # the page's own policy would, rightly, refuse the reader's script
+        text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", text)
+        page = page.with_suffix(".read.html")
+        page.write_text(text.replace("</body>", _READER), encoding="utf-8")
+    assert CHROMIUM is not None
+    done = subprocess.run(
+        [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic",
+         "--no-first-run", "--disable-background-networking", "--disable-component-update",
+         "--disable-sync", f"--user-data-dir={profile}", "--window-size=500,900", "--dump-dom",
+         page.resolve().as_uri()],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    return done.stdout
+
+
+def outcome(text: str, name: str) -> str | None:
+    root = re.search(r"<html[^>]*>", text)
+    assert root is not None
+    found = re.search(rf'data-{name}="([^"]*)"', root.group())
+    return found.group(1) if found else None
+
+
+def check(text: str) -> None:
+    assert outcome(text, "error") is None
+    assert outcome(text, "ready") == "true"
+    assert not re.search(r"https?://", text)
+
+
+def test_run_page_as_written_runs_under_its_own_policy(tmp_path: Path) -> None:
+    config = make_config("emc2")
+    run = write_run(tmp_path / "r", config, make_metrics(config), artifacts=digit_artifacts())
+    text = dom(write_report([run], tmp_path / "one.html"), tmp_path / "profile", read=False)
+    check(text)
+    assert text.count('<svg class="chart"') == 16 and text.count('<path class="line" d="M') == 20
+
+
+def test_reading_a_run_page(tmp_path: Path) -> None:
+    config = make_config("emc2")
+    run = write_run(tmp_path / "r", config, make_metrics(config), artifacts=digit_artifacts())
+    text = dom(write_report([run], tmp_path / "one.html"), tmp_path / "profile", read=True)
+    check(text)
+    tip = outcome(text, "tip") or ""
+    assert re.fullmatch(r"[\d.]+k samples 1-NN [\d.]+ % probe [\d.]+ %", tip.strip())
+    assert outcome(text, "left") == "0"
+    assert (outcome(text, "map") or "").strip() == "0"  # the first class's first dot
+    assert outcome(text, "before") == outcome(text, "after") == "true"
+    assert int(outcome(text, "dimmed") or 0) == 2 * 9 and outcome(text, "again") == "0"
+    assert outcome(text, "wide") == "false"
+
+
+def test_reading_a_comparison(tmp_path: Path) -> None:
+    paths = write_comparison(tmp_path / "runs", seeds=2)
+    text = dom(write_report(paths, tmp_path / "all.html"), tmp_path / "profile", read=True)
+    check(text)
+    tip = outcome(text, "tip") or ""
+    assert len(re.findall(r"% ± [\d.]+ %", tip)) == 7 and "SogCLR" in tip
+    assert outcome(text, "before") == outcome(text, "after") == "true"
+    assert int(outcome(text, "dimmed") or 0) > 7 and outcome(text, "again") == "0"
+    assert outcome(text, "wide") == "false"

@@ -1,0 +1,164 @@
+"""Reading run folders: what interrupted runs leave behind, grouping, means over seeds."""
+
+from __future__ import annotations
+
+import doctest
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fabricate_runs import make_config, make_metrics, write_run
+
+from negchain.report import charts, galleries, load_run, page, runs
+from negchain.report.charts import spaced, ticks
+from negchain.report.runs import Curve, group_runs, mean_curve, thinned
+
+
+@pytest.mark.parametrize("module", [charts, galleries, page, runs])
+def test_examples_in_docstrings_run(module: object) -> None:
+    result = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE)  # type: ignore[arg-type]
+    assert result.attempted > 0 and result.failed == 0
+
+
+def test_half_written_last_line_is_ignored_and_a_broken_inner_line_is_named(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", make_config(), [{"step": 1, "loss": 2.0}])
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "lo')
+    assert load_run(run).curve("loss").values.tolist() == [2.0]
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('\n{"step": 3, "loss": 1.0}\n')
+    with pytest.raises(ValueError, match="line 2 is broken; delete"):
+        load_run(run)
+
+
+def test_null_nan_and_text_are_no_points(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", make_config(), [])
+    lines = ['{"step":1,"loss":null}', '{"step":2,"loss":NaN}', '{"step":3,"loss":Infinity}',
+             '{"step":4,"loss":"high"}', '{"step":5,"loss":0.5}', ""]  # fmt: skip
+    (run / "metrics.jsonl").write_text("\n".join(lines))
+    curve = load_run(run).curve("loss")
+    assert curve.values.tolist() == [0.5]
+    assert curve.samples.tolist() == [5 * 32]  # step x batch size where samples are missing
+
+
+def test_steps_repeated_around_a_resume_count_once_and_the_later_wins(tmp_path: Path) -> None:
+    lines = [
+        {"step": 1, "samples": 32, "loss": 3.0},
+        {"step": 2, "samples": 64, "loss": 9.0},
+        {"step": 2, "samples": 64, "loss": 2.0},
+        {"step": 2, "samples": 64, "knn1": 0.5},
+    ]
+    run = load_run(write_run(tmp_path / "run", make_config(), lines))
+    assert run.curve("loss").values.tolist() == [3.0, 2.0]
+    assert run.curve("knn1").samples.tolist() == [64.0]
+
+
+def test_final_prefers_the_summary_then_the_last_line_then_none(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", make_config(), [{"step": 1, "knn1": 0.5}], finished=False)
+    assert load_run(path).final("knn1") == 0.5 and not load_run(path).finished
+    (path / "summary.json").write_text(json.dumps({"knn1": 0.75, "probe": None}))
+    assert load_run(path).final("knn1") == 0.75
+    assert load_run(path).final("probe") is None
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("config.json", "{", "config.json must hold JSON.*restore"),
+        ("config.json", "[]", "must hold a JSON object, got list"),
+        ("summary.json", "nonsense", "summary.json must hold JSON"),
+        ("artifacts.npz", "nonsense", "must be an .npz of plain arrays.*delete it"),
+    ],
+)
+def test_broken_files_are_named_with_a_remedy(
+    tmp_path: Path, file: str, content: str, message: str
+) -> None:
+    path = write_run(tmp_path / "run", make_config(), [])
+    (path / file).write_text(content)
+    with pytest.raises(ValueError, match=message):
+        load_run(path)
+
+
+def test_a_pickle_in_the_artifacts_is_refused(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", make_config(), [])
+    np.savez(path / "artifacts.npz", map_xy=np.array([{}], dtype=object))
+    with pytest.raises(ValueError, match="plain arrays"):
+        load_run(path)
+
+
+def test_groups_name_what_differs_within_a_method_and_ignore_seed_and_bookkeeping(
+    tmp_path: Path,
+) -> None:
+    configs = [make_config("emc2", seed, carried=carried, out=f"{seed}{carried}")
+               for carried in ("encode", "cached") for seed in (0, 1)]  # fmt: skip
+    configs.append(make_config("infonce", 0, lr=0.5))
+    loaded = [load_run(write_run(tmp_path / str(i), c, [])) for i, c in enumerate(configs)]
+    groups = group_runs(loaded)
+    assert [(g.label, len(g.runs), g.variant) for g in groups] == [
+        ("EMC² · carried=encode", 2, 0), ("EMC² · carried=cached", 2, 1), ("InfoNCE", 1, 0),
+    ]  # fmt: skip
+    assert groups[2].settings == {"carried": "encode", "lr": 0.5}
+
+
+def test_mean_curve_equals_numpy_over_seeds_and_leaves_no_seed_out(tmp_path: Path) -> None:
+    configs = [make_config("emc2", seed) for seed in range(4)]
+    loaded = [load_run(write_run(tmp_path / str(c["seed"]), c, make_metrics(c))) for c in configs]
+    curve, spread = mean_curve(loaded, "knn1", 200)
+    stacked = np.array([run.curve("knn1").values for run in loaded])
+    np.testing.assert_allclose(curve.values, stacked.mean(0), rtol=1e-12)
+    np.testing.assert_allclose(spread, stacked.std(0, ddof=1), rtol=1e-9)
+    seconds = np.array([run.curve("knn1").seconds for run in loaded])
+    np.testing.assert_allclose(curve.seconds, seconds.mean(0), rtol=1e-12)
+
+
+def test_mean_curve_of_seeds_read_at_other_places_interpolates_between_them(
+    tmp_path: Path,
+) -> None:
+    first = [{"step": s, "samples": s, "loss": 2.0 * s} for s in (0, 10, 20)]
+    second = [{"step": s, "samples": s, "loss": 4.0 * s} for s in (5, 15)]
+    loaded = [load_run(write_run(tmp_path / n, make_config(), lines))
+              for n, lines in (("a", first), ("b", second))]  # fmt: skip
+    curve, spread = mean_curve(loaded, "loss", 200)
+    assert curve.samples.tolist() == [0, 5, 10, 15, 20]
+    assert curve.values.tolist() == [0, 15, 30, 45, 40]  # alone at the ends, a mean between
+    assert spread[0] == 0 and spread[1] == pytest.approx(np.std([10, 20], ddof=1))
+    assert np.isnan(curve.seconds).all()
+
+
+def test_thinning_keeps_the_mean_and_the_end() -> None:
+    x, y = np.arange(1000.0), np.random.default_rng(0).standard_normal(1000)
+    small = thinned(Curve(x, x / 10, y), 200)
+    assert len(small) == 200 and small.samples[-1] == 999 and small.seconds[-1] == 99.9
+    assert small.values.mean() == pytest.approx(y.mean())
+
+
+def test_unfinished_seeds_stay_out_of_means_where_another_has_finished(tmp_path: Path) -> None:
+    loaded = [load_run(write_run(tmp_path / n, make_config(), [{"step": 1, "knn1": value}],
+                                 finished=done))
+              for n, value, done in (("a", 0.9, True), ("b", 0.1, False))]  # fmt: skip
+    (group,) = group_runs(loaded)
+    assert group.finals("knn1").tolist() == [0.9]
+    (group,) = group_runs(loaded[1:])
+    assert group.finals("knn1").tolist() == [0.1]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_labels_never_overlap_leave_the_box_or_change_order(seed: int) -> None:
+    draws = np.random.default_rng(seed)
+    wanted = (draws.random(8) * 60 + 100).tolist()
+    places = spaced(wanted, 15.0, 10.0, 200.0)
+    ordered = np.array(places)[np.argsort(wanted)]
+    assert np.all(np.diff(ordered) >= 15.0 - 1e-9)
+    assert ordered[0] >= 10.0 - 1e-9 and ordered[-1] <= 200.0 + 1e-9
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_ticks_are_round_evenly_spaced_and_cover_the_range(seed: int) -> None:
+    draws = np.random.default_rng(seed)
+    low = float(draws.normal() * 10 ** draws.uniform(-4, 4))
+    high = low + float(10 ** draws.uniform(-3, 4))
+    places = ticks(low, high, 4)
+    assert places[0] <= low + 1e-6 * (high - low) and places[-1] >= high - 1e-6 * (high - low)
+    assert 3 <= len(places) <= 8
+    np.testing.assert_allclose(np.diff(places), places[1] - places[0], rtol=1e-6)

@@ -1,0 +1,221 @@
+"""Probes and neighbours against scikit-learn and brute force."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from sklearn.linear_model import LogisticRegression
+from sklearn.neighbors import KNeighborsClassifier, NearestNeighbors
+from torch import Tensor
+
+from negchain.evaluation import (
+    embed_all,
+    knn_accuracy,
+    linear_probe,
+    linear_probe_paper,
+    nearest_neighbours,
+)
+
+Split = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def clusters(seed: int = 0, spread: float = 1.0, shift: float = 0.0) -> Split:
+    """300 train and 150 test points of 4 overlapping classes labelled 3, 5, 8, 9, in 10-D."""
+    generator = torch.Generator().manual_seed(seed)
+    centres = torch.randn(4, 10, generator=generator)
+    y = torch.randint(0, 4, (450,), generator=generator)
+    x = centres[y] + spread * torch.randn(450, 10, generator=generator) + shift
+    labels = torch.tensor([3, 5, 8, 9])[y]
+    return x[:300], labels[:300], x[300:], labels[300:]
+
+
+@pytest.fixture(scope="module")
+def digits() -> Split:
+    data = load_digits()
+    x, y = torch.from_numpy(data.data).float(), torch.from_numpy(data.target)
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+    x, y = x[order], y[order]
+    return x[:1000], y[:1000], x[1000:], y[1000:]
+
+
+@pytest.mark.parametrize("metric", ["cosine", "euclidean"])
+@pytest.mark.parametrize("k", [1, 5])
+@pytest.mark.parametrize("chunk", [7, 1024])
+def test_neighbours_and_accuracy_equal_scikit_learns(metric: str, k: int, chunk: int) -> None:
+    train_x, train_y, test_x, test_y = clusters(shift=50.0)  # where float32 distances cancel
+    found = nearest_neighbours(train_x, test_x, k=k, metric=metric, chunk=chunk)
+    # exact distances have no ties here, so the order is unique
+    oracle = NearestNeighbors(n_neighbors=k, metric=metric, algorithm="brute")
+    oracle.fit(train_x.double().numpy())
+    expected = oracle.kneighbors(test_x.double().numpy(), return_distance=False)
+    assert np.array_equal(found.numpy(), expected)
+
+    voters = train_y.numpy()[expected]
+    right = [vote(row) == truth for row, truth in zip(voters, test_y.tolist(), strict=True)]
+    ours = knn_accuracy(train_x, train_y, test_x, test_y, k=k, metric=metric, chunk=chunk)
+    assert ours == pytest.approx(np.mean(right))
+    assert 0.3 < ours < 1
+
+
+def vote(row: np.ndarray) -> int:
+    """Most common label; the first to appear among equals."""
+    labels = row.tolist()
+    return max(labels, key=lambda label: (labels.count(label), -labels.index(label)))
+
+
+@pytest.mark.parametrize("metric", ["cosine", "euclidean"])
+def test_one_nearest_neighbour_on_digits(digits: Split, metric: str) -> None:
+    train_x, train_y, test_x, test_y = digits
+    oracle = KNeighborsClassifier(1, metric=metric, algorithm="brute")
+    oracle.fit(train_x.double().numpy(), train_y.numpy())
+    expected = oracle.score(test_x.double().numpy(), test_y.numpy())
+    assert knn_accuracy(*digits, metric=metric) == pytest.approx(expected)
+    assert expected > 0.95
+
+
+def test_a_tied_vote_goes_to_the_nearest() -> None:
+    train_x = torch.tensor([[1.0], [2.0], [3.0], [4.0], [9.0]])
+    query = torch.tensor([[0.0]])
+    for labels, winner in (([7, 2, 2, 7, 0], 7), ([2, 7, 7, 2, 0], 2), ([1, 2, 2, 5, 0], 2)):
+        y = torch.tensor(labels)
+        accuracy = knn_accuracy(train_x, y, query, torch.tensor([winner]), k=4, metric="euclidean")
+        assert accuracy == 1.0
+
+
+def test_neighbours_come_nearest_first_and_scale_matters_only_to_euclid() -> None:
+    train_x = torch.tensor([[1.0, 0.0], [0.0, 10.0], [5.0, 5.0]])
+    query = torch.tensor([[0.0, 1.0]])
+    cosine = nearest_neighbours(train_x, query, k=3)
+    euclid = nearest_neighbours(train_x, query, k=3, metric="euclidean")
+    assert cosine.tolist() == [[1, 2, 0]] and euclid.tolist() == [[0, 2, 1]]
+
+
+def test_logistic_regression_agrees_with_scikit_learn(digits: Split) -> None:
+    train_x, train_y, test_x, test_y = digits
+    ours = linear_probe(*digits)
+    mean, spread = train_x.mean(0), train_x.std(0, correction=0)
+    spread[spread == 0] = 1
+    train, test = (((x - mean) / spread).double().numpy() for x in (train_x, test_x))
+    model = LogisticRegression(C=1 / (ours.l2 * len(train)), max_iter=5000, tol=1e-8)
+    expected = model.fit(train, train_y.numpy()).score(test, test_y.numpy())
+    assert ours.accuracy == pytest.approx(expected, abs=0.005)
+    assert ours.accuracy > 0.94 and ours.held_out_accuracy > 0.94 and ours.converged
+
+
+def test_the_strength_is_tuned_without_the_test_rows() -> None:
+    """Many noise features, few rows: the weakest penalty loses by far."""
+    generator = torch.Generator().manual_seed(0)
+    y = torch.arange(200) % 2
+    x = torch.randn(200, 100, generator=generator)
+    x[:, 0] += 3 * y
+    split = x[:100], y[:100], x[100:], y[100:]
+    tuned = linear_probe(*split)
+    weak = linear_probe(*split, grid=(1e-5,))
+    assert tuned.l2 > 1e-3 and tuned.accuracy > weak.accuracy + 0.05
+    other = linear_probe(split[0], split[1], -split[2], split[3])
+    assert (other.l2, other.held_out_accuracy) == (tuned.l2, tuned.held_out_accuracy)
+
+
+def test_the_probe_does_not_depend_on_the_features_scale() -> None:
+    train_x, train_y, test_x, test_y = clusters()
+    scale = torch.logspace(-3, 3, 10)
+    plain = linear_probe(train_x, train_y, test_x, test_y)
+    scaled = linear_probe(train_x * scale + 5, train_y, test_x * scale + 5, test_y)
+    assert scaled.l2 == plain.l2 and scaled.accuracy == pytest.approx(plain.accuracy, abs=0.01)
+    assert plain.accuracy > 0.7
+
+
+def test_constant_features_and_rare_classes_are_fine() -> None:
+    train_x, train_y, test_x, test_y = clusters()
+    train_x, test_x = F.pad(train_x, (0, 1), value=2.0), F.pad(test_x, (0, 1), value=2.0)
+    train_y[0] = 77  # a class of one
+    assert linear_probe(train_x, train_y, test_x, test_y).accuracy > 0.6
+
+
+def test_the_papers_probe_is_its_protocol() -> None:
+    train_x, train_y, test_x, test_y = clusters()
+    classes, targets = train_y.unique(return_inverse=True)
+    torch.manual_seed(3)
+    layer = torch.nn.Linear(10, 4)
+    weight, bias = layer.weight.detach().clone(), layer.bias.detach().clone()
+    velocity_w, velocity_b = torch.zeros_like(weight), torch.zeros_like(bias)
+    for _ in range(20):
+        for start in range(0, 300, 128):
+            x, y = train_x[start : start + 128], targets[start : start + 128]
+            error = (x @ weight.T + bias).softmax(1) - F.one_hot(y, 4)
+            velocity_w = 0.9 * velocity_w + error.T @ x / len(x)
+            velocity_b = 0.9 * velocity_b + error.mean(0)
+            weight, bias = weight - 0.01 * velocity_w, bias - 0.01 * velocity_b
+    expected = (classes[(test_x @ weight.T + bias).argmax(1)] == test_y).double().mean().item()
+    ours = linear_probe_paper(
+        train_x, train_y, test_x, test_y, epochs=20, lr=0.01, batch_size=128, seed=3
+    )
+    assert ours == pytest.approx(expected, abs=1 / 150)  # one row on the boundary may differ
+    assert ours > 0.5
+
+
+def test_the_papers_probe_is_deterministic_and_leaves_randomness_alone() -> None:
+    split = clusters()
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    with torch.no_grad():  # callers evaluate without gradients
+        first = linear_probe_paper(*split, epochs=2, seed=1)
+    assert torch.equal(torch.rand(1), expected)
+    assert first == linear_probe_paper(*split, epochs=2, seed=1)
+    assert len({linear_probe_paper(*split, epochs=1, seed=s) for s in range(5)}) > 1
+
+
+class Reversed:
+    """An image source that holds its pictures backwards."""
+
+    def __init__(self, pictures: Tensor) -> None:
+        self.pictures = pictures
+
+    def __len__(self) -> int:
+        return len(self.pictures)
+
+    def fetch(self, positions: Tensor) -> Tensor:
+        return self.pictures.flip(0)[positions]
+
+
+def test_embed_all_keeps_the_order_and_the_last_partial_batch() -> None:
+    pictures = torch.arange(7 * 12, dtype=torch.uint8).reshape(7, 3, 2, 2)
+    layer = torch.nn.Linear(12, 5)
+
+    def encode(x: Tensor) -> Tensor:
+        return layer(x.flatten(1))
+
+    def plain(raw: Tensor) -> Tensor:
+        assert raw.dtype == torch.uint8
+        return raw.float() / 255
+
+    expected = encode(plain(pictures)).detach()
+    settings = {"plain": plain, "batch_size": 3, "device": "cpu"}
+    out = embed_all(encode, pictures, **settings)
+    assert not out.requires_grad and out.dtype == torch.float32
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(embed_all(encode, Reversed(pictures), **settings), expected.flip(0))
+    half = embed_all(encode, pictures, autocast=torch.bfloat16, **settings)
+    assert half.dtype == torch.float32 and not torch.equal(half, expected)
+    torch.testing.assert_close(half, expected, rtol=0.02, atol=0.02)
+
+
+def test_refusals() -> None:
+    train_x, train_y, test_x, test_y = clusters()
+    with pytest.raises(ValueError, match="lower k"):
+        knn_accuracy(train_x[:3], train_y[:3], test_x, test_y, k=4)
+    with pytest.raises(ValueError, match="cosine, euclidean"):
+        nearest_neighbours(train_x, test_x, k=1, metric="manhattan")
+    with pytest.raises(ValueError, match="one label per row"):
+        knn_accuracy(train_x, train_y[:-1], test_x, test_y)
+    with pytest.raises(ValueError, match="equal width"):
+        nearest_neighbours(train_x, test_x[:, :-1], k=1)
+    with pytest.raises(ValueError, match="two classes"):
+        linear_probe(train_x, torch.zeros_like(train_y), test_x, test_y)
+    broken = train_x.clone()
+    broken[0, 0] = float("nan")
+    for probe in (knn_accuracy, linear_probe, linear_probe_paper):
+        with pytest.raises(ValueError, match="1 values that are not"):
+            probe(broken, train_y, test_x, test_y)

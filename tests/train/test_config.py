@@ -1,0 +1,323 @@
+"""A config is valid or refused in one sentence; nothing in between."""
+
+import json
+import os
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from negchain.train.config import (
+    ConfigError,
+    TrainConfig,
+    field_help,
+    from_json,
+    resolve,
+    resume,
+    same_run,
+    to_json,
+)
+from negchain.train.presets import PRESETS
+
+HINTS = get_type_hints(TrainConfig)
+BUILT_IN_DATA = ("digits", "cifar10", "stl10")
+
+
+def refusal(preset: Any = None, **overrides: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        resolve(preset, overrides)
+    return one_sentence(str(caught.value))
+
+
+def one_sentence(message: str) -> str:
+    assert message and "\n" not in message and len(message) < 600
+    assert message.isprintable()
+    return message
+
+
+# ---- help and defaults ------------------------------------------------------------------------
+
+
+def test_every_field_has_help_that_fits_the_screen() -> None:
+    assert list(field_help()) == [f.name for f in fields(TrainConfig)]
+    for text in field_help().values():
+        assert text.endswith(".") and "\n" not in text and len(text) < 100
+    assert "beta = 1/temperature" in field_help()["beta"]
+
+
+def test_the_fixed_options_of_the_command_line_are_fields() -> None:
+    fixed = (
+        "data method batch_size epochs steps beta burn_in carried denominator encoder norm "
+        "optimizer lr seed device out preset"
+    )
+    assert set(fixed.split()) <= HINTS.keys()
+
+
+def test_defaults_follow_the_data(tmp_path: Path) -> None:
+    assert resolve(None, {}) == replace(TrainConfig(), root=os.path.abspath("data"))
+    cifar = resolve(None, {"data": "cifar10"})
+    assert (cifar.encoder, cifar.recipe, cifar.image_size) == ("resnet18", "cifar", 32)
+    folder = resolve(None, {"data": str(tmp_path)})
+    assert (folder.encoder, folder.recipe, folder.image_size) == ("resnet18", "simclr-stl10", 96)
+
+
+def test_layers_in_order() -> None:
+    """Field default < data set's default < preset < what the user gave; None is not given."""
+    config = resolve("stl10-b32", {"beta": 7, "epochs": None})
+    assert config.beta == 7.0 and type(config.beta) is float
+    assert config.lr == 1e-4  # preset, over 3e-4 for stl10
+    assert config.probe_samples == 2000  # stl10, over 1000
+    assert config.epochs == 100
+    assert resolve("stl10-b32", {"preset": "stl10-b256"}).preset == "stl10-b256"
+
+
+def test_zero_takes_back_a_preset(tmp_path: Path) -> None:
+    config = resolve("stl10-subset", {"augmentations": 0, "subset": 0, "image_size": 0})
+    assert config.augmentations is config.subset is config.image_size is None
+
+
+def test_defaults_that_depend_on_other_choices() -> None:
+    assert resolve(None, {"optimizer": "sgd"}).lr == 0.05
+    assert resolve(None, {"optimizer": "lars", "batch_size": 256}).lr == 1.2  # the paper's rate
+    assert resolve(None, {"optimizer": "sgd", "lr": 0.3}).lr == 0.3
+    assert resolve("stl10-b32", {"optimizer": "adam"}).lr == 1e-4
+    assert resolve(None, {"epochs": 2}).warmup_epochs == 0.2
+    assert resolve(None, {"method": "infonce"}).denominator == "all"
+    assert resolve(None, {"method": "dcl", "denominator": "negatives"}).method == "dcl"
+
+
+def test_folders_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "pics").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert resolve(None, {"data": "pics"}).data == str(tmp_path / "pics")
+
+
+# ---- refusals ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"method": "emc"}, "did you mean 'emc2'"),
+        ({"methd": "emc2"}, "did you mean 'method'"),
+        ({"data": "cifar-10"}, "did you mean 'cifar10'"),
+        ({"encoder": "resnt18"}, "did you mean 'resnet18'"),
+        ({"optimizer": "adamW"}, "did you mean 'adamw'"),
+        ({"recipe": "simclr-stl"}, "did you mean 'simclr-stl10'"),
+        ({"preset": "stl10-b23"}, "did you mean 'stl10-b32'"),
+    ],
+)
+def test_unknown_names_get_the_nearest(overrides: dict[str, Any], words: str) -> None:
+    assert words in refusal(**overrides)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("batch_size", 1),
+        ("batch_size", 2.5),
+        ("batch_size", True),
+        ("batch_size", "64"),
+        ("epochs", 0),
+        ("steps", 0),
+        ("beta", 0),
+        ("beta", float("nan")),
+        ("beta", float("inf")),
+        ("beta", 10**400),
+        ("burn_in", 1.0),
+        ("burn_in", -0.1),
+        ("gamma", 0.0),
+        ("lr", -1e-3),
+        ("weight_decay", float("nan")),
+        ("augmentations", 1),
+        ("image_size", 7),
+        ("seed", -1),
+        ("seed", 2**32),
+        ("keep_checkpoints", 0),
+        ("graph", 1),
+        ("out", ""),
+        ("out", "a\0b"),
+        ("data", ["digits"]),
+    ],
+)
+def test_wrong_values_are_named(name: str, value: Any) -> None:
+    method = {"gamma": "sogclr"}.get(name, "emc2")
+    assert "--" + name.replace("_", "-") in refusal(**{"method": method, name: value})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        ({"method": "dcl", "carried": "encode"}, ("--carried", "--method emc2 or isir")),
+        ({"method": "sogclr", "proposal": "batch"}, ("--proposal", "--method")),
+        ({"method": "isir", "burn_in": 0.5}, ("--burn-in", "--method emc2")),
+        ({"method": "emc2", "gamma": 0.9}, ("--gamma", "--method sogclr")),
+        ({"method": "emc2", "refresh": 0.1}, ("--refresh", "--proposal cache")),
+        ({"method": "infonce", "denominator": "negatives"}, ("--denominator", "--method dcl")),
+        ({"method": "dcl", "denominator": "all"}, ("--denominator", "--method infonce")),
+        ({"epochs": 3, "steps": 30}, ("--epochs", "--steps")),
+        ({"epochs": 3, "warmup_epochs": 4}, ("--warmup-epochs 4", "--epochs 3")),
+        ({"optimizer": "adam", "momentum": 0.5}, ("--momentum", "--optimizer sgd or lars")),
+        ({"data": "digits", "download": True}, ("--download", "--data cifar10 or stl10")),
+        ({"batch_size": 64, "subset": 32}, ("--batch-size 64", "--subset")),
+    ],
+)
+def test_contradictions_name_both_sides(overrides: dict[str, Any], named: tuple[str, ...]) -> None:
+    message = refusal(**overrides)
+    assert all(word in message for word in named), message
+    assert any(word in message for word in ("leave out", "choose", "give one", "lower")), message
+
+
+def test_defaults_never_contradict() -> None:
+    """Only what was given can: gamma, burn-in and the rest keep their defaults unused."""
+    for method in get_args(HINTS["method"]):
+        for preset in (None, "stl10-b32", "stl10-b256", "stl10-subset"):
+            resolve(preset, {"method": method})
+    assert resolve(None, {"proposal": "cache", "refresh": 0.1}).refresh == 0.1
+    assert resolve(None, {"data": "digits", "download": False}).download is False
+
+
+def test_missing_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert "--device cpu" in refusal(device="cuda")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert resolve(None, {"device": "cuda"}).device == "cuda"
+
+
+def test_timm_names_are_known() -> None:
+    assert resolve(None, {"encoder": "convnext_tiny"}).encoder == "convnext_tiny"
+
+
+# ---- JSON and resuming ------------------------------------------------------------------------
+
+
+def test_json_is_strict_but_forgives_missing_keys() -> None:
+    assert from_json("{}") == TrainConfig()
+    for text in ("[]", "{", '{"beta": NaN}', '{"batch_sise": 3}', "[" * 100_000, '{"lr": "1"}'):
+        with pytest.raises(ConfigError) as caught:
+            from_json(text)
+        one_sentence(str(caught.value))
+    with pytest.raises(ConfigError, match="did you mean 'batch_size'"):
+        from_json('{"batch_sise": 3}')
+
+
+def test_reading_a_config_does_not_need_its_machine() -> None:
+    text = to_json(TrainConfig(data="/gone", device="cuda", encoder="from_another_timm"))
+    assert from_json(text).data == "/gone"
+
+
+def test_resume_keeps_what_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pics").mkdir()
+    command = {"data": "pics", "batch_size": 8, "subset": 0, "method": "dcl"}
+    saved = from_json(to_json(resolve(None, command)))
+    assert resume(saved, command) == saved  # the same command line, with --resume
+    assert resume(saved, {"workers": 5, "device": "cpu", "eval_every": 1}).workers == 5
+    with pytest.raises(ConfigError, match="--batch-size was 8 and is now 16") as caught:
+        resume(saved, {"batch_size": 16, "epochs": 7})
+    assert "--epochs was 100 and is now 7" in one_sentence(str(caught.value))
+    with pytest.raises(ConfigError, match="--preset"):
+        resume(saved, {"preset": "stl10-b32"})
+
+
+FREE = (
+    "out device graph eval_every checkpoint_every keep_checkpoints root download strict workers "
+    "resident_gb log_every"
+).split()
+CHANGED: dict[str, Any] = {
+    "data": "cifar10", "steps": 5, "embedding_dim": 8, "image_size": 16, "augmentations": 2,
+    "subset": 500, "out": "x", "preset": "stl10-b32", "root": "r", "encoder": "resnet50",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HINTS)
+def test_same_run_looks_at_every_field(name: str) -> None:
+    old = getattr(TrainConfig(), name)
+    hint = HINTS[name]
+    if name in CHANGED:
+        new = CHANGED[name]
+    elif get_args(hint):
+        new = next(value for value in get_args(hint) if value != old)
+    elif hint is bool:
+        new = not old
+    else:
+        new = old + 1 if hint is int else old / 2
+    found = same_run(TrainConfig(), replace(TrainConfig(), **{name: new}))
+    assert len(found) == (name not in FREE)
+
+
+# ---- fuzzing ----------------------------------------------------------------------------------
+
+JUNK = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=12), st.just(10**5000),
+    st.lists(st.integers(), max_size=2), st.binary(max_size=3), st.just("x" * 10_000),
+)  # fmt: skip
+
+
+def plausible(name: str) -> st.SearchStrategy[Any]:
+    hint = HINTS[name]
+    if name == "data":
+        return st.sampled_from([*BUILT_IN_DATA, ".", "/nowhere", "cifar"])
+    if name == "encoder":
+        return st.sampled_from(["small-cnn", "resnet18", "resnet50", "resnet"])
+    if name == "preset":
+        return st.sampled_from([*PRESETS, "stl"])
+    if get_origin(hint) is not None and isinstance(get_args(hint)[0], str):
+        return st.sampled_from(get_args(hint))
+    kind = (get_args(hint) or (hint,))[0]
+    return {
+        int: st.integers(-1, 600),
+        float: st.floats(-0.5, 20.0) | st.integers(0, 2),
+        bool: st.booleans(),
+        str: st.text(max_size=8),
+    }[kind]
+
+
+OVERRIDES = st.sets(st.sampled_from(sorted(HINTS)), max_size=6).flatmap(
+    lambda names: st.fixed_dictionaries({name: plausible(name) for name in sorted(names)})
+)
+WILD = st.dictionaries(st.sampled_from(sorted(HINTS)) | st.text(max_size=8), JUNK, max_size=4)
+
+
+def runs_or_is_refused(preset: Any, overrides: dict[str, Any]) -> bool:
+    try:
+        config = resolve(preset, overrides)
+    except ConfigError as error:
+        one_sentence(str(error))
+        return False
+    assert from_json(to_json(config)) == config
+    assert resume(config, {}) == config
+    assert json.loads(to_json(config)).keys() == HINTS.keys()
+    return True
+
+
+@settings(max_examples=250, deadline=None)
+@given(preset=st.none() | st.sampled_from([*PRESETS, "none"]), overrides=OVERRIDES)
+def test_plausible_settings_run_or_are_refused(preset: Any, overrides: dict[str, Any]) -> None:
+    runs_or_is_refused(preset, overrides)
+
+
+@settings(max_examples=250, deadline=None)
+@given(preset=st.none() | JUNK, overrides=WILD)
+@example(preset=None, overrides={"encoder": "\ud800"})
+@example(preset=None, overrides={"data": "\ud800"})
+@example(preset=None, overrides={"out": "\ud800\n"})
+@example(preset=None, overrides={"seed": 10**5000})
+@example(preset=10**5000, overrides={})
+def test_wild_settings_run_or_are_refused(preset: Any, overrides: dict[str, Any]) -> None:
+    runs_or_is_refused(preset, overrides)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    method=st.sampled_from(get_args(HINTS["method"])),
+    batch_size=st.integers(2, 4096),
+    beta=st.floats(1e-3, 1000),
+    seed=st.integers(0, 2**32 - 1),
+    data=st.sampled_from(BUILT_IN_DATA),
+)
+def test_valid_settings_always_run(**overrides: Any) -> None:
+    assert runs_or_is_refused(None, overrides)
