@@ -61,16 +61,17 @@ class EstimatorReport:
 
     def __str__(self) -> str:
         """The table as text, best first."""
-        head = f"{'method':<12} {'bias':>7} {'(noise)':>8} {'length':>7} {'std/step':>9} {'bytes/sample':>13}"
+        head = f"{'method':<12} {'bias':>7} {'(noise)':>8} {'length':>7} {'std/step':>9}"
         lines = [
             f"negative gradient against the exact one: M = {self.num_samples}, "
             f"b = {self.batch_size}, beta = {self.beta:g}, {self.steps} steps",
-            head,
+            f"{head} {'bytes/sample':>13}",
         ]
         for row in sorted(self.rows, key=lambda r: r.relative_bias):
             lines.append(
                 f"{row.method:<12} {row.relative_bias:>7.3f} {row.noise_floor:>8.3f} "
-                f"{row.norm_ratio:>7.2f} {row.relative_std:>9.2f} {row.state_bytes_per_sample:>13.1f}"
+                f"{row.norm_ratio:>7.2f} {row.relative_std:>9.2f} "
+                f"{row.state_bytes_per_sample:>13.1f}"
             )
         return "\n".join(lines)
 

@@ -2,13 +2,13 @@
 
 A sampler that keeps hidden generator state cannot be resumed, split over processes or moved into a
 GPU kernel without changing its results. Here every draw is a hash of where it is used, so the same
-numbers come out on a CPU, on a GPU, in one process or in several, and in the Triton kernels.
+numbers come out on a CPU, on a GPU, in one process or in several, and in a Triton kernel.
 
     key   = mix(mix(mix(seed) + step) + stream)
     bits  = mix(mix(mix(row + key) + column * golden) ^ mix(key + row * golden))
 
-`mix` is the 32-bit finaliser "lowbias32" (C. Wellons, hash-prospector), five integer operations with
-wrap-around, identical in torch int32 arithmetic and in Triton.
+`mix` is the 32-bit finaliser "lowbias32" (C. Wellons, hash-prospector): five integer operations
+with wrap-around, identical in torch int32 arithmetic and in Triton.
 
 Shapes: `N` rows, `K` columns.
 """

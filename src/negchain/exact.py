@@ -93,7 +93,8 @@ def global_loss(
 ) -> Tensor:
     r"""Eq. (1) over whole-data-set embeddings, exact and differentiable.
 
-    $$ L = \frac1N \sum_i \Big[ -\beta s(x_i,y_i) + \log \sum_{z \in D_{neg}(x_i)} e^{\beta s(x_i,z)} \Big] $$
+    $$ L = \frac1N \sum_i \Big[ -\beta s(x_i,y_i)
+       + \log \sum_{z \in D_{neg}(x_i)} e^{\beta s(x_i,z)} \Big] $$
 
     Args:
         z_a: [M, D] embeddings of one view of every item (or of every anchor).
@@ -178,7 +179,7 @@ def global_backward(
 
     Like `loss.backward()`: adds to the parameters' `.grad` and returns the (detached) loss. Two
     passes over the data: embeddings without a graph, their exact gradient, then batch by batch
-    again with a graph, each batch's share handed back at once. Memory: the embeddings and one batch.
+    again with a graph, each batch's share handed back at once. Memory: all embeddings, one batch.
 
     Args:
         encoder: maps a batch of inputs to embeddings [b, D]. Random layers draw the same numbers
@@ -222,7 +223,7 @@ def global_backward(
         denominator=denominator,
         normalize=normalize,
     )
-    loss.backward()
+    torch.autograd.backward(loss)
     assert z_a.grad is not None and z_b.grad is not None
     begin = 0
     for (x_a, x_b), state in zip(batches(), states, strict=True):
@@ -230,7 +231,7 @@ def global_backward(
         with torch.random.fork_rng(devices=[x_a.device] if x_a.is_cuda else []):
             _restore_random_state(state, x_a.device)
             out_a, out_b = encoder(x_a), second(x_b)
-        torch.autograd.backward([out_a, out_b], [z_a.grad[rows], z_b.grad[rows]])
+        torch.autograd.backward((out_a, out_b), (z_a.grad[rows], z_b.grad[rows]))
         begin += len(x_a)
     return loss.detach()
 

@@ -1,6 +1,6 @@
 """The one equation: from weights to a scalar with the right value and the right gradient.
 
-    gradient   beta/N sum_i c_i [ -grad s(x_i, y_i) + sum_j W_ij grad s(x_i, z_j) ]     W, c constant
+    gradient   beta/N sum_i c_i [ -grad s(x_i, y_i) + sum_j W_ij grad s(x_i, z_j) ]   W, c constant
     value      1/N sum_i -beta s(x_i, y_i) + log_partition_i
 
 `c_i` is 1 when the positive is left out of the denominator (the paper's eq. (1)), and 1 - p_i+ when
@@ -80,4 +80,5 @@ def contrastive_objective(
         negative = negative + estimate.carried_weight * carried
     surrogate = pull * (negative - positive) * beta
     # NaN embeddings make `value` and `surrogate` NaN, which is what a gradient scaler looks for.
-    return (value + (surrogate - surrogate.detach())).mean()
+    total: Tensor = (value + (surrogate - surrogate.detach())).mean()
+    return total

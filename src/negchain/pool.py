@@ -7,7 +7,7 @@ from beyond the batch are appended. Every column carries its id, so that equal i
 positives are never negatives, and the logarithm of the probability it was drawn with.
 
     corrected logit   l_ij = beta * s_ij - log( q(z_j) * m_neg )        (0 for in-batch columns)
-    log partition     log( m_neg / K  sum_j exp(l_ij) )   estimates   log sum_{z in D_neg} exp(beta s)
+    log partition     log( m_neg / K sum_j exp(l_ij) )  estimates  log sum_{D_neg} exp(beta s)
 
 Shapes: `B` batch, `N` rows, `K` columns, `C` private columns per row, `D` embedding, `M` data set.
 """
@@ -193,7 +193,8 @@ def write_rows(table: Tensor, slots: Tensor, values: Tensor, allowed: Tensor) ->
 
     Example:
         >>> table = torch.zeros(3)
-        >>> write_rows(table, torch.tensor([1, 1]), torch.tensor([7.0, 8.0]), torch.tensor([1, 1]) > 0)
+        >>> slots, allowed = torch.tensor([1, 1]), torch.tensor([True, True])
+        >>> write_rows(table, slots, torch.tensor([7.0, 8.0]), allowed)
         >>> table
         tensor([0., 7., 0.])
     """

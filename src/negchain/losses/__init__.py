@@ -12,7 +12,7 @@
 
 from negchain.losses.emc2 import EMC2Loss
 from negchain.losses.negative_cache import NegativeCacheLoss
-from negchain.losses.sogclr import SogCLRLoss
 from negchain.losses.softmax import DCLLoss, InfoNCELoss
+from negchain.losses.sogclr import SogCLRLoss
 
 __all__ = ["DCLLoss", "EMC2Loss", "InfoNCELoss", "NegativeCacheLoss", "SogCLRLoss"]

@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,23 +35,18 @@ from negchain.losses.batch import (
 from negchain.objective import Denominator, Estimate, contrastive_objective
 from negchain.pool import Draw, Side, matches
 
-
-Params = ParamSpec("Params")
-Module = TypeVar("Module", bound=nn.Module)
+Method = TypeVar("Method", bound=Callable[..., Tensor])
 
 
-def full_precision(
-    method: Callable[Concatenate[Module, Params], Tensor],
-) -> Callable[Concatenate[Module, Params], Tensor]:
+def full_precision(method: Method) -> Method:
     """Run a method outside autocast: scores are float32 or better, whatever the encoder's type."""
 
     @functools.wraps(method)
-    def wrapped(self: Module, *args: Params.args, **kwargs: Params.kwargs) -> Tensor:
-        device = next(self.buffers()).device.type
-        with torch.autocast(device, enabled=False):
+    def wrapped(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        with torch.autocast(next(self.buffers()).device.type, enabled=False):
             return method(self, *args, **kwargs)
 
-    return wrapped
+    return cast(Method, wrapped)
 
 
 class LazyState(nn.Module):
@@ -147,8 +142,8 @@ class ContrastiveLoss(LazyState):
         self._faults.zero_()
         if out_of_range:
             raise ValueError(
-                f"index must hold data set positions in [0, {self.num_samples}), but {out_of_range} "
-                "since the last look at info did not; was the loss built for another data set?"
+                f"index must hold data set positions in [0, {self.num_samples}), but since the last "
+                f"look at info {out_of_range} did not; was the loss built for another data set?"
             )
         report = {name: float(value) for name, value in self._info.items()}
         return {**report, "nonfinite_rows": float(nonfinite)}
@@ -310,7 +305,8 @@ def effective_negatives(weights: Tensor, private: Tensor | None = None) -> Tenso
     if private is not None:
         total, squares = total + private, squares + private * private
     tiny = torch.finfo(weights.dtype).tiny
-    return (total * total / squares.clamp(min=tiny)).mean()
+    mean: Tensor = (total * total / squares.clamp(min=tiny)).mean()
+    return mean
 
 
 def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

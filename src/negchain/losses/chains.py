@@ -38,11 +38,11 @@ class ChainTable(LazyState):
     Args:
         num_sides: S, tables of chains (directions).
         num_chains: M.
-        num_states: number of ids a chain can hold; the first `num_items` ids a chain's anchor
-            goes by itself are avoided in the initial draw when `own` is True.
+        num_states: number of ids a chain can hold.
         ids_per_item: ids per item (stored augmentations).
-        own: chain i belongs to an item whose own ids are no negatives.
+        own: chain i belongs to an item whose own ids are no negatives: no chain starts there.
         keep: what is remembered of the carried state beside its id.
+        dim: D, for keep="cached"; None waits for the first batch.
         seed: of the initial states.
 
     Example:
@@ -66,6 +66,7 @@ class ChainTable(LazyState):
         ids_per_item: int,
         own: bool,
         keep: Carried,
+        dim: int | None = None,
         seed: int,
     ) -> None:
         super().__init__()
@@ -76,7 +77,7 @@ class ChainTable(LazyState):
         self.register_buffer("states", torch.stack(rows))
         self.register_buffer("corrections", torch.zeros(num_sides, 0))
         if keep == "cached":
-            self.register_buffer("keys", torch.full((num_sides, num_chains, 0), math.nan))
+            self.register_buffer("keys", torch.full((num_sides, num_chains, dim or 0), math.nan))
         if keep == "score":
             self.register_buffer("scores", torch.full((num_sides, num_chains), math.nan))
 

@@ -11,7 +11,6 @@ Shapes: `B` batch, `N` rows (2B for shared views), `K` columns, `D` embedding.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Literal
 
@@ -22,7 +21,6 @@ from negchain import draws
 from negchain.losses.base import (
     ContrastiveLoss,
     detached_logits,
-    effective_negatives,
     full_precision,
     global_log_partition,
     one_of,
@@ -30,7 +28,7 @@ from negchain.losses.base import (
 from negchain.losses.batch import Batch, Drawn, Draws, Views, as_embedding, as_ids, per_side
 from negchain.losses.chains import Arrival, Carried, ChainTable
 from negchain.losses.table import StaleTable
-from negchain.losses.walk import Kernel, Sampler, Walk, WalkOrder, walk_chains
+from negchain.losses.walk import Kernel, Sampler, WalkOrder, walk_chains
 from negchain.objective import Denominator, Estimate
 from negchain.pool import Draw, Side, write_rows
 from negchain.weights.cache import draw_from, informed_proposal
@@ -71,6 +69,7 @@ class EMC2Loss(ContrastiveLoss):
             state names both. Ids are then `item * k + augmentation`.
         num_draws: informed draws per step (`proposal="cache"`); None: as many as the batch has
             samples.
+        dim: dimension of the embeddings, for tables that hold some; None waits for the first batch.
         partition_rate: floor of the rate at which the running partition (`denominator="all"`)
             follows new values; before it, visits are averaged equally.
         walk: how the two rows of an item share its chain: "parallel" (both start at the carried
@@ -110,6 +109,7 @@ class EMC2Loss(ContrastiveLoss):
         num_keys: int | None = None,
         augmentations: int | None = None,
         num_draws: int | None = None,
+        dim: int | None = None,
         partition_rate: float = 0.05,
         walk: WalkOrder = "parallel",
         normalize: bool = True,
@@ -148,13 +148,14 @@ class EMC2Loss(ContrastiveLoss):
             ids_per_item=augmentations or 1,
             own=num_keys is None,
             keep=carried,
+            dim=dim,
             seed=seed,
         )
         if denominator == "all":
             shape = (self.num_sides, num_samples)
             self.register_buffer("log_partition", torch.full(shape, -math.inf))
         self.tables = nn.ModuleList(
-            StaleTable(size, None) for _ in range(self.num_sides if proposal == "cache" else 0)
+            StaleTable(size, dim) for _ in range(self.num_sides if proposal == "cache" else 0)
         )
 
     @property
@@ -274,7 +275,7 @@ class EMC2Loss(ContrastiveLoss):
         arrivals: list[tuple[int, Tensor, Arrival]] = []
         for number, side in enumerate(sides):
             if self.views == "shared" and self.kernel == "mh" and self.walk == "parallel":
-                side = _offer_one_copy(side, sampler, len(batch.index))
+                side = sampler.offer_one_copy(side, len(batch.index))
             similarity = side.similarities()
             logits = detached_logits(side, similarity, self._beta(similarity))
             walk = walk_chains(
@@ -293,7 +294,9 @@ class EMC2Loss(ContrastiveLoss):
             estimate = Estimate(walk.weights, log_partition, running, walk.carried_weight)
             total.append(self._value(side, similarity, estimate, walk.carried_similarity))
             arrivals += [(number, *pair) for pair in walk.arrivals(side, similarity)]
-            _collect(report, walk, total[-1], batch)
+            for name, figure in walk.report(batch.valid).items():
+                report.setdefault(name, []).append(figure)
+            report.setdefault("global_loss", []).append(total[-1].detach())
         if self.training:
             self._remember_keys(batch, sides, encoded)  # first: it asks the chains what they held
             for number, chain, arrival in arrivals:
@@ -318,7 +321,7 @@ class EMC2Loss(ContrastiveLoss):
         index: Tensor,
         augmentation: tuple[Tensor, Tensor] | None,
     ) -> tuple[Tensor, ...]:
-        """Chains of each view's rows: one and the same per item, or one per (item, augmentation)."""
+        """Chains of each view's rows: one per item, or one per (item, augmentation)."""
         index = index.clamp(0, self._num_samples - 1)  # out of range: refused or reported
         if (augmentation is None) != (self.augmentations is None):
             raise ValueError(
@@ -394,31 +397,6 @@ class EMC2Loss(ContrastiveLoss):
             carried = encoded[number]
             if carried is not None:
                 table.write(self.chains.ids(number, batch.index), carried[0])
-
-
-def _offer_one_copy(side: Side, sampler: Sampler, num_items: int) -> Side:
-    """Leave out, for each row, one of the two copies of every item of the batch."""
-    if side.num_batch_columns == 0:
-        return side
-    hidden = sampler.one_copy_each(num_items, side.num_rows)
-    hidden = torch.nn.functional.pad(hidden, (0, side.excluded.shape[1] - hidden.shape[1]))
-    return dataclasses.replace(side, excluded=side.excluded | hidden)
-
-
-def _collect(report: dict[str, list[Tensor]], walk: Walk, value: Tensor, batch: Batch) -> None:
-    """Numbers for `info`; see docs/diagnostics.md."""
-    stayed = (~walk.moved & batch.valid).sum()
-    moved = (walk.moved & batch.valid).sum()
-    numbers = {
-        "acceptance_rate": walk.accepts.sum() / walk.num_steps.sum().clamp(min=1),
-        "carried_mass": walk.start_mass.mean(),
-        "dropped_mass": (walk.start_mass - walk.carried_weight).mean(),
-        "chain_age": stayed / moved.clamp(min=1),
-        "effective_negatives": effective_negatives(walk.weights, walk.carried_weight),
-        "global_loss": value.detach(),
-    }
-    for name, number in numbers.items():
-        report.setdefault(name, []).append(number.to(value.dtype))
 
 
 def _check_settings(

@@ -114,6 +114,7 @@ class NegativeCacheLoss(ContrastiveLoss):
             _, sides = self._begin(z_a, other, index, key_index, known, use_batch=False, quiet=True)
             draws_of_sides = []
             for number, (side, table) in enumerate(zip(sides, self.tables, strict=True)):
+                assert isinstance(table, StaleTable)
                 logits = table.logits(side, self._beta(side.queries))
                 if z_b is None:
                     logits = logits[: len(index)]

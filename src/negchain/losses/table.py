@@ -1,7 +1,7 @@
 """The stale table: an embedding of every key as of its last encoding.
 
-Negative Cache draws its negatives from it; EMC² with `proposal="cache"` only its proposals, so there
-staleness costs speed of mixing and no bias. Rows are rewritten whenever a step encodes them anyway,
+Negative Cache draws its negatives from it; EMC² with `proposal="cache"` only its proposals, so
+there staleness costs speed of mixing and no bias. Rows are rewritten whenever a step encodes them anyway,
 and a share of the table can be re-encoded per step in round-robin order (`next_ids`, `write`).
 
 Shapes: `M` keys, `N` rows, `D` embedding.
@@ -61,7 +61,7 @@ class StaleTable(LazyState):
         return logits.masked_fill(matches(ids, side.positive_ids, side.known), -math.inf)
 
     def write(self, ids: Tensor, embeddings: Tensor) -> None:
-        """Remember embeddings ([R, D], already unit length) of keys; non-finite ones are left out."""
+        """Remember embeddings [R, D] of keys, as they are; non-finite ones are left out."""
         self.ensure(embeddings.shape[1])
         write_rows(self.embeddings, ids, embeddings.detach(), torch.isfinite(embeddings).all(1))
 

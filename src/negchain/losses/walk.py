@@ -16,6 +16,7 @@ Shapes: `B` chains, `N` rows, `K` columns, `D` embedding.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor
 
 from negchain import draws
+from negchain.losses.base import effective_negatives
 from negchain.losses.chains import Arrival, ChainTable
 from negchain.pool import Side
 from negchain.weights.isir import isir_weights
@@ -45,16 +47,21 @@ class Sampler:
     seed: int
     step: Tensor  # []
 
-    def one_copy_each(self, num_items: int, num_rows: int) -> Tensor:  # -> [N,2b] bool
-        """Columns a row is *not* offered, so that it meets every item of the batch once.
+    def offer_one_copy(self, side: Side, num_items: int) -> Side:
+        """The side with one of the two copies of every item left out for each row.
 
-        Columns are the first copies of the b items, then the second ones. A coin per item says
-        which copy rows of the first view are offered; rows of the second view get the other.
+        Batch columns are the first copies of the b items, then the second ones. A coin per item
+        says which copy rows of the first view are offered; rows of the second get the other.
         """
+        if side.num_batch_columns == 0:
+            return side
         row = torch.zeros(1, dtype=torch.int32, device=self.step.device)
         coin = draws.bits(self.seed, self.step, draws.STREAM_COPY, row, num_items) % 2 == 0  # [1,b]
         first = torch.cat([coin, ~coin], 1)
-        return torch.cat([first, ~first][: num_rows // num_items]).repeat_interleave(num_items, 0)
+        hidden = torch.cat([first, ~first][: side.num_rows // num_items])
+        hidden = hidden.repeat_interleave(num_items, 0)
+        hidden = torch.nn.functional.pad(hidden, (0, side.excluded.shape[1] - hidden.shape[1]))
+        return dataclasses.replace(side, excluded=side.excluded | hidden)
 
 
 @dataclass(frozen=True)
@@ -75,10 +82,24 @@ class Walk:
         """Chains that ended in a new state, [B]."""
         return self.finals[-1] >= 0
 
+    def report(self, valid: Tensor) -> dict[str, Tensor]:  # [B] bool
+        """Numbers for `info`; see docs/diagnostics.md."""
+        moved = (self.moved & valid).sum()
+        kind = self.weights.dtype
+        return {
+            "acceptance_rate": self.accepts.sum().to(kind) / self.num_steps.sum().clamp(min=1),
+            "carried_mass": self.start_mass.mean(),
+            "dropped_mass": (self.start_mass - self.carried_weight).mean(),
+            "chain_age": (valid.sum() - moved).to(kind) / moved.clamp(min=1),
+            "effective_negatives": effective_negatives(self.weights, self.carried_weight),
+        }
+
     def arrivals(self, side: Side, similarity: Tensor) -> Iterator[tuple[Tensor, Arrival]]:
         """For each view its chains and where they ended, in the order in which to store them."""
         num_columns, num_shared = similarity.shape[1], side.keys.shape[0]
-        correction = side.log_correction()
+        # With log_q_all the correction of a carried state is looked up anew at each visit.
+        tagged = side.draw is not None and side.draw.log_q_all is None
+        correction = side.log_correction() if tagged else None
         ids = side.column_ids().expand(side.num_rows, -1)
         for slots, final in zip(self.slots, self.finals, strict=True):
             row = final.clamp(min=0) // num_columns

@@ -16,8 +16,8 @@ function here keeps state, draws random numbers or knows about encoders, ids or 
 from negchain.weights.cache import gumbel_winner, informed_proposal
 from negchain.weights.isir import isir_weights
 from negchain.weights.metropolis import Scan, mh_scan
-from negchain.weights.sogclr import moving_log_mean, sogclr_weights
 from negchain.weights.softmax import softmax_weights
+from negchain.weights.sogclr import moving_log_mean, sogclr_weights
 
 __all__ = [
     "Scan",

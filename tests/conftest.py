@@ -1,0 +1,22 @@
+"""Settings and fixtures all tests share."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+torch.set_num_threads(1)  # the tests' tensors are small: a second thread only adds waiting
+
+
+@pytest.fixture
+def rng() -> torch.Generator:
+    """A generator of its own for every test."""
+    return torch.Generator().manual_seed(0)
+
+
+@pytest.fixture
+def pair(rng: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Two views of 6 items in 5 dimensions, float64, not normalised."""
+    z_a = torch.randn(6, 5, generator=rng, dtype=torch.float64)
+    return z_a, z_a + 0.7 * torch.randn(6, 5, generator=rng, dtype=torch.float64)
