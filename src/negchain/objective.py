@@ -74,10 +74,7 @@ def contrastive_objective(
     value = torch.where(has_negatives, value, 0.0)
     negative = torch.linalg.vecdot(estimate.weights, similarity)
     if carried_similarity is not None and estimate.carried_weight is not None:
-        # A carried state that holds no weight may be one that was never encoded (NaN).
-        held = estimate.carried_weight > 0
-        carried = torch.where(held, carried_similarity, 0.0)
-        negative = negative + estimate.carried_weight * carried
+        negative = negative + estimate.carried_weight * carried_similarity
     surrogate = pull * (negative - positive) * beta
     # NaN embeddings make `value` and `surrogate` NaN, which is what a gradient scaler looks for.
     total: Tensor = (value + (surrogate - surrogate.detach())).mean()

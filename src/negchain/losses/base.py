@@ -142,8 +142,8 @@ class ContrastiveLoss(LazyState):
         self._faults.zero_()
         if out_of_range:
             raise ValueError(
-                f"index must hold data set positions in [0, {self.num_samples}), but since the last "
-                f"look at info {out_of_range} did not; was the loss built for another data set?"
+                f"index must hold data set positions in [0, {self.num_samples}), but {out_of_range} "
+                "since the last look at info did not; was the loss built for another data set?"
             )
         report = {name: float(value) for name, value in self._info.items()}
         return {**report, "nonfinite_rows": float(nonfinite)}
@@ -204,7 +204,7 @@ class ContrastiveLoss(LazyState):
         ]
         if any(side.keys.shape[0] + side.num_draws() < 2 for side in sides) and use_batch:
             raise ValueError(
-                f"a batch of {z_a.shape[0]} holds no negative; use at least 2 samples, or pass draw="
+                f"a batch of {z_a.shape[0]} holds no negative; use 2 samples or more, or pass draw="
             )
         if not quiet:
             self._faults += batch.faults
@@ -217,18 +217,13 @@ class ContrastiveLoss(LazyState):
             raise ValueError(f"draw.ids must be integers [R] or [N, C], got {ids.dtype} {shape}")
         if ids.dim() == 2 and shape[0] not in (side.num_rows, side.num_rows // 2):
             raise ValueError(f"draw.ids [N, C] must have {side.num_rows} rows, got {shape}")
-        if tuple(drawn.shape) not in (
-            (*shape, side.keys.shape[1]),
-            (ids.numel(), side.keys.shape[1]),
-        ):
+        dim = side.keys.shape[1]
+        if tuple(drawn.shape) not in ((*shape, dim), (ids.numel(), dim)):
             raise ValueError(
-                f"drawn must be the embeddings of draw.ids, [{ids.numel()}, {side.keys.shape[1]}], "
+                f"drawn must be the embeddings of draw.ids, [{ids.numel()}, {dim}], "
                 f"got {tuple(drawn.shape)}"
             )
-        if draw.log_q is not None and draw.log_q.shape != draw.ids.shape:
-            raise ValueError(
-                f"draw.log_q must have the shape of draw.ids, got {tuple(draw.log_q.shape)} and {shape}"
-            )
+        _check_probabilities(draw, self.num_positions)
         size = None if self.num_positions is None else self.num_positions * side.ids_per_item
         if ids.device.type == "cpu" and size is not None and ids.numel():
             low, high = int(ids.min()), int(ids.max())
@@ -238,11 +233,16 @@ class ContrastiveLoss(LazyState):
                     f"got {low if low < 0 else high}"
                 )
         drawn = as_embedding(drawn, self.normalize).to(side.keys.dtype)
+        if drawn.device.type == "cpu" and not bool(torch.isfinite(drawn).all()):
+            raise ValueError("drawn embeddings must be finite, got NaN or inf")
         if ids.dim() == 2:
             repeat = side.num_rows // shape[0]
-            keys = drawn.view(*shape, -1).repeat(repeat, 1, 1)
+            log_q = None if draw.log_q is None else draw.log_q.repeat(repeat, 1)
             return dataclasses.replace(
-                side, private_ids=ids.repeat(repeat, 1), private_keys=keys, draw=draw
+                side,
+                private_ids=ids.repeat(repeat, 1),
+                private_keys=drawn.view(*shape, -1).repeat(repeat, 1, 1),
+                draw=draw._replace(log_q=log_q),
             )
         items = ids // side.ids_per_item
         excluded = matches(items, side.positive_ids, side.known)
@@ -274,6 +274,20 @@ class ContrastiveLoss(LazyState):
     def _report(self, values: dict[str, list[Tensor]]) -> None:
         """Keep the mean over sides of each number, on the device, for `info`."""
         self._info = {name: torch.stack(list(v)).mean() for name, v in values.items() if v}
+
+
+def _check_probabilities(draw: Draw, num_positions: int | None) -> None:
+    ids, log_q, log_q_all = draw.ids, draw.log_q, draw.log_q_all
+    if log_q is not None and log_q.shape != ids.shape:
+        raise ValueError(
+            "draw.log_q must have the shape of draw.ids, "
+            f"got {tuple(log_q.shape)} and {tuple(ids.shape)}"
+        )
+    if log_q_all is not None and log_q_all.shape != (num_positions,):
+        raise ValueError(
+            f"draw.log_q_all must hold one log-probability per item, [{num_positions}], "
+            f"got {tuple(log_q_all.shape)}"
+        )
 
 
 def detached_logits(side: Side, similarity: Tensor, beta: float | Tensor) -> Tensor:

@@ -87,12 +87,11 @@ class ChainTable(LazyState):
 
     def cached_keys(self, side: int, slots: Tensor, dim: int) -> Tensor:  # -> [B,D]
         """Embeddings of the carried states as of their last visit; NaN before the first."""
-        if self.keys.shape[2] == 0:
-            self.keys = self.keys.new_full((*self.keys.shape[:2], dim), math.nan)
-        elif self.keys.shape[2] != dim:
-            raise ValueError(
-                f"the chains hold embeddings of dimension {self.keys.shape[2]}, got {dim}"
-            )
+        width = self.keys.shape[2]
+        if width == 0:
+            return self.keys.new_full((len(slots), dim), math.nan)
+        if width != dim:
+            raise ValueError(f"the chains hold embeddings of dimension {width}, got {dim}")
         return self.keys[side][slots]
 
     def correction(self, side: int, slots: Tensor) -> Tensor | None:
@@ -110,6 +109,9 @@ class ChainTable(LazyState):
             correction = torch.zeros_like(arrival.similarity) if correction is None else correction
             write_rows(self.corrections[side], slots, correction, allowed)
         if self.keep == "cached":
+            if self.keys.shape[2] == 0:
+                shape = (*self.keys.shape[:2], arrival.key.shape[1])
+                self.keys = self.keys.new_full(shape, math.nan)
             write_rows(self.keys[side], slots, arrival.key, allowed)
         if self.keep == "score":
             write_rows(self.scores[side], slots, arrival.similarity, allowed)

@@ -130,6 +130,10 @@ class EMC2Loss(ContrastiveLoss):
         one_of("proposal", proposal, ("batch", "draw", "cache"))
         one_of("walk", walk, ("parallel", "sequential"))
         one_of("backend", backend, ("auto", "reference", "torch", "triton"))
+        if walk == "sequential" and kernel == "isir":
+            raise ValueError(
+                "walk='sequential' goes with kernel='mh': i-SIR has no order to walk in"
+            )
         _check_settings(burn_in, partition_rate, augmentations, num_draws, views, proposal)
         self.burn_in = burn_in
         self.kernel: Kernel = kernel
@@ -273,8 +277,9 @@ class EMC2Loss(ContrastiveLoss):
         total: list[Tensor] = []
         report: dict[str, list[Tensor]] = {}
         arrivals: list[tuple[int, Tensor, Arrival]] = []
+        runnings: list[Tensor | None] = []
         for number, side in enumerate(sides):
-            if self.views == "shared" and self.kernel == "mh" and self.walk == "parallel":
+            if self.views == "shared" and self.walk == "parallel":
                 side = sampler.offer_one_copy(side, len(batch.index))
             similarity = side.similarities()
             logits = detached_logits(side, similarity, self._beta(similarity))
@@ -291,6 +296,7 @@ class EMC2Loss(ContrastiveLoss):
             log_partition = global_log_partition(side, torch.logsumexp(logits, 1))
             assert log_partition is not None
             running = self._running_partition(number, batch, side, log_partition)
+            runnings.append(running)
             estimate = Estimate(walk.weights, log_partition, running, walk.carried_weight)
             total.append(self._value(side, similarity, estimate, walk.carried_similarity))
             arrivals += [(number, *pair) for pair in walk.arrivals(side, similarity)]
@@ -301,6 +307,12 @@ class EMC2Loss(ContrastiveLoss):
             self._remember_keys(batch, sides, encoded)  # first: it asks the chains what they held
             for number, chain, arrival in arrivals:
                 self.chains.commit(number, chain, arrival, batch.valid)
+            for number, running in enumerate(runnings):
+                if running is not None:
+                    views = running.view(-1, len(batch.index))
+                    mean = torch.logsumexp(views, 0) - math.log(len(views))
+                    allowed = batch.valid & torch.isfinite(mean)
+                    write_rows(self.log_partition[number], batch.index, mean, allowed)
             self.step += 1
         self._report(report)
         return sum(total[1:], total[0]) / len(total)
@@ -332,6 +344,9 @@ class EMC2Loss(ContrastiveLoss):
             return (index,) * self._views_per_item
         per_item = self.augmentations
         chosen = [as_ids("augmentation", a, len(index), index.device) for a in augmentation]
+        for a in chosen:
+            if a.device.type == "cpu" and not bool(((a >= 0) & (a < per_item)).all()):
+                raise ValueError(f"augmentation must lie in [0, {per_item}), got {a.tolist()[:8]}")
         return tuple(index * per_item + a.clamp(0, per_item - 1) for a in chosen)
 
     def _check_call(self, carried: object, draw: object) -> None:
@@ -380,12 +395,7 @@ class EMC2Loss(ContrastiveLoss):
         visits = self.step * len(batch.index) // self._num_samples
         rate = torch.clamp(1.0 / (1.0 + visits), min=self.partition_rate)
         old = table[side.anchor_ids].to(log_partition.dtype)
-        running = moving_log_mean(old, log_partition, rate.to(log_partition.dtype))
-        if self.training:
-            views = running.view(-1, len(batch.index))
-            mean = torch.logsumexp(views, 0) - math.log(len(views))
-            write_rows(table, batch.index, mean, batch.valid & torch.isfinite(mean))
-        return running
+        return moving_log_mean(old, log_partition, rate.to(log_partition.dtype))
 
     def _remember_keys(
         self, batch: Batch, sides: list[Side], encoded: list[tuple[Tensor, ...] | None]
@@ -415,8 +425,8 @@ def _check_settings(
         augmentations < 1 or views != "shared" or proposal == "cache"
     ):
         raise ValueError(
-            "augmentations (stored per item) must be at least 1, with views='shared' and a proposal "
-            f"other than 'cache'; got {augmentations}, {views!r}, {proposal!r}"
+            "augmentations (stored per item) must be at least 1, with views='shared' and a "
+            f"proposal other than 'cache'; got {augmentations}, {views!r}, {proposal!r}"
         )
     if num_draws is not None and (num_draws < 1 or proposal != "cache"):
         raise ValueError(

@@ -1,8 +1,9 @@
 """The stale table: an embedding of every key as of its last encoding.
 
 Negative Cache draws its negatives from it; EMC² with `proposal="cache"` only its proposals, so
-there staleness costs speed of mixing and no bias. Rows are rewritten whenever a step encodes them anyway,
-and a share of the table can be re-encoded per step in round-robin order (`next_ids`, `write`).
+there staleness costs speed of mixing and no bias. Rows are rewritten whenever a step encodes them
+anyway, and a share of the table can be re-encoded per step in round-robin order (`next_ids`,
+`refresh`).
 
 Shapes: `M` keys, `N` rows, `D` embedding.
 """
@@ -44,25 +45,28 @@ class StaleTable(LazyState):
         self.register_buffer("embeddings", torch.zeros(size, dim or 0))
         self.register_buffer("cursor", torch.zeros((), dtype=torch.int64))
 
-    def ensure(self, dim: int) -> None:
-        """Allocate the table when the first batch shows the width of the embeddings."""
+    def _rows(self, dim: int) -> Tensor:
+        """The table, or what stands for it before the first batch shows its width."""
         size, width = self.embeddings.shape
         if width == 0:
-            self.embeddings = self.embeddings.new_zeros(size, dim)
-        elif width != dim:
+            return self.embeddings.new_zeros(1, 1).expand(size, dim)
+        if width != dim:
             raise ValueError(f"the table holds embeddings of dimension {width}, got {dim}")
+        return self.embeddings
 
     def logits(self, side: Side, beta: float | Tensor) -> Tensor:  # [N,M]
         """Stale logits of a side's rows against all keys, own and known positives excluded."""
-        self.ensure(side.queries.shape[1])
         beta = beta.detach() if isinstance(beta, Tensor) else beta
-        logits = side.queries.detach() @ self.embeddings.to(side.queries.dtype).T * beta
+        table = self._rows(side.queries.shape[1]).to(side.queries.dtype)
+        logits = side.queries.detach() @ table.T * beta
         ids = torch.arange(self.embeddings.shape[0], device=logits.device)
         return logits.masked_fill(matches(ids, side.positive_ids, side.known), -math.inf)
 
     def write(self, ids: Tensor, embeddings: Tensor) -> None:
         """Remember embeddings [R, D] of keys, as they are; non-finite ones are left out."""
-        self.ensure(embeddings.shape[1])
+        rows = self._rows(embeddings.shape[1])
+        if self.embeddings.shape[1] == 0:
+            self.embeddings = torch.zeros_like(rows, memory_format=torch.contiguous_format)
         write_rows(self.embeddings, ids, embeddings.detach(), torch.isfinite(embeddings).all(1))
 
     def next_ids(self, count: int) -> Tensor:

@@ -148,7 +148,7 @@ def walk_chains(
     start, trained = _carried_logits(side, chains, side_number, slots, encoded, beta, sampler)
     num_steps = (logits > -math.inf).sum(1)
     stream = 16 * side_number
-    if sampler.kernel == "mh" and sampler.order == "sequential" and len(slots) == 2:
+    if sampler.order == "sequential" and len(slots) == 2:
         scan = _walk_on(logits, start, num_steps, slots, sampler, stream)
     else:
         scan = _scan(logits, start, num_steps, 0, sampler, stream)
@@ -230,7 +230,7 @@ def _finals(
     if len(slots) == 1:
         return (flat,)
     first, second, shared = flat[:size], flat[size:], slots[0] == slots[1]
-    if sampler.kernel == "isir" or sampler.order == "parallel":
+    if sampler.order == "parallel":
         key = draws.STREAM_VIEW + stream
         coin = draws.bits(sampler.seed, sampler.step, key, rows[:size], 1)[:, 0] % 2 == 0
         second = torch.where(shared & coin, first, second)
@@ -249,12 +249,15 @@ def _carried_logits(
     """Corrected logit of each row's carried state [N], and its similarity if it is trained [N]."""
     slot = torch.cat(slots)
     ids = chains.ids(side_number, slot)
+    unusable = side.excludes(ids)
     trained: Tensor | None = None
     if encoded is not None:
         trained = torch.linalg.vecdot(side.queries, torch.cat(encoded))
     elif chains.keep == "cached":
-        keys = chains.cached_keys(side_number, slot, side.queries.shape[1])
-        trained = torch.linalg.vecdot(side.queries, keys.to(side.queries.dtype))
+        keys = chains.cached_keys(side_number, slot, side.queries.shape[1]).to(side.queries.dtype)
+        seen = torch.isfinite(keys).all(1)  # NaN before the first visit, which 0 * NaN would spread
+        unusable = unusable | ~seen
+        trained = torch.linalg.vecdot(side.queries, keys.masked_fill(~seen[:, None], 0.0))
     similarity = chains.scores[side_number][slot] if trained is None else trained.detach()
     beta = beta.detach() if isinstance(beta, Tensor) else beta
     logit = similarity.to(side.queries.dtype) * beta
@@ -263,11 +266,8 @@ def _carried_logits(
     else:
         correction = chains.correction(side_number, slot)
         logit = logit if correction is None else logit - correction
-    unusable = side.excludes(ids) | ~torch.isfinite(logit)
-    if sampler.kernel == "isir":
-        # As a set, {carried} u batch holds an item once; and outside the batch the carried
-        # state stands for as many negatives as each item of the batch does.
+    unusable = unusable | ~torch.isfinite(logit)
+    if sampler.kernel == "isir":  # as a set, {carried} u batch holds an item once
         batch_ids = side.key_ids[: side.num_batch_columns]
         unusable = unusable | (ids[:, None] == batch_ids[None, :]).any(1)
-        logit = logit + math.log(side.multiplicity / side.ids_per_item)
     return logit.masked_fill(unusable, -math.inf), trained

@@ -136,6 +136,9 @@ class TrainConfig:
             )
 
 
+RECORDED = ("versions", "hardware", "commit", "data_info")
+"""Keys of a run's config.json that say what it ran on, not what was asked for."""
+
 _Rule = tuple[Callable[[Any], bool], str]
 
 
@@ -384,6 +387,7 @@ def from_json(text: str) -> TrainConfig:
         raise ConfigError(f"the config must be JSON, but {error}; restore the file") from error
     if not isinstance(values, dict):
         raise ConfigError(f"the config must be a JSON object, got {show(values)}")
+    values = {name: value for name, value in values.items() if name not in RECORDED}
     for name in values:
         choose("the setting", name, _hints())
     return TrainConfig(**values)

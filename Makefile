@@ -1,0 +1,35 @@
+# negchain: six words. `make demo` and `make test` need nothing but Python 3.11+.
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,parquet]'
+	touch $@
+
+.PHONY: demo test check test-slow test-gpu bench docs
+
+demo: $(VENV)/.installed  ## train EMC² on digits and say where the report is
+	$(BIN)/negchain train
+
+test: $(VENV)/.installed check  ## lint, types and every test that runs without a GPU
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile
+
+check: $(VENV)/.installed  ## ruff and mypy
+	$(BIN)/ruff check src tests examples benchmarks
+	$(BIN)/ruff format --check -q src tests examples benchmarks
+	$(BIN)/mypy
+
+test-slow: $(VENV)/.installed  ## the long statistical and convergence tests
+	$(BIN)/python -m pytest -q -m slow
+
+test-gpu: $(VENV)/.installed  ## tests that need a CUDA device
+	$(BIN)/python -m pytest -q -m gpu
+
+bench: $(VENV)/.installed  ## loss speed on this machine, as ratios
+	$(BIN)/python benchmarks/loss_speed.py
+
+docs: $(VENV)/.installed  ## run every code block of docs/
+	$(BIN)/python -m pytest -q tests/test_docs.py

@@ -1,0 +1,131 @@
+"""`negchain compare`: several methods and seeds on one recipe, side by side.
+
+Every run is a process of its own (`negchain train`): at small batches one training leaves most of a
+GPU idle, and a run that fails does not take the others with it.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress, TimeElapsedColumn
+
+from negchain.cli.options import option, with_config_options
+from negchain.report import write_report
+from negchain.train.config import _BELONGS, ConfigError, TrainConfig, resolve
+from negchain.train.presets import choose
+from negchain.train.run_folder import is_run, read_metrics
+
+METHODS = ("infonce", "dcl", "sogclr", "negcache", "emc2", "isir")
+
+HELP = """Train several methods and seeds on one recipe and compare them on one page.
+
+    negchain compare --methods dcl,sogclr,emc2 --seeds 3 --data ./photos --out runs/duel
+
+Takes all options of `negchain train`; an option only some methods know is given to those only.
+Runs that are finished in --out are kept, unfinished ones are resumed.
+"""
+
+
+@with_config_options(
+    [
+        option("methods", str, ",".join(METHODS), "--methods", help="Comma-separated methods."),
+        option("seeds", int, 1, "--seeds", help="Seeds 0 .. N-1 for each method."),
+        option("jobs", int, 0, "--jobs", help="Runs at a time; 0: 4 on a GPU, 1 on a CPU."),
+    ],
+    leave_out=("method", "seed", "graph"),
+)
+def command(methods: str, seeds: int, jobs: int, **settings: Any) -> int:
+    """See `HELP`."""
+    chosen = [choose("--methods", name.strip(), METHODS) for name in methods.split(",")]
+    if seeds < 1 or jobs < 0:
+        raise ConfigError(f"--seeds must be at least 1 and --jobs at least 0, got {seeds}, {jobs}")
+    folder = Path(settings.pop("out") or f"runs/{time.strftime('%Y-%m-%d_%H%M%S')}_compare")
+    plans = []
+    for method in chosen:
+        given = _for_method(method, settings)
+        for seed in range(seeds):
+            config = resolve(given.get("preset"), {**given, "method": method, "seed": seed})
+            plans.append((folder / f"{method}-seed{seed}", config, given))
+    on_gpu = plans[0][1].device != "cpu" and torch.cuda.is_available()
+    failed = _run_all(plans, jobs or (4 if on_gpu else 1))
+    runs = [path for path, _, _ in plans if is_run(path) and read_metrics(path)]
+    if runs:
+        print(f"report: {write_report(runs, folder / 'report.html')}")
+    for path in failed:
+        print(f"failed: {path} (see {path}.log)", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _for_method(method: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """The options a method knows."""
+    kept = dict(settings)
+    for name, (decider, values, _) in _BELONGS.items():
+        if decider == "method" and method not in values:
+            kept.pop(name, None)
+    if method != "negcache" and kept.get("proposal") != "cache":
+        kept.pop("refresh", None)
+    if method in ("infonce", "dcl"):
+        kept.pop("denominator", None)
+    return {name: value for name, value in kept.items() if value is not None}
+
+
+def _run_all(plans: list[tuple[Path, TrainConfig, dict[str, Any]]], jobs: int) -> list[Path]:
+    """Run the plans, `jobs` at a time; returns those that failed."""
+    waiting = [p for p in plans if not (p[0] / "summary.json").exists()]
+    running: dict[Path, subprocess.Popen[bytes]] = {}
+    failed: list[Path] = []
+    total = len(waiting)
+    bar = Progress(
+        *Progress.get_default_columns(), TimeElapsedColumn(), console=Console(stderr=True)
+    )
+    try:
+        with bar:
+            task = bar.add_task(f"{total} runs, {jobs} at a time", total=total)
+            while waiting or running:
+                while waiting and len(running) < jobs:
+                    path, config, given = waiting.pop(0)
+                    running[path] = _launch(path, config, given)
+                for path, process in list(running.items()):
+                    if process.poll() is not None:
+                        del running[path]
+                        bar.advance(task)
+                        if process.returncode != 0:
+                            failed.append(path)
+                time.sleep(0.1)
+    finally:
+        for process in running.values():
+            process.terminate()  # each writes a checkpoint and can be resumed
+        for process in running.values():
+            process.wait()
+    return failed
+
+
+def _launch(path: Path, config: TrainConfig, given: dict[str, Any]) -> subprocess.Popen[bytes]:
+    arguments = ["train", "--quiet", "--out", str(path)]
+    if is_run(path):
+        arguments.append("--resume")
+    else:
+        for name, value in {**given, "method": config.method, "seed": config.seed}.items():
+            flag = "--" + name.replace("_", "-")
+            if isinstance(value, bool):
+                arguments.append(flag if value else f"--no-{flag[2:]}")
+            else:
+                arguments += [flag, str(value)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    source = str(Path(__file__).resolve().parents[2])
+    environment = {**os.environ, "PYTHONPATH": f"{source}:{os.environ.get('PYTHONPATH', '')}"}
+    with open(f"{path}.log", "ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "negchain", *arguments],
+            stdout=log,
+            stderr=log,
+            env=environment,
+        )

@@ -1,0 +1,145 @@
+"""What leaves a run: a trained encoder others can load, and embeddings of any images.
+
+The export is a folder with `model.safetensors` (the backbone's weights under the names its own
+library uses), `config.json` and `README.md`, a model card whose code block loads the weights with
+plain torch, torchvision or timm.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from negchain.encoders import SMALL_IMAGE, Encoder, EncoderConfig, rebuild_encoder
+from negchain.train import checkpoint
+from negchain.train.config import ConfigError, TrainConfig, from_json
+from negchain.train.run_folder import is_run
+
+
+def load_run_config(path: Path) -> TrainConfig:
+    """The settings of a run folder."""
+    if not is_run(path):
+        raise ConfigError(
+            f"{path} holds no run (no config.json); give a folder negchain train made"
+        )
+    return from_json((path / "config.json").read_text(encoding="utf-8"))
+
+
+def load_trained(path: Path) -> tuple[Encoder, dict[str, Any]]:
+    """The encoder of a run's newest checkpoint, on the CPU in eval mode, and the checkpoint."""
+    loaded = checkpoint.load_latest(path / "checkpoints")
+    if loaded is None:
+        raise ConfigError(f"{path} has no checkpoint yet; let it train, or use --resume")
+    encoder = rebuild_encoder(loaded.state["encoder_config"])
+    encoder.load_state_dict(loaded.state["encoder"])
+    return encoder.eval(), loaded.state
+
+
+def write_embeddings(
+    out: Path, names: tuple[str, ...], features: torch.Tensor, labels: torch.Tensor | None
+) -> None:
+    """Write embeddings as .npz (names, embeddings, labels) or .parquet (one row per image)."""
+    rows = features.cpu().numpy()
+    kinds = np.full(len(rows), -1) if labels is None else labels.cpu().numpy()
+    if out.suffix == ".parquet":
+        try:
+            import pyarrow as arrow
+            import pyarrow.parquet as parquet
+        except ImportError as error:
+            raise ConfigError(
+                "writing .parquet needs pyarrow: pip install 'negchain[parquet]', or use .npz"
+            ) from error
+        vectors = arrow.FixedSizeListArray.from_arrays(arrow.array(rows.reshape(-1)), rows.shape[1])
+        table = arrow.table({"name": list(names), "label": kinds, "embedding": vectors})
+        with checkpoint.replacing(out) as file:
+            parquet.write_table(table, file)
+        return
+    with checkpoint.replacing(out) as file:
+        np.savez_compressed(file, names=np.array(names), embeddings=rows, labels=kinds)
+
+
+def check_embedding_file(out: Path) -> None:
+    """Refuse a file name whose ending says nothing we can write."""
+    if out.suffix not in (".npz", ".parquet"):
+        raise ConfigError(f"--out must end in .npz or .parquet, got {out.name!r}")
+
+
+def export_encoder(
+    folder: Path, encoder: Encoder, config: TrainConfig, results: dict[str, Any]
+) -> None:
+    """Write the backbone with a model card into a new or empty folder."""
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"--export {folder} is not empty; name a new folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {k: v.detach().cpu().contiguous() for k, v in encoder.backbone.state_dict().items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    record = {"encoder": dict(encoder.encoder_config), "training": json.loads(_plain(config))}
+    (folder / "config.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    (folder / "README.md").write_text(_card(encoder, config, results), encoding="utf-8")
+
+
+def _plain(config: TrainConfig) -> str:
+    from negchain.train.config import to_json
+
+    return to_json(config)
+
+
+def _card(encoder: Encoder, config: TrainConfig, results: dict[str, Any]) -> str:
+    described = encoder.encoder_config
+    scores = "\n".join(f"| {k} | {v:.4f} |" for k, v in results.items() if isinstance(v, float))
+    return f"""# {described["name"]} trained with {config.method}
+
+Features of size {encoder.feature_dim} for {described["channels"]}-channel images of
+{described["image_size"]} x {described["image_size"]} pixels, values in [0, 1]\
+{" after the recipe's normalisation" if config.recipe == "cifar" else ""}.
+Trained by negchain on `{Path(config.data).name}`: method {config.method}, batch size
+{config.batch_size}, beta {config.beta:g}, {config.optimizer}, seed {config.seed}.
+
+## Load
+
+```python
+{loading_code(described)}
+```
+
+## Results
+
+| number | value |
+|---|---|
+{scores or "| none yet | |"}
+"""
+
+
+def loading_code(config: EncoderConfig) -> str:
+    """A few lines of plain torch that rebuild the backbone and load `model.safetensors`."""
+    load = 'model.load_state_dict(load_file("model.safetensors"))\nmodel.eval()'
+    name, norm, channels = config["name"], config["norm"], config["channels"]
+    head = "import torch\nfrom torch import nn\nfrom safetensors.torch import load_file\n"
+    if name in ("resnet18", "resnet50") and norm != "group":
+        width = 512 if name == "resnet18" else 2048
+        layer = ", norm_layer=lambda width: nn.Identity()" if norm == "none" else ""
+        lines = [
+            "from torchvision.models import " + name,
+            f"model = {name}(weights=None{layer})",
+            f"model.fc = nn.Sequential(nn.Linear({width}, {width}), nn.ReLU())",
+        ]
+        if config["image_size"] <= SMALL_IMAGE:
+            lines.append(f"model.conv1 = nn.Conv2d({channels}, 64, 3, padding=1, bias=False)")
+            lines.append("model.maxpool = nn.Identity()")
+        elif channels != 3:
+            lines.append(f"model.conv1 = nn.Conv2d({channels}, 64, 7, 2, 3, bias=False)")
+        return head + "\n".join(lines) + "\n" + load
+    if name not in ("resnet18", "resnet50", "small-cnn") and norm == "batch":
+        create = f'model = timm.create_model("{name}", num_classes=0, in_chans={channels})'
+        return head + "import timm\n" + create + "\n" + load
+    arguments = {k: v for k, v in config.items() if k != "name"}
+    call = ", ".join(f"{k}={v!r}" for k, v in arguments.items())
+    return (
+        "from negchain.encoders import build_encoder\n"
+        "from safetensors.torch import load_file\n"
+        f"model = build_encoder({name!r}, {call}).backbone\n" + load
+    )

@@ -1,0 +1,246 @@
+"""One training step: positions in, parameters changed; eager, or replayed as one CUDA graph.
+
+    positions -> images -> two augmented views (+ carried or drawn negatives) -> encoder -> loss
+              -> backward -> optimizer
+
+Every random number of step t is a function of (seed, t), every input a tensor that stays where it
+is, and nothing asks the device for a value: so the whole step can be captured once and replayed,
+and a resumed run repeats what an uninterrupted one would have done.
+
+Shapes: `M` images, `B` batch, `D` embedding, `k` stored augmentations.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from negchain import draws
+from negchain.augment import Augmentation
+from negchain.encoders import Encoder
+from negchain.losses import DCLLoss, EMC2Loss, InfoNCELoss, NegativeCacheLoss, SogCLRLoss
+from negchain.losses.base import ContrastiveLoss
+from negchain.losses.table import StaleTable
+from negchain.pool import Draw
+from negchain.train.config import TrainConfig
+
+STREAM_AUGMENT = 32
+STREAM_STORED = 33  # which stored augmentations a step uses
+WARM_UP_STEPS = 3  # before capture: libraries initialise and allocate
+
+
+def build_loss(config: TrainConfig, num_samples: int, dim: int) -> ContrastiveLoss:
+    """The loss module a config names."""
+    beta, denominator = config.beta, config.denominator
+    if config.method == "infonce":
+        return InfoNCELoss(beta, num_samples=num_samples)
+    if config.method == "dcl":
+        return DCLLoss(beta, num_samples=num_samples)
+    if config.method == "sogclr":
+        return SogCLRLoss(num_samples, beta, config.gamma, denominator=denominator)
+    if config.method == "negcache":
+        return NegativeCacheLoss(
+            num_samples, dim, beta, config.refresh, denominator=denominator, seed=config.seed
+        )
+    return EMC2Loss(
+        num_samples,
+        beta,
+        burn_in=config.burn_in,
+        kernel="isir" if config.method == "isir" else "mh",
+        carried=config.carried,
+        denominator=denominator,
+        proposal=config.proposal,
+        augmentations=config.augmentations,
+        seed=config.seed,
+        dim=dim,
+    )
+
+
+class TrainStep:
+    """A training step over a batch of positions.
+
+    Args:
+        config: the run's settings.
+        encoder: on the training device.
+        loss_fn: on the training device.
+        optimizer: over the encoder's parameters; capturable if the step is to be graphed.
+        augment: uint8 images and uniforms to pixels.
+        images: positions [R] -> uint8 images [R, C, H, W] on the device; with stored augmentations
+            ids `item * k + augmentation`.
+        autocast: dtype of the encoder's arithmetic, None for its own.
+
+    After a call `loss` holds the step's loss (a tensor on the device).
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        encoder: Encoder,
+        loss_fn: ContrastiveLoss,
+        optimizer: torch.optim.Optimizer,
+        augment: Augmentation,
+        images: Callable[[Tensor], Tensor],
+        autocast: torch.dtype | None,
+    ) -> None:
+        self.config = config
+        self.encoder = encoder
+        self.loss_fn = loss_fn
+        self.optimizer = optimizer
+        self.augment = augment
+        self.images = images
+        self.autocast = autocast
+        self.device = next(encoder.parameters()).device
+        self.step = torch.zeros((), dtype=torch.int64, device=self.device)
+        self.index = torch.zeros(config.batch_size, dtype=torch.int64, device=self.device)
+        self.loss = torch.zeros((), device=self.device)
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self, step: int, index: Tensor, batch: Tensor | None = None) -> None:
+        """Run step number `step` on the positions `index`, [B]; `batch` their images if at hand."""
+        self.step.fill_(step)
+        self.index.copy_(index, non_blocking=True)
+        if self._graph is not None:
+            self._graph.replay()
+        else:
+            self._run(batch)
+
+    def capture(self) -> None:
+        """Record the step as a CUDA graph; parameters and state end as they began."""
+        kept = [(tensor, tensor.clone()) for tensor in self._state()]
+        known = {id(tensor) for tensor, _ in kept}
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UP_STEPS):
+                self._run(None)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._run(None)
+        for tensor, value in kept:
+            tensor.copy_(value)
+        for tensor in self._state():
+            if id(tensor) not in known:
+                tensor.zero_()  # optimizer state made by the warm-up; zero is where all four begin
+        self._graph = graph
+
+    def _state(self) -> list[Tensor]:
+        """Every tensor a step changes in place."""
+        modules: tuple[nn.Module, ...] = (self.encoder, self.loss_fn)
+        tensors = [t.detach() for m in modules for t in (*m.parameters(), *m.buffers())]
+        held = [s for state in self.optimizer.state.values() for s in state.values()]
+        return tensors_of(tensors, [t for t in held if isinstance(t, Tensor)])
+
+    def _run(self, batch: Tensor | None) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self._forward(batch)
+        torch.autograd.backward(loss)
+        self.optimizer.step()
+        if isinstance(self.loss_fn, (NegativeCacheLoss, EMC2Loss)):
+            self._refresh()
+        self.loss = loss.detach()
+
+    # ------------------------------------------------------------------ forward, per kind of loss
+
+    def _forward(self, batch: Tensor | None) -> Tensor:
+        loss_fn, index = self.loss_fn, self.index
+        if self.config.augmentations is not None:
+            return self._forward_stored()
+        views = self.images(index) if batch is None else batch.to(self.device, non_blocking=True)
+        size = len(index)
+        if isinstance(loss_fn, EMC2Loss) and loss_fn.carried_mode == "encode":
+            ids = loss_fn.carried(index)
+            assert isinstance(ids, Tensor)
+            z = self._encode(torch.cat([views, views, self.images(ids)]))
+            extra = {"carried": z[2 * size :]}
+        else:
+            z = self._encode(torch.cat([views, views]))
+            extra = {}
+        z_a, z_b = z[:size], z[size : 2 * size]
+        if isinstance(loss_fn, NegativeCacheLoss):
+            draw = loss_fn.propose(z_a, index, z_b)
+            assert isinstance(draw, Draw)
+            drawn = self._encode_plain(self.images(draw.ids[:, 0]))
+            return _tensor(loss_fn(z_a, z_b, index, draw=draw, drawn=drawn))
+        if isinstance(loss_fn, EMC2Loss) and loss_fn.proposal == "cache":
+            draw = loss_fn.propose(z_a, index)
+            assert isinstance(draw, Draw)
+            drawn = self._encode(self.images(draw.ids), first_row=3 * size)
+            return _tensor(loss_fn(z_a, z_b, index, draw=draw, drawn=drawn, **extra))
+        return _tensor(loss_fn(z_a, z_b, index, **extra))
+
+    def _forward_stored(self) -> Tensor:
+        """Two different ones of an item's k stored augmentations are its views."""
+        k, index, size = self.config.augmentations, self.index, len(self.index)
+        assert k is not None
+        rows = torch.arange(size, device=self.device)
+        u = draws.uniform(self.config.seed, self.step, STREAM_STORED, rows, 2, torch.float64)
+        first = draws.integers_below(torch.full_like(rows, k), u[:, 0])
+        other = draws.integers_below(torch.full_like(rows, k - 1), u[:, 1])
+        chosen = (first, (first + 1 + other) % k)
+        ids = [index * k + a for a in chosen]
+        loss_fn = self.loss_fn
+        if isinstance(loss_fn, EMC2Loss):
+            held = loss_fn.carried(index, chosen) if loss_fn.carried_mode == "encode" else ()
+            z = self._encode_plain(self.images(torch.cat([*ids, *held])))
+            carried = (z[2 * size : 3 * size], z[3 * size :]) if len(held) else None
+            return _tensor(
+                loss_fn(z[:size], z[size : 2 * size], index, carried=carried, augmentation=chosen)
+            )
+        z = self._encode_plain(self.images(torch.cat(ids)))
+        z_a, z_b = z[:size], z[size:]
+        if isinstance(loss_fn, NegativeCacheLoss):
+            draw = loss_fn.propose(z_a, index, z_b)
+            assert isinstance(draw, Draw)
+            drawn = self._encode_plain(self.images(draw.ids[:, 0] * k))
+            return _tensor(loss_fn(z_a, z_b, index, draw=draw, drawn=drawn))
+        return _tensor(loss_fn(z_a, z_b, index))
+
+    def _refresh(self) -> None:
+        """Re-encode the next share of the stale table."""
+        loss_fn = self.loss_fn
+        assert isinstance(loss_fn, (NegativeCacheLoss, EMC2Loss))
+        for table in loss_fn.tables:
+            assert isinstance(table, StaleTable)
+            count = math.ceil(self.config.refresh * table.embeddings.shape[0])
+            ids = table.next_ids(count)
+            stored = self.config.augmentations or 1
+            with torch.no_grad():
+                z = self._encode_plain(self.images(ids * stored))
+            table.refresh(ids, z, normalize=loss_fn.normalize)
+
+    def _encode(self, images: Tensor, first_row: int = 0) -> Tensor:
+        """Embeddings of freshly augmented images, [R, D]."""
+        rows = torch.arange(first_row, first_row + len(images), device=self.device)
+        u = draws.uniform(
+            self.config.seed,
+            self.step,
+            STREAM_AUGMENT,
+            rows,
+            self.augment.num_uniforms,
+            torch.float32,
+        )
+        return self._embed(self.augment(images, u))
+
+    def _encode_plain(self, images: Tensor) -> Tensor:
+        return self._embed(self.augment.plain(images))
+
+    def _embed(self, pixels: Tensor) -> Tensor:
+        if self.device.type == "cuda":
+            pixels = pixels.contiguous(memory_format=torch.channels_last)
+        with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
+            embeddings: Tensor = self.encoder(pixels)
+        return embeddings
+
+
+def tensors_of(*groups: list[Tensor]) -> list[Tensor]:
+    """The tensors of all groups, each once."""
+    return list({id(t): t for group in groups for t in group}.values())
+
+
+def _tensor(value: object) -> Tensor:
+    assert isinstance(value, Tensor)
+    return value

@@ -1,0 +1,339 @@
+"""A training run from its config to its report: the loop, and what keeps it safe.
+
+Order of events at a step: train, log, evaluate, checkpoint. A checkpoint therefore never lacks
+metrics of its own step, and a run that is killed loses at most the steps since the last one.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from negchain.augment import Augmentation, augmentation, finite_views
+from negchain.data import DataBundle, ImageSet, load_data, stream_batches
+from negchain.encoders import Encoder, build_encoder
+from negchain.optim import build_optimizer, load_optimizer, lr_at, set_lr
+from negchain.report import write_report
+from negchain.train import checkpoint
+from negchain.train.config import ConfigError, TrainConfig
+from negchain.train.judge import Judge
+from negchain.train.order import DataOrder
+from negchain.train.progress import Progress
+from negchain.train.run_folder import RunFolder
+from negchain.train.step import TrainStep, build_loss
+
+INFO_KEYS = ("acceptance_rate", "carried_mass", "dropped_mass", "effective_negatives", "chain_age")
+
+
+class Interrupted(Exception):
+    """The run was asked to stop and has written a checkpoint."""
+
+
+class Diverged(RuntimeError):
+    """The loss is no longer a number."""
+
+
+@dataclass
+class Run:
+    """Everything a run works with; `prepare` builds it, `Run.train` runs it."""
+
+    config: TrainConfig
+    data: DataBundle
+    folder: RunFolder
+    device: torch.device
+    encoder: Encoder
+    step: TrainStep
+    order: DataOrder
+    judge: Judge
+    total_steps: int
+    done: int = 0  # steps finished
+    seconds: float = 0.0  # spent training, over all sessions of the run
+    stop: bool = field(default=False)
+
+    def train(self, progress: Progress) -> dict[str, Any]:
+        """Train to the end, evaluate, write summary and report; returns the summary."""
+        if self.config.graph and self.device.type == "cuda" and self.data.pretrain.resident:
+            self.step.capture()
+        with _stopping(self), progress:
+            progress.start(self.total_steps, self.done, self.config.batch_size)
+            self._loop(progress)
+            progress.say("evaluating")
+            final = self.judge.thorough(self.encoder)
+            self._log(final)
+            self._save()
+            progress.say("writing the report")
+            artifacts = self.judge.artifacts(self.encoder, self.step.loss_fn)
+            with checkpoint.replacing(self.folder.path / "artifacts.npz") as file:
+                np.savez_compressed(file, **artifacts)  # type: ignore[arg-type]
+        samples = self.done * self.config.batch_size
+        summary = {
+            "step": self.done,
+            "samples": samples,
+            "seconds": self.seconds,
+            "images_per_second": samples / max(self.seconds, 1e-9),
+            "loss": float(self.step.loss),
+            **final,
+        }
+        self.folder.write_summary(summary)
+        write_report([self.folder.path], self.folder.path / "report.html")
+        return summary
+
+    def _loop(self, progress: Progress) -> None:
+        config, last_saved = self.config, self.done
+        batches = self._batches()
+        begin = time.perf_counter()
+        since, began = self.done, begin
+        while self.done < self.total_steps:
+            index, images = next(batches)
+            set_lr(self.step.optimizer, self._lr(self.done))
+            self.step(self.done, index, images)
+            self.done += 1
+            if self.done % config.log_every == 0 or self.done == self.total_steps:
+                loss = float(self.step.loss)
+                now = time.perf_counter()
+                self.seconds += now - begin
+                begin = now
+                rate = (self.done - since) * config.batch_size / max(now - began, 1e-9)
+                if not np.isfinite(loss):
+                    raise Diverged(
+                        f"the loss is {loss} at step {self.done}; lower --lr (now {config.lr:g}), "
+                        "raise --warmup-epochs, or use --precision float32"
+                    )
+                self._log({"loss": loss, "images_per_second": rate, **self._info()})
+                progress.update(self.done, loss, rate)
+            if self._evaluates() and self.done < self.total_steps:
+                torch.cuda.synchronize() if self.device.type == "cuda" else None
+                self.seconds += time.perf_counter() - begin
+                self._log(self.judge.quick(self.encoder))
+                begin = time.perf_counter()
+                since, began = self.done, begin
+            due = config.checkpoint_every and self.done % config.checkpoint_every == 0
+            if (due or self.stop) and self.done < self.total_steps:
+                self.seconds += time.perf_counter() - begin
+                self._save()
+                begin, last_saved = time.perf_counter(), self.done
+            if self.stop:
+                raise Interrupted(f"stopped after step {last_saved} of {self.total_steps}")
+
+    def _evaluates(self) -> bool:
+        every = self.config.eval_every * self.order.steps_per_epoch
+        return every > 0 and self.done % every == 0
+
+    def _batches(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Positions, and images where they are not on the device already, from `done` on."""
+        if self.data.pretrain.resident:
+            for step in range(self.done, self.total_steps):
+                yield self.order.batch(step), None
+            return
+        while True:
+            end = min(
+                self.total_steps, (self.order.epoch(self.done) + 1) * self.order.steps_per_epoch
+            )
+            positions = self.order.batches(self.done, end)
+            images = stream_batches(
+                self.data.pretrain, positions, self.config.workers, self.device.type == "cuda"
+            )
+            yield from zip(positions, images, strict=True)
+
+    def _lr(self, step: int) -> float:
+        warm_up = int(self.config.warmup_epochs * self.order.steps_per_epoch)
+        if self.config.steps is not None:
+            warm_up = min(warm_up, self.total_steps // 10)
+        return lr_at(step, self.total_steps, warm_up, self.config.lr)
+
+    def _info(self) -> dict[str, float]:
+        info = self.step.loss_fn.info
+        found = {name: info[name] for name in INFO_KEYS if name in info}
+        if "global_loss" in info:
+            found["estimated_global_loss"] = info["global_loss"]
+        return found
+
+    def _log(self, numbers: dict[str, float]) -> None:
+        self.folder.log(
+            {
+                "step": self.done,
+                "epoch": self.done / self.order.steps_per_epoch,
+                "samples": self.done * self.config.batch_size,
+                "seconds": self.seconds,
+                "lr": self._lr(self.done),
+                **numbers,
+            }
+        )
+
+    def _save(self) -> None:
+        self.folder.sync()
+        cuda = torch.cuda.get_rng_state() if self.device.type == "cuda" else None
+        state = {
+            "step": self.done,
+            "seconds": self.seconds,
+            "fingerprint": self.data.fingerprint,
+            "encoder_config": dict(self.encoder.encoder_config),
+            "encoder": self.encoder.state_dict(),
+            "loss": self.step.loss_fn.state_dict(),
+            "optimizer": self.step.optimizer.state_dict(),
+            "rng": torch.get_rng_state(),
+            "cuda_rng": cuda,
+            "last_loss": float(self.step.loss),
+        }
+        checkpoint.save(self.folder.checkpoints, state, self.done, self.config.keep_checkpoints)
+
+    def restore(self) -> list[str]:
+        """Continue from the newest whole checkpoint; returns what the user should know."""
+        loaded = checkpoint.load_latest(self.folder.checkpoints)
+        self.folder.truncate_after(0 if loaded is None else loaded.step)
+        if loaded is None:
+            return ["no checkpoint was written yet: starting from the first step"]
+        state = loaded.state
+        if state["fingerprint"] != self.data.fingerprint:
+            raise ConfigError(
+                f"the checkpoint was made on another data set ({state['fingerprint']}) than --data "
+                f"holds now ({self.data.fingerprint}): files were added, removed or resized; "
+                "restore them, or start a new run in another --out"
+            )
+        self.encoder.load_state_dict(state["encoder"])
+        self.step.loss_fn.load_state_dict(state["loss"])
+        load_optimizer(self.step.optimizer, state["optimizer"])
+        torch.set_rng_state(state["rng"])
+        if state["cuda_rng"] is not None and self.device.type == "cuda":
+            torch.cuda.set_rng_state(state["cuda_rng"])
+        self.done, self.seconds = loaded.step, float(state["seconds"])
+        self.step.loss.fill_(state["last_loss"])
+        return [f"continuing after step {self.done} of {self.total_steps}", *loaded.warnings]
+
+
+def load_images(config: TrainConfig, progress: bool) -> DataBundle:
+    """The data a config names, cut to its subset."""
+    data = load_data(
+        config.data,
+        image_size=config.image_size,
+        root=config.root,
+        download=config.download,
+        strict=config.strict,
+        resident_bytes=int(config.resident_gb * 2**30),
+        num_workers=config.workers,
+        progress=progress,
+    )
+    if config.subset is not None and config.subset < len(data.pretrain):
+        chosen = torch.arange(config.subset)
+        data = replace(
+            data,
+            pretrain=data.pretrain.select(chosen),
+            fingerprint=f"{data.fingerprint}-first{config.subset}",
+        )
+    return data
+
+
+def prepare(config: TrainConfig, data: DataBundle, folder: RunFolder) -> Run:
+    """Build everything a run needs on its device; nothing is trained yet."""
+    device = choose_device(config)
+    torch.manual_seed(config.seed)
+    order = DataOrder(len(data.pretrain), config.batch_size, config.seed)
+    augment = run_augmentation(config, data)
+    encoder = build_run_encoder(config, data).to(device)
+    if device.type == "cuda":
+        encoder = encoder.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        torch.backends.cudnn.benchmark = True
+    graph = config.graph and device.type == "cuda" and data.pretrain.resident
+    loss_fn = build_loss(config, len(data.pretrain), encoder.embedding_dim).to(device)
+    optimizer = build_optimizer(
+        encoder,
+        config.optimizer,
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        momentum=config.momentum,
+        exclude_norm_and_bias=config.optimizer == "lars",
+        capturable=graph,
+    )
+    autocast = autocast_dtype(config, device)
+    images = _image_source(config, data.pretrain, augment, device)
+    step = TrainStep(config, encoder, loss_fn, optimizer, augment, images, autocast)
+    judge = Judge(config, data, augment, device, autocast)
+    total = config.steps or config.epochs * order.steps_per_epoch
+    return Run(config, data, folder, device, encoder, step, order, judge, total)
+
+
+def choose_device(config: TrainConfig) -> torch.device:
+    """The device a config names; "auto" takes a GPU if there is one."""
+    name = config.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def autocast_dtype(config: TrainConfig, device: torch.device) -> torch.dtype | None:
+    """bf16 where asked for, and on a GPU unless told otherwise."""
+    bf16 = config.precision == "bf16" or (config.precision == "auto" and device.type == "cuda")
+    return torch.bfloat16 if bf16 else None
+
+
+def run_augmentation(config: TrainConfig, data: DataBundle) -> Augmentation:
+    """The run's augmentation at the size its encoder sees."""
+    augment = augmentation(config.recipe, size=config.image_size or data.pretrain.size[0])
+    if data.pretrain.channels == 1 and augment.normalize is not None:
+        augment = replace(augment, normalize=None)  # the recipe's constants are for three channels
+    return augment
+
+
+def build_run_encoder(config: TrainConfig, data: DataBundle) -> Encoder:
+    """The encoder a config names, with fresh weights."""
+    projection: Any = "mlp" if config.projector == "mlp" else "paper"
+    return build_encoder(
+        config.encoder,
+        image_size=config.image_size or data.pretrain.size[0],
+        channels=data.pretrain.channels,
+        norm=config.norm,
+        projection=projection,
+        embedding_dim=config.embedding_dim,
+        seed=config.seed,
+    )
+
+
+def _image_source(
+    config: TrainConfig, images: ImageSet, augment: Augmentation, device: torch.device
+) -> Any:
+    """positions -> uint8 images on the device; with stored augmentations, ids -> stored views."""
+    if config.augmentations is not None:
+        if images.images is None:
+            raise ConfigError(
+                "--augmentations stores every view, which needs the images in memory: raise "
+                "--resident-gb or use --subset"
+            )
+        views = finite_views(images.images.to(device), augment, config.augmentations, config.seed)
+        flat = views.flatten(0, 1)
+        return lambda ids: flat[ids]
+    if images.images is not None:
+        resident = images.images.to(device)
+        return lambda positions: resident[positions]
+    return lambda positions: images.fetch(positions.cpu()).to(device, non_blocking=True)
+
+
+@contextmanager
+def _stopping(run: Run) -> Iterator[None]:
+    """Let SIGINT and SIGTERM end the run after the current step, with a checkpoint."""
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        if run.stop:  # asked twice: do not wait any longer
+            raise KeyboardInterrupt
+        run.stop = True
+
+    before = {s: signal.signal(s, ask) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def run_path(config: TrainConfig) -> Path | None:
+    """Where the run goes, if the user said."""
+    return None if config.out is None else Path(config.out)

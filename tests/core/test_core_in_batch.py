@@ -1,0 +1,151 @@
+"""InfoNCE, DCL and SogCLR against closed formulas and against lightly (taxonomy 2 and 9)."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import pytest
+import torch
+from oracles import contrastive_dense, contrastive_loops, unit
+from torch import nn
+
+from negchain import DCLLoss, InfoNCELoss, SogCLRLoss
+from negchain.weights import moving_log_mean, sogclr_weights
+
+IN_BATCH = [(InfoNCELoss, "all"), (DCLLoss, "negatives")]
+IDS = [4, 0, 4, 2, 1, 3]
+KNOWN = [[2, -1], [-1, -1], [-1, -1], [-1, -1], [3, 0], [-1, -1]]
+LAYOUTS = [("shared", True), ("shared", False), ("paired", True), ("paired", False)]
+
+
+@pytest.mark.parametrize("ids, known", [(None, None), (IDS, None), (IDS, KNOWN)])
+@pytest.mark.parametrize("views, symmetric", LAYOUTS)
+@pytest.mark.parametrize("loss_class, denominator", IN_BATCH)
+def test_closed_formula(pair, loss_class, denominator, views, symmetric, ids, known) -> None:
+    ours = [t.clone().requires_grad_() for t in pair]
+    dense = [t.clone().requires_grad_() for t in pair]
+    betas = [nn.Parameter(torch.tensor(4.2, dtype=torch.float64)) for _ in range(2)]
+    loss_fn = loss_class(betas[0], views=views, symmetric=symmetric)
+    value = loss_fn(
+        *ours,
+        None if ids is None else torch.tensor(ids),
+        known=None if known is None else torch.tensor(known),
+    )
+    layout = {"views": views, "symmetric": symmetric, "denominator": denominator}
+    expected = contrastive_dense(*dense, betas[1], ids=ids, known=known, **layout)
+    value.backward()
+    expected.backward()
+    assert abs(value.item() - expected.item()) < 1e-12
+    loops = contrastive_loops(*map(unit, pair), 4.2, ids=ids, known=known, **layout)
+    assert abs(value.item() - loops) < 1e-12
+    for a, b in zip([*ours, betas[0]], [*dense, betas[1]], strict=True):
+        assert (a.grad - b.grad).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("loss_class, name", [(InfoNCELoss, "NTXentLoss"), (DCLLoss, "DCLLoss")])
+@pytest.mark.parametrize("size, beta", [(2, 2.0), (7, 14.28), (33, 5.0)])
+def test_equals_lightly(loss_class, name, size, beta) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecations inside lightly's own imports
+        import lightly.loss
+    generator = torch.Generator().manual_seed(size)
+    z = torch.randn(2, size, 9, generator=generator, dtype=torch.float64)
+    ours, theirs = z.clone().requires_grad_(), z.clone().requires_grad_()
+    value = loss_class(beta)(ours[0], ours[1])
+    other = getattr(lightly.loss, name)(temperature=1 / beta)(theirs[0], theirs[1])
+    value.backward()
+    other.backward()
+    assert abs(value.item() - other.item()) < 1e-10
+    assert (ours.grad - theirs.grad).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("views, symmetric", LAYOUTS)
+def test_sogclr_with_gamma_1_is_dcl(pair, views, symmetric) -> None:
+    num_samples, index = 50, torch.tensor(IDS)
+    multiplicity = 2 if views == "shared" else 1
+    sogclr = SogCLRLoss(num_samples, 4.2, gamma=1.0, views=views, symmetric=symmetric)
+    sogclr(pair[1], pair[0], index)  # whatever happened before does not matter at gamma = 1
+    ours = [t.clone().requires_grad_() for t in pair]
+    dcl = [t.clone().requires_grad_() for t in pair]
+    value = sogclr(*ours, index)
+    other = DCLLoss(4.2, views=views, symmetric=symmetric)(*dcl, index)
+    value.backward()
+    other.backward()
+    for a, b in zip(ours, dcl, strict=True):
+        assert (a.grad - b.grad).abs().max() < 1e-10
+    seen = [multiplicity * sum(a != b for b in IDS) for a in IDS]  # K of each row
+    shift = sum(math.log(multiplicity * (num_samples - 1) / k) for k in seen) / len(seen)
+    assert abs(value.item() - other.item() - shift) < 1e-12
+
+
+def test_sogclr_first_visit_starts_at_the_batch(pair) -> None:
+    index = torch.arange(6)
+    gradients = []
+    for loss_fn in (SogCLRLoss(20, 4.2, gamma=0.3), DCLLoss(4.2)):
+        z_a, z_b = (t.clone().requires_grad_() for t in pair)
+        loss_fn(z_a, z_b, index).backward()
+        gradients.append(z_a.grad)
+    assert (gradients[0] - gradients[1]).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("denominator", ["negatives", "all"])
+def test_sogclr_recursion_in_plain_exponentials(denominator) -> None:
+    """Ten visits at small beta: log u, weights and gradient from sums of exp, no logarithms."""
+    size, num_samples, beta, gamma = 4, 9, 1.5, 0.4
+    generator = torch.Generator().manual_seed(3)
+    loss_fn = SogCLRLoss(num_samples, beta, gamma, denominator=denominator).double()
+    u: dict[int, float] = {}
+    for _ in range(10):
+        index = torch.randperm(num_samples, generator=generator)[:size]
+        z = torch.randn(2, size, 3, generator=generator, dtype=torch.float64)
+        z.requires_grad_()
+        loss_fn(z[0], z[1], index).backward()
+        leaf = z.detach().clone().requires_grad_()
+        both = unit(torch.cat([leaf[0], leaf[1]]))
+        surrogate = torch.zeros((), dtype=torch.float64)
+        new: dict[int, list[float]] = {}
+        for row in range(2 * size):
+            item = int(index[row % size])
+            columns = [j for j in range(2 * size) if j % size != row % size]
+            exponentials = [math.exp(beta * float(both[row].detach() @ both[j].detach())) for j in columns]
+            mean = sum(exponentials) / len(columns)
+            mixed = mean if item not in u else (1 - gamma) * u[item] + gamma * mean
+            new.setdefault(item, []).append(mixed)
+            positive = both[row] @ both[(row + size) % (2 * size)]
+            pull = 1.0
+            if denominator == "all":
+                negatives = 2 * (num_samples - 1) * mixed
+                pull = negatives / (negatives + math.exp(beta * positive.item()))
+            for e, j in zip(exponentials, columns, strict=True):
+                surrogate = surrogate + pull * beta * e / (len(columns) * mixed) * (both[row] @ both[j])
+            surrogate = surrogate - pull * beta * positive
+        (surrogate / (2 * size)).backward()
+        assert (z.grad - leaf.grad).abs().max() < 1e-10
+        u.update({item: sum(values) / 2 for item, values in new.items()})
+        for item, value in u.items():
+            assert abs(loss_fn.log_u[0, item].exp().item() - value) < 1e-12
+
+
+def test_sogclr_average_reaches_the_mean() -> None:
+    """With the same batch again and again u is the batch's mean, whatever gamma."""
+    z = torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    slow, once = (SogCLRLoss(5, 3.0, gamma=g).double() for g in (0.2, 1.0))
+    once(z[0], z[1], torch.arange(5))
+    slow(z[1], z[1].flip(0), torch.arange(5))  # a wrong start
+    for _ in range(200):
+        slow(z[0], z[1], torch.arange(5))
+    assert (slow.log_u - once.log_u).abs().max() < 1e-10
+
+
+def test_moving_log_mean() -> None:
+    old, new = torch.tensor([0.3, -2.0]).double(), torch.tensor([1.0, 4.0]).double()
+    mixed = moving_log_mean(old, new, 0.25)
+    assert torch.allclose(mixed.exp(), 0.75 * old.exp() + 0.25 * new.exp(), atol=1e-14)
+    inf = torch.full((2,), -math.inf)
+    assert torch.equal(moving_log_mean(inf, torch.tensor([1.0, -math.inf]), 0.5)[:1], torch.ones(1))
+    assert torch.equal(moving_log_mean(torch.ones(2), inf, 0.5), torch.ones(2))
+    huge = moving_log_mean(torch.tensor([1000.0]), torch.tensor([999.0]), 0.5)
+    assert torch.isfinite(huge).all()
+    weights, log_u = sogclr_weights(torch.full((1, 3), -math.inf), torch.tensor([-math.inf]), 0.5)
+    assert torch.equal(weights, torch.zeros(1, 3)) and log_u.item() == -math.inf
