@@ -91,7 +91,9 @@ def contrastive_dense(
     ids = list(range(size)) if ids is None else ids
     known = [[] for _ in range(size)] if known is None else known
     table = [torch.nn.functional.normalize(z, dim=-1) for z in (z_a, z_b)]
-    mask = torch.tensor([[are_positives(i, j, ids, known) for j in range(size)] for i in range(size)])
+    mask = torch.tensor(
+        [[are_positives(i, j, ids, known) for j in range(size)] for i in range(size)]
+    )
     parts = []
     for anchors, keys in sides_of(views, symmetric):
         rows = torch.cat([table[v] for v in anchors])

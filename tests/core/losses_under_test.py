@@ -23,7 +23,9 @@ class Method:
     options: dict[str, Any] = field(default_factory=dict)
     takes: tuple[str, ...] = ("views", "denominator")  # the battery's axes it has
 
-    def build(self, beta: float | Tensor = 5.0, num_samples: int = M, **more: Any) -> ContrastiveLoss:
+    def build(
+        self, beta: float | Tensor = 5.0, num_samples: int = M, **more: Any
+    ) -> ContrastiveLoss:
         options = {**self.options, **more}
         if self.name == "infonce":
             return InfoNCELoss(beta, num_samples=num_samples, **options)

@@ -38,20 +38,26 @@ def scan_cases(
             steps = (holes > -math.inf).sum(1)
             yield f"K={k} burn-in per row", (holes, start, log_u, (steps - 1).clamp(min=0))
             yield f"K={k} burn-in of all steps", (holes, start, log_u, steps)
-            yield f"K={k} first column excluded", (
-                torch.cat([torch.full((ROWS, 1), -math.inf), logits[:, 1:]], 1),
-                start,
-                log_u,
-                0,
+            yield (
+                f"K={k} first column excluded",
+                (
+                    torch.cat([torch.full((ROWS, 1), -math.inf), logits[:, 1:]], 1),
+                    start,
+                    log_u,
+                    0,
+                ),
             )
         yield f"K={k} never left", (draw(ROWS, k), torch.full((ROWS,), 1e4), log_u, k // 2)
         yield f"K={k} no start", (draw(ROWS, k), torch.full((ROWS,), -math.inf), log_u, 0)
         yield f"K={k} equal logits", (torch.zeros(ROWS, k), torch.zeros(ROWS), log_u, 0)
-        yield f"K={k} float64", (
-            draw(ROWS, k).double(),
-            draw(ROWS).double(),
-            log_u.double(),
-            k // 2,
+        yield (
+            f"K={k} float64",
+            (
+                draw(ROWS, k).double(),
+                draw(ROWS).double(),
+                log_u.double(),
+                k // 2,
+            ),
         )
 
 

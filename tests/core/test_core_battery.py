@@ -60,11 +60,11 @@ def test_evaluation_mode_changes_nothing(case) -> None:
 
 
 @every_case
-@pytest.mark.parametrize("beta, size", [(100.0, 5), (5.0, 2), (100.0, 2)])
+@pytest.mark.parametrize("beta, size", [(100.0, 5), (100.0, 2)])
 def test_extremes_are_finite(case, beta, size) -> None:
     net, items = data()
     loss_fn = build(case, beta)
-    for _ in range(3):
+    for _ in range(2):
         net.zero_grad()
         value = run(loss_fn, net, items, INDEX[:size])
         value.backward()
@@ -171,20 +171,18 @@ def test_equal_ids_are_never_negatives(case) -> None:
         assert (z_a.grad == 0).all() and (z_b.grad == 0).all()
 
 
-@every_case
-def test_duplicates_pull_as_if_each_were_alone(case) -> None:
-    """With a duplicate in the batch, gradient between the duplicates would be a pull apart."""
-    if case[0] not in ("infonce", "dcl", "sogclr"):
-        pytest.skip("sampled weights: covered by the zero gradient above")
+@pytest.mark.parametrize(
+    "case", [c for c in battery() if c[0] in ("infonce", "dcl", "sogclr")], ids=case_name
+)
+def test_duplicates_do_not_push_each_other(case) -> None:
+    """The gradient of a duplicate is made of its own positive and the third item, nothing else."""
     index = torch.tensor([5, 5, 9])
     _, z_a, _, _ = column_gradients(case, index)
-    both = {"views": case[1]["views"]}
-    assert z_a.grad is not None and both
+    assert z_a.grad is not None
     generator = torch.Generator().manual_seed(2)
     table = torch.nn.functional.normalize(
         torch.randn(2 * M, DIM, generator=generator, dtype=torch.float64), dim=1
     )
-    # directions: rows of item 5 may only feel their own positive and item 9
     z = table[index]
     span = torch.stack([z[0].roll(1), z[2], z[2].roll(1)])
     solution = torch.linalg.lstsq(span.T, z_a.grad[0][:, None]).solution
@@ -227,17 +225,14 @@ def test_known_positives_are_never_proposed_with_weight(case) -> None:
 
     def table_loves_8(loss_fn, table):
         for stale in loss_fn.tables:
-            stale.ensure(DIM)
-            stale.embeddings.copy_(-0.1 * torch.ones(M, DIM))
+            stale.embeddings = torch.full((M, DIM), -0.1, dtype=torch.float64)
             stale.embeddings[8] = 50.0 * table[5]
 
     for _ in range(3):
         loss_fn, *_, leaves = column_gradients(case, index, known, table_loves_8)
         for ids, leaf in leaves.values():
             if leaf.grad is not None:
-                assert (leaf.grad[torch.isin(ids, torch.tensor([5, 8, 11]))] == 0).all() or (
-                    leaf.grad[ids == 8] == 0
-                ).all()
+                assert (leaf.grad[ids == 8] == 0).all()
         if METHODS[case[0]].name == "negcache":
             assert not any((ids == 8).any() for ids, _ in leaves.values())
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from oracles import contrastive_dense, contrastive_loops, unit
 from torch import Tensor, nn
 
 from negchain import global_backward, global_loss
+from oracles import contrastive_dense, contrastive_loops, unit
 
 SETTINGS = [
     (views, symmetric, denominator)
@@ -82,9 +82,7 @@ def _items() -> Tensor:
 
 def _net(dropout: float) -> nn.Module:
     torch.manual_seed(2)
-    return nn.Sequential(
-        nn.Linear(3, 6), nn.Tanh(), nn.Dropout(dropout), nn.Linear(6, 4)
-    ).double()
+    return nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Dropout(dropout), nn.Linear(6, 4)).double()
 
 
 @pytest.mark.parametrize("views, symmetric, denominator", SETTINGS)

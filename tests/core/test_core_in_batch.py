@@ -7,11 +7,11 @@ import warnings
 
 import pytest
 import torch
-from oracles import contrastive_dense, contrastive_loops, unit
 from torch import nn
 
 from negchain import DCLLoss, InfoNCELoss, SogCLRLoss
 from negchain.weights import moving_log_mean, sogclr_weights
+from oracles import contrastive_dense, contrastive_loops, unit
 
 IN_BATCH = [(InfoNCELoss, "all"), (DCLLoss, "negatives")]
 IDS = [4, 0, 4, 2, 1, 3]
@@ -108,7 +108,9 @@ def test_sogclr_recursion_in_plain_exponentials(denominator) -> None:
         for row in range(2 * size):
             item = int(index[row % size])
             columns = [j for j in range(2 * size) if j % size != row % size]
-            exponentials = [math.exp(beta * float(both[row].detach() @ both[j].detach())) for j in columns]
+            exponentials = [
+                math.exp(beta * float(both[row].detach() @ both[j].detach())) for j in columns
+            ]
             mean = sum(exponentials) / len(columns)
             mixed = mean if item not in u else (1 - gamma) * u[item] + gamma * mean
             new.setdefault(item, []).append(mixed)
@@ -118,7 +120,9 @@ def test_sogclr_recursion_in_plain_exponentials(denominator) -> None:
                 negatives = 2 * (num_samples - 1) * mixed
                 pull = negatives / (negatives + math.exp(beta * positive.item()))
             for e, j in zip(exponentials, columns, strict=True):
-                surrogate = surrogate + pull * beta * e / (len(columns) * mixed) * (both[row] @ both[j])
+                surrogate = surrogate + pull * beta * e / (len(columns) * mixed) * (
+                    both[row] @ both[j]
+                )
             surrogate = surrogate - pull * beta * positive
         (surrogate / (2 * size)).backward()
         assert (z.grad - leaf.grad).abs().max() < 1e-10

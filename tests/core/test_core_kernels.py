@@ -10,11 +10,11 @@ import math
 
 import pytest
 import torch
-from oracles import metropolis_matrix, subsets, unit
 from torch import Tensor
 
 from negchain import mh_scan
 from negchain.weights import isir_weights
+from oracles import metropolis_matrix, subsets, unit
 
 SIZES = [2, 3, 5, 8]
 

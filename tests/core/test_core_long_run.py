@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from oracles import clusters
 from test_core_visit import drops_the_carried_state, inverted_ratio, uses_a_stale_score
 from torch import Tensor
 
 import negchain.losses.emc2 as emc2
 import negchain.losses.walk as walk
 from negchain import Draw, EMC2Loss, estimator_report
+from oracles import clusters
 
 BOUND = 3.29  # two-sided 1e-3
 

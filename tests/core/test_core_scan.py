@@ -12,11 +12,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import algorithm_1, expected_visits
 from scan_cases import COLUMNS, disagreement, scan_cases
 
 import negchain
 from negchain import mh_scan
+from oracles import algorithm_1, expected_visits
 
 
 @pytest.mark.parametrize("columns", COLUMNS)
@@ -134,9 +134,7 @@ def test_properties(inputs) -> None:
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(chains(), st.integers(-64, 64).map(lambda i: i / 4))
 def test_a_shift_of_all_logits_changes_nothing(inputs, shift) -> None:
-    logits, start, log_u, burn_in = (
-        x.double() if x.is_floating_point() else x for x in inputs
-    )
+    logits, start, log_u, burn_in = (x.double() if x.is_floating_point() else x for x in inputs)
     for backend in ("reference", "torch"):
         plain = mh_scan(logits, start, log_u, burn_in, backend)
         moved = mh_scan(logits + shift, start + shift, log_u, burn_in, backend)

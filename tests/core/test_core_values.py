@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-from oracles import contrastive_loops, dot, unit
 from torch import Tensor
 
 from negchain import (
@@ -19,14 +18,13 @@ from negchain import (
     effective_negatives,
     estimator_report,
 )
+from oracles import contrastive_loops, dot, unit
 
 M = 30
 INDEX = torch.tensor([4, 17, 9, 0, 22, 5])
 
 
-def emc2_value(
-    z_a: Tensor, z_b: Tensor, beta: float, denominator: str, offered: Tensor
-) -> float:
+def emc2_value(z_a: Tensor, z_b: Tensor, beta: float, denominator: str, offered: Tensor) -> float:
     """-beta s + log( m_neg / K sum exp(beta s) ) by loops; `offered` [2B, 2B]: the row's columns."""
     both = unit(torch.cat([z_a, z_b]))
     size, total = len(z_a), 0.0
@@ -42,8 +40,12 @@ def emc2_value(
 
 
 @pytest.mark.parametrize("denominator", ["negatives", "all"])
-@pytest.mark.parametrize("views, symmetric", [("shared", True), ("shared", False), ("paired", True)])
-def test_sogclr_value_is_an_estimate_of_the_global_loss(pair, views, symmetric, denominator) -> None:
+@pytest.mark.parametrize(
+    "views, symmetric", [("shared", True), ("shared", False), ("paired", True)]
+)
+def test_sogclr_value_is_an_estimate_of_the_global_loss(
+    pair, views, symmetric, denominator
+) -> None:
     options = {"views": views, "symmetric": symmetric, "denominator": denominator}
     loss_fn = SogCLRLoss(M, 3.0, **options)
     negatives = (M - 1) * (2 if views == "shared" else 1)
@@ -110,7 +112,9 @@ def test_negative_cache_value_comes_from_the_table() -> None:
     total = 0.0
     for i in INDEX.tolist():
         negatives = [dot(table[i], table[j]) for j in range(M) if j != i]
-        total += -3.0 * dot(table[i], table[i]) + math.log(sum(math.exp(3.0 * s) for s in negatives))
+        total += -3.0 * dot(table[i], table[i]) + math.log(
+            sum(math.exp(3.0 * s) for s in negatives)
+        )
     assert abs(value.item() - total / len(INDEX)) < 1e-12
     assert not (draw.ids[:, 0] == INDEX.repeat(2)).any()
 

@@ -16,11 +16,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from oracles import metropolis_matrix, unit
 from torch import Tensor
 
 import negchain.losses.walk as walk
 from negchain import Draw, EMC2Loss
+from oracles import metropolis_matrix, unit
 
 BETA, NUM_KEYS, NUM_ANCHORS, NUM_DRAWS = 3.0, 5, 3000, 4
 M = NUM_KEYS + NUM_ANCHORS  # keys are items 0 .. 4, anchors the rest

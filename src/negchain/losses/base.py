@@ -142,7 +142,7 @@ class ContrastiveLoss(LazyState):
         self._faults.zero_()
         if out_of_range:
             raise ValueError(
-                f"index must hold data set positions in [0, {self.num_samples}), but {out_of_range} "
+                f"index must hold data set positions below {self.num_samples}, but {out_of_range} "
                 "since the last look at info did not; was the loss built for another data set?"
             )
         report = {name: float(value) for name, value in self._info.items()}
