@@ -50,7 +50,7 @@ class Recorder:
         assert self.walk is not None and self.side is not None
         size = len(carried)
         full = torch.zeros(2 * size, num_samples)
-        full.index_add_(1, self.side.key_ids, self.walk.weights)
+        full.scatter_add_(1, self.side.column_ids(), self.walk.weights)
         rows = torch.arange(2 * size)
         full[rows, carried.repeat(2)] += self.walk.carried_weight
         return full.view(2, size, num_samples).mean(0)
@@ -100,6 +100,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--beta", type=float, default=5.0)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
     parser.add_argument("--out", type=Path, help="where to write the JSON")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -112,7 +113,7 @@ def main() -> None:
     print(f"exact softmax: weight on the own cluster {target:.4f}")
     print(f"{'way':<14} {'seed':>4} {'weight':>8} {'states':>8} {'length':>8} {'row sum':>8}")
     results = []
-    for way, settings in WAYS.items():
+    for way in options.ways:
         for seed in options.seeds:
             row = measure(
                 z,
@@ -121,7 +122,7 @@ def main() -> None:
                 options.steps,
                 options.warm_up,
                 seed,
-                settings,
+                WAYS[way],
             )
             results.append({"way": way, "seed": seed, **row})
             numbers = " ".join(f"{value:>8.4f}" for value in row.values())

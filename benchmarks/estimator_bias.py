@@ -58,7 +58,11 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     z = clusters(300, 0.08, options.seed)
-    begin, tables, revision = time.time(), [], commit()  # modules are loaded: a later edit is not run
+    begin, tables, revision = (
+        time.time(),
+        [],
+        commit(),
+    )  # modules are loaded: a later edit is not run
     for batch_size in options.batch_sizes:
         for beta in options.betas:
             report = estimator_report(

@@ -1,9 +1,9 @@
 """Time of each loss (forward + backward) against InfoNCE, and of mh_scan's backends; ratios first.
 
-    PYTHONPATH=src python benchmarks/loss_speed.py [--device cpu|cuda] [--batch-size 256] [--json FILE]
+    PYTHONPATH=src python benchmarks/loss_speed.py [--device cpu|cuda] [--batch-size 256]
 
-Bar (issue 2): on 2 CPU cores, b = 256, d = 128, EMC² at most 6 times InfoNCE. All methods run in one
-process, interleaved, so that a noisy machine hits them alike; medians with quartiles.
+Bar: on 2 CPU cores, b = 256, d = 128, EMC² at most 6 times InfoNCE. All methods run in one process,
+interleaved, so that a noisy machine hits them alike; medians with quartiles.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import statistics
 import time
 
 import torch
-from torch import Tensor
 
 import negchain
 from negchain.weights.metropolis import scan_reference

@@ -137,7 +137,7 @@ def algorithm_1(
 
 
 def metropolis_matrix(logits: Tensor) -> Tensor:  # [m] -> [m,m]
-    """One-step kernel with uniform proposals: T[z, z'] = 1/m min(1, p(z')/p(z)) off the diagonal."""
+    """Kernel of one step, uniform proposals: T[z, z'] = 1/m min(1, p(z')/p(z)) if z' != z."""
     size = len(logits)
     kernel = torch.zeros(size, size, dtype=torch.float64)
     for z in range(size):
@@ -151,7 +151,7 @@ def metropolis_matrix(logits: Tensor) -> Tensor:  # [m] -> [m,m]
 def expected_visits(logits: Tensor, start: float, burn_in: int) -> tuple[Tensor, float]:
     """Expected weights of one scan over fixed columns, accept/reject integrated out exactly.
 
-    Returns (weights [K], start weight); computed from the distribution of the state after every step.
+    Returns (weights [K], start weight); from the state's distribution after every step.
     """
     size = len(logits)
     levels = [*logits.tolist(), start]

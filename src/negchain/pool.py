@@ -9,7 +9,11 @@ positives are never negatives, and the logarithm of the probability it was drawn
     corrected logit   l_ij = beta * s_ij - log( q(z_j) * m_neg )        (0 for in-batch columns)
     log partition     log( m_neg / K sum_j exp(l_ij) )  estimates  log sum_{D_neg} exp(beta s)
 
-Shapes: `B` batch, `N` rows, `K` columns, `C` private columns per row, `D` embedding, `M` data set.
+Rows may come in groups that are offered different columns (the two views of a batch, each offered
+one copy of every item); all other sides have one group.
+
+Shapes: `B` batch, `N` rows, `G` groups of N / G rows, `K` columns of a group, `C` private columns
+per row, `D` embedding, `M` data set.
 """
 
 from __future__ import annotations
@@ -55,8 +59,8 @@ class Side:
     anchor_ids: Tensor  # [N] position of each anchor among the anchors
     positive_ids: Tensor  # [N] position of its positive among the keys
     known: Tensor | None  # [N,L] further key positions that are never negatives, -1 = padding
-    keys: Tensor  # [K,D]
-    key_ids: Tensor  # [K]
+    keys: Tensor  # [G,K,D]
+    key_ids: Tensor  # [G,K]
     excluded: Tensor  # [N,K] bool
     num_batch_columns: int  # the first columns come from the batch, the rest from a draw
     multiplicity: int  # negatives of the target per item (two views, or k augmentations)
@@ -90,7 +94,8 @@ class Side:
 
     def similarities(self) -> Tensor:  # [N, K+C], differentiable
         """Similarity of every row to every column, shared columns first."""
-        similarity = self.queries @ self.keys.T
+        groups = self.queries.view(self.keys.shape[0], -1, self.queries.shape[1])
+        similarity = (groups @ self.keys.mT).flatten(0, 1)
         if self.private_keys is None:
             return similarity
         private = torch.einsum("nd,ncd->nc", self.queries, self.private_keys)
@@ -102,15 +107,25 @@ class Side:
             return self.excluded
         return torch.cat([self.excluded, self.excludes(self.private_ids)], 1)
 
-    def column_ids(self) -> Tensor:  # [N, K+C] or [1, K]
-        """The id of every column; one row suffices when no column is private."""
-        if self.private_ids is None:
-            return self.key_ids[None, :]
-        return torch.cat([self.key_ids.expand(self.num_rows, -1), self.private_ids], 1)
+    def column_ids(self) -> Tensor:  # [N, K+C]
+        """The id of every column of every row."""
+        ids = self.key_ids.repeat_interleave(self.num_rows // len(self.key_ids), 0)
+        return ids if self.private_ids is None else torch.cat([ids, self.private_ids], 1)
+
+    def keys_at(self, row: Tensor, column: Tensor) -> Tensor:  # [B] [B] -> [B,D]
+        """Embeddings of given columns of given rows."""
+        group, num_shared = row // (self.num_rows // len(self.keys)), self.keys.shape[1]
+        if self.private_keys is None:
+            return self.keys[group, column]
+        own = self.private_keys[row, (column - num_shared).clamp(min=0)]
+        if num_shared == 0:
+            return own
+        shared = self.keys[group, column.clamp(max=num_shared - 1)]
+        return torch.where((column < num_shared)[:, None], shared, own)
 
     def num_draws(self) -> int:
         """Draws each row was offered, excluded ones included."""
-        shared = self.keys.shape[0] - self.num_batch_columns
+        shared = self.keys.shape[1] - self.num_batch_columns
         return shared + (0 if self.private_ids is None else self.private_ids.shape[1])
 
     def counts(self) -> Tensor:
@@ -119,7 +134,7 @@ class Side:
         return usable + self.num_draws()
 
     def log_correction(self) -> Tensor | None:
-        """log(q * m_neg) of every column, [N or 1, K+C]; None when all columns are uniform."""
+        """log(q * m_neg) of every column, [N, K+C]; None when all columns are uniform."""
         draw = self.draw
         if draw is None or (draw.log_q is None and draw.log_q_all is None):
             return None
@@ -142,7 +157,7 @@ class Side:
     def _log_negatives_per_id(self) -> float:
         return math.log(self.multiplicity / self.ids_per_item)
 
-    def mixture_correction(self, ids: Tensor) -> Tensor:  # [N or 1, ...] -> [N, ...]
+    def mixture_correction(self, ids: Tensor) -> Tensor:  # [N, ...] -> [N, ...]
         """log(q_mix(z) * m_neg) at `ids`, q_mix the mixture of uniform batch columns and draws."""
         assert self.draw is not None and self.draw.log_q_all is not None
         log_m = self.log_num_negatives()

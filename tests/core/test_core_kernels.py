@@ -53,7 +53,7 @@ def mh_matrix(logits: Tensor, backend: str = "torch") -> Tensor:
 
 
 def isir_matrix(logits: Tensor, pools: list[tuple[int, ...]], dedup: bool) -> Tensor:
-    """T[z, z'] averaged over equally likely pools; `dedup`: a carried state in the pool counts once."""
+    """T[z, z'] averaged over pools; `dedup`: a carried state in the pool counts once."""
     size = len(logits)
     kernel = torch.zeros(size, size, dtype=torch.float64)
     for z in range(size):
@@ -157,8 +157,8 @@ def test_lemma_1_mixing(size, beta, seed) -> None:
 def test_lemma_2_lipschitz(num_steps, seed) -> None:
     """|P_theta - P_theta'| <= (2^R - 1) 2 L_P exp(2 c^2 beta) beta |theta - theta'|.
 
-    theta is the anchor's embedding matrix here: s = theta . z has Lipschitz constant |z| = 1, and the
-    kernel is that of R steps (largest absolute row sum).
+    theta is the anchor's embedding here: s = theta . z has Lipschitz constant |z| = 1, and
+    the kernel is that of R steps (largest absolute row sum).
     """
     beta, size = 2.0, 6
     anchor, negatives = problem(seed, size)

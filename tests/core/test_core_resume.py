@@ -37,9 +37,9 @@ def test_k_plus_k_steps_equal_2k(case) -> None:
         return loss_fn, net, torch.optim.Adam(net.parameters(), lr=0.02), items
 
     whole = fresh()
-    expected = train(*whole, range(16))
+    expected = train(*whole, range(10))
     first = fresh()
-    got = train(*first, range(8))
+    got = train(*first, range(5))
     file = io.BytesIO()
     torch.save([part.state_dict() for part in first[:3]], file)
     file.seek(0)
@@ -47,7 +47,7 @@ def test_k_plus_k_steps_equal_2k(case) -> None:
     for part, state in zip(second[:3], torch.load(file, weights_only=True), strict=True):
         part.load_state_dict(state)
     assert same_state(snapshot(first[0]), snapshot(second[0]))
-    got += train(*second, range(8, 16))
+    got += train(*second, range(5, 10))
     assert got == expected
     assert same_state(snapshot(whole[0]), snapshot(second[0]))
     for a, b in zip(whole[1].parameters(), second[1].parameters(), strict=True):

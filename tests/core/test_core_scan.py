@@ -174,8 +174,8 @@ def test_an_excluded_column_is_as_good_as_absent(inputs, data) -> None:
 def test_expected_weights_by_quadrature(burn_in) -> None:
     """Mean weights over a grid of log_u equal the expectation with accept/reject integrated out.
 
-    Logits are chosen so that every acceptance probability is a multiple of 1/8: a grid of 8 midpoints
-    per uniform then integrates exactly.
+    Logits are chosen so that every acceptance probability is a multiple of 1/8: a grid of 8
+    midpoints per uniform then integrates exactly.
     """
     eighths = torch.tensor([2.0, 8.0, 1.0, 4.0], dtype=torch.float64)
     start = torch.tensor(4.0, dtype=torch.float64).log()

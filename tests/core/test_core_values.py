@@ -25,7 +25,7 @@ INDEX = torch.tensor([4, 17, 9, 0, 22, 5])
 
 
 def emc2_value(z_a: Tensor, z_b: Tensor, beta: float, denominator: str, offered: Tensor) -> float:
-    """-beta s + log( m_neg / K sum exp(beta s) ) by loops; `offered` [2B, 2B]: the row's columns."""
+    """-beta s + log( m_neg / K sum exp(beta s) ) by loops; `offered` [2B, 2B]: columns of a row."""
     both = unit(torch.cat([z_a, z_b]))
     size, total = len(z_a), 0.0
     for row in range(2 * size):
@@ -76,20 +76,25 @@ def test_emc2_value_over_the_columns_offered_to_the_row(pair, monkeypatch) -> No
     original = module.walk_chains
 
     def spy(side, *rest):
-        seen.append(~side.excluded)
+        seen.append(side)
         return original(side, *rest)
 
     monkeypatch.setattr(module, "walk_chains", spy)
-    loss_fn = EMC2Loss(M, 3.0)
-    value = loss_fn(*pair, INDEX, carried=pair[0])
-    (offered,) = seen
-    assert offered.sum(1).tolist() == [5] * 12  # K = b - 1: every other item once
-    item = torch.arange(6).repeat(2)
+    value = EMC2Loss(M, 3.0)(*pair, INDEX, carried=pair[0])
+    (side,) = seen
+    both = unit(torch.cat(pair)).view(2, 6, -1)
+    total = 0.0
     for row in range(12):
-        met = sorted(item[offered[row]].tolist())
-        assert met == [i for i in range(6) if i != row % 6]
-    assert not (offered[:6] & offered[6:]).any()  # the two rows of an item: different copies
-    assert abs(value.item() - emc2_value(*pair, 3.0, "negatives", offered)) < 1e-12
+        keys, item = side.keys[row // 6], row % 6
+        columns = [j for j in range(6) if not side.excluded[row, j]]
+        assert columns == [j for j in range(6) if j != item]  # K = b - 1: every other item once
+        for j in columns:  # as one of its two copies
+            assert min((keys[j] - both[v, j]).abs().max().item() for v in (0, 1)) < 1e-12
+        x, y = both[row // 6, item], both[1 - row // 6, item]
+        summed = sum(math.exp(3.0 * dot(x, keys[j])) for j in columns)
+        total += -3.0 * dot(x, y) + math.log(2 * (M - 1) / 5 * summed)
+    assert (side.keys[0] - side.keys[1]).abs().amax(1).min() > 0  # two rows, different copies
+    assert abs(value.item() - total / 12) < 1e-12
 
 
 def test_in_batch_global_loss_in_info(pair) -> None:

@@ -1,8 +1,8 @@
 """One visit of EMC2Loss, end to end, against its exact expectation; and the bugs it must catch.
 
-All anchors look the same and their proposals are drawn independently, so one call holds thousands of
-replicates of one visit. Its expected weights are known without sampling: P(state after step r) is
-the start times the r-th power of the one-step kernel (Metropolis-Hastings), or an average of
+All anchors look the same and their proposals are drawn independently, so one call holds thousands
+of replicates of one visit. Its expected weights are known without sampling: P(state after step r)
+is the start times the r-th power of the one-step kernel (Metropolis-Hastings), or an average of
 softmaxes over all tuples of proposals (i-SIR). The weights are read off the gradient.
 
 False alarms: 1e-3 per test (two-sided normal, Bonferroni over the negatives); seeds are fixed.

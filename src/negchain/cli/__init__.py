@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from typing import Any
 
-import click
 import typer
 from rich.console import Console
 
@@ -24,6 +24,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+# Typer brings its own copy of click or uses the one installed, by version: its public BadParameter
+# leads to the base class of either.
+UsageProblem: Any = next(k for k in typer.BadParameter.__mro__ if k.__name__ == "ClickException")
+
 app.command("train", help=train.HELP)(train.command)
 app.command("evaluate")(inspect.evaluate)
 app.command("embed")(inspect.embed)
@@ -42,17 +46,19 @@ def run(arguments: list[str]) -> int:
     try:
         status = typer.main.get_command(app)(arguments, prog_name="negchain", standalone_mode=False)
         return int(status or 0)
-    except click.ClickException as error:
-        error.show()
-        return error.exit_code
-    except click.exceptions.Exit as request:
+    except typer.Exit as request:
         return request.exit_code
     except train.Stopped as stopped:
         console.print(f"[bold yellow]stopped:[/] {stopped}", markup=True)
         return 130
-    except (KeyboardInterrupt, click.Abort):
+    except (KeyboardInterrupt, typer.Abort):
         console.print("[bold yellow]stopped[/] before the next checkpoint")
         return 130
+    except UsageProblem as error:
+        if not arguments:  # then the problem is that help was all there was to show
+            error.show()
+            return 2
+        return _explain(console, "refused", f"{error.format_message()} (see --help)", 2)
     except train.Failed as failed:
         return _explain(console, "failed", failed, 1)
     except (ConfigError, ValueError, OSError) as error:
@@ -61,10 +67,10 @@ def run(arguments: list[str]) -> int:
         return _explain(console, "failed", error, 1)
 
 
-def _explain(console: Console, word: str, error: BaseException, status: int) -> int:
+def _explain(console: Console, word: str, error: BaseException | str, status: int) -> int:
     console.print(f"[bold red]{word}:[/]", end=" ")
     console.print(str(error) or type(error).__name__, markup=False)
-    if os.environ.get("NEGCHAIN_DEBUG"):
+    if os.environ.get("NEGCHAIN_DEBUG") and isinstance(error, BaseException):
         traceback.print_exception(error)
     elif word == "failed":
         console.print("(set NEGCHAIN_DEBUG=1 for the traceback)", style="dim")

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import typer
 
 from negchain.train.config import TrainConfig, field_help
-from negchain.train.presets import PRESET_HELP
+from negchain.train.presets import FOLDER_DEFAULTS, PRESET_HELP
 
 _GROUPS = {
     "The run": ("preset", "out", "seed", "device", "precision", "graph", "epochs", "steps"),
@@ -72,8 +72,11 @@ def _option(name: str, hint: Any, text: str, panel: str) -> inspect.Parameter:
     if name == "preset":
         settings["metavar"] = "|".join(PRESET_HELP)
     elif default is not None and name not in ("download", "strict"):
-        shown = ("on" if default else "off") if isinstance(default, bool) else default
-        settings["help"] = f"{text} [{shown} for digits]"
+        pictures = FOLDER_DEFAULTS.get(name, default)
+        shown = ("on" if default else "off") if isinstance(default, bool) else f"{default}"
+        if pictures != default:
+            shown += f" for digits, {pictures} for folders"
+        settings["help"] = f"{text} [default: {shown}]"
     annotation = Annotated[kind | None, typer.Option(flag, **settings)]
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation

@@ -20,7 +20,6 @@ from negchain.data import DataBundle
 from negchain.train import trainer
 from negchain.train.config import ConfigError, TrainConfig, resolve, resume
 from negchain.train.export import load_run_config
-from negchain.train.order import DataOrder
 from negchain.train.presets import PRESET_HELP
 from negchain.train.progress import Progress
 from negchain.train.run_folder import RunFolder, default_out, is_run
@@ -85,17 +84,9 @@ def _started(settings: dict[str, Any], show: bool) -> tuple[trainer.Run, list[st
             "another folder"
         )
     data = trainer.load_images(config, show)
-    DataOrder(len(data.pretrain), config.batch_size, config.seed)  # refuses too large a batch
-    trainer.build_run_encoder(config, data)  # refuses images the encoder cannot take
-    path = Path(config.out) if config.out else default_out(
-        method=config.method, data=config.data, seed=config.seed
-    )  # fmt: skip
-    folder = RunFolder.create(path, config=json.dumps(record(config, data), indent=2) + "\n")
-    try:
-        return trainer.prepare(config, data, folder), list(data.notes)
-    except BaseException:
-        folder.close()
-        raise
+    text = json.dumps(record(config, data), indent=2) + "\n"
+    run = trainer.prepare(config, data, lambda: RunFolder.create(folder_for(config), config=text))
+    return run, list(data.notes)
 
 
 def _resumed(settings: dict[str, Any], show: bool) -> tuple[trainer.Run, list[str]]:
@@ -104,13 +95,19 @@ def _resumed(settings: dict[str, Any], show: bool) -> tuple[trainer.Run, list[st
     path = Path(settings["out"])
     config = resume(load_run_config(path), settings)
     data = trainer.load_images(config, show)
-    folder = RunFolder.resume(path)
+    run = trainer.prepare(config, data, lambda: RunFolder.resume(path))
     try:
-        run = trainer.prepare(config, data, folder)
         return run, [*data.notes, *run.restore()]
     except BaseException:
-        folder.close()
+        run.folder.close()
         raise
+
+
+def folder_for(config: TrainConfig) -> Path:
+    """Where the run goes: where the user said, or a new folder."""
+    if config.out is not None:
+        return Path(config.out)
+    return default_out(method=config.method, data=config.data, seed=config.seed)
 
 
 def record(config: TrainConfig, data: DataBundle) -> dict[str, Any]:

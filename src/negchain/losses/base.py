@@ -56,7 +56,7 @@ class LazyState(nn.Module):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         """Give waiting buffers the width they were saved with."""
-        for name in self._lazy_buffers:
+        for name in self._buffers.keys() & set(self._lazy_buffers):
             saved, buffer = state_dict.get(prefix + name), getattr(self, name)
             if saved is None or saved.shape == buffer.shape:
                 continue
@@ -167,7 +167,8 @@ class ContrastiveLoss(LazyState):
         draw: Draws | None = None,
         drawn: Drawn | None = None,
         *,
-        key_ids: Tensor | None = None,
+        key_ids: tuple[Tensor, ...] | None = None,
+        coin: Tensor | None = None,
         ids_per_item: int = 1,
         use_batch: bool = True,
         quiet: bool = False,
@@ -189,6 +190,7 @@ class ContrastiveLoss(LazyState):
             num_positions=self.num_positions,
             multiplicity=self.multiplicity,
             key_ids=key_ids,
+            coin=coin,
             ids_per_item=ids_per_item,
             use_batch=use_batch,
         )
@@ -202,7 +204,7 @@ class ContrastiveLoss(LazyState):
             self._with_draw(side, *pair) if pair[0] is not None else side  # type: ignore[arg-type]
             for side, pair in zip(sides, zip(draws, embeddings, strict=True), strict=True)
         ]
-        if any(side.keys.shape[0] + side.num_draws() < 2 for side in sides) and use_batch:
+        if use_batch and z_a.shape[0] < 2 and all(side.num_draws() == 0 for side in sides):
             raise ValueError(
                 f"a batch of {z_a.shape[0]} holds no negative; use 2 samples or more, or pass draw="
             )
@@ -217,7 +219,7 @@ class ContrastiveLoss(LazyState):
             raise ValueError(f"draw.ids must be integers [R] or [N, C], got {ids.dtype} {shape}")
         if ids.dim() == 2 and shape[0] not in (side.num_rows, side.num_rows // 2):
             raise ValueError(f"draw.ids [N, C] must have {side.num_rows} rows, got {shape}")
-        dim = side.keys.shape[1]
+        dim, groups = side.keys.shape[2], side.keys.shape[0]
         if tuple(drawn.shape) not in ((*shape, dim), (ids.numel(), dim)):
             raise ValueError(
                 f"drawn must be the embeddings of draw.ids, [{ids.numel()}, {dim}], "
@@ -249,8 +251,8 @@ class ContrastiveLoss(LazyState):
         excluded = excluded | ~torch.isfinite(drawn).all(1)[None, :]
         return dataclasses.replace(
             side,
-            keys=torch.cat([side.keys, drawn]),
-            key_ids=torch.cat([side.key_ids, ids]),
+            keys=torch.cat([side.keys, drawn.expand(groups, -1, -1)], 1),
+            key_ids=torch.cat([side.key_ids, ids.expand(groups, -1)], 1),
             excluded=torch.cat([side.excluded, excluded], 1),
             draw=draw,
         )

@@ -81,11 +81,14 @@ def check_batch(
                 f"embeddings must be finite, but rows {rows} hold NaN or inf; lower the learning "
                 "rate, clip gradients, or skip the batch"
             )
+    index = index if num_samples is None else index.clamp(0, num_samples - 1)
+    if key_index is not None and num_keys is not None:
+        keys = keys.clamp(0, num_keys - 1)
     return Batch(
         z_a=z_a,
         z_b=z_b,
-        index=index if num_samples is None else index.clamp(0, num_samples - 1),
-        key_index=keys if num_positions is None else keys.clamp(0, num_positions - 1),
+        index=index,
+        key_index=index if key_index is None else keys,
         known=known,
         valid=in_range & finite,
         faults=torch.stack([(~finite).sum(), (~in_range).sum()]),
@@ -100,26 +103,36 @@ def lay_out(
     num_positions: int | None,
     multiplicity: int,
     ids_per_item: int = 1,
-    key_ids: Tensor | None = None,
+    key_ids: tuple[Tensor, ...] | None = None,
+    coin: Tensor | None = None,
     use_batch: bool = True,
 ) -> list[Side]:
     """The sides of a batch: one for shared views, one or two for paired ones.
 
-    `key_ids` [2B] names the columns of shared views where the stored augmentations of an item have
-    ids of their own; `use_batch=False` leaves the batch's own columns out.
+    Args:
+        batch: what `check_batch` returned.
+        views: "shared" or "paired".
+        symmetric: both views (directions) are anchors.
+        num_positions: M, positions of the keys; None: unknown.
+        multiplicity: negatives of the target per item.
+        ids_per_item: ids an item goes by.
+        key_ids: names of the columns of shared views ([B] for z_a, [B] for z_b), where the stored
+            augmentations of an item have ids of their own.
+        coin: [B] bool: with shared views a row is offered one copy of every item, rows of the
+            first view z_a's where the coin is True, rows of the second view the other.
+        use_batch: False leaves the batch's own columns out.
     """
     z_a, z_b, index, own, known = batch.z_a, batch.z_b, batch.index, batch.key_index, batch.known
     excluded = matches(own, own, known)
-    if own is index:
-        excluded = excluded | excluded.T  # "never negatives of each other" is mutual
+    if own is index:  # no corpus of keys: "never negatives of each other" is mutual
+        excluded = excluded | excluded.T
     excluded = excluded | ~batch.valid[None, :]
 
-    def side(rows: Tensor, positives: Tensor, keys: Tensor, copies: int, own: Tensor) -> Side:
-        tiles = keys.shape[0] // index.shape[0]
-        ids = own.repeat(tiles) if key_ids is None else key_ids
-        mask = excluded.repeat(copies, tiles)
+    def side(rows: Tensor, positives: Tensor, keys: Tensor, ids: Tensor, own: Tensor) -> Side:
+        copies = rows.shape[0] // index.shape[0]
+        mask = excluded.repeat(copies, keys.shape[1] // index.shape[0])
         if not use_batch:
-            keys, ids, mask = keys[:0], ids[:0], mask[:, :0]
+            keys, ids, mask = keys[:, :0], ids[:, :0], mask[:, :0]
         return Side(
             queries=rows,
             positives=positives,
@@ -129,17 +142,24 @@ def lay_out(
             keys=keys,
             key_ids=ids,
             excluded=mask,
-            num_batch_columns=keys.shape[0],
+            num_batch_columns=keys.shape[1],
             multiplicity=multiplicity,
             ids_per_item=ids_per_item,
             num_keys=num_positions,
         )
 
     if views == "shared":
+        names = (index, index) if key_ids is None else key_ids
         both, swapped = torch.cat([z_a, z_b]), torch.cat([z_b, z_a])
-        return [side(both, swapped, both, 2, own) if symmetric else side(z_a, z_b, both, 1, own)]
-    sides = [side(z_a, z_b, z_b, 1, own)]
-    return [*sides, side(z_b, z_a, z_a, 1, index)] if symmetric else sides
+        rows, positives = (both, swapped) if symmetric else (z_a, z_b)
+        if coin is None:
+            return [side(rows, positives, both[None], torch.cat(names)[None], own)]
+        groups = [coin, ~coin][: 2 if symmetric else 1]
+        keys = torch.stack([torch.where(first[:, None], z_a, z_b) for first in groups])
+        ids = torch.stack([torch.where(first, names[0], names[1]) for first in groups])
+        return [side(rows, positives, keys, ids, own)]
+    sides = [side(z_a, z_b, z_b[None], own[None], own)]
+    return [*sides, side(z_b, z_a, z_a[None], index[None], index)] if symmetric else sides
 
 
 def as_embedding(z: Tensor, normalize: bool) -> Tensor:

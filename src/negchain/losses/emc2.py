@@ -54,8 +54,9 @@ class EMC2Loss(ContrastiveLoss):
             sample, gradient reaches the anchor only. "score": only its similarity is kept, one
             float per sample; weight still on it is dropped and reported (`dropped_mass`).
             Measured relative error of the mean negative gradient on frozen embeddings (300 points,
-            b = 8, beta = 14.28, so nothing is stale): encode 0.03, cached 0.35, score 0.49, DCL
-            0.67; see docs/methods/emc2.md for the table and its command.
+            b = 8, beta = 14.28, 8,000 steps, records/2026-11-15_estimator-bias_cpu.md): encode 0.16
+            and falling with the number of visits (0.08 at 32,000), cached 0.44, score 0.84, DCL
+            0.68. At this setting "score" is worse than no chain at all: it is for large batches.
         views: "shared" (two views through one encoder, one chain per item) or "paired" (two
             encoders, a chain table per direction).
         denominator: "negatives" (eq. (1)) or "all": gradients are multiplied by 1 - p+, with p+
@@ -258,6 +259,9 @@ class EMC2Loss(ContrastiveLoss):
         """
         self._check_call(carried, draw)
         slots = self._slots(as_ids("index", index, z_a.shape[0], z_a.device), augmentation)
+        sampler = Sampler(
+            self.kernel, self.walk, self.burn_in, self.backend, self.seed, self.step.clone()
+        )
         batch, sides = self._begin(
             z_a,
             z_b,
@@ -266,21 +270,17 @@ class EMC2Loss(ContrastiveLoss):
             known,
             draw,
             drawn,
-            key_ids=torch.cat(slots) if self.augmentations else None,
+            key_ids=slots if self.augmentations else None,
+            coin=sampler.coin(z_a.shape[0]) if self.views == "shared" else None,
             ids_per_item=self.augmentations or 1,
             use_batch=self.proposal != "draw",
         )
         encoded = self._encoded(carried, batch)
-        sampler = Sampler(
-            self.kernel, self.walk, self.burn_in, self.backend, self.seed, self.step.clone()
-        )
         total: list[Tensor] = []
         report: dict[str, list[Tensor]] = {}
         arrivals: list[tuple[int, Tensor, Arrival]] = []
         runnings: list[Tensor | None] = []
         for number, side in enumerate(sides):
-            if self.views == "shared" and self.walk == "parallel":
-                side = sampler.offer_one_copy(side, len(batch.index))
             similarity = side.similarities()
             logits = detached_logits(side, similarity, self._beta(similarity))
             walk = walk_chains(
@@ -403,7 +403,7 @@ class EMC2Loss(ContrastiveLoss):
         """Whatever this step encoded is the freshest the stale table can hold."""
         for number, (side, table) in enumerate(zip(sides, self.tables, strict=False)):
             assert isinstance(table, StaleTable)
-            table.write(side.key_ids, side.keys)
+            table.write(side.key_ids.flatten(), side.keys.flatten(0, 1))
             carried = encoded[number]
             if carried is not None:
                 table.write(self.chains.ids(number, batch.index), carried[0])

@@ -16,7 +16,6 @@ Shapes: `B` chains, `N` rows, `K` columns, `D` embedding.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -47,21 +46,12 @@ class Sampler:
     seed: int
     step: Tensor  # []
 
-    def offer_one_copy(self, side: Side, num_items: int) -> Side:
-        """The side with one of the two copies of every item left out for each row.
-
-        Batch columns are the first copies of the b items, then the second ones. A coin per item
-        says which copy rows of the first view are offered; rows of the second get the other.
-        """
-        if side.num_batch_columns == 0:
-            return side
+    def coin(self, num_items: int) -> Tensor | None:  # [B] bool
+        """Which copy of each item rows of the first view are offered; None: both."""
+        if self.order == "sequential":
+            return None
         row = torch.zeros(1, dtype=torch.int32, device=self.step.device)
-        coin = draws.bits(self.seed, self.step, draws.STREAM_COPY, row, num_items) % 2 == 0  # [1,b]
-        first = torch.cat([coin, ~coin], 1)
-        hidden = torch.cat([first, ~first][: side.num_rows // num_items])
-        hidden = hidden.repeat_interleave(num_items, 0)
-        hidden = torch.nn.functional.pad(hidden, (0, side.excluded.shape[1] - hidden.shape[1]))
-        return dataclasses.replace(side, excluded=side.excluded | hidden)
+        return draws.bits(self.seed, self.step, draws.STREAM_COPY, row, num_items)[0] % 2 == 0
 
 
 @dataclass(frozen=True)
@@ -96,29 +86,22 @@ class Walk:
 
     def arrivals(self, side: Side, similarity: Tensor) -> Iterator[tuple[Tensor, Arrival]]:
         """For each view its chains and where they ended, in the order in which to store them."""
-        num_columns, num_shared = similarity.shape[1], side.keys.shape[0]
+        num_columns = similarity.shape[1]
         # With log_q_all the correction of a carried state is looked up anew at each visit.
         tagged = side.draw is not None and side.draw.log_q_all is None
         correction = side.log_correction() if tagged else None
-        ids = side.column_ids().expand(side.num_rows, -1)
+        ids = side.column_ids()
         for slots, final in zip(self.slots, self.finals, strict=True):
             row = final.clamp(min=0) // num_columns
             column = final.clamp(min=0) % num_columns
-            if num_shared:
-                key = side.keys[column.clamp(max=num_shared - 1)]
-            if side.private_keys is not None:
-                own = side.private_keys[row, (column - num_shared).clamp(min=0)]
-                key = torch.where((column < num_shared)[:, None], key, own) if num_shared else own
             yield (
                 slots,
                 Arrival(
                     moved=final >= 0,
                     ids=ids[row, column],
                     similarity=similarity.detach()[row, column],
-                    key=key.detach(),
-                    correction=None
-                    if correction is None
-                    else correction.expand(side.num_rows, -1)[row, column],
+                    key=side.keys_at(row, column).detach(),
+                    correction=None if correction is None else correction[row, column],
                 ),
             )
 
@@ -268,6 +251,6 @@ def _carried_logits(
         logit = logit if correction is None else logit - correction
     unusable = unusable | ~torch.isfinite(logit)
     if sampler.kernel == "isir":  # as a set, {carried} u batch holds an item once
-        batch_ids = side.key_ids[: side.num_batch_columns]
-        unusable = unusable | (ids[:, None] == batch_ids[None, :]).any(1)
+        batch_ids = side.column_ids()[:, : side.num_batch_columns]
+        unusable = unusable | (ids[:, None] == batch_ids).any(1)
     return logit.masked_fill(unusable, -math.inf), trained

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
@@ -58,7 +57,8 @@ class Run:
     total_steps: int
     done: int = 0  # steps finished
     seconds: float = 0.0  # spent training, over all sessions of the run
-    stop: bool = field(default=False)
+    evaluated: bool = False  # the last line of metrics, that of the end, is written
+    stop: bool = False
 
     def train(self, progress: Progress) -> dict[str, Any]:
         """Train to the end, evaluate, write summary and report; returns the summary."""
@@ -69,8 +69,10 @@ class Run:
             self._loop(progress)
             progress.say("evaluating")
             final = self.judge.thorough(self.encoder)
-            self._log(final)
-            self._save()
+            if not self.evaluated:
+                self._log(final)
+                self.evaluated = True
+                self._save()
             progress.say("writing the report")
             artifacts = self.judge.artifacts(self.encoder, self.step.loss_fn)
             with checkpoint.replacing(self.folder.path / "artifacts.npz") as file:
@@ -118,7 +120,7 @@ class Run:
                 begin = time.perf_counter()
                 since, began = self.done, begin
             due = config.checkpoint_every and self.done % config.checkpoint_every == 0
-            if (due or self.stop) and self.done < self.total_steps:
+            if self.stop or (due and self.done < self.total_steps):
                 self.seconds += time.perf_counter() - begin
                 self._save()
                 begin, last_saved = time.perf_counter(), self.done
@@ -184,14 +186,15 @@ class Run:
             "rng": torch.get_rng_state(),
             "cuda_rng": cuda,
             "last_loss": float(self.step.loss),
+            "evaluated": self.evaluated,
         }
         checkpoint.save(self.folder.checkpoints, state, self.done, self.config.keep_checkpoints)
 
     def restore(self) -> list[str]:
         """Continue from the newest whole checkpoint; returns what the user should know."""
         loaded = checkpoint.load_latest(self.folder.checkpoints)
-        self.folder.truncate_after(0 if loaded is None else loaded.step)
         if loaded is None:
+            self.folder.truncate_after(0)
             return ["no checkpoint was written yet: starting from the first step"]
         state = loaded.state
         if state["fingerprint"] != self.data.fingerprint:
@@ -200,6 +203,7 @@ class Run:
                 f"holds now ({self.data.fingerprint}): files were added, removed or resized; "
                 "restore them, or start a new run in another --out"
             )
+        self.folder.truncate_after(loaded.step)
         self.encoder.load_state_dict(state["encoder"])
         self.step.loss_fn.load_state_dict(state["loss"])
         load_optimizer(self.step.optimizer, state["optimizer"])
@@ -207,6 +211,7 @@ class Run:
         if state["cuda_rng"] is not None and self.device.type == "cuda":
             torch.cuda.set_rng_state(state["cuda_rng"])
         self.done, self.seconds = loaded.step, float(state["seconds"])
+        self.evaluated = bool(state["evaluated"])
         self.step.loss.fill_(state["last_loss"])
         return [f"continuing after step {self.done} of {self.total_steps}", *loaded.warnings]
 
@@ -233,8 +238,11 @@ def load_images(config: TrainConfig, progress: bool) -> DataBundle:
     return data
 
 
-def prepare(config: TrainConfig, data: DataBundle, folder: RunFolder) -> Run:
-    """Build everything a run needs on its device; nothing is trained yet."""
+def prepare(config: TrainConfig, data: DataBundle, open_folder: Callable[[], RunFolder]) -> Run:
+    """Build everything a run needs on its device; nothing is trained yet.
+
+    The folder is opened last: what is refused on the way leaves none behind.
+    """
     device = choose_device(config)
     torch.manual_seed(config.seed)
     order = DataOrder(len(data.pretrain), config.batch_size, config.seed)
@@ -259,7 +267,7 @@ def prepare(config: TrainConfig, data: DataBundle, folder: RunFolder) -> Run:
     step = TrainStep(config, encoder, loss_fn, optimizer, augment, images, autocast)
     judge = Judge(config, data, augment, device, autocast)
     total = config.steps or config.epochs * order.steps_per_epoch
-    return Run(config, data, folder, device, encoder, step, order, judge, total)
+    return Run(config, data, open_folder(), device, encoder, step, order, judge, total)
 
 
 def choose_device(config: TrainConfig) -> torch.device:
@@ -332,8 +340,3 @@ def _stopping(run: Run) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def run_path(config: TrainConfig) -> Path | None:
-    """Where the run goes, if the user said."""
-    return None if config.out is None else Path(config.out)
