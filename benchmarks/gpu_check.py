@@ -1,9 +1,9 @@
-"""On a GPU: graph against eager losses of the trainer's step for every method, and images per second.
+"""On a GPU: the trainer's step as a CUDA graph and eagerly, for every method: losses and speed.
 
     PYTHONPATH=src python benchmarks/gpu_check.py DATA [--steps 200] [--batch-size 32 256]
 
-DATA is any folder `negchain train` takes. For each method and batch size the same steps are run as a
-CUDA graph and eagerly; the table shows the largest difference of their losses over the first steps
+DATA is any folder `negchain train` takes. For each method and batch size the same steps run as a
+CUDA graph and eagerly; the table shows the largest difference of their losses over ten steps
 (bf16: rounding differs between kernels, then training amplifies it) and the speed of both.
 """
 
@@ -88,8 +88,8 @@ def main() -> None:
                 worst = max(abs(a - b) for a, b in zip(losses, eager_losses, strict=True))
             base = base or 1 / speed
             rows.append(
-                {"batch": batch, "method": name, "difference": worst, "images_per_second": speed * batch,
-                 "ms": 1e3 / speed, "ratio_to_first": 1 / speed / base, "info": info}
+                {"batch": batch, "method": name, "difference": worst,
+                 "images_per_second": speed * batch, "ms": 1e3 / speed, "ratio_to_first": 1 / speed / base, "info": info}
             )  # fmt: skip
             print(
                 f"{batch:>4} {name:<14} {worst:>14.2e} {speed * batch:>10,.0f} {1e3 / speed:>8.2f} "

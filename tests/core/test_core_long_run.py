@@ -20,6 +20,7 @@ from torch import Tensor
 import negchain.losses.emc2 as emc2
 import negchain.losses.walk as walk
 from negchain import Draw, EMC2Loss, estimator_report
+from negchain.diagnostics import EstimatorRow
 from oracles import clusters
 
 BOUND = 3.29  # two-sided 1e-3
@@ -227,27 +228,28 @@ def test_a_wrong_table_of_proposals_biases_nothing(kernel, monkeypatch) -> None:
 @pytest.mark.parametrize("batch_size", [8, 32])
 @pytest.mark.parametrize("beta", [5.0, 14.28])
 def test_mean_gradient_approaches_the_exact_one(batch_size, beta, denominator) -> None:
-    """Relative error of the mean negative gradient: falls with steps, while DCL's stays."""
+    """Relative error of the mean negative gradient: falls with steps, while DCL's stays.
+
+    What is left after 4000 steps is noise (it falls like 1 / sqrt(steps), and the mean has the exact
+    gradient's length), about twice `noise_floor` because successive visits are correlated.
+    """
     z, _ = clusters()
 
-    def run(steps: int, methods: tuple[str, ...]) -> dict[str, float]:
+    def run(steps: int) -> dict[str, EstimatorRow]:
         report = estimator_report(
             z,
             batch_size=batch_size,
             beta=beta,
             steps=steps,
-            methods=methods,
+            methods=("emc2", "isir", "dcl"),
             denominator=denominator,
         )
-        return {row.method: row.relative_bias for row in report.rows}
+        return {row.method: row for row in report.rows}
 
-    chains = ("emc2", "isir")
-    short, long = run(500, (*chains, "dcl")), run(4000, (*chains, "dcl"))
-    for method in chains:
-        assert long[method] < short[method] or long[method] < 0.05
-        if denominator == "negatives":
-            assert long[method] < 0.5 * long["dcl"]
-        assert long[method] < 0.12
-    assert abs(long["dcl"] - short["dcl"]) < 0.1
-    if (batch_size, beta, denominator) == (8, 14.28, "negatives"):
-        assert 0.6 < long["dcl"] < 0.75
+    short, long = run(1000), run(4000)
+    for method in ("emc2", "isir"):
+        assert long[method].relative_bias < 0.7 * short[method].relative_bias
+        assert abs(long[method].norm_ratio - 1) < 0.05
+    if (batch_size, beta) == (8, 14.28):
+        assert 0.6 < long["dcl"].relative_bias < 0.75
+        assert long["dcl"].relative_bias > 0.9 * short["dcl"].relative_bias

@@ -19,7 +19,8 @@ from rich.progress import Progress, TimeElapsedColumn
 
 from negchain.cli.options import option, with_config_options
 from negchain.report import write_report
-from negchain.train.config import _BELONGS, ConfigError, TrainConfig, resolve
+from negchain.train.config import _BELONGS, ConfigError, TrainConfig, resolve, same_run
+from negchain.train.export import load_run_config
 from negchain.train.presets import choose
 from negchain.train.run_folder import is_run, read_metrics
 
@@ -53,7 +54,9 @@ def command(methods: str, seeds: int, jobs: int, **settings: Any) -> int:
         given = _for_method(method, settings)
         for seed in range(seeds):
             config = resolve(given.get("preset"), {**given, "method": method, "seed": seed})
-            plans.append((folder / f"{method}-seed{seed}", config, given))
+            path = folder / f"{method}-seed{seed}"
+            _refuse_another(path, config)
+            plans.append((path, config, given))
     on_gpu = plans[0][1].device != "cpu" and torch.cuda.is_available()
     failed = _run_all(plans, jobs or (4 if on_gpu else 1))
     runs = [path for path, _, _ in plans if is_run(path) and read_metrics(path)]
@@ -62,6 +65,15 @@ def command(methods: str, seeds: int, jobs: int, **settings: Any) -> int:
     for path in failed:
         print(f"failed: {path} (see {path}.log)", file=sys.stderr)
     return 1 if failed else 0
+
+
+def _refuse_another(path: Path, config: TrainConfig) -> None:
+    """Refuse to take a run of other settings for the one asked for."""
+    if is_run(path) and (differences := same_run(load_run_config(path), config)):
+        raise ConfigError(
+            f"{path} holds a run with other settings: {'; '.join(differences)}; choose another "
+            "--out"
+        )
 
 
 def _for_method(method: str, settings: dict[str, Any]) -> dict[str, Any]:

@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Optional
 
+import torch
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from negchain.data import load_data
 from negchain.report import write_report
 from negchain.train import checkpoint, trainer
 from negchain.train.config import ConfigError
@@ -73,16 +73,18 @@ def embed(
     """
     check_embedding_file(out)
     judge, encoder, _ = _judge(run, data, device)
-    images = judge.data.pretrain
+    parts = [judge.data.pretrain, *([judge.data.test] if judge.data.test is not None else [])]
     if export is not None:
         summary = run / "summary.json"
         results = json.loads(summary.read_text()) if summary.exists() else {}
         export_encoder(export, encoder, load_run_config(run), results)
-    features = judge.embed(encoder, images)
+    features = torch.cat([judge.embed(encoder, part) for part in parts])
+    names = tuple(name for part in parts for name in part.names)
+    labels = [part.labels for part in parts if part.labels is not None]
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_embeddings(out, images.names, features, images.labels)
-    console = Console(highlight=False)
-    console.print(f"{len(images):,} embeddings of size {features.shape[1]}: {out}")
+    write_embeddings(out, names, features, torch.cat(labels) if labels else None)
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"{len(names):,} embeddings of size {features.shape[1]}: {out}")
     for name, reason in judge.data.skipped:
         console.print(f"left out: {name} ({reason})", markup=False)
     if export is not None:
@@ -108,13 +110,9 @@ def _judge(run: Path, data: str | None, device: str) -> tuple[Judge, Any, int]:
     described = encoder.encoder_config
     changed = replace(config, device=device, data=data or config.data)  # type: ignore[arg-type]
     where = trainer.choose_device(changed)
-    bundle = load_data(
-        changed.data,
-        image_size=described["image_size"],
-        root=config.root,
-        resident_bytes=int(config.resident_gb * 2**30),
-        num_workers=config.workers,
-    )
+    subset = config.subset if data is None else None  # a part of the run's own data, not of others
+    changed = replace(changed, image_size=described["image_size"], subset=subset)
+    bundle = trainer.load_images(changed, progress=False)
     if bundle.pretrain.channels != described["channels"]:
         raise ConfigError(
             f"the encoder takes images of {described['channels']} channels and {changed.data} has "

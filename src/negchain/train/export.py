@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import timm
 import torch
 from safetensors.torch import save_file
 
@@ -134,7 +135,10 @@ def loading_code(config: EncoderConfig) -> str:
             lines.append(f"model.conv1 = nn.Conv2d({channels}, 64, 7, 2, 3, bias=False)")
         return head + "\n".join(lines) + "\n" + load
     if name not in ("resnet18", "resnet50", "small-cnn") and norm == "batch":
-        create = f'model = timm.create_model("{name}", num_classes=0, in_chans={channels})'
+        published = timm.get_pretrained_cfg(name)
+        fixed = published is not None and published.fixed_input_size  # as in build_encoder
+        size = f", img_size={config['image_size']}" if fixed else ""
+        create = f'model = timm.create_model("{name}", num_classes=0, in_chans={channels}{size})'
         return head + "import timm\n" + create + "\n" + load
     arguments = {k: v for k, v in config.items() if k != "name"}
     call = ", ".join(f"{k}={v!r}" for k, v in arguments.items())

@@ -31,6 +31,14 @@ def _compose(t1, l1, s1, t2, l2, s2):
 
 
 @triton.jit
+def _share(count, total, like):
+    """count / total rounded to nearest, as torch divides; Triton's `/` is approximate in float32."""
+    if like.dtype == tl.float32:
+        return tl.div_rn(count.to(tl.float32), total.to(tl.float32))
+    return count.to(like.dtype) / total.to(like.dtype)
+
+
+@triton.jit
 def _scan_kernel(
     logits_ptr,
     start_logit_ptr,
@@ -85,13 +93,13 @@ def _scan_kernel(
 
         tl.store(weights_ptr + column, tl.zeros_like(logit), mask=inside)
         tl.debug_barrier()  # the zeros must land before the shares that overwrite them
-        share = (counted - source // TILE).to(current.dtype) / total
+        share = _share(counted - source // TILE, total, current)
         tl.store(weights_ptr + begin + source % TILE, share, mask=event & moved)
         final = tl.max(tl.where(event, lane, -1), 0)
         if final >= 0:
             first = tl.min(tl.where(event, lane, TILE), 0)
             left = tl.sum(tl.where(lane == first, counted, 0), 0)
-            share_of_state = (left - entered).to(current.dtype) / total
+            share_of_state = _share(left - entered, total, current)
             if state >= 0:
                 tl.store(weights_ptr + state, share_of_state)
             else:
@@ -103,7 +111,7 @@ def _scan_kernel(
         rank_before += tl.sum(is_step, 0)
 
     tl.debug_barrier()
-    share_of_state = (total - entered).to(current.dtype) / total
+    share_of_state = _share(total - entered, total, current)
     if state >= 0:
         tl.store(weights_ptr + state, share_of_state)
     else:

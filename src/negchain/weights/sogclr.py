@@ -27,8 +27,12 @@ def moving_log_mean(log_average: Tensor, log_value: Tensor, rate: float | Tensor
         >>> moving_log_mean(torch.tensor([-math.inf, 0.0]), torch.tensor([2.0, 0.0]), 0.9)
         tensor([2., 0.])
     """
-    share = torch.as_tensor(rate, dtype=log_value.dtype, device=log_value.device)
-    mixed = torch.logaddexp(log_average + torch.log1p(-share), log_value + share.log())
+    if isinstance(rate, Tensor):
+        old, new = torch.log1p(-rate), rate.log()
+        mixed = torch.logaddexp(log_average + old, log_value + new)
+    else:  # numbers stay numbers: a copy to the device would wait for it
+        old_share = math.log1p(-rate) if rate < 1 else -math.inf
+        mixed = torch.logaddexp(log_average + old_share, log_value + math.log(rate))
     mixed = torch.where(log_average == -math.inf, log_value, mixed)
     return torch.where(log_value == -math.inf, log_average, mixed)
 
