@@ -70,7 +70,8 @@ def main() -> None:
     data = None
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, ResNet-18 without norm")
     print(
-        f"{'b':>4} {'method':<14} {'|graph-eager|':>14} {'images/s':>10} {'ms/step':>8} {'eager':>8}"
+    names = f"{'b':>4} {'method':<14} {'|graph-eager|':>14} {'images/s':>10} {'ms/step':>8}"
+    print(f"{names} {'eager':>8}")
     )
     for batch in given.batch_size:
         base = None
@@ -88,8 +89,8 @@ def main() -> None:
                 worst = max(abs(a - b) for a, b in zip(losses, eager_losses, strict=True))
             base = base or 1 / speed
             rows.append(
-                {"batch": batch, "method": name, "difference": worst,
-                 "images_per_second": speed * batch, "ms": 1e3 / speed, "ratio_to_first": 1 / speed / base, "info": info}
+                {"batch": batch, "method": name, "difference": worst, "info": info, "ms": 1e3 / speed,
+                 "images_per_second": speed * batch, "ratio_to_first": 1 / speed / base}
             )  # fmt: skip
             print(
                 f"{batch:>4} {name:<14} {worst:>14.2e} {speed * batch:>10,.0f} {1e3 / speed:>8.2f} "

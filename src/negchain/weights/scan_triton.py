@@ -32,7 +32,7 @@ def _compose(t1, l1, s1, t2, l2, s2):
 
 @triton.jit
 def _share(count, total, like):
-    """count / total rounded to nearest, as torch divides; Triton's `/` is approximate in float32."""
+    """count / total as torch rounds it; Triton's `/` is approximate in float32."""
     if like.dtype == tl.float32:
         return tl.div_rn(count.to(tl.float32), total.to(tl.float32))
     return count.to(like.dtype) / total.to(like.dtype)
