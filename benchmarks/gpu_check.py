@@ -69,10 +69,8 @@ def main() -> None:
     rows = []
     data = None
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, ResNet-18 without norm")
-    print(
     names = f"{'b':>4} {'method':<14} {'|graph-eager|':>14} {'images/s':>10} {'ms/step':>8}"
     print(f"{names} {'eager':>8}")
-    )
     for batch in given.batch_size:
         base = None
         for name in given.only:
@@ -89,9 +87,16 @@ def main() -> None:
                 worst = max(abs(a - b) for a, b in zip(losses, eager_losses, strict=True))
             base = base or 1 / speed
             rows.append(
-                {"batch": batch, "method": name, "difference": worst, "info": info, "ms": 1e3 / speed,
-                 "images_per_second": speed * batch, "ratio_to_first": 1 / speed / base}
-            )  # fmt: skip
+                {
+                    "batch": batch,
+                    "method": name,
+                    "difference": worst,
+                    "ms": 1e3 / speed,
+                    "images_per_second": speed * batch,
+                    "ratio_to_first": 1 / speed / base,
+                    "info": info,
+                }
+            )
             print(
                 f"{batch:>4} {name:<14} {worst:>14.2e} {speed * batch:>10,.0f} {1e3 / speed:>8.2f} "
                 f"{1e3 / eager_speed:>8.2f}   x{1 / speed / base:.2f}  loss {losses[0]:.3f}",

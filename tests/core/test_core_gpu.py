@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -48,7 +49,9 @@ def no_synchronisation():
     """Any operation that makes the host wait for the device raises."""
 
     def switch(on: bool) -> None:
-        torch.cuda.set_sync_debug_mode("error" if on else "default")
+        with warnings.catch_warnings():  # "a prototype feature"
+            warnings.simplefilter("ignore")
+            torch.cuda.set_sync_debug_mode("error" if on else "default")
 
     yield switch
     torch.cuda.set_sync_debug_mode("default")

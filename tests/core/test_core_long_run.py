@@ -230,8 +230,8 @@ def test_a_wrong_table_of_proposals_biases_nothing(kernel, monkeypatch) -> None:
 def test_mean_gradient_approaches_the_exact_one(batch_size, beta, denominator) -> None:
     """Relative error of the mean negative gradient: falls with steps, while DCL's stays.
 
-    What is left after 4000 steps is noise (it falls like 1 / sqrt(steps), and the mean has the exact
-    gradient's length), about twice `noise_floor` because successive visits are correlated.
+    What is left after 4000 steps is noise (it falls like 1 / sqrt(steps), and the mean has the
+    exact gradient's length), about twice `noise_floor` because successive visits are correlated.
     """
     z, _ = clusters()
 

@@ -72,7 +72,8 @@ def assert_same(a: Any, b: Any, where: str = "state") -> None:
     """Equal bit for bit, tensors included."""
     assert type(a) is type(b), where
     if isinstance(a, Tensor):
-        assert a.dtype == b.dtype and torch.equal(a, b), where
+        same = a.dtype == b.dtype and a.shape == b.shape
+        assert same and a.numpy().tobytes() == b.numpy().tobytes(), where  # NaN marks "not yet"
     elif isinstance(a, dict):
         assert list(a) == list(b), where
         for key in a:

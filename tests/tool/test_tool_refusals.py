@@ -1,0 +1,185 @@
+"""What cannot work is refused before it starts: exit status 2, one sentence, nothing touched."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from tool_runs import TINY, negchain, picture_folder, snapshot
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return picture_folder(tmp_path_factory.mktemp("data") / "pictures")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, pictures: Path) -> Path:
+    out = tmp_path_factory.mktemp("finished") / "run"
+    assert negchain("train", TINY, "--steps 3 --data", pictures, "--out", out) == 0
+    return out
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+def refusal(capsys: Capture, *arguments: object) -> str:
+    """The one sentence a command line is refused with."""
+    capsys.readouterr()
+    assert negchain(*arguments) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and "Traceback" not in said.err
+    (line,) = said.err.splitlines()
+    assert line.startswith("refused: ")
+    return line.removeprefix("refused: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("train --method ecm2", "did you mean 'emc2'"),
+        ("train --preset stl10-b33", "did you mean 'stl10-b32'"),
+        ("train --encoder resnet81", "did you mean 'resnet18'"),
+        ("train --recipe simclr-stl11", "did you mean 'simclr-stl10'"),
+        ("train --data digit", "did you mean 'digits'"),
+        ("train --data no/such/folder", "--data"),
+        ("train --optimizer adm", "did you mean 'adam'"),
+        ("train --device gpu", "--device must be one of auto, cpu, cuda"),
+        ("train --metod emc2", "--method"),
+        ("train --batch-size many", "--batch-size"),
+        ("train --batch-size 1", "--batch-size must be from 2"),
+        ("train --batch-size 2000", "--batch-size 2000 needs as many images"),
+        ("train --lr nan", "--lr must be above 0"),
+        ("train --beta -1", "--beta must be above 0"),
+        ("train --steps 0", "--steps must be from 1"),
+        ("train --method dcl --burn-in 0.5", "--burn-in belongs to --method emc2"),
+        ("train --method dcl --denominator all", "--method infonce"),
+        ("train --gamma 0.5", "--gamma belongs to --method sogclr"),
+        ("train --epochs 2 --steps 9", "give one of them"),
+        ("train --subset 10 --batch-size 20", "--subset leaves 10"),
+        ("train --preset imagenet100-b256", "needs --data PATH"),
+        ("train --encoder resnet18 --augmentations 1", "--augmentations must be from 2"),
+        ("train --resume", "--resume needs --out"),
+        ("train --resume --out nowhere", "nowhere"),
+        ("train extra", "extra"),
+        ("evaluate", "RUN"),
+        ("evaluate nowhere", "nowhere holds no run"),
+        ("report nowhere --out page.html", "nowhere"),
+        ("embed nowhere --data digits --out a.npz", "nowhere holds no run"),
+        ("embed nowhere --data digits", "--out"),
+        ("compare --methods emc2,dlc", "did you mean 'dcl'"),
+        ("compare --seeds 0", "--seeds must be at least 1"),
+        ("trian", "train"),
+    ],
+)
+def test_a_wrong_word(
+    arguments: str, says: str, capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert says in refusal(capsys, arguments)
+    assert list(tmp_path.iterdir()) == []  # not even an empty folder stays behind
+
+
+def test_gpu_without_a_gpu(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert "--device cuda needs a GPU" in refusal(capsys, "train --device cuda")
+
+
+def test_what_is_refused_late_leaves_no_run_behind(
+    pictures: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    out = tmp_path / "run"
+    options = "--steps 2 --augmentations 2 --resident-gb 0 --data"
+    said = refusal(capsys, "train", TINY, options, pictures, "--out", out)
+    assert "--resident-gb" in said and not out.exists()
+    options = "--steps 2 --encoder vgg11 --image-size 8 --recipe none --batch-size 4 --data"
+    said = refusal(capsys, "train", options, pictures, "--out", out)
+    assert "does not take" in said and not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("", "already holds a run"),
+        ("--resume --method dcl", "--method was 'emc2' and is now 'dcl'"),
+        ("--resume --batch-size 4", "--batch-size was 8 and is now 4"),
+        ("--resume --data digits", "--data was"),
+        ("--resume --seed 1", "--seed was 0 and is now 1"),
+        ("--resume --steps 9", "--steps was 3 and is now 9"),
+        ("--resume --carried score", "--carried was 'encode'"),
+    ],
+)
+def test_another_run_is_not_touched(
+    options: str, says: str, run: Path, pictures: Path, capsys: Capture
+) -> None:
+    before = snapshot(run)
+    assert says in refusal(capsys, "train", options, "--out", run)
+    assert snapshot(run) == before
+
+
+def test_a_folder_that_changed_since(
+    finished: Path, pictures: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    data, out = tmp_path / "pictures", tmp_path / "run"
+    shutil.copytree(pictures, data)
+    assert negchain("train", TINY, "--steps 2 --data", data, "--out", out) == 0
+    shutil.copy(data / "000.png", data / "added.png")
+    before = snapshot(out)
+    said = refusal(capsys, "train --quiet --resume --out", out)
+    assert "another data set" in said and "files were added" in said
+    assert snapshot(out) == before
+
+
+def test_only_damaged_checkpoints(run: Path, capsys: Capture) -> None:
+    for file in (run / "checkpoints").iterdir():
+        file.write_bytes(file.read_bytes()[:-100])
+    before = snapshot(run)
+    for command in ("train --quiet --resume --out", "evaluate"):
+        assert "damaged" in refusal(capsys, command, run)
+    assert snapshot(run) == before
+
+
+def test_a_damaged_checkpoint_before_a_good_one(
+    pictures: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    out = tmp_path / "run"
+    options = "--steps 6 --checkpoint-every 2 --keep-checkpoints 3 --data"
+    assert negchain("train", TINY, options, pictures, "--out", out) == 0
+    newest = out / "checkpoints" / "step-000000006.pt"
+    good, metrics = newest.read_bytes(), (out / "metrics.jsonl").read_text()
+    newest.write_bytes(good[:-1] + b"?")
+    capsys.readouterr()
+    assert negchain("train --quiet --resume --out", out) == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert "continuing after step 4 of 6" in said and "skipped because it is damaged" in said
+    assert len((out / "metrics.jsonl").read_text().splitlines()) == len(metrics.splitlines())
+
+
+def test_embed_refuses_before_it_writes(
+    run: Path, pictures: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    said = refusal(capsys, "embed", run, "--data", pictures, "--out", tmp_path / "a.txt")
+    assert ".npz or .parquet" in said and not (tmp_path / "a.txt").exists()
+    said = refusal(capsys, "embed", run, "--data digits --out", tmp_path / "a.npz")
+    assert "3 channels" in said and not (tmp_path / "a.npz").exists()
+    export = ("--export", tmp_path / "run")  # not empty
+    said = refusal(capsys, "embed", run, "--data", pictures, "--out", tmp_path / "a.npz", *export)
+    assert "not empty" in said and not (tmp_path / "a.npz").exists()
+
+
+def test_evaluate_needs_labels(run: Path, pictures: Path, capsys: Capture) -> None:
+    assert "no labelled" in refusal(capsys, "evaluate", run, "--data", pictures)
+
+
+def test_compare_takes_no_other_run_for_its_own(
+    finished: Path, pictures: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    shutil.copytree(finished, tmp_path / "emc2-seed0")
+    options = TINY.replace("--quiet", "") + " --methods emc2 --steps 4 --data"
+    said = refusal(capsys, "compare", options, pictures, "--out", tmp_path)
+    assert "--steps was 3 and is now 4" in said
