@@ -37,7 +37,7 @@ SETTINGS: dict[str, dict] = {
 
 def prepared(config, data, graph: bool):
     folder = RunFolder.create(Path(tempfile.mkdtemp()) / "run", config="{}\n")
-    run = trainer.prepare(config, data, folder)
+    run = trainer.prepare(config, data, lambda: folder)
     if graph:
         run.step.capture()
     return run
@@ -82,7 +82,7 @@ def main() -> None:
             info = graph.step.loss_fn.info
             worst, eager_speed = float("nan"), float("nan")
             if not given.no_eager:
-                eager = trainer.prepare(config, data, graph.folder)
+                eager = trainer.prepare(config, data, lambda: graph.folder)  # noqa: B023
                 eager_losses, eager_speed = run_steps(eager, min(given.steps, 60))
                 worst = max(abs(a - b) for a, b in zip(losses, eager_losses, strict=True))
             base = base or 1 / speed

@@ -97,7 +97,7 @@ def test_what_is_refused_late_leaves_no_run_behind(
     options = "--steps 2 --augmentations 2 --resident-gb 0 --data"
     said = refusal(capsys, "train", TINY, options, pictures, "--out", out)
     assert "--resident-gb" in said and not out.exists()
-    options = "--steps 2 --encoder vgg11 --image-size 8 --recipe none --batch-size 4 --data"
+    options = "--steps 2 --encoder vgg11 --image-size 8 --batch-size 4 --quiet --data"
     said = refusal(capsys, "train", options, pictures, "--out", out)
     assert "does not take" in said and not out.exists()
 

@@ -143,7 +143,9 @@ class Judge:
         step = max(1, -(-len(shown) // MAP_POINTS))
         chosen = torch.arange(0, len(shown), step)
         x = torch.nn.functional.normalize(shown_x[chosen.to(shown_x.device)], dim=-1).cpu().numpy()
-        if len(x) > 40:
+        if np.ptp(x, axis=0).max() < 1e-6:  # a collapsed encoder: every image at one point
+            x = np.zeros((len(x), 2))
+        elif len(x) > 40:
             x = PCA(n_components=min(50, *x.shape), random_state=0).fit_transform(x)
             x = TSNE(
                 perplexity=min(30, (len(x) - 1) / 3), init="pca", random_state=0

@@ -109,8 +109,7 @@ class TrainStep:
 
     def capture(self) -> None:
         """Record the step as a CUDA graph; parameters and state end as they began."""
-        kept = [(tensor, tensor.clone()) for tensor in self._state()]
-        known = {id(tensor) for tensor, _ in kept}
+        kept = {id(tensor): (tensor, tensor.detach().clone()) for tensor in self._state()}
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -120,19 +119,20 @@ class TrainStep:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self._run(None)
-        for tensor, value in kept:
-            tensor.copy_(value)
-        for tensor in self._state():
-            if id(tensor) not in known:
-                tensor.zero_()  # optimizer state made by the warm-up; zero is where all four begin
+        with torch.no_grad():
+            for tensor, value in kept.values():
+                tensor.copy_(value)
+            for tensor in self._state():
+                if id(tensor) not in kept:
+                    tensor.zero_()  # optimizer state made by the warm-up: zero is where it begins
         self._graph = graph
 
     def _state(self) -> list[Tensor]:
         """Every tensor a step changes in place."""
         modules: tuple[nn.Module, ...] = (self.encoder, self.loss_fn)
-        tensors = [t.detach() for m in modules for t in (*m.parameters(), *m.buffers())]
+        tensors = [t for m in modules for t in (*m.parameters(), *m.buffers())]
         held = [s for state in self.optimizer.state.values() for s in state.values()]
-        return tensors_of(tensors, [t for t in held if isinstance(t, Tensor)])
+        return tensors + [t for t in held if isinstance(t, Tensor)]
 
     def _run(self, batch: Tensor | None) -> None:
         self.optimizer.zero_grad(set_to_none=True)
@@ -234,11 +234,6 @@ class TrainStep:
         with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
             embeddings: Tensor = self.encoder(pixels)
         return embeddings
-
-
-def tensors_of(*groups: list[Tensor]) -> list[Tensor]:
-    """The tensors of all groups, each once."""
-    return list({id(t): t for group in groups for t in group}.values())
 
 
 def _tensor(value: object) -> Tensor:
