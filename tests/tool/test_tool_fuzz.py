@@ -101,8 +101,13 @@ def test_every_combination_runs_or_is_refused(chosen: dict[str, object], picture
     check(chosen, pictures)
 
 
+def test_a_refresh_of_one_image_under_batch_norm(pictures: Path) -> None:
+    """Found by the search above: 1 % of 24 images is one, and its last maps are 1 x 1."""
+    check({"encoder": "resnet10t", "proposal": "cache"}, pictures)
+
+
 @pytest.mark.slow
-@settings(FUZZ, max_examples=600)
+@settings(FUZZ, max_examples=600, derandomize=False)
 @given(chosen=COMBINATIONS)
 def test_many_more_combinations(chosen: dict[str, object], pictures: Path) -> None:
     check(chosen, pictures)

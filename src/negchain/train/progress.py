@@ -24,9 +24,8 @@ class Progress:
         if show:
             self._bar = RichProgress(
                 TextColumn("{task.description}"),
-                BarColumn(),
+                BarColumn(bar_width=14),  # so that a line of 80 characters holds everything
                 MofNCompleteColumn(),
-                TextColumn("steps"),
                 TimeRemainingColumn(),
                 TextColumn("left  {task.fields[rate]}  {task.fields[loss]}"),
                 console=Console(stderr=True),

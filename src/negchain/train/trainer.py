@@ -73,7 +73,7 @@ class Run:
                 self._log(final)
                 self.evaluated = True
                 self._save()
-            progress.say("writing the report")
+            progress.say("reporting")
             artifacts = self.judge.artifacts(self.encoder, self.step.loss_fn)
             with checkpoint.replacing(self.folder.path / "artifacts.npz") as file:
                 np.savez_compressed(file, **artifacts)  # type: ignore[arg-type]
@@ -245,8 +245,8 @@ def prepare(config: TrainConfig, data: DataBundle, open_folder: Callable[[], Run
     """
     device = choose_device(config)
     if device.type == "cpu" and config.encoder == "small-cnn":
-        # Its tensors are too small to share: on two busy cores a second thread, mostly waiting,
-        # made digits 20 times slower (42 instead of 828 images/s).
+        # Its tensors are too small to share. Digits on 2 cores: a second thread gains up to 1.4
+        # times when nothing else runs, and loses 20 times (42, not 828 images/s) when much does.
         torch.set_num_threads(1)
     torch.manual_seed(config.seed)
     order = DataOrder(len(data.pretrain), config.batch_size, config.seed)

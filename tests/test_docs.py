@@ -1,0 +1,93 @@
+"""The documentation is true: its code runs, its links lead somewhere, every public name has one."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import negchain
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")])
+QUICK_EXAMPLES = {"own_loop.py", "tiny_exact.py"}
+
+
+def _name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def _prose(text: str) -> str:
+    return re.sub(r"```.*?```", "", text, flags=re.S)
+
+
+WITH_CODE = [page for page in PAGES if "```python" in page.read_text(encoding="utf-8")]
+
+
+@pytest.mark.parametrize("page", WITH_CODE, ids=_name)
+def test_code_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All blocks of a page, in order, in one namespace, as a reader would type them."""
+    monkeypatch.chdir(tmp_path)
+    text = page.read_text(encoding="utf-8")
+    namespace: dict[str, object] = {"__name__": "page"}
+    for block in re.finditer(r"^```python\n(.*?)^```", text, re.S | re.M):
+        line = text[: block.start(1)].count("\n")
+        source = "\n" * line + block.group(1)  # so that a traceback names the page's own line
+        exec(compile(source, str(page), "exec"), namespace)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = _prose(page.read_text(encoding="utf-8"))
+    targets = re.findall(r"\]\(<?([^)\s>]+)>?\)", text)
+    missing = []
+    for target in targets:
+        path, _, anchor = target.partition("#")
+        if re.match(r"\w+:", target):
+            continue
+        file = (page.parent / path).resolve() if path else page
+        if not file.exists() or (anchor and file.suffix == ".md" and anchor not in _anchors(file)):
+            missing.append(target)
+    assert missing == []
+
+
+def _anchors(page: Path) -> set[str]:
+    """Anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", _prose(page.read_text(encoding="utf-8")), re.M)
+    return {re.sub(r"[^\w\- ]", "", h.strip().lower()).replace(" ", "-") for h in headings}
+
+
+@pytest.mark.parametrize(
+    "example",
+    [
+        pytest.param(
+            path, id=path.name, marks=() if path.name in QUICK_EXAMPLES else pytest.mark.slow
+        )
+        for path in sorted((ROOT / "examples").glob("*.py"))
+    ],
+)
+def test_examples_run(example: Path, tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(example)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+@pytest.mark.parametrize("name", negchain.__all__)
+def test_every_public_name_is_documented(name: str) -> None:
+    value = getattr(negchain, name)
+    assert inspect.isclass(value) or inspect.isfunction(value)
+    text = inspect.getdoc(value) or ""
+    assert "Example" in text and ">>>" in text, f"{name} needs an example that runs"

@@ -1,0 +1,210 @@
+"""What a run leaves behind, and what the other commands make of it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as parquet
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tool_runs import DIGITS, TINY, metrics_of, negchain, picture_folder
+
+from negchain.data import load_data
+from negchain.encoders import Encoder
+from negchain.train.export import load_trained
+
+Capture = pytest.CaptureFixture[str]
+
+FIXED_KEYS = {
+    "step", "epoch", "samples", "seconds", "loss", "global_loss", "acceptance_rate",
+    "carried_mass", "knn1", "probe", "images_per_second",
+}  # fmt: skip
+OUR_KEYS = {
+    "lr", "dropped_mass", "effective_negatives", "chain_age", "estimated_global_loss",
+    "knn1_euclidean", "probe_l2", "probe_paper",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("runs") / "digits"
+    options = DIGITS.replace("--eval-every 0", "--eval-every 1")
+    assert negchain("train", options, "--subset 96 --epochs 2 --log-every 1 --out", out) == 0
+    return out
+
+
+def plain_features(encoder: Encoder, pixels: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return encoder.features(pixels.float() / 255)
+
+
+def test_a_run_folder_holds_what_was_promised(run: Path) -> None:
+    names = {path.name for path in run.iterdir()}
+    assert names >= {"config.json", "metrics.jsonl", "checkpoints", "report.html", "summary.json"}
+    config = json.loads((run / "config.json").read_text())
+    assert (config["method"], config["batch_size"], config["subset"]) == ("emc2", 32, 96)
+    assert config["versions"]["torch"] and config["data_info"]["fingerprint"]
+    assert [p.name for p in (run / "checkpoints").iterdir()] == ["step-000000006.pt"]
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["step"] == 6 and summary["samples"] == 192
+    assert {"knn1", "probe", "global_loss", "loss"} <= set(summary)
+
+
+def test_metrics_have_the_fixed_names(run: Path) -> None:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    seen = {key for line in lines for key in line}
+    assert FIXED_KEYS <= seen <= FIXED_KEYS | OUR_KEYS
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in lines if "knn1" in line] == [3, 6]
+    assert all(line["samples"] == 32 * line["step"] for line in lines)
+    assert all(line["epoch"] == pytest.approx(line["step"] / 3) for line in lines)
+    seconds = [line["seconds"] for line in lines]
+    assert seconds == sorted(seconds) and seconds[0] > 0
+    assert all(0 <= line["acceptance_rate"] <= 1 for line in lines if "acceptance_rate" in line)
+
+
+def test_tensorboard_has_the_same_numbers(run: Path) -> None:
+    events = EventAccumulator(str(run / "tensorboard")).Reload()
+    logged = {e.step: e.value for e in events.Scalars("loss")}
+    expected = {line["step"]: line["loss"] for line in metrics_of(run) if "loss" in line}
+    assert logged == pytest.approx(expected)
+
+
+def test_evaluate_repeats_the_numbers_of_the_end(run: Path, capsys: Capture) -> None:
+    assert negchain("evaluate", run) == 0
+    assert re.search(r"knn1 +0\.\d{4}", capsys.readouterr().out)
+    found = json.loads((run / "evaluation.json").read_text())
+    summary = json.loads((run / "summary.json").read_text())
+    for key in ("global_loss", "knn1", "knn1_euclidean", "probe", "probe_paper"):
+        assert found[key] == pytest.approx(summary[key], abs=1e-9), key
+
+
+def test_embed_writes_the_features_of_plain_images(run: Path, tmp_path: Path) -> None:
+    encoder, _ = load_trained(run)
+    data = load_data("digits")
+    assert data.test is not None
+    names = [*data.pretrain.names, *data.test.names]
+    images = [part.images for part in (data.pretrain, data.test)]
+    labels = torch.cat([p.labels for p in (data.pretrain, data.test) if p.labels is not None])
+    expected = torch.cat([plain_features(encoder, x) for x in images if x is not None]).numpy()
+    for suffix in ("npz", "parquet"):
+        out = tmp_path / "deep" / f"all.{suffix}"
+        assert negchain("embed", run, "--data digits --out", out) == 0
+        if suffix == "npz":
+            with np.load(out) as found:
+                got = (found["names"].tolist(), found["labels"].tolist(), found["embeddings"])
+        else:
+            table = parquet.read_table(out).to_pydict()
+            got = (table["name"], table["label"], np.array(table["embedding"], np.float32))
+        assert got[0] == names and got[1] == labels.tolist()
+        np.testing.assert_allclose(got[2], expected, atol=1e-5)
+        assert got[2].dtype == np.float32 and len(names) == 1797
+
+
+@pytest.mark.parametrize(
+    "encoder",
+    [
+        "resnet18 --norm none --image-size 16",
+        "resnet18 --norm batch --image-size 16",
+        "resnet18 --norm none --image-size 72",
+        "resnet10t --norm batch --image-size 32",
+        "vit_tiny_patch16_224 --norm batch --image-size 32",
+        "resnet10t --norm none --image-size 32",
+        "small-cnn --norm group --image-size 8",
+    ],
+)
+def test_the_model_card_loads_the_encoder(
+    encoder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = picture_folder(tmp_path / "pictures", count=6)
+    options = "--batch-size 3 --steps 1 --probe-samples 4 --quiet --device cpu --workers 0"
+    arguments = (f"--recipe none --encoder {encoder} {options} --data", data)
+    assert negchain("train", *arguments, "--out", tmp_path / "run") == 0
+    export = ("--out", tmp_path / "a.npz", "--export", tmp_path / "model")
+    assert negchain("embed", tmp_path / "run", "--data", data, *export) == 0
+    card = (tmp_path / "model" / "README.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", card, re.S)
+    monkeypatch.chdir(tmp_path / "model")
+    namespace: dict[str, Any] = {}
+    exec(code, namespace)
+    assert len(code.strip().splitlines()) <= 12
+    assert ("negchain" in code) == (
+        "small-cnn" in encoder or encoder.startswith("resnet10t --norm none")
+    )
+    ours, _ = load_trained(tmp_path / "run")
+    side = int(encoder.split()[-1])
+    pixels = torch.rand(2, 3, side, side, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(namespace["model"](pixels), ours.features(pixels))
+    assert not namespace["model"].training
+
+
+def test_report_of_several_runs(run: Path, tmp_path: Path, capsys: Capture) -> None:
+    other = shutil.copytree(run, tmp_path / "other")
+    page = tmp_path / "both.html"
+    assert negchain("report", run, other, "--out", page) == 0
+    assert f"report: {page}" in capsys.readouterr().out
+    text = page.read_text()
+    assert "<html" in text and "digits" in text and "other" in text
+    assert not re.search(r"(src|href)=[\"']https?://", text)
+
+
+def test_compare_two_methods_and_two_seeds(tmp_path: Path) -> None:
+    data = picture_folder(tmp_path / "pictures")
+    out = tmp_path / "duel"
+    options = TINY.replace("--quiet", "") + " --methods dcl,emc2 --seeds 2 --steps 4 --jobs 2"
+    arguments = ("compare", options, "--burn-in 0.25 --data", data, "--out", out)
+    assert negchain(*arguments) == 0
+    runs = {f"{method}-seed{seed}" for method in ("dcl", "emc2") for seed in (0, 1)}
+    assert {p.name for p in out.iterdir() if p.is_dir()} == runs
+    configs = {name: json.loads((out / name / "config.json").read_text()) for name in runs}
+    assert configs["emc2-seed1"]["burn_in"] == 0.25 and configs["emc2-seed1"]["seed"] == 1
+    assert metrics_of(out / "dcl-seed0") != metrics_of(out / "dcl-seed1")
+    page = (out / "report.html").read_text()
+    assert "emc2" in page and "dcl" in page
+    before = (out / "emc2-seed0" / "metrics.jsonl").stat().st_mtime_ns
+    (out / "report.html").unlink()
+    assert negchain(*arguments) == 0  # everything is there already: only the page is made
+    assert (out / "emc2-seed0" / "metrics.jsonl").stat().st_mtime_ns == before
+    assert (out / "report.html").exists()
+
+
+TRAIN = """--data --method --batch-size --epochs --steps --beta --burn-in --carried --denominator
+--encoder --norm --optimizer --lr --seed --device --out --resume --preset --strict --no-graph"""
+
+
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        ("train", TRAIN),
+        ("evaluate", "RUN --data"),
+        ("embed", "RUN --data --out --export"),
+        ("report", "RUN --out"),
+        ("compare", "--methods --seeds --jobs --data --out"),
+        ("", "train evaluate embed compare report"),
+    ],
+)
+def test_help_names_every_option(
+    command: str, options: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    assert negchain(command, "--help") == 0
+    text = capsys.readouterr().out
+    assert [name for name in options.split() if name not in text] == []
+
+
+def test_help_teaches_the_presets_and_choices(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    assert negchain("train -h") == 0
+    text = capsys.readouterr().out
+    for word in ("stl10-b32", "stl10-b256", "imagenet100-b256", "stl10-subset", "--resume",
+                 "infonce|dcl|sogclr|negcache|emc2|isir", "encode|cached|score"):  # fmt: skip
+        assert word in text
