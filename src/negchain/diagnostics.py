@@ -51,7 +51,14 @@ class EstimatorRow:
 
 @dataclass(frozen=True)
 class EstimatorReport:
-    """The table `estimator_report` returns; `print` it."""
+    """The table `estimator_report` returns; `print` it.
+
+    Example:
+        >>> z = torch.nn.functional.normalize(torch.randn(30, 4), dim=-1)
+        >>> report = estimator_report(z, batch_size=4, beta=5.0, steps=5, methods=["dcl"])
+        >>> report.as_dicts()[0]["method"]
+        'dcl'
+    """
 
     rows: tuple[EstimatorRow, ...]
     num_samples: int

@@ -37,7 +37,8 @@ class TrainConfig:
     """
 
     data: str = "digits"
-    """digits, cifar10, stl10, or a folder: train/, test/ and unlabeled/, or plain images."""
+    """digits, cifar10, stl10, or a folder: train/, test/ and unlabeled/, or plain images;
+    several, separated by commas, are trained on together."""
     method: Literal["infonce", "dcl", "sogclr", "negcache", "emc2", "isir"] = "emc2"
     """Estimator of the negatives: infonce is SimCLR's; emc2 and isir keep a chain per image."""
     batch_size: int = 64
@@ -65,9 +66,9 @@ class TrainConfig:
     norm: Literal["batch", "group", "none"] = "batch"
     """Normalisation layers; none is the paper's, batch lets images of one step see each other."""
     embedding_dim: int | None = None
-    """Width of the embedding; 0 takes the width of the encoder's features."""
-    projector: Literal["linear", "mlp"] = "linear"
-    """Head from features to embedding: one layer, or Linear-ReLU-Linear."""
+    """Width of the embedding; 0 takes the encoder's usual one."""
+    projector: Literal["paper", "linear", "mlp"] = "paper"
+    """Head from features to embedding: the paper's for the encoder, one layer, or an MLP."""
     optimizer: Literal["sgd", "adam", "adamw", "lars"] = "adam"
     """Optimizer."""
     lr: float = 1e-3
@@ -351,9 +352,11 @@ def _on_this_machine(config: TrainConfig) -> TrainConfig:
         choose("--encoder", config.encoder, ["small-cnn", *timm.list_models()])
     data = config.data
     if data not in DATA_DEFAULTS:
-        if not os.path.isdir(data):
-            choose("--data is no folder, so it", data, DATA_DEFAULTS)
-        data = os.path.abspath(data)
+        parts = [part.strip() for part in data.split(",")] if not os.path.isdir(data) else [data]
+        for part in parts:  # several sources are separated by commas
+            if not os.path.isdir(part):
+                choose("--data is no folder, so it", part, DATA_DEFAULTS)
+        data = ",".join(p if p in DATA_DEFAULTS else os.path.abspath(p) for p in parts)
     return replace(config, data=data, root=os.path.abspath(config.root))
 
 

@@ -208,8 +208,11 @@ class TrainStep:
             count = math.ceil(self.config.refresh * table.embeddings.shape[0])
             ids = table.next_ids(count)
             stored = self.config.augmentations or 1
+            # In eval mode: a refresh is no training batch, and may be of one image.
+            self.encoder.eval()
             with torch.no_grad():
                 z = self._encode_plain(self.images(ids * stored))
+            self.encoder.train()
             table.refresh(ids, z, normalize=loss_fn.normalize)
 
     def _encode(self, images: Tensor, first_row: int = 0) -> Tensor:

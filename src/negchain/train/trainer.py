@@ -298,13 +298,12 @@ def run_augmentation(config: TrainConfig, data: DataBundle) -> Augmentation:
 
 def build_run_encoder(config: TrainConfig, data: DataBundle) -> Encoder:
     """The encoder a config names, with fresh weights."""
-    projection: Any = "mlp" if config.projector == "mlp" else "paper"
     return build_encoder(
         config.encoder,
         image_size=config.image_size or data.pretrain.size[0],
         channels=data.pretrain.channels,
         norm=config.norm,
-        projection=projection,
+        projection=config.projector,
         embedding_dim=config.embedding_dim,
         seed=config.seed,
     )

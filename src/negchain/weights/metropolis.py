@@ -27,7 +27,13 @@ Backend = Literal["auto", "reference", "torch", "triton"]
 
 
 class Scan(NamedTuple):
-    """What a chain did in one scan."""
+    """What N chains did in one scan over K columns.
+
+    Example:
+        >>> scan = mh_scan(torch.zeros(2, 3), torch.zeros(2), torch.full((2, 3), -0.1), burn_in=0)
+        >>> scan.weights.shape, scan.last.tolist()
+        (torch.Size([2, 3]), [2, 2])
+    """
 
     weights: Tensor  # [N,K] share of the counted steps spent at each column
     start_weight: Tensor  # [N] share spent at the start state
