@@ -63,7 +63,7 @@ class Walk:
     carried_weight: Tensor  # [N] the part of it that is trained ("score" drops it)
     carried_similarity: Tensor | None  # [N] differentiable similarity to the carried state
     accepts: Tensor  # [N]
-    num_steps: Tensor  # [N] proposals each row could use
+    num_steps: Tensor  # [N] moves each row could make: its proposals, or one for i-SIR
     slots: tuple[Tensor, ...]  # per view [B], the chain of each row
     finals: tuple[Tensor, ...]  # per view [B], row * K + column of the final state, -1 = unmoved
 
@@ -144,7 +144,7 @@ def walk_chains(
         carried_weight=torch.zeros_like(mass) if trained is None else mass,
         carried_similarity=trained,
         accepts=scan.accepts,
-        num_steps=num_steps,
+        num_steps=torch.ones_like(num_steps) if sampler.kernel == "isir" else num_steps,
         slots=slots,
         finals=finals,
     )
