@@ -177,7 +177,7 @@ def test_bad_settings_are_refused(settings: dict[str, float], word: str) -> None
         build_optimizer(network(), "sgd", **settings)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_cuda_graph_sees_the_schedule(name: str) -> None:
     """Captured steps with a changing rate equal eager ones."""

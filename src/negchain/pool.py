@@ -219,3 +219,17 @@ def write_rows(table: Tensor, slots: Tensor, values: Tensor, allowed: Tensor) ->
         (writer >= 0).view(shape), values[writer.clamp(min=0)].to(table.dtype), table[slots]
     )
     table[slots] = new
+
+
+def write_view_mean(table: Tensor, index: Tensor, log_values: Tensor, allowed: Tensor) -> None:
+    """Store the log of the mean over views of exp(log_values), one value per item, in place.
+
+    Args:
+        table: [M] state to change.
+        index: [B] items.
+        log_values: [V * B] one value per row, view after view.
+        allowed: [B] bool; a value that is not finite is never written.
+    """
+    views = log_values.view(-1, len(index))
+    mean = torch.logsumexp(views, 0) - math.log(len(views))
+    write_rows(table, index, mean, allowed & torch.isfinite(mean))

@@ -229,7 +229,7 @@ def test_sync_check_catches_planted_syncs(planted) -> None:
         planted(pixels)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", RECIPES)
 def test_cuda_graph_replays_torchvision_pixels(name: str) -> None:
     augment = augmentation(name, size=96)

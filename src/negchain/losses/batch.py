@@ -195,6 +195,20 @@ def per_side(name: str, value: object, num_sides: int) -> list[object]:
     return list(value)
 
 
+def check_carried(carried: object, batch: Batch, parts: int, normalize: bool) -> list[Tensor]:
+    """Embeddings of carried states, [B, D] each, checked as the batch was; one or two of them."""
+    ready = []
+    for z in per_side("carried", carried, parts):
+        if not isinstance(z, Tensor) or z.shape != batch.z_a.shape:
+            shape = tuple(z.shape) if isinstance(z, Tensor) else type(z).__name__
+            raise ValueError(f"carried must be [B, D] = {tuple(batch.z_a.shape)}, got {shape}")
+        z = as_embedding(z, normalize).to(batch.z_a.dtype)
+        if z.device.type == "cpu" and not bool(torch.isfinite(z).all()):
+            raise ValueError("carried embeddings must be finite, got NaN or inf")
+        ready.append(z)
+    return ready
+
+
 def _refuse(ids: Tensor, ok: Tensor, name: str, size: int | None) -> None:
     if not bool(ok.all()):
         bad = ids[~ok].tolist()[:5]

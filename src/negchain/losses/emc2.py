@@ -17,7 +17,6 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from negchain import draws
 from negchain.losses.base import (
     ContrastiveLoss,
     detached_logits,
@@ -25,13 +24,12 @@ from negchain.losses.base import (
     global_log_partition,
     one_of,
 )
-from negchain.losses.batch import Batch, Drawn, Draws, Views, as_embedding, as_ids, per_side
+from negchain.losses.batch import Batch, Drawn, Draws, Views, as_ids, check_carried
 from negchain.losses.chains import Arrival, Carried, ChainTable
 from negchain.losses.table import StaleTable
 from negchain.losses.walk import Kernel, Sampler, WalkOrder, walk_chains
 from negchain.objective import Denominator, Estimate
-from negchain.pool import Draw, Side, write_rows
-from negchain.weights.cache import draw_from, informed_proposal
+from negchain.pool import Draw, Side, write_view_mean
 from negchain.weights.metropolis import Backend
 from negchain.weights.sogclr import moving_log_mean
 
@@ -216,14 +214,9 @@ class EMC2Loss(ContrastiveLoss):
             drawn = []
             for number, (side, table) in enumerate(zip(sides, self.tables, strict=True)):
                 assert isinstance(table, StaleTable)
-                log_q = informed_proposal(table.logits(side, self._beta(side.queries)))
-                row = torch.full((1,), number, device=log_q.device)
                 count = self.num_draws or len(index)
-                u = draws.uniform(
-                    self.seed, self.step, draws.STREAM_PROPOSE, row, count, torch.float64
-                )
-                ids = draw_from(log_q, u[0])
-                drawn.append(Draw(ids, log_q[ids], log_q_all=log_q))
+                key = (self.seed, self.step, number)
+                drawn.append(table.informed_draw(side, self._beta(side.queries), count, key))
         return (drawn[0], drawn[1]) if len(drawn) == 2 else drawn[0]
 
     @full_precision
@@ -309,10 +302,8 @@ class EMC2Loss(ContrastiveLoss):
                 self.chains.commit(number, chain, arrival, batch.valid)
             for number, running in enumerate(runnings):
                 if running is not None:
-                    views = running.view(-1, len(batch.index))
-                    mean = torch.logsumexp(views, 0) - math.log(len(views))
-                    allowed = batch.valid & torch.isfinite(mean)
-                    write_rows(self.log_partition[number], batch.index, mean, allowed)
+                    table = self.log_partition[number]
+                    write_view_mean(table, batch.index, running, batch.valid)
             self.step += 1
         self._report(report)
         return sum(total[1:], total[0]) / len(total)
@@ -370,15 +361,8 @@ class EMC2Loss(ContrastiveLoss):
         """Embeddings of the carried states, per side and view, checked and normalised."""
         if carried is None:
             return [None] * self.num_sides
-        ready = []
-        for z in per_side("carried", carried, 2 if self.augmentations else self.num_sides):
-            if not isinstance(z, Tensor) or z.shape != batch.z_a.shape:
-                shape = tuple(z.shape) if isinstance(z, Tensor) else type(z).__name__
-                raise ValueError(f"carried must be [B, D] = {tuple(batch.z_a.shape)}, got {shape}")
-            z = as_embedding(z, self.normalize).to(batch.z_a.dtype)
-            if z.device.type == "cpu" and not bool(torch.isfinite(z).all()):
-                raise ValueError("carried embeddings must be finite, got NaN or inf")
-            ready.append(z)
+        parts = 2 if self.augmentations else self.num_sides
+        ready = check_carried(carried, batch, parts, self.normalize)
         if self.num_sides == 2:
             return [(ready[0],), (ready[1],)]
         if self.augmentations:
@@ -429,7 +413,4 @@ def _check_settings(
             f"proposal other than 'cache'; got {augmentations}, {views!r}, {proposal!r}"
         )
     if num_draws is not None and (num_draws < 1 or proposal != "cache"):
-        raise ValueError(
-            f"num_draws must be at least 1 and goes with proposal='cache', got {num_draws} and "
-            f"{proposal!r}"
-        )
+        raise ValueError(f"num_draws (at least 1) goes with proposal='cache', got {num_draws}")

@@ -13,13 +13,11 @@ import math
 import torch
 from torch import Tensor, nn
 
-from negchain import draws
 from negchain.losses.base import ContrastiveLoss, effective_negatives, full_precision
 from negchain.losses.batch import Drawn, Draws, Views
 from negchain.losses.table import StaleTable
 from negchain.objective import Denominator, Estimate
 from negchain.pool import Draw
-from negchain.weights.cache import gumbel_winner
 
 
 class NegativeCacheLoss(ContrastiveLoss):
@@ -115,16 +113,9 @@ class NegativeCacheLoss(ContrastiveLoss):
             draws_of_sides = []
             for number, (side, table) in enumerate(zip(sides, self.tables, strict=True)):
                 assert isinstance(table, StaleTable)
-                logits = table.logits(side, self._beta(side.queries))
-                if z_b is None:
-                    logits = logits[: len(index)]
-                rows = torch.arange(logits.shape[0], device=logits.device)
-                stream = draws.STREAM_GUMBEL + 16 * number
-                noise = draws.gumbel(
-                    self.seed, self.step, stream, rows, logits.shape[1], logits.dtype
-                )
-                winner, log_partition = gumbel_winner(logits, noise)
-                draws_of_sides.append(Draw(winner[:, None], log_partition=log_partition))
+                rows = len(index) if z_b is None else side.num_rows
+                key = (self.seed, self.step, number)
+                draws_of_sides.append(table.winners(side, self._beta(side.queries), rows, key))
         if len(draws_of_sides) == 2:
             if z_b is None:
                 raise ValueError("propose needs z_b too: both directions are anchors")

@@ -22,7 +22,7 @@ from negchain.losses.base import (
 )
 from negchain.losses.batch import Drawn, Draws, Views
 from negchain.objective import Denominator, Estimate
-from negchain.pool import write_rows
+from negchain.pool import write_view_mean
 from negchain.weights.sogclr import sogclr_weights
 
 
@@ -106,10 +106,7 @@ class SogCLRLoss(ContrastiveLoss):
             estimate = Estimate(weights, log_partition, log_u + log_num_negatives)
             total.append(self._value(side, similarity, estimate))
             if self.training:
-                views = log_u.view(-1, len(batch.index))
-                mean = torch.logsumexp(views, 0) - math.log(len(views))
-                allowed = batch.valid & torch.isfinite(mean)
-                write_rows(table, batch.index, mean, allowed)
+                write_view_mean(table, batch.index, log_u, batch.valid)
             report["global_loss"].append(total[-1].detach())
             report["effective_negatives"].append(effective_negatives(weights))
         if self.training:

@@ -15,9 +15,11 @@ import math
 import torch
 from torch import Tensor
 
+from negchain import draws
 from negchain.losses.base import LazyState
 from negchain.losses.batch import as_embedding
-from negchain.pool import Side, matches, write_rows
+from negchain.pool import Draw, Side, matches, write_rows
+from negchain.weights.cache import draw_from, gumbel_winner, informed_proposal
 
 
 class StaleTable(LazyState):
@@ -61,6 +63,32 @@ class StaleTable(LazyState):
         logits = side.queries.detach() @ table.T * beta
         ids = torch.arange(self.embeddings.shape[0], device=logits.device)
         return logits.masked_fill(matches(ids, side.positive_ids, side.known), -math.inf)
+
+    def winners(
+        self, side: Side, beta: float | Tensor, num_rows: int, key: tuple[int, Tensor, int]
+    ) -> Draw:
+        """One exact draw from the stale softmax for each of the first `num_rows` rows.
+
+        `key` is (seed, step, side number), what the Gumbel noise is a function of.
+        """
+        seed, step, number = key
+        logits = self.logits(side, beta)[:num_rows]
+        rows = torch.arange(num_rows, device=logits.device)
+        stream = draws.STREAM_GUMBEL + 16 * number
+        noise = draws.gumbel(seed, step, stream, rows, logits.shape[1], logits.dtype)
+        winner, log_partition = gumbel_winner(logits, noise)
+        return Draw(winner[:, None], log_partition=log_partition)
+
+    def informed_draw(
+        self, side: Side, beta: float | Tensor, count: int, key: tuple[int, Tensor, int]
+    ) -> Draw:
+        """`count` draws shared by all rows, half from their stale softmaxes, half uniform."""
+        seed, step, number = key
+        log_q = informed_proposal(self.logits(side, beta))
+        row = torch.full((1,), number, device=log_q.device)
+        u = draws.uniform(seed, step, draws.STREAM_PROPOSE, row, count, torch.float64)
+        ids = draw_from(log_q, u[0])
+        return Draw(ids, log_q[ids], log_q_all=log_q)
 
     def write(self, ids: Tensor, embeddings: Tensor) -> None:
         """Remember embeddings [R, D] of keys, as they are; non-finite ones are left out."""

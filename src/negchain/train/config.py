@@ -37,8 +37,7 @@ class TrainConfig:
     """
 
     data: str = "digits"
-    """digits, cifar10, stl10, or a folder: train/, test/ and unlabeled/, or plain images;
-    several, separated by commas, are trained on together."""
+    """digits, cifar10, stl10, or a folder (train/, test/, unlabeled/, or images); A,B for two."""
     method: Literal["infonce", "dcl", "sogclr", "negcache", "emc2", "isir"] = "emc2"
     """Estimator of the negatives: infonce is SimCLR's; emc2 and isir keep a chain per image."""
     batch_size: int = 64

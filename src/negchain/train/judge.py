@@ -79,7 +79,10 @@ class Judge:
         return result
 
     def exact_loss(self, encoder: Encoder) -> float:
-        """Eq. (1), exact, over two fixed views of a fixed sample of the training images."""
+        """Eq. (1), exact, over two fixed views of a fixed sample of the training images.
+
+        Always eq. (1), whatever the method's own denominator: so that methods can be compared.
+        """
         count = min(self.config.probe_samples, len(self.data.pretrain))
         generator = torch.Generator().manual_seed(self.config.seed)
         chosen = torch.randperm(len(self.data.pretrain), generator=generator)[:count].sort().values
@@ -87,12 +90,7 @@ class Judge:
         for view in range(2):
             sample = _Augmented(self, chosen, view)
             views.append(self._embed(encoder, encoder, sample, plain=sample.pixels))
-        return float(
-            global_loss(
-                views[0].double(), views[1].double(), self.config.beta,
-                denominator=self.config.denominator,
-            )
-        )  # fmt: skip
+        return float(global_loss(views[0].double(), views[1].double(), self.config.beta))
 
     def embed(self, encoder: Encoder, images: ImageSet) -> Tensor:
         """Features of a whole set, [M, F] float32."""

@@ -24,8 +24,8 @@ def moving_log_mean(log_average: Tensor, log_value: Tensor, rate: float | Tensor
     A value of -inf (nothing was seen) leaves the average as it is.
 
     Example:
-        >>> moving_log_mean(torch.tensor([-math.inf, 0.0]), torch.tensor([2.0, 0.0]), 0.9)
-        tensor([2., 0.])
+        >>> moving_log_mean(torch.tensor([-math.inf, 1.0]), torch.tensor([2.0, -math.inf]), 0.9)
+        tensor([2., 1.])
     """
     if isinstance(rate, Tensor):
         old, new = torch.log1p(-rate), rate.log()
