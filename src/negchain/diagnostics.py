@@ -191,7 +191,7 @@ def _call(loss_fn: ContrastiveLoss, table: Tensor, index: Tensor, view: Tensor) 
     if isinstance(loss_fn, NegativeCacheLoss):
         draw = loss_fn.propose(z_a, index, z_b)
         assert isinstance(draw, Draw)
-        seen = view.repeat(2)[:, None]
+        seen = view.repeat(2)
         return _tensor(loss_fn(z_a, z_b, index, draw=draw, drawn=table[seen, draw.ids]))
     return _tensor(loss_fn(z_a, z_b, index))
 

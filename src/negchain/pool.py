@@ -37,6 +37,7 @@ class Draw(NamedTuple):
             are weighed by the same mixture as the draws (the balance heuristic); without it each
             column keeps the probability it came with.
         log_partition: [N] log partition of each row's negatives, where whoever drew knows it.
+        private: with ids [N]: the i-th draw belongs to row i alone.
 
     Example:
         >>> draw = Draw(torch.tensor([5, 9]), torch.tensor([0.01, 0.02]).log())
@@ -48,6 +49,7 @@ class Draw(NamedTuple):
     log_q: Tensor | None = None
     log_q_all: Tensor | None = None
     log_partition: Tensor | None = None
+    private: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class Side:
     multiplicity: int  # negatives of the target per item (two views, or k augmentations)
     ids_per_item: int  # ids an item goes by: k with k stored augmentations, else 1
     num_keys: int | None  # M, positions the key ids range over; None: unknown
+    hidden_keys: Tensor | None = None  # [G,K',D] the other copies of the batch's items
     private_keys: Tensor | None = None  # [N,C,D]
     private_ids: Tensor | None = None  # [N,C]
     draw: Draw | None = None

@@ -17,6 +17,7 @@ from negchain import (
     SogCLRLoss,
     effective_negatives,
     estimator_report,
+    global_loss,
 )
 from oracles import contrastive_loops, dot, unit
 
@@ -69,7 +70,7 @@ def test_emc2_value_with_every_copy_offered_alike(pair, denominator) -> None:
             assert abs(value.item() - emc2_value(z, z, 3.0, denominator, offered)) < 1e-12
 
 
-def test_emc2_value_over_the_columns_offered_to_the_row(pair, monkeypatch) -> None:
+def test_emc2_value_over_all_columns_walk_over_one_copy_each(pair, monkeypatch) -> None:
     import negchain.losses.emc2 as module
 
     seen = []
@@ -91,10 +92,20 @@ def test_emc2_value_over_the_columns_offered_to_the_row(pair, monkeypatch) -> No
         for j in columns:  # as one of its two copies
             assert min((keys[j] - both[v, j]).abs().max().item() for v in (0, 1)) < 1e-12
         x, y = both[row // 6, item], both[1 - row // 6, item]
-        summed = sum(math.exp(3.0 * dot(x, keys[j])) for j in columns)
-        total += -3.0 * dot(x, y) + math.log(2 * (M - 1) / 5 * summed)
+        summed = sum(math.exp(3.0 * dot(x, both[v, j])) for j in columns for v in (0, 1))
+        total += -3.0 * dot(x, y) + math.log(2 * (M - 1) / 10 * summed)
     assert (side.keys[0] - side.keys[1]).abs().amax(1).min() > 0  # two rows, different copies
     assert abs(value.item() - total / 12) < 1e-12
+
+
+@pytest.mark.parametrize("views", ["shared", "paired"])
+@pytest.mark.parametrize("kernel", ["mh", "isir"])
+def test_value_is_the_exact_global_loss_when_the_batch_is_the_data_set(pair, views, kernel) -> None:
+    loss_fn = EMC2Loss(6, 3.0, views=views, kernel=kernel)
+    carried = pair[0] if views == "shared" else pair
+    value = loss_fn(*pair, torch.arange(6), carried=carried)
+    exact = global_loss(*pair, 3.0, views=views)
+    assert abs(value.item() - exact.item()) < 1e-12
 
 
 def test_in_batch_global_loss_in_info(pair) -> None:
@@ -121,7 +132,7 @@ def test_negative_cache_value_comes_from_the_table() -> None:
             sum(math.exp(3.0 * s) for s in negatives)
         )
     assert abs(value.item() - total / len(INDEX)) < 1e-12
-    assert not (draw.ids[:, 0] == INDEX.repeat(2)).any()
+    assert draw.private and not (draw.ids == INDEX.repeat(2)).any()
 
 
 # ---------------------------------------------------------------- info and sizes

@@ -214,6 +214,9 @@ class ContrastiveLoss(LazyState):
 
     def _with_draw(self, side: Side, draw: Draw, drawn: Tensor) -> Side:
         """Append a draw's columns, shared ([R]) or private to each row ([N, C])."""
+        if draw.private and draw.ids.dim() == 1:
+            log_q = None if draw.log_q is None else draw.log_q[:, None]
+            draw = draw._replace(ids=draw.ids[:, None], log_q=log_q)
         ids, shape = draw.ids.to(side.keys.device), tuple(draw.ids.shape)
         if ids.dim() not in (1, 2) or ids.is_floating_point():
             raise ValueError(f"draw.ids must be integers [R] or [N, C], got {ids.dtype} {shape}")
@@ -302,12 +305,25 @@ def detached_logits(side: Side, similarity: Tensor, beta: float | Tensor) -> Ten
     return logits.masked_fill(side.all_excluded() | ~torch.isfinite(logits), -math.inf)
 
 
-def global_log_partition(side: Side, log_sum: Tensor) -> Tensor | None:
-    """log( m_neg / K sum_j exp(l_ij) ) from the log of the sum, [N]; None if m_neg is unknown."""
+def global_log_partition(
+    side: Side, logits: Tensor, beta: float | Tensor = 1.0
+) -> Tensor | None:  # [N,K+C] -> [N]
+    """log( m_neg / K sum_j exp(l_ij) ) over all columns at hand; None if m_neg is unknown.
+
+    Columns at hand include the copies of the batch's items that rows are not offered as proposals
+    (`Side.hidden_keys`): a partition may count an item twice, a walk must not meet it twice.
+    """
     log_num_negatives = side.log_num_negatives()
     if log_num_negatives is None:
         return None
-    return log_sum + log_num_negatives - side.counts().clamp(min=1).to(log_sum.dtype).log()
+    log_sum, counts = torch.logsumexp(logits, 1), side.counts()
+    if side.hidden_keys is not None and side.draw is None:
+        hidden = dataclasses.replace(side, keys=side.hidden_keys.detach())
+        beta = beta.detach() if isinstance(beta, Tensor) else beta
+        others = hidden.similarities().detach() * beta
+        others = others.masked_fill(side.excluded | ~torch.isfinite(others), -math.inf)
+        log_sum, counts = torch.logaddexp(log_sum, torch.logsumexp(others, 1)), 2 * counts
+    return log_sum + log_num_negatives - counts.clamp(min=1).to(log_sum.dtype).log()
 
 
 def effective_negatives(weights: Tensor, private: Tensor | None = None) -> Tensor:

@@ -9,6 +9,7 @@ Shapes: `B` batch, `N` rows, `D` embedding, `L` known positives per sample, `R` 
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
@@ -157,7 +158,9 @@ def lay_out(
         groups = [coin, ~coin][: 2 if symmetric else 1]
         keys = torch.stack([torch.where(first[:, None], z_a, z_b) for first in groups])
         ids = torch.stack([torch.where(first, names[0], names[1]) for first in groups])
-        return [side(rows, positives, keys, ids, own)]
+        hidden = torch.stack([torch.where(first[:, None], z_b, z_a) for first in groups])
+        offered = side(rows, positives, keys, ids, own)
+        return [dataclasses.replace(offered, hidden_keys=hidden if use_batch else None)]
     sides = [side(z_a, z_b, z_b[None], own[None], own)]
     return [*sides, side(z_b, z_a, z_a[None], index[None], index)] if symmetric else sides
 

@@ -286,7 +286,7 @@ class EMC2Loss(ContrastiveLoss):
                 self._beta(logits),
                 sampler,
             )
-            log_partition = global_log_partition(side, torch.logsumexp(logits, 1))
+            log_partition = global_log_partition(side, logits, self._beta(logits))
             assert log_partition is not None
             running = self._running_partition(number, batch, side, log_partition)
             runnings.append(running)

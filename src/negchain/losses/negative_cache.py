@@ -105,7 +105,7 @@ class NegativeCacheLoss(ContrastiveLoss):
             key_index, known: as in the call.
 
         Returns:
-            A `Draw` with ids [N, 1]; for paired views in both directions a pair of them.
+            A private `Draw` with ids [N]; for paired views in both directions a pair of them.
         """
         with torch.autocast(z_a.device.type, enabled=False):
             other = z_a if z_b is None else z_b
@@ -151,7 +151,7 @@ class NegativeCacheLoss(ContrastiveLoss):
             assert isinstance(table, StaleTable)
             if side.private_ids is None or side.private_keys is None or side.draw is None:
                 raise ValueError(
-                    "NegativeCacheLoss needs one draw per anchor, ids [N, 1], as propose gives them"
+                    "NegativeCacheLoss needs a private draw per anchor, as propose gives it"
                 )
             similarity = side.similarities()
             weights = (~side.excludes(side.private_ids)).to(similarity.dtype)

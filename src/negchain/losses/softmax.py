@@ -79,12 +79,11 @@ class _InBatchLoss(ContrastiveLoss):
         report: dict[str, list[Tensor]] = {"global_loss": [], "effective_negatives": []}
         for side in sides:
             similarity = side.similarities()
-            weights, log_sum = softmax_weights(
-                detached_logits(side, similarity, self._beta(similarity))
-            )
+            logits = detached_logits(side, similarity, self._beta(similarity))
+            weights, log_sum = softmax_weights(logits)
             value = self._value(side, similarity, Estimate(weights, log_sum))
             total.append(value)
-            log_partition = global_log_partition(side, log_sum)
+            log_partition = global_log_partition(side, logits)
             if log_partition is not None:
                 report["global_loss"].append(value.detach() + (log_partition - log_sum).mean())
             report["effective_negatives"].append(effective_negatives(weights))

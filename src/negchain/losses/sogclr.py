@@ -100,7 +100,7 @@ class SogCLRLoss(ContrastiveLoss):
             logits = detached_logits(side, similarity, self._beta(similarity))
             log_u = table[side.anchor_ids].to(logits.dtype)
             weights, log_u = sogclr_weights(logits, log_u, self.gamma)
-            log_partition = global_log_partition(side, torch.logsumexp(logits, 1))
+            log_partition = global_log_partition(side, logits)
             log_num_negatives = side.log_num_negatives()
             assert log_partition is not None and log_num_negatives is not None
             estimate = Estimate(weights, log_partition, log_u + log_num_negatives)

@@ -77,7 +77,7 @@ class StaleTable(LazyState):
         stream = draws.STREAM_GUMBEL + 16 * number
         noise = draws.gumbel(seed, step, stream, rows, logits.shape[1], logits.dtype)
         winner, log_partition = gumbel_winner(logits, noise)
-        return Draw(winner[:, None], log_partition=log_partition)
+        return Draw(winner, log_partition=log_partition, private=True)
 
     def informed_draw(
         self, side: Side, beta: float | Tensor, count: int, key: tuple[int, Tensor, int]

@@ -52,6 +52,8 @@ class TrainConfig:
     """emc2: share of the proposals discarded before visits count (P/R in the paper)."""
     carried: Literal["encode", "cached", "score"] = "encode"
     """emc2, isir: carried negatives are re-encoded (exact), kept as embeddings, or as scores."""
+    walk: Literal["parallel", "sequential"] = "parallel"
+    """emc2: how an image's two views share its chain; sequential is biased to the batch."""
     denominator: Literal["negatives", "all"] = "negatives"
     """Softmax over the negatives alone (the paper), or with the positive kept in."""
     proposal: Literal["batch", "cache"] = "batch"
@@ -185,6 +187,7 @@ _ZERO_IS_NONE = ("augmentations", "embedding_dim", "image_size", "subset")
 _BELONGS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "carried": ("method", ("emc2", "isir"), "only chains carry a negative"),
     "proposal": ("method", ("emc2", "isir"), "only chains have proposals"),
+    "walk": ("method", ("emc2",), "i-SIR and the others have no order to walk in"),
     "burn_in": ("method", ("emc2",), "i-SIR and the others discard no steps"),
     "gamma": ("method", ("sogclr",), "the rate of its moving average"),
     "momentum": ("optimizer", ("sgd", "lars"), "Adam has its own"),

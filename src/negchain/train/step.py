@@ -52,6 +52,7 @@ def build_loss(config: TrainConfig, num_samples: int, dim: int) -> ContrastiveLo
         kernel="isir" if config.method == "isir" else "mh",
         carried=config.carried,
         denominator=denominator,
+        walk=config.walk,
         proposal=config.proposal,
         augmentations=config.augmentations,
         seed=config.seed,
@@ -163,7 +164,7 @@ class TrainStep:
         if isinstance(loss_fn, NegativeCacheLoss):
             draw = loss_fn.propose(z_a, index, z_b)
             assert isinstance(draw, Draw)
-            drawn = self._encode_plain(self.images(draw.ids[:, 0]))
+            drawn = self._encode_plain(self.images(draw.ids))
             return _tensor(loss_fn(z_a, z_b, index, draw=draw, drawn=drawn))
         if isinstance(loss_fn, EMC2Loss) and loss_fn.proposal == "cache":
             draw = loss_fn.propose(z_a, index)
@@ -195,7 +196,7 @@ class TrainStep:
         if isinstance(loss_fn, NegativeCacheLoss):
             draw = loss_fn.propose(z_a, index, z_b)
             assert isinstance(draw, Draw)
-            drawn = self._encode_plain(self.images(draw.ids[:, 0] * k))
+            drawn = self._encode_plain(self.images(draw.ids * k))
             return _tensor(loss_fn(z_a, z_b, index, draw=draw, drawn=drawn))
         return _tensor(loss_fn(z_a, z_b, index))
 
