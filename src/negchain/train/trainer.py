@@ -114,7 +114,8 @@ class Run:
                 self._log({"loss": loss, "images_per_second": rate, **self._info()})
                 progress.update(self.done, loss, rate)
             if self._evaluates() and self.done < self.total_steps:
-                torch.cuda.synchronize() if self.device.type == "cuda" else None
+                if self.device.type == "cuda":
+                    torch.cuda.synchronize()  # so that queued steps count as training time
                 self.seconds += time.perf_counter() - begin
                 self._log(self.judge.quick(self.encoder))
                 begin = time.perf_counter()
