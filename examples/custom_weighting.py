@@ -73,8 +73,7 @@ class HardLoss(ContrastiveLoss):
             total.append(self._value(side, similarity, Estimate(weights, log_sum)))
             report["effective_negatives"].append(effective_negatives(weights))
             report["hardest_weight"].append(weights.max(1).values.mean())
-        self._report(report)
-        return sum(total[1:], total[0]) / len(total)
+        return self._finish(total, report)
 
 
 def main() -> None:

@@ -184,21 +184,16 @@ def _call(loss_fn: ContrastiveLoss, table: Tensor, index: Tensor, view: Tensor) 
     z_a, z_b = table[0, index], table[1, index]
     if isinstance(loss_fn, EMC2Loss):
         if loss_fn.carried_mode != "encode":
-            return _tensor(loss_fn(z_a, z_b, index))
+            return loss_fn(z_a, z_b, index)
         ids = loss_fn.carried(index)
         assert isinstance(ids, Tensor)
-        return _tensor(loss_fn(z_a, z_b, index, carried=table[view, ids]))
+        return loss_fn(z_a, z_b, index, carried=table[view, ids])
     if isinstance(loss_fn, NegativeCacheLoss):
         draw = loss_fn.propose(z_a, index, z_b)
         assert isinstance(draw, Draw)
         seen = view.repeat(2)
-        return _tensor(loss_fn(z_a, z_b, index, draw=draw, drawn=table[seen, draw.ids]))
-    return _tensor(loss_fn(z_a, z_b, index))
-
-
-def _tensor(value: object) -> Tensor:
-    assert isinstance(value, Tensor)
-    return value
+        return loss_fn(z_a, z_b, index, draw=draw, drawn=table[seen, draw.ids])
+    return loss_fn(z_a, z_b, index)
 
 
 def _pull(z_a: Tensor, z_b: Tensor, beta: float, denominator: Denominator) -> Tensor:  # [2,M]

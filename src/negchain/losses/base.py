@@ -6,7 +6,7 @@ A loss module's `forward` always does the same things in the same order:
     estimate     = ...                          this method's pure functions of `negchain.weights`
     value        = contrastive_objective(...)   the one equation
     write_rows(...)                             the only place where state changes
-    self._report(...)                           numbers for `info`, left on the device
+    return self._finish(...)                    mean over sides; numbers for `info`
 
 Shapes: `B` batch, `N` rows, `K` columns, `D` embedding.
 """
@@ -69,6 +69,7 @@ class LazyState(nn.Module):
 class ContrastiveLoss(LazyState):
     """Abstract base of the losses; see `negchain.EMC2Loss` and its siblings."""
 
+    __call__: Callable[..., Tensor]
     step: Tensor
     _faults: Tensor
 
@@ -276,9 +277,10 @@ class ContrastiveLoss(LazyState):
             positive, similarity, estimate, beta, self.denominator, carried_similarity
         )
 
-    def _report(self, values: dict[str, list[Tensor]]) -> None:
-        """Keep the mean over sides of each number, on the device, for `info`."""
-        self._info = {name: torch.stack(list(v)).mean() for name, v in values.items() if v}
+    def _finish(self, total: list[Tensor], report: dict[str, list[Tensor]]) -> Tensor:
+        """The mean loss over sides; the other numbers stay on the device for `info`."""
+        self._info = {name: torch.stack(v).mean() for name, v in report.items() if v}
+        return sum(total[1:], total[0]) / len(total)
 
 
 def _check_probabilities(draw: Draw, num_positions: int | None) -> None:

@@ -252,9 +252,7 @@ class EMC2Loss(ContrastiveLoss):
         """
         self._check_call(carried, draw)
         slots = self._slots(as_ids("index", index, z_a.shape[0], z_a.device), augmentation)
-        sampler = Sampler(
-            self.kernel, self.walk, self.burn_in, self.backend, self.seed, self.step.clone()
-        )
+        sampler = Sampler(self.kernel, self.walk, self.burn_in, self.backend, self.seed, self.step)
         batch, sides = self._begin(
             z_a,
             z_b,
@@ -305,8 +303,7 @@ class EMC2Loss(ContrastiveLoss):
                     table = self.log_partition[number]
                     write_view_mean(table, batch.index, running, batch.valid)
             self.step += 1
-        self._report(report)
-        return sum(total[1:], total[0]) / len(total)
+        return self._finish(total, report)
 
     # ------------------------------------------------------------------ parts of a step
 

@@ -170,8 +170,7 @@ class NegativeCacheLoss(ContrastiveLoss):
                 table.write(side.private_ids.flatten(), side.private_keys.flatten(0, 1))
         if self.training:
             self.step += 1
-        self._report(report)
-        return sum(total[1:], total[0]) / len(total)
+        return self._finish(total, report)
 
     def refresh_ids(self) -> Tensor:
         """The data set positions whose embeddings are due, [ceil(refresh * M)]; changes nothing."""

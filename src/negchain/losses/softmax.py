@@ -87,8 +87,7 @@ class _InBatchLoss(ContrastiveLoss):
             if log_partition is not None:
                 report["global_loss"].append(value.detach() + (log_partition - log_sum).mean())
             report["effective_negatives"].append(effective_negatives(weights))
-        self._report(report)
-        return sum(total[1:], total[0]) / len(total)
+        return self._finish(total, report)
 
 
 class InfoNCELoss(_InBatchLoss):

@@ -111,5 +111,4 @@ class SogCLRLoss(ContrastiveLoss):
             report["effective_negatives"].append(effective_negatives(weights))
         if self.training:
             self.step += 1
-        self._report(report)
-        return sum(total[1:], total[0]) / len(total)
+        return self._finish(total, report)

@@ -165,13 +165,13 @@ class TrainStep:
             draw = loss_fn.propose(z_a, index, z_b)
             assert isinstance(draw, Draw)
             drawn = self._encode_plain(self.images(draw.ids))
-            return _tensor(loss_fn(z_a, z_b, index, draw=draw, drawn=drawn))
+            return loss_fn(z_a, z_b, index, draw=draw, drawn=drawn)
         if isinstance(loss_fn, EMC2Loss) and loss_fn.proposal == "cache":
             draw = loss_fn.propose(z_a, index)
             assert isinstance(draw, Draw)
             drawn = self._encode(self.images(draw.ids), first_row=3 * size)
-            return _tensor(loss_fn(z_a, z_b, index, draw=draw, drawn=drawn, **extra))
-        return _tensor(loss_fn(z_a, z_b, index, **extra))
+            return loss_fn(z_a, z_b, index, draw=draw, drawn=drawn, **extra)
+        return loss_fn(z_a, z_b, index, **extra)
 
     def _forward_stored(self) -> Tensor:
         """Two different ones of an item's k stored augmentations are its views."""
@@ -188,8 +188,8 @@ class TrainStep:
             held = loss_fn.carried(index, chosen) if loss_fn.carried_mode == "encode" else ()
             z = self._encode_plain(self.images(torch.cat([*ids, *held])))
             carried = (z[2 * size : 3 * size], z[3 * size :]) if len(held) else None
-            return _tensor(
-                loss_fn(z[:size], z[size : 2 * size], index, carried=carried, augmentation=chosen)
+            return loss_fn(
+                z[:size], z[size : 2 * size], index, carried=carried, augmentation=chosen
             )
         z = self._encode_plain(self.images(torch.cat(ids)))
         z_a, z_b = z[:size], z[size:]
@@ -197,8 +197,8 @@ class TrainStep:
             draw = loss_fn.propose(z_a, index, z_b)
             assert isinstance(draw, Draw)
             drawn = self._encode_plain(self.images(draw.ids * k))
-            return _tensor(loss_fn(z_a, z_b, index, draw=draw, drawn=drawn))
-        return _tensor(loss_fn(z_a, z_b, index))
+            return loss_fn(z_a, z_b, index, draw=draw, drawn=drawn)
+        return loss_fn(z_a, z_b, index)
 
     def _refresh(self) -> None:
         """Re-encode the next share of the stale table."""
@@ -238,8 +238,3 @@ class TrainStep:
         with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
             embeddings: Tensor = self.encoder(pixels)
         return embeddings
-
-
-def _tensor(value: object) -> Tensor:
-    assert isinstance(value, Tensor)
-    return value
