@@ -4,16 +4,19 @@ A sampler that keeps hidden generator state cannot be resumed, split over proces
 GPU kernel without changing its results. Here every draw is a hash of where it is used, so the same
 numbers come out on a CPU, on a GPU, in one process or in several, and in a Triton kernel.
 
-    key   = mix(mix(mix(seed) + step) + stream)
-    bits  = mix(mix(mix(row + key) + column * golden) ^ mix(key + row * golden))
+    key   = mix(mix(mix(seed) + step) + stream * golden)
+    bits  = mix( mix(row + key) + mix(column * golden ^ key) )
 
-`mix` is the 32-bit finaliser "lowbias32" (C. Wellons, hash-prospector): five integer operations
-with wrap-around, identical in torch int32 arithmetic and in Triton.
+`mix` is the 32-bit finaliser "lowbias32" (C. Wellons, hash-prospector): eight integer operations
+with wrap-around, identical in torch int32 arithmetic and in Triton (`draws_triton`). Rows and
+columns are hashed on their own first, so that a matrix of draws costs one `mix` per element.
 
 Shapes: `N` rows, `K` columns.
 """
 
 from __future__ import annotations
+
+import functools
 
 import torch
 from torch import Tensor
@@ -49,10 +52,14 @@ def _to_int32(value: int) -> int:
 
 def stream_key(seed: int, step: Tensor, stream: int) -> Tensor:  # step [] int64 -> [] int32
     """The key all draws of one (seed, step, stream) share; computed on `step`'s device."""
-    key = torch.full_like(step, _to_int32(seed), dtype=torch.int32)
-    key = _mix(key) ^ _to_int32(seed >> 32)
-    key = _mix(key + step.to(torch.int32))
-    return _mix(key + _to_int32(stream * GOLDEN))
+    key = _mix(step.to(torch.int32) + seed_key(seed))
+    return _mix(key.add_(_to_int32(stream * GOLDEN)))
+
+
+@functools.cache
+def seed_key(seed: int) -> int:
+    """mix(seed), a 64-bit seed folded into int32."""
+    return int(_mix(torch.tensor(_to_int32(seed), dtype=torch.int32))) ^ _to_int32(seed >> 32)
 
 
 def bits(seed: int, step: Tensor, stream: int, rows: Tensor, num_columns: int) -> Tensor:
@@ -76,12 +83,9 @@ def bits(seed: int, step: Tensor, stream: int, rows: Tensor, num_columns: int) -
         True
     """
     key = stream_key(seed, step, stream)
-    rows = rows.to(torch.int32)
     columns = torch.arange(num_columns, dtype=torch.int32, device=rows.device) * GOLDEN
-    row_key = _mix(rows + key)
-    row_salt = _mix(key + rows * GOLDEN)  # without it two rows can be shifted copies of each other
-    x = _mix(row_key[:, None] + columns[None, :])
-    x = _mix(x ^ row_salt[:, None])
+    row_hash, column_hash = _mix(rows.to(torch.int32) + key), _mix(columns ^ key)
+    x = _mix(row_hash[:, None] + column_hash[None, :])
     return (x >> 1) & 0x7FFFFFFF
 
 

@@ -136,7 +136,7 @@ GRID = [
 @pytest.mark.parametrize("batch_size, beta", GRID)
 @pytest.mark.parametrize("kernel", ["mh", "isir"])
 def test_error_falls_with_visits(kernel, batch_size, beta) -> None:
-    size = 20 * batch_size
+    size = max(320, 20 * batch_size)  # at 160, b = 8, batches without replacement already show
     loss_fn = EMC2Loss(size, beta, kernel=kernel)
     result = long_run(loss_fn, size=size, batch_size=batch_size, beta=beta)
     assert_unbiased(result)

@@ -22,7 +22,7 @@ import negchain.losses.walk as walk
 from negchain import Draw, EMC2Loss
 from oracles import metropolis_matrix, unit
 
-BETA, NUM_KEYS, NUM_ANCHORS, NUM_DRAWS = 3.0, 5, 3000, 4
+BETA, NUM_KEYS, NUM_ANCHORS, NUM_DRAWS = 3.0, 5, 5000, 4
 M = NUM_KEYS + NUM_ANCHORS  # keys are items 0 .. 4, anchors the rest
 START = 2  # the key every chain holds
 
