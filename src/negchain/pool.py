@@ -193,11 +193,18 @@ def first_writer(slots: Tensor, allowed: Tensor) -> Tensor:  # [N] [N] bool -> [
     """For each row the first allowed row that writes to the same slot, -1 if none is allowed.
 
     An indexed assignment with repeated indices is undefined on a GPU; letting every repeat write
-    the same value makes it exact.
+    the same value makes it exact. Sorted by slot, allowed rows before others and otherwise in
+    order, the row looked for heads the rows of its slot: N log N instead of comparing all pairs,
+    in two operations more.
+
+    Example:
+        >>> first_writer(torch.tensor([7, 9, 7, 7]), torch.tensor([False, False, True, True]))
+        tensor([ 2, -1,  2,  2])
     """
-    same = (slots[:, None] == slots[None, :]) & allowed[None, :]
-    first = same.long().argmax(1)
-    return torch.where(same.any(1), first, -1)
+    least = slots.long() * 2
+    ordered, rows = torch.sort(least + ~allowed, stable=True)
+    first = rows[torch.searchsorted(ordered, least)]
+    return torch.where(allowed[first], first, -1)
 
 
 def write_rows(table: Tensor, slots: Tensor, values: Tensor, allowed: Tensor) -> None:

@@ -249,7 +249,8 @@ def test_known_positives_of_the_batch(case) -> None:
 
 def test_chain_states_are_negatives_from_the_start() -> None:
     for views in ("shared", "paired"):
-        states = EMC2Loss(1000, views=views).chains.states
+        chains = EMC2Loss(1000, views=views).chains
+        states = torch.stack([chains.ids(s, torch.arange(1000)) for s in range(len(chains.states))])
         assert (states != torch.arange(1000)).all() and states.min() >= 0 and states.max() < 1000
         counts = torch.bincount(states[0].long() // 100, minlength=10)
         assert counts.min() > 60 and counts.max() < 140

@@ -101,7 +101,8 @@ def long_run(
                 pool = logits[index][:, index].softmax(1)
                 in_batch.append((pool * hard[index][:, index]).sum(1).mean())
             weights.append(mass)
-            states.append(hard[torch.arange(size), loss_fn.chains.states[0].long()].double())
+            everyone = torch.arange(size)
+            states.append(hard[everyone, loss_fn.chains.ids(0, everyone)].double())
     finally:
         emc2.walk_chains = original
     late = torch.stack(weights[warm_up:]).mean(0)

@@ -4,13 +4,30 @@ One integer per chain, and nothing else unless asked for: `carried="cached"` kee
 the carried state, `"score"` its last similarity, draws with probabilities the log-probability the
 state was proposed with (needed to correct the acceptance ratio at the next visit).
 
+A chain that has not moved yet is stored as -1. Its state is then its *initial draw*, a uniform draw
+from D_neg(x_i) (Algorithm 1's input) that is a pure function of (seed, side, chain), so a table of
+10^9 chains is built by filling memory once and a chain costs nothing before its first visit:
+
+    bits  = draws.bits(seed, step=side + 2 * (chain >> 32), STREAM_INIT, row=chain, column=0)
+    n     = num_states - ids_per_item if own else num_states
+    id    = min(floor((bits + 0.5) * 2^-31 * n), n - 1)              multiplied in float64
+    first = chain // ids_per_item * ids_per_item                     own only: the item's first id
+    id    = id + ids_per_item if own and id >= first else id
+
+`bits` are 31 and `row` is `chain` modulo 2^32; the step takes the rest of the chain number, so that
+chains 2^32 apart do not share a draw. A kernel that reads `states` must compute the same.
+
 Shapes: `S` sides, `M` chains, `B` chains of the batch, `D` embedding.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple
+import mmap
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +37,8 @@ from negchain.losses.base import LazyState
 from negchain.pool import write_rows
 
 Carried = Literal["encode", "cached", "score"]
+NOT_MOVED = -1  # in `ChainTable.states`: the chain is still at its initial draw
+CHUNK = 1 << 20  # states of a table that are copied at a time when it is written to a file
 
 
 class Arrival(NamedTuple):
@@ -43,15 +62,19 @@ class ChainTable(LazyState):
         own: chain i belongs to an item whose own ids are no negatives: no chain starts there.
         keep: what is remembered of the carried state beside its id.
         dim: D, for keep="cached"; None waits for the first batch.
-        seed: of the initial states.
+        seed: of the initial draws.
+        file: keep the states in this file instead of in memory; see `map_to`.
 
     Example:
         >>> table = ChainTable(1, 5, num_states=5, ids_per_item=1, own=True, keep="encode", seed=0)
-        >>> bool((table.states[0] != torch.arange(5)).all()), table.states.dtype
-        (True, torch.int32)
+        >>> table.states
+        tensor([[-1, -1, -1, -1, -1]], dtype=torch.int32)
+        >>> chains = torch.arange(5)
+        >>> bool((table.ids(0, chains) != chains).all())
+        True
     """
 
-    states: Tensor  # [S,M] int32 (int64 beyond 2^31 ids)
+    states: Tensor  # [S,M] id, NOT_MOVED: the initial draw; read it through `ids`
     corrections: Tensor  # [S,M or 0] log(q m_neg) of the carried state
     keys: Tensor  # [S,M,D or 0] "cached"
     scores: Tensor  # [S,M or 0] "score"
@@ -68,22 +91,43 @@ class ChainTable(LazyState):
         keep: Carried,
         dim: int | None = None,
         seed: int,
+        file: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__()
         self.keep = keep
-        rows = []
-        for side in range(num_sides):
-            rows.append(_initial_states(num_chains, num_states, ids_per_item, own, seed, side))
-        self.register_buffer("states", torch.stack(rows))
+        self.num_states = num_states
+        self.ids_per_item = ids_per_item
+        self.own = own
+        self.seed = seed
+        states = torch.full((1, 1), NOT_MOVED, dtype=state_dtype(num_states))
+        states = states.expand(num_sides, num_chains)  # no memory yet: a file may take its place
+        self.register_buffer("states", states if file is not None else states.contiguous())
         self.register_buffer("corrections", torch.zeros(num_sides, 0))
         if keep == "cached":
             self.register_buffer("keys", torch.full((num_sides, num_chains, dim or 0), math.nan))
         if keep == "score":
             self.register_buffer("scores", torch.full((num_sides, num_chains), math.nan))
+        if file is not None:
+            self.map_to(file)
 
     def ids(self, side: int, slots: Tensor) -> Tensor:  # [B] -> [B] int64
         """Ids of the carried states."""
-        return self.states[side][slots].long()
+        held = self.states[side][slots].long()
+        return torch.where(held >= 0, held, self.initial_ids(side, slots))
+
+    def initial_ids(self, side: int, slots: Tensor) -> Tensor:  # [B] -> [B] int64
+        """Where chains start: the initial draw of the module's docstring."""
+        # On the host, where the key of all chains costs a GPU nothing; no copy, no waiting.
+        step = torch.tensor(side, device="cpu")
+        if self.states.shape[1] > 2**32:
+            step = side + 2 * (slots >> 32)
+        u = draws.uniform(self.seed, step, draws.STREAM_INIT, slots, 1, torch.float64)[:, 0]
+        choices = self.num_states - self.ids_per_item if self.own else self.num_states
+        drawn = (u * choices).long().clamp_(max=choices - 1)
+        if self.own:  # skip the ids of the chain's own item
+            first = slots // self.ids_per_item * self.ids_per_item
+            drawn = torch.where(drawn >= first, drawn + self.ids_per_item, drawn)
+        return drawn
 
     def cached_keys(self, side: int, slots: Tensor, dim: int) -> Tensor:  # -> [B,D]
         """Embeddings of the carried states as of their last visit; NaN before the first."""
@@ -116,22 +160,83 @@ class ChainTable(LazyState):
         if self.keep == "score":
             write_rows(self.scores[side], slots, arrival.similarity, allowed)
 
+    # ------------------------------------------------------------------ a table in a file
 
-def _initial_states(
-    num_chains: int, num_states: int, ids_per_item: int, own: bool, seed: int, side: int
-) -> Tensor:
-    """A uniform draw from D_neg(x_i) for every chain (Algorithm 1's input), [M]."""
-    dtype = torch.int32 if num_states <= 2**31 - 1 else torch.int64
-    states = torch.empty(num_chains, dtype=dtype)
-    step = torch.tensor(side)
-    chunk = 1 << 22  # keeps the temporaries of a table of 10^9 chains small
-    for begin in range(0, num_chains, chunk):
-        rows = torch.arange(begin, min(begin + chunk, num_chains))
-        u = draws.uniform(seed, step, draws.STREAM_INIT, rows, 1, torch.float64)[:, 0]
-        choices = num_states - ids_per_item if own else num_states
-        drawn = draws.integers_below(torch.full_like(rows, choices), u)
-        if own:  # skip the ids of the chain's own item
-            first = rows // ids_per_item * ids_per_item
-            drawn = torch.where(drawn >= first, drawn + ids_per_item, drawn)
-        states[begin : begin + len(rows)] = drawn.to(dtype)
-    return states
+    def map_to(self, path: str | os.PathLike[str]) -> None:
+        """Keep the states in a memory-mapped file, for a loss on the CPU; see docs/large_tables.md.
+
+        A file that does not exist is created with the states of now. One that exists takes the
+        place of the states of now: its chains go on where they stood when its last process ended,
+        killed or not. Only the states are in it; give it to one loss at a time.
+
+        Example:
+            >>> import tempfile
+            >>> path = Path(tempfile.mkdtemp()) / "chains.bin"
+            >>> make = lambda: ChainTable(
+            ...     1, 5, num_states=5, ids_per_item=1, own=True, keep="encode", seed=0, file=path
+            ... )
+            >>> make().states[0, 2] = 4
+            >>> make().states
+            tensor([[-1, -1,  4, -1, -1]], dtype=torch.int32)
+        """
+        path, (num_sides, num_chains) = Path(path), self.states.shape
+        if self.states.device.type != "cpu":
+            raise ValueError(
+                "a chain table in a file needs a loss on the CPU, but this one is on "
+                f"{self.states.device}; move it with .cpu(), or keep the table in device memory"
+            )
+        if not path.exists():
+            _write_states(path, self.states)
+        size, needed = path.stat().st_size, self.states.numel() * self.states.itemsize
+        if size != needed:
+            raise ValueError(
+                f"a file of {num_sides} x {num_chains} chains of {self.states.itemsize} bytes has "
+                f"{needed} bytes, but {path} has {size}: it belongs to another data set, or is no "
+                "chain table; give another path, or delete it to start the chains anew"
+            )
+        count, dtype = self.states.numel(), self.states.dtype
+        flat = torch.from_file(str(path), shared=True, size=count, dtype=dtype, device="cpu")
+        self.states = flat.view(num_sides, num_chains)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Refuse to leave a file behind that no step would reach any more."""
+        file = self.states.untyped_storage().filename
+        if file is not None and fn(torch.empty(0, device="cpu")).device.type != "cpu":
+            raise ValueError(
+                f"a chain table in a file stays on the CPU, and this one is in {file}; load its "
+                "state_dict into a loss without a file, and move that one"
+            )
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
+
+def state_dtype(num_states: int) -> torch.dtype:
+    """The smallest integers that hold the ids 0 .. num_states - 1, and NOT_MOVED.
+
+    Example:
+        >>> state_dtype(2**31), state_dtype(2**31 + 1)
+        (torch.int32, torch.int64)
+    """
+    return torch.int32 if num_states <= 2**31 else torch.int64
+
+
+def _write_states(path: Path, states: Tensor) -> None:
+    """Create a file that is there whole or not at all, in little memory.
+
+    It is written page by page because Linux may cache a file in units of the size it was written
+    in, up to 2 MiB, and changing one state of a unit marks all of it as changed: slow at once, and
+    slow again when all of it goes to the disk.
+    """
+    hidden, page = path.with_name(f".{path.name}.tmp"), mmap.PAGESIZE
+    try:
+        with open(hidden, "wb", buffering=page) as file:
+            for row in states:
+                for chunk in row.split(CHUNK):
+                    data = memoryview(chunk.contiguous().numpy()).cast("B")
+                    for begin in range(0, len(data), page):
+                        file.write(data[begin : begin + page])
+            file.flush()
+            os.fsync(file.fileno())  # a machine without power must not leave zeros, a valid state
+        os.replace(hidden, path)
+    except BaseException:
+        hidden.unlink(missing_ok=True)
+        raise
