@@ -1,0 +1,300 @@
+"""The fused Triton kernels give the pixels of their torch twin.
+
+Functions named `interpreted_...` run under Triton's interpreter, which must be chosen before Triton
+is imported: `test_under_the_interpreter` runs them all in a process of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import negchain
+from negchain.augment import RECIPES, Augmentation, Params, augmentation
+
+STRONG = (0.8, 0.8, 0.8, 0.2)
+NORMALIZE = ((0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
+ALONE = {
+    "nothing": Augmentation(size=12),
+    "crop": Augmentation(size=12, crop_scale=(0.08, 1.0)),
+    "flip": Augmentation(size=12, flip=True),
+    "jitter": Augmentation(size=12, jitter=STRONG, jitter_p=0.8),
+    "wild jitter": Augmentation(size=12, jitter=(2.0, 2.0, 2.0, 0.5), jitter_p=1.0),
+    "jitter without contrast": Augmentation(size=12, jitter=(0.4, 0.0, 0.4, 0.1)),
+    "grey": Augmentation(size=12, grey_p=0.5),
+    "blur": Augmentation(size=21, blur_sigma=(0.1, 2.0), blur_p=0.7),
+    "normalize": Augmentation(size=12, normalize=NORMALIZE),
+}
+ALL = Augmentation(
+    size=21,
+    crop_scale=(0.08, 1.0),
+    flip=True,
+    jitter=STRONG,
+    grey_p=0.3,
+    blur_sigma=(0.1, 2.0),
+    blur_p=0.8,
+    normalize=NORMALIZE,
+)
+
+
+def batch(count: int, channels: int, height: int, width: int, seed: int = 0) -> Tensor:
+    """Noise, with a flat, a saturated and a smooth image among it."""
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.randint(0, 256, (count, channels, height, width), generator=generator)
+    images[0] = 128
+    images[1, 1:] = 0
+    images[2] = torch.linspace(0, 255, width)
+    return images.to(torch.uint8)
+
+
+def draws(augment: Augmentation, count: int, seed: int = 1) -> Tensor:
+    return torch.rand(count, augment.num_uniforms, generator=torch.Generator().manual_seed(seed))
+
+
+def for_channels(augment: Augmentation, channels: int) -> Augmentation:
+    if augment.normalize is None:
+        return augment
+    mean, std = augment.normalize
+    return replace(augment, normalize=(mean[:channels], std[:channels]))
+
+
+def fused_sample(augment: Augmentation, uniforms: Tensor, height: int, width: int) -> Params:
+    """The kernel's rows of numbers as `Augmentation.sample` returns them."""
+    from negchain.augment import fused_params_triton as fields
+
+    rows = fields.fused_params(augment, uniforms, height, width)
+    neutral = augment.sample(uniforms, height, width)
+    order, gains = neutral.order, neutral.factors  # without jitter the kernel writes neither
+    if augment.jitter is not None:
+        order = rows[:, fields.ORDER.value :][:, :4].long()
+        gains = rows[:, fields.GAINS.value :][:, :4]
+    return Params(
+        top=rows[:, fields.TOP.value],
+        left=rows[:, fields.LEFT.value],
+        height=rows[:, fields.HEIGHT.value],
+        width=rows[:, fields.WIDTH.value],
+        flip=rows[:, fields.FLIP.value] > 0.5,
+        order=order,
+        factors=torch.empty_like(gains).scatter_(1, order, gains),
+        grey=rows[:, fields.GREY.value] > 0.5,
+        sigma=rows[:, fields.SIGMA.value],
+    )
+
+
+def same_boxes(actual: Params, expected: Params) -> Tensor:
+    """[N] bool: images whose box has the same sides and place; a side on a half may differ."""
+    return (torch.stack(actual[:4]) == torch.stack(expected[:4])).all(dim=0)
+
+
+def assert_equals_twin(augment: Augmentation, images: Tensor, seed: int = 1) -> None:
+    uniforms = draws(augment, len(images), seed)
+    actual = augment(images, uniforms, backend="triton")
+    expected = augment(images, uniforms, backend="torch")
+    assert actual.dtype == torch.float32 and actual.is_contiguous()
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
+
+
+# ----------------------------------------------------------------------- under the interpreter
+
+
+@pytest.mark.parametrize("channels, height, width", [(1, 17, 23), (3, 17, 23), (3, 12, 12)])
+@pytest.mark.parametrize("name", ALONE)
+def interpreted_each_operation_alone(name: str, channels: int, height: int, width: int) -> None:
+    augment = for_channels(ALONE[name], channels)
+    assert_equals_twin(augment, batch(3, channels, height, width))
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("height, width", [(17, 23), (21, 21), (70, 45)])
+def interpreted_all_operations(channels: int, height: int, width: int) -> None:
+    assert_equals_twin(for_channels(ALL, channels), batch(4, channels, height, width))
+
+
+def interpreted_several_blocks_per_image() -> None:
+    """50 x 50 pixels are five blocks: their sums of luminance add up to the image's."""
+    assert_equals_twin(replace(ALL, size=50), batch(3, 3, 33, 57))
+
+
+def interpreted_one_pixel() -> None:
+    assert_equals_twin(replace(ALL, size=1), batch(3, 3, 4, 3))
+    assert_equals_twin(replace(ALL, size=7), batch(3, 3, 1, 1))
+
+
+def interpreted_all_orders_of_jitter() -> None:
+    augment = Augmentation(size=12, jitter=STRONG, jitter_p=1.0)
+    images, uniforms = batch(24, 3, 12, 12), draws(augment, 24)
+    orders = torch.tensor(list(itertools.permutations(range(4))))
+    places = orders.argsort(dim=1)
+    uniforms[:, 5:9] = places / 4  # an operation's sort key is its place
+    assert augment.sample(uniforms, 12, 12).order.equal(orders)
+    actual = augment(images, uniforms, backend="triton")
+    expected = augment(images, uniforms, backend="torch")
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
+    uniforms[:, 5:9] = 0.75 - places / 4  # saboteur: the reversed order is far off
+    wrong = augment(images, uniforms, backend="torch")
+    assert (wrong - expected).abs().amax(dim=(1, 2, 3)).median() > 2 / 255
+
+
+@pytest.mark.parametrize("height, width", [(96, 96), (40, 200)])
+def interpreted_params(height: int, width: int) -> None:
+    """Narrow images reach the central box; a side may round either way at a half."""
+    augment = replace(ALL, size=96)
+    uniforms = draws(augment, 100)
+    uniforms[:3], uniforms[3:6] = 0.0, 1 - 2**-24  # the ends, where all sort keys tie
+    actual = fused_sample(augment, uniforms, height, width)
+    expected = augment.sample(uniforms, height, width)
+    assert (~same_boxes(actual, expected)).sum() <= 1
+    assert actual.flip.equal(expected.flip) and actual.grey.equal(expected.grey)
+    assert actual.order[6:].equal(expected.order[6:])
+    torch.testing.assert_close(actual.factors, expected.factors, rtol=0, atol=1e-6)
+    torch.testing.assert_close(actual.sigma, expected.sigma, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def interpreted_dtype_and_memory_format(
+    dtype: torch.dtype, channels_last: bool, channels: int
+) -> None:
+    from negchain.augment.fused_triton import augment_fused
+
+    augment = for_channels(ALL, channels)
+    images, uniforms = batch(3, channels, 17, 23), draws(augment, 3)
+    actual = augment_fused(augment, images, uniforms, dtype=dtype, channels_last=channels_last)
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    assert actual.dtype == dtype and actual.is_contiguous(memory_format=layout)
+    expected = augment(images, uniforms, backend="torch")
+    tolerance = max(1e-5, 4 * torch.finfo(dtype).eps)  # values reach 3.5
+    torch.testing.assert_close(actual.float(), expected, rtol=0, atol=tolerance)
+
+
+def interpreted_index_gathers() -> None:
+    from negchain.augment.fused_triton import augment_fused
+
+    table, index = batch(7, 3, 17, 23), torch.tensor([6, 0, 3, 3, 5])
+    uniforms = draws(ALL, 5)
+    actual = augment_fused(ALL, table, uniforms, index=index)
+    assert actual.equal(augment_fused(ALL, table[index], uniforms))
+    torch.testing.assert_close(actual, ALL(table[index], uniforms), rtol=0, atol=1e-5)
+
+
+def interpreted_inputs_are_kept_and_results_repeat() -> None:
+    images, uniforms = batch(3, 3, 17, 23), draws(ALL, 3)
+    kept = images.clone(), uniforms.clone()
+    first = ALL(images, uniforms, backend="triton")
+    assert first.equal(ALL(images, uniforms, backend="triton"))
+    assert images.equal(kept[0]) and uniforms.equal(kept[1])
+    spread = images.transpose(2, 3).contiguous().transpose(2, 3)
+    assert first.equal(ALL(spread, uniforms, backend="triton"))
+
+
+def interpreted_errors() -> None:
+    with pytest.raises(ValueError, match="uniforms per image"):
+        ALL(batch(4, 3, 9, 9), torch.rand(4, 3), backend="triton")
+    with pytest.raises(ValueError, match="one row of uniforms per image"):
+        ALL(batch(4, 3, 9, 9), draws(ALL, 5), backend="triton")
+    with pytest.raises(ValueError, match="uint8 of shape"):
+        ALL(batch(4, 3, 9, 9).float(), draws(ALL, 4), backend="triton")
+    with pytest.raises(ValueError, match="one mean and one deviation per channel"):
+        ALL(batch(4, 1, 9, 9), draws(ALL, 4), backend="triton")
+
+
+def test_under_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    source = Path(negchain.__file__).parents[1]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(source)}
+    command = [sys.executable, "-m", "pytest", __file__, "-q", "-x", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, "-o", "python_functions=interpreted_*"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# ----------------------------------------------------------------------------- without a device
+
+
+def test_auto_is_torch_on_a_cpu() -> None:
+    images, uniforms = batch(3, 3, 17, 23), draws(ALL, 3)
+    assert ALL(images, uniforms).equal(ALL(images, uniforms, backend="torch"))
+
+
+def test_no_silent_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    images, uniforms = batch(3, 3, 17, 23), draws(ALL, 3)
+    with pytest.raises(ValueError, match="backend='triton' needs"):
+        ALL(images, uniforms, backend="triton")
+    with pytest.raises(ValueError, match="backend must be"):
+        ALL(images, uniforms, backend="cuda")
+
+
+# ------------------------------------------------------------------------------------- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("height, width", [(96, 96), (120, 200)])
+@pytest.mark.parametrize("name", RECIPES)
+def test_gpu_equals_torch(name: str, height: int, width: int) -> None:
+    """2e-4: a centre of the filter is off by a rounding there, which the jitter amplifies."""
+    augment = augmentation(name, size=96)
+    images, uniforms = batch(64, 3, height, width).cuda(), draws(augment, 64).cuda()
+    params = augment.sample(uniforms, height, width)
+    alike = same_boxes(fused_sample(augment, uniforms, height, width), params)
+    assert (~alike).sum() <= 1
+    actual = augment(images, uniforms)[alike]
+    expected = augment(images, uniforms, backend="torch")[alike]
+    torch.testing.assert_close(actual, expected, rtol=0, atol=2e-4)
+
+
+@pytest.mark.gpu
+def test_gpu_params() -> None:
+    """Sides that lie on a half are fewer than one image in a thousand."""
+    augment = augmentation("simclr-stl10", size=96)
+    uniforms = draws(augment, 20_000).cuda()
+    actual = fused_sample(augment, uniforms, 96, 96)
+    expected = augment.sample(uniforms, 96, 96)
+    assert (~same_boxes(actual, expected)).sum() <= 20
+    assert actual.flip.equal(expected.flip) and actual.grey.equal(expected.grey)
+    assert (actual.order != expected.order).any(dim=1).sum() <= 4  # tied sort keys
+    torch.testing.assert_close(actual.factors, expected.factors, rtol=0, atol=1e-6)
+    torch.testing.assert_close(actual.sigma, expected.sigma, rtol=0, atol=1e-6)
+
+
+@pytest.mark.gpu
+def test_gpu_graph_replays_bf16_channels_last_of_a_table() -> None:
+    from negchain.augment.fused_triton import augment_fused
+
+    augment = augmentation("simclr-stl10", size=96)
+    table = batch(50, 3, 96, 96).cuda()
+    index, uniforms = torch.arange(32).cuda(), draws(augment, 32).cuda()
+
+    def run() -> Tensor:
+        return augment_fused(
+            augment, table, uniforms, index=index, dtype=torch.bfloat16, channels_last=True
+        )
+
+    run()  # kernels are compiled outside the capture
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        pixels = run()
+    index.copy_(torch.arange(18, 50))
+    uniforms.copy_(draws(augment, 32, seed=5))
+    graph.replay()
+    assert pixels.is_contiguous(memory_format=torch.channels_last)
+    assert pixels.equal(run())
+    alike = same_boxes(fused_sample(augment, uniforms, 96, 96), augment.sample(uniforms, 96, 96))
+    assert (~alike).sum() <= 1
+    expected = augment(table[index], uniforms, backend="torch")
+    torch.testing.assert_close(pixels.float()[alike], expected[alike], rtol=0, atol=2**-8)
