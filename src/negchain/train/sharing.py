@@ -1,0 +1,247 @@
+"""Processes that use one GPU at the same time, through NVIDIA's Multi-Process Service (MPS).
+
+Processes of their own get the GPU in turns; as clients of an MPS daemon their kernels run side by
+side, which small batches leave room for. The daemon here is private: it runs as the user, with its
+pipes in a folder of its own, for as long as the `with` block, and serves the one GPU that the runs
+use. A daemon that somebody else runs already is used and left alone.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Literal
+
+from negchain.train.config import ConfigError
+
+Mode = Literal["auto", "mps", "off"]
+
+PROGRAM = "nvidia-cuda-mps-control"
+PIPE, LOG = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"
+DEFAULT_PIPE = "/tmp/nvidia-mps"
+PLACES = ("/usr/local/nvidia/bin", "/usr/bin", "/usr/local/bin", "/usr/local/cuda/bin")
+PATIENCE = 10.0  # seconds for an answer of the control program
+QUIT = ("quit", "quit -t 1")  # the first waits for clients, the second for a second
+TRIAL_PATIENCE = 30.0  # the first client waits for the server, and both for the driver
+
+NOT_READY = "CUDA error 807"  # a server that is still starting turns clients away
+
+# A client that makes a context and asks, while it has it, which servers there are. It says whether
+# runs will see the GPU (a run that does not would train on the CPU) and really share it. libcuda
+# directly: importing torch takes seconds.
+TRIAL = """
+import ctypes, subprocess, sys
+cuda = ctypes.CDLL("libcuda.so.1")
+device, context = ctypes.c_int(), ctypes.c_void_p()
+code = cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), 0)
+code = code or cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+if code:
+    sys.exit(f"CUDA error {code}")
+subprocess.run([sys.argv[1]], input=b"get_server_list\\n", check=True)
+"""
+
+
+class Unavailable(Exception):
+    """Why MPS cannot be used, as a clause."""
+
+
+@contextmanager
+def shared_gpu(
+    jobs: int, mode: Mode = "auto", *, say: Callable[[str], None]
+) -> Iterator[dict[str, str]]:
+    """Let `jobs` processes started inside the block share the GPU; yields their environment.
+
+    Args:
+        jobs: how many processes run at a time, for the words only.
+        mode: "auto" uses MPS if it works and else says why not; "mps" refuses to go on without;
+            "off" never uses it.
+        say: receives one line for the user.
+
+    Yields variables to add to a child's environment. With "auto" there are some exactly if MPS is
+    used. End the processes inside the block: leaving it stops the daemon.
+
+    >>> with shared_gpu(4, "off", say=print) as environment:
+    ...     child = subprocess.run(["true"], env={**os.environ, **environment})
+    4 runs take turns on the GPU
+    """
+    with ExitStack() as stack:
+        environment: dict[str, str] = {}
+        try:
+            if mode == "off":
+                environment = _apart()
+                say(f"{jobs} runs take turns on the GPU")
+            else:
+                environment = stack.enter_context(_daemon())
+                say(f"{jobs} runs share the GPU through MPS")
+        except Unavailable as reason:
+            if mode == "mps":
+                raise ConfigError(
+                    f"--sharing mps needs NVIDIA's MPS, but {reason}; leave --sharing out to let "
+                    "the runs take turns on the GPU"
+                ) from None
+            say(f"{reason}: {jobs} runs take turns on the GPU")
+        yield environment
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP arrive as Ctrl-C does, so that what was started is ended."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    watched = [s for s in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) != signal.SIG_IGN]
+    before = {s: signal.signal(s, interrupt) for s in watched}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _daemon() -> Iterator[dict[str, str]]:
+    """The environment of the clients of a daemon: one that runs already, or a private one."""
+    program = _find()
+    if program is None:
+        raise Unavailable(f"MPS was not found ({PROGRAM} is neither on PATH nor in {PLACES[0]})")
+    if (running := _running(program)) is not None:
+        yield {PIPE: running}
+        return
+    try:
+        # In /tmp whatever TMPDIR says: the path of a unix socket has at most 107 characters.
+        folder = Path(tempfile.mkdtemp(prefix="negchain-mps-", dir="/tmp"))
+    except OSError as error:
+        raise Unavailable(f"MPS found no place for its pipes ({error})") from None
+    own = {PIPE: str(folder / "pipe"), LOG: str(folder / "log")}
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip() or "0"
+    # The daemon renumbers what it sees: its clients know the one GPU as 0, or by its name.
+    client = {**own, "CUDA_VISIBLE_DEVICES": "0" if gpu.isdigit() else gpu}
+    try:
+        _start(program, {**own, "CUDA_VISIBLE_DEVICES": gpu}, folder)
+        _try_client(program, client)
+        yield client
+    finally:
+        _stop(program, own, folder)
+
+
+def _find() -> str | None:
+    return shutil.which(PROGRAM) or shutil.which(PROGRAM, path=os.pathsep.join(PLACES))
+
+
+def _running(program: str) -> str | None:
+    """The pipe folder of a daemon that runs already and answers."""
+    folder = os.environ.get(PIPE) or DEFAULT_PIPE
+    if not (Path(folder) / "control").exists():
+        return None
+    return folder if _ask(program, {PIPE: folder}, "get_server_list") else None
+
+
+def _apart() -> dict[str, str]:
+    """What keeps processes away from a daemon that runs already: clients find it by its folder."""
+    program = _find()
+    return {PIPE: os.devnull} if program is not None and _running(program) is not None else {}
+
+
+def _start(program: str, environment: dict[str, str], folder: Path) -> None:
+    """Start a daemon and wait until it answers."""
+    for place in (environment[PIPE], environment[LOG]):
+        Path(place).mkdir()
+    end = time.monotonic() + PATIENCE
+    try:
+        # Into a file: the daemon keeps its output open, and a pipe to it would never end.
+        with open(folder / "start.log", "wb") as log:
+            code = subprocess.run(
+                [program, "-d"],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **environment},
+                start_new_session=True,  # Ctrl-C is for the runs; the daemon must outlive them
+                timeout=PATIENCE,
+            ).returncode
+    except subprocess.TimeoutExpired:
+        raise Unavailable(f"MPS did not start within {PATIENCE:g} s") from None
+    except OSError as error:
+        raise Unavailable(f"MPS could not be started ({error})") from None
+    while code == 0 and time.monotonic() < end:
+        if _ask(program, environment, "get_server_list"):
+            return
+        time.sleep(0.05)
+    logs = (folder / "start.log", folder / "log" / "control.log")
+    said = "\n".join(log.read_text(errors="replace") for log in logs if log.exists())
+    raise Unavailable(f"MPS did not start ({_last_line(said) or f'exit status {code}'})")
+
+
+def _try_client(program: str, environment: dict[str, str]) -> None:
+    """See one process use the GPU through the daemon, before the runs are sent there."""
+    end = time.monotonic() + TRIAL_PATIENCE
+    while True:
+        try:
+            trial = subprocess.run(
+                [sys.executable, "-c", TRIAL, program],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                env={**os.environ, **environment},
+                start_new_session=True,
+                timeout=max(end - time.monotonic(), 0.1),
+            )
+        except subprocess.TimeoutExpired:
+            raise Unavailable(f"MPS gave no process the GPU within {TRIAL_PATIENCE:g} s") from None
+        if NOT_READY not in trial.stderr or time.monotonic() > end:
+            break
+        time.sleep(0.2)
+    if trial.returncode != 0:
+        raise Unavailable(f"MPS gave no process the GPU ({_last_line(trial.stderr)})")
+    if not trial.stdout.strip():
+        raise Unavailable("MPS started no server")
+
+
+def _stop(program: str, environment: dict[str, str], folder: Path) -> None:
+    """End the daemon, by force if it does not listen, and remove its folder."""
+    file = Path(environment[PIPE]) / f"{PROGRAM}.pid"
+    try:
+        pid = int(file.read_text()) if file.exists() else None
+        if pid is not None and not any(_ask(program, environment, c) for c in QUIT):
+            os.kill(pid, signal.SIGKILL)
+    except (OSError, ValueError):
+        pass  # it ended meanwhile
+    finally:
+        for attempt in range(20):  # a daemon on its way out may still write
+            if attempt > 10 or not file.exists():  # it removes the file last
+                shutil.rmtree(folder, ignore_errors=True)
+            if not folder.exists():
+                break
+            time.sleep(0.1)
+
+
+def _ask(program: str, environment: dict[str, str], command: str) -> bool:
+    """Whether the daemon took a command."""
+    try:
+        done = subprocess.run(
+            [program],
+            input=f"{command}\n".encode(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, **environment},
+            start_new_session=True,
+            timeout=PATIENCE,
+        )
+    except (subprocess.TimeoutExpired, OSError):
+        return False
+    return done.returncode == 0
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else ""
