@@ -17,6 +17,7 @@ Shapes: `N` rows, `K` columns.
 from __future__ import annotations
 
 import functools
+import importlib.util
 
 import torch
 from torch import Tensor
@@ -82,11 +83,25 @@ def bits(seed: int, step: Tensor, stream: int, rows: Tensor, num_columns: int) -
         >>> torch.equal(whole[2:], part)   # a row's draws do not depend on its neighbours
         True
     """
+    if rows.is_cuda and step.is_cuda and _has_triton():
+        from negchain.draws_triton import bits_triton
+
+        return bits_triton(seed_key(seed), step, stream, rows, num_columns)
+    return _bits_torch(seed, step, stream, rows, num_columns)
+
+
+def _bits_torch(seed: int, step: Tensor, stream: int, rows: Tensor, num_columns: int) -> Tensor:
+    """The readable twin of `draws_triton.bits_triton`."""
     key = stream_key(seed, step, stream)
     columns = torch.arange(num_columns, dtype=torch.int32, device=rows.device) * GOLDEN
     row_hash, column_hash = _mix(rows.to(torch.int32) + key), _mix(columns ^ key)
     x = _mix(row_hash[:, None] + column_hash[None, :])
     return (x >> 1) & 0x7FFFFFFF
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def uniform(

@@ -120,21 +120,21 @@ def test_expected_weights_of_a_visit(kernel, uniform, views) -> None:
 scan, carried_logits = walk.mh_scan, walk._carried_logits
 
 
-def inverted_ratio(logits, start, log_u, burn_in, backend):
+def inverted_ratio(logits, start, log_u, burn_in, *rest):
     flipped = torch.where(logits > -math.inf, -logits, -math.inf)
-    return scan(flipped, -start, log_u, burn_in, backend)
+    return scan(flipped, -start, log_u, burn_in, *rest)
 
 
-def counts_one_too_many(logits, start, log_u, burn_in, backend):
-    return scan(logits, start, log_u, burn_in - 1, backend)
+def counts_one_too_many(logits, start, log_u, burn_in, *rest):
+    return scan(logits, start, log_u, burn_in - 1, *rest)
 
 
-def counts_one_too_few(logits, start, log_u, burn_in, backend):
-    return scan(logits, start, log_u, burn_in + 1, backend)
+def counts_one_too_few(logits, start, log_u, burn_in, *rest):
+    return scan(logits, start, log_u, burn_in + 1, *rest)
 
 
-def divides_by_all_steps(logits, start, log_u, burn_in, backend):
-    done = scan(logits, start, log_u, burn_in, backend)
+def divides_by_all_steps(logits, start, log_u, burn_in, *rest):
+    done = scan(logits, start, log_u, burn_in, *rest)
     steps = (logits > -math.inf).sum(1)
     share = (steps - burn_in) / steps
     return done._replace(

@@ -1,4 +1,4 @@
-"""The command line: `negchain train | evaluate | embed | compare | report`.
+"""The command line: `negchain train | evaluate | embed | compare | report | bench`.
 
 Exit status: 0 done, 1 failed, 2 refused before starting, 130 interrupted after a checkpoint.
 """
@@ -13,7 +13,7 @@ from typing import Any
 import typer
 from rich.console import Console
 
-from negchain.cli import compare, inspect, train
+from negchain.cli import bench, compare, inspect, train
 from negchain.train.config import ConfigError
 
 app = typer.Typer(
@@ -33,6 +33,7 @@ app.command("evaluate")(inspect.evaluate)
 app.command("embed")(inspect.embed)
 app.command("compare", help=compare.HELP)(compare.command)
 app.command("report")(inspect.report)
+app.command("bench", help=bench.HELP)(bench.command)
 
 
 def main(arguments: list[str] | None = None) -> None:

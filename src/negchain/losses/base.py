@@ -110,7 +110,7 @@ class ContrastiveLoss(LazyState):
         self.seed = seed
         self.register_buffer("step", torch.zeros((), dtype=torch.int64))
         self.register_buffer("_faults", torch.zeros(2, dtype=torch.int64), persistent=False)
-        self._info: dict[str, Tensor] = {}
+        self._info: dict[str, Tensor | Callable[[], Tensor]] = {}
 
     @property
     def num_sides(self) -> int:
@@ -146,7 +146,7 @@ class ContrastiveLoss(LazyState):
                 f"index must hold data set positions below {self.num_samples}, but {out_of_range} "
                 "since the last look at info did not; was the loss built for another data set?"
             )
-        report = {name: float(value) for name, value in self._info.items()}
+        report = {n: float(v() if callable(v) else v) for n, v in self._info.items()}
         return {**report, "nonfinite_rows": float(nonfinite)}
 
     def extra_repr(self) -> str:
@@ -173,6 +173,7 @@ class ContrastiveLoss(LazyState):
         ids_per_item: int = 1,
         use_batch: bool = True,
         quiet: bool = False,
+        items: slice = slice(None),
     ) -> tuple[Batch, list[Side]]:
         batch = check_batch(
             z_a,
@@ -194,6 +195,7 @@ class ContrastiveLoss(LazyState):
             coin=coin,
             ids_per_item=ids_per_item,
             use_batch=use_batch,
+            items=items,
         )
         if (draw is None) != (drawn is None):
             raise ValueError("draw= (ids) and drawn= (their embeddings) go together; pass both")

@@ -107,6 +107,7 @@ def lay_out(
     key_ids: tuple[Tensor, ...] | None = None,
     coin: Tensor | None = None,
     use_batch: bool = True,
+    items: slice = slice(None),
 ) -> list[Side]:
     """The sides of a batch: one for shared views, one or two for paired ones.
 
@@ -122,24 +123,28 @@ def lay_out(
         coin: [B] bool: with shared views a row is offered one copy of every item, rows of the
             first view z_a's where the coin is True, rows of the second view the other.
         use_batch: False leaves the batch's own columns out.
+        items: whose rows; all items are columns.
     """
     z_a, z_b, index, own, known = batch.z_a, batch.z_b, batch.index, batch.key_index, batch.known
-    excluded = matches(own, own, known)
-    if own is index:  # no corpus of keys: "never negatives of each other" is mutual
-        excluded = excluded | excluded.T
+    row_known = None if known is None else known[items]
+    excluded = matches(own, own[items], row_known)
+    if own is index and known is not None:  # "never negatives of each other" is mutual
+        for column in known.unbind(1):
+            excluded |= column[None, :] == own[items][:, None]
     excluded = excluded | ~batch.valid[None, :]
+    anchors, size = index[items], index.shape[0]
 
     def side(rows: Tensor, positives: Tensor, keys: Tensor, ids: Tensor, own: Tensor) -> Side:
-        copies = rows.shape[0] // index.shape[0]
-        mask = excluded.repeat(copies, keys.shape[1] // index.shape[0])
+        copies = rows.shape[0] // anchors.shape[0]
+        mask = excluded.repeat(copies, keys.shape[1] // size)
         if not use_batch:
             keys, ids, mask = keys[:, :0], ids[:, :0], mask[:, :0]
         return Side(
             queries=rows,
             positives=positives,
-            anchor_ids=index.repeat(copies),
-            positive_ids=own.repeat(copies),
-            known=None if known is None else known.repeat(copies, 1),
+            anchor_ids=anchors.repeat(copies),
+            positive_ids=own[items].repeat(copies),
+            known=None if row_known is None else row_known.repeat(copies, 1),
             keys=keys,
             key_ids=ids,
             excluded=mask,
@@ -151,18 +156,23 @@ def lay_out(
 
     if views == "shared":
         names = (index, index) if key_ids is None else key_ids
-        both, swapped = torch.cat([z_a, z_b]), torch.cat([z_b, z_a])
-        rows, positives = (both, swapped) if symmetric else (z_a, z_b)
+        both, swapped = [z_a[items], z_b[items]], [z_b[items], z_a[items]]
+        rows, positives = torch.cat(both), torch.cat(swapped)
+        if not symmetric:
+            rows, positives = both
         if coin is None:
-            return [side(rows, positives, both[None], torch.cat(names)[None], own)]
+            columns = torch.cat([z_a, z_b])[None]
+            return [side(rows, positives, columns, torch.cat(names)[None], own)]
         groups = [coin, ~coin][: 2 if symmetric else 1]
         keys = torch.stack([torch.where(first[:, None], z_a, z_b) for first in groups])
         ids = torch.stack([torch.where(first, names[0], names[1]) for first in groups])
         hidden = torch.stack([torch.where(first[:, None], z_b, z_a) for first in groups])
         offered = side(rows, positives, keys, ids, own)
         return [dataclasses.replace(offered, hidden_keys=hidden if use_batch else None)]
-    sides = [side(z_a, z_b, z_b[None], own[None], own)]
-    return [*sides, side(z_b, z_a, z_a[None], index[None], index)] if symmetric else sides
+    sides = [side(z_a[items], z_b[items], z_b[None], own[None], own)]
+    if symmetric:
+        sides.append(side(z_b[items], z_a[items], z_a[None], index[None], index))
+    return sides
 
 
 def as_embedding(z: Tensor, normalize: bool) -> Tensor:

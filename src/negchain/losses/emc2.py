@@ -11,12 +11,15 @@ Shapes: `B` batch, `N` rows (2B for shared views), `K` columns, `D` embedding.
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import os
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from negchain import fused
 from negchain.losses.base import (
     ContrastiveLoss,
     detached_logits,
@@ -25,7 +28,8 @@ from negchain.losses.base import (
     one_of,
 )
 from negchain.losses.batch import Batch, Drawn, Draws, Views, as_ids, check_carried
-from negchain.losses.chains import Arrival, Carried, ChainTable
+from negchain.losses.chains import Carried, ChainTable
+from negchain.losses.panels import Call, Visit, in_panels
 from negchain.losses.table import StaleTable
 from negchain.losses.walk import Kernel, Sampler, WalkOrder, walk_chains
 from negchain.objective import Denominator, Estimate
@@ -76,7 +80,16 @@ class EMC2Loss(ContrastiveLoss):
             row goes on where the first ended, both offered both copies; biased towards the
             in-batch softmax, most at small beta).
         normalize: bring embeddings to unit length first.
-        backend: of `mh_scan`.
+        count_every: 1 counts the state after every step past the burn-in (the paper). c > 1 counts
+            every c-th state only: at most B / c columns per row have weight, for large batches.
+        stream: for large batches: never store the B x B similarities. On a GPU in tiles, if
+            count_every is a multiple of 128 (or kernel="isir"); else in panels of rows. The value
+            then counts one copy of every item with shared views, where it otherwise counts two.
+        chain_file: keep the chains in this memory-mapped file (docs/large_tables.md).
+        backend: "fused": the whole loss in a dozen GPU kernels. "reference", "torch", "triton": the
+            readable path, with this backend of `mh_scan`. "auto": fused on a GPU where it applies
+            (float32 or half precision, negatives from the batch only, walk="parallel", at most
+            1,024 columns unless streaming), else readable.
 
     Example:
         >>> items, encoder = torch.randn(100, 5), torch.nn.Linear(5, 8)
@@ -112,7 +125,10 @@ class EMC2Loss(ContrastiveLoss):
         partition_rate: float = 0.05,
         walk: WalkOrder = "parallel",
         normalize: bool = True,
-        backend: Backend = "auto",
+        count_every: int = 1,
+        stream: bool = False,
+        chain_file: str | os.PathLike[str] | None = None,
+        backend: Backend | Literal["fused"] = "auto",
     ) -> None:
         super().__init__(
             beta,
@@ -128,12 +144,13 @@ class EMC2Loss(ContrastiveLoss):
         one_of("carried", carried, ("encode", "cached", "score"))
         one_of("proposal", proposal, ("batch", "draw", "cache"))
         one_of("walk", walk, ("parallel", "sequential"))
-        one_of("backend", backend, ("auto", "reference", "torch", "triton"))
+        one_of("backend", backend, ("auto", "reference", "torch", "triton", "fused"))
         if walk == "sequential" and kernel == "isir":
             raise ValueError(
                 "walk='sequential' goes with kernel='mh': i-SIR has no order to walk in"
             )
         _check_settings(burn_in, partition_rate, augmentations, num_draws, views, proposal)
+        _check_large(count_every, stream, kernel, walk, proposal)
         self.burn_in = burn_in
         self.kernel: Kernel = kernel
         self.walk: WalkOrder = walk
@@ -142,7 +159,9 @@ class EMC2Loss(ContrastiveLoss):
         self.augmentations = augmentations
         self.num_draws = num_draws
         self.partition_rate = partition_rate
-        self.backend: Backend = backend
+        self.count_every = count_every
+        self.stream = stream
+        self.backend = backend
         size = num_samples if num_keys is None else num_keys
         self.chains = ChainTable(
             self.num_sides,
@@ -153,6 +172,7 @@ class EMC2Loss(ContrastiveLoss):
             keep=carried,
             dim=dim,
             seed=seed,
+            file=chain_file,
         )
         if denominator == "all":
             shape = (self.num_sides, num_samples)
@@ -181,6 +201,9 @@ class EMC2Loss(ContrastiveLoss):
             `item * k + augmentation`). Changes nothing.
         """
         index = as_ids("index", index, index.shape[0], self.step.device)
+        if self._fuses(index) and augmentation is None:
+            ids = [fused.carried_ids(self, side, index) for side in range(self.num_sides)]
+            return (ids[0], ids[1]) if len(ids) == 2 else ids[0]
         slots = self._slots(index, augmentation)
         if self.num_sides == 2:
             return self.chains.ids(0, slots[0]), self.chains.ids(1, slots[0])
@@ -251,27 +274,55 @@ class EMC2Loss(ContrastiveLoss):
             [] scalar with the value of an estimate of the global loss, and EMC²'s gradient.
         """
         self._check_call(carried, draw)
-        slots = self._slots(as_ids("index", index, z_a.shape[0], z_a.device), augmentation)
-        sampler = Sampler(self.kernel, self.walk, self.burn_in, self.backend, self.seed, self.step)
+        index = as_ids("index", index, z_a.shape[0], z_a.device)
+        only_batch = draw is None and known is None and augmentation is None
+        if only_batch and self._fuses(z_a):
+            total, report = fused.forward(self, z_a, z_b, index, key_index, carried)
+            if self.training:
+                self.step += 1
+            self._info = report
+            return total
+        if self.backend == "fused":
+            raise ValueError(
+                "backend='fused' takes negatives from the batch only (no draw=, known=, "
+                "augmentation=), embeddings in float32, bfloat16 or float16 and at most "
+                f"{fused.MAX_COLUMNS} columns unless stream=True; got {z_a.dtype} "
+                f"{tuple(z_a.shape)}; use backend='auto'"
+            )
+        call = Call(z_a, z_b, index, key_index, known, augmentation, carried, draw, drawn)
+        visit = in_panels(self, call) if self.stream else self.visit(call)
+        if self.training:
+            self._store(visit)
+            self.step += 1
+        return self._finish(visit.total, visit.report)
+
+    def visit(self, call: Call, items: slice = slice(None)) -> Visit:
+        """Loss and arrivals of the rows of some items against all columns; changes no chain."""
+        slots = self._slots(call.index, call.augmentation)
+        sampler = self._sampler()
         batch, sides = self._begin(
-            z_a,
-            z_b,
-            index,
-            key_index,
-            known,
-            draw,
-            drawn,
+            call.z_a,
+            call.z_b,
+            call.index,
+            call.key_index,
+            call.known,
+            call.draw,
+            call.drawn,
             key_ids=slots if self.augmentations else None,
-            coin=sampler.coin(z_a.shape[0]) if self.views == "shared" else None,
+            coin=sampler.coin(len(call.z_a)) if self.views == "shared" else None,
             ids_per_item=self.augmentations or 1,
             use_batch=self.proposal != "draw",
+            quiet=items.start not in (None, 0),
+            items=items,
         )
-        encoded = self._encoded(carried, batch)
-        total: list[Tensor] = []
-        report: dict[str, list[Tensor]] = {}
-        arrivals: list[tuple[int, Tensor, Arrival]] = []
-        runnings: list[Tensor | None] = []
+        encoded = self._encoded(call.carried, batch)
+        visit = Visit(batch, sides, encoded)
+        numbers = torch.arange(len(batch.index), device=batch.index.device)[items]
         for number, side in enumerate(sides):
+            if self.stream:
+                side = dataclasses.replace(side, hidden_keys=None)
+            copies = side.num_rows // len(numbers)
+            held = encoded[number]
             similarity = side.similarities()
             logits = detached_logits(side, similarity, self._beta(similarity))
             walk = walk_chains(
@@ -279,33 +330,43 @@ class EMC2Loss(ContrastiveLoss):
                 logits,
                 self.chains,
                 number,
-                slots[: self._views_per_item],
-                encoded[number],
+                tuple(slot[items] for slot in slots[: self._views_per_item]),
+                None if held is None else tuple(z[items] for z in held),
                 self._beta(logits),
                 sampler,
+                torch.cat([numbers + view * len(batch.index) for view in range(copies)]),
             )
             log_partition = global_log_partition(side, logits, self._beta(logits))
             assert log_partition is not None
             running = self._running_partition(number, batch, side, log_partition)
-            runnings.append(running)
             estimate = Estimate(walk.weights, log_partition, running, walk.carried_weight)
-            total.append(self._value(side, similarity, estimate, walk.carried_similarity))
-            arrivals += [(number, *pair) for pair in walk.arrivals(side, similarity)]
-            for name, figure in walk.report(batch.valid).items():
-                report.setdefault(name, []).append(figure)
-            report.setdefault("global_loss", []).append(total[-1].detach())
-        if self.training:
-            self._remember_keys(batch, sides, encoded)  # first: it asks the chains what they held
-            for number, chain, arrival in arrivals:
-                self.chains.commit(number, chain, arrival, batch.valid)
-            for number, running in enumerate(runnings):
-                if running is not None:
-                    table = self.log_partition[number]
-                    write_view_mean(table, batch.index, running, batch.valid)
-            self.step += 1
-        return self._finish(total, report)
+            value = self._value(side, similarity, estimate, walk.carried_similarity)
+            visit.add(number, value, walk.arrivals(side, similarity), running)
+            visit.note({**walk.report(batch.valid[items]), "global_loss": value.detach()})
+        return visit
+
+    def _store(self, visit: Visit) -> None:
+        """Where the chains ended, and what else the next visit needs."""
+        batch = visit.batch
+        # first: it asks the chains what they held
+        self._remember_keys(batch, visit.sides, visit.encoded)
+        for number, chain, arrival in visit.arrivals:
+            self.chains.commit(number, chain, arrival, batch.valid)
+        for number, running in visit.runnings:
+            write_view_mean(self.log_partition[number], batch.index, running, batch.valid)
 
     # ------------------------------------------------------------------ parts of a step
+
+    def _fuses(self, like: Tensor) -> bool:
+        """Whether the fused path takes such a batch (of embeddings, or of positions)."""
+        if self.backend not in ("auto", "fused"):
+            return False
+        return fused.applies(self, like)
+
+    def _sampler(self) -> Sampler:
+        backend: Backend = "auto" if self.backend == "fused" else self.backend
+        order, every = self.walk, self.count_every
+        return Sampler(self.kernel, order, self.burn_in, backend, self.seed, self.step, every)
 
     @property
     def _views_per_item(self) -> int:
@@ -411,3 +472,18 @@ def _check_settings(
         )
     if num_draws is not None and (num_draws < 1 or proposal != "cache"):
         raise ValueError(f"num_draws (at least 1) goes with proposal='cache', got {num_draws}")
+
+
+def _check_large(
+    count_every: int, stream: bool, kernel: Kernel, walk: WalkOrder, proposal: str
+) -> None:
+    if count_every < 1 or (count_every > 1 and kernel == "isir"):
+        raise ValueError(
+            "count_every must be at least 1, and 1 for kernel='isir' (its weights are a softmax); "
+            f"got {count_every} and kernel={kernel!r}"
+        )
+    if stream and (walk != "parallel" or proposal != "batch"):
+        raise ValueError(
+            "stream=True goes with walk='parallel' and proposal='batch', "
+            f"got walk={walk!r} and proposal={proposal!r}"
+        )

@@ -45,6 +45,7 @@ class Sampler:
     backend: Backend
     seed: int
     step: Tensor  # []
+    count_every: int = 1
 
     def coin(self, num_items: int) -> Tensor | None:  # [B] bool
         """Which copy of each item rows of the first view are offered; None: both."""
@@ -115,6 +116,7 @@ def walk_chains(
     encoded: tuple[Tensor, ...] | None,
     beta: float | Tensor,
     sampler: Sampler,
+    rows: Tensor | None = None,
 ) -> Walk:
     """Move the chains of a side; pure: `chains` is read, not written.
 
@@ -127,17 +129,19 @@ def walk_chains(
         encoded: per view, the embedding of the carried state, [B, D]; None: not encoded.
         beta: inverse temperature.
         sampler: how to move.
+        rows: [N] numbers of the rows in the whole batch, for their draws; None: 0 .. N - 1.
     """
     start, trained = _carried_logits(side, chains, side_number, slots, encoded, beta, sampler)
     num_steps = (logits > -math.inf).sum(1)
     stream = 16 * side_number
+    rows = torch.arange(len(logits), device=logits.device) if rows is None else rows
     if sampler.order == "sequential" and len(slots) == 2:
-        scan = _walk_on(logits, start, num_steps, slots, sampler, stream)
+        scan = _walk_on(logits, start, num_steps, slots, sampler, stream, rows)
     else:
-        scan = _scan(logits, start, num_steps, 0, sampler, stream)
+        scan = _scan(logits, start, num_steps, rows, sampler, stream)
     # A chain that had nowhere to go may still sit on an excluded state: that has no weight.
     mass = torch.where(start > -math.inf, scan.start_weight, 0.0)
-    finals = _finals(scan.last, logits.shape[1], slots, sampler, stream)
+    finals = _finals(scan.last, logits.shape[1], slots, sampler, stream, rows)
     return Walk(
         weights=scan.weights,
         start_mass=mass,
@@ -151,12 +155,11 @@ def walk_chains(
 
 
 def _scan(
-    logits: Tensor, start: Tensor, num_steps: Tensor, first_row: int, sampler: Sampler, stream: int
+    logits: Tensor, start: Tensor, num_steps: Tensor, rows: Tensor, sampler: Sampler, stream: int
 ) -> Scan:
     """One transition of every row, all starting at their carried states."""
     seed, step = sampler.seed, sampler.step
-    num_rows, num_columns = logits.shape
-    rows = torch.arange(first_row, first_row + num_rows, device=logits.device)
+    num_columns = logits.shape[1]
     if sampler.kernel == "isir":
         noise = draws.gumbel(
             seed, step, draws.STREAM_GUMBEL + stream, rows, num_columns + 1, logits.dtype
@@ -166,9 +169,13 @@ def _scan(
     log_u = draws.log_uniform(
         seed, step, draws.STREAM_ACCEPT + stream, rows, num_columns, logits.dtype
     )
-    # 1e-9: a share like 0.29 of 100 steps is 29 steps, not 28
-    skipped = (num_steps * sampler.burn_in + 1e-9).long()
-    scan = mh_scan(logits[:, order], start, log_u, skipped, sampler.backend)
+    # 1e-3: a share like 0.29 of 100 steps is 29 steps, not 28, whatever the precision
+    skipped: int | Tensor = (num_steps * sampler.burn_in + 1e-3).long()
+    if sampler.count_every > 1:
+        skipped = int(num_columns * sampler.burn_in + 1e-3)
+    scan = mh_scan(
+        logits[:, order], start, log_u, skipped, sampler.backend, sampler.count_every
+    )
     weights = torch.empty_like(scan.weights)
     weights[:, order] = scan.weights
     last = torch.where(scan.last >= 0, order[scan.last.clamp(min=0)], -1)
@@ -182,15 +189,16 @@ def _walk_on(
     slots: tuple[Tensor, ...],
     sampler: Sampler,
     stream: int,
+    rows: Tensor,
 ) -> Scan:
     """The sequential walk: the second view's rows start where the first view's ended."""
     size = len(slots[0])
-    first = _scan(logits[:size], start[:size], num_steps[:size], 0, sampler, stream)
+    first = _scan(logits[:size], start[:size], num_steps[:size], rows[:size], sampler, stream)
     held = torch.where(slots[0] == slots[1], first.last, -1)  # column the second view starts at
     column = held.clamp(min=0)[:, None]
     reread = logits[size:].gather(1, column)[:, 0]
     begin = torch.where(held >= 0, reread, start[size:])
-    second = _scan(logits[size:], begin, num_steps[size:], size, sampler, stream)
+    second = _scan(logits[size:], begin, num_steps[size:], rows[size:], sampler, stream)
     # Weight on the start belongs to the column it was, if it was one.
     mass = second.start_weight
     second.weights.scatter_add_(1, column, torch.where(held >= 0, mass, 0.0)[:, None])
@@ -204,12 +212,17 @@ def _walk_on(
 
 
 def _finals(
-    last: Tensor, num_columns: int, slots: tuple[Tensor, ...], sampler: Sampler, stream: int
+    last: Tensor,
+    num_columns: int,
+    slots: tuple[Tensor, ...],
+    sampler: Sampler,
+    stream: int,
+    rows: Tensor,
 ) -> tuple[Tensor, ...]:
     """Per view, the row and column each chain is stored at; see `Walk.finals`."""
     size = len(slots[0])
-    rows = torch.arange(len(last), device=last.device)
-    flat = torch.where(last >= 0, rows * num_columns + last, -1)
+    here = torch.arange(len(last), device=last.device)
+    flat = torch.where(last >= 0, here * num_columns + last, -1)
     if len(slots) == 1:
         return (flat,)
     first, second, shared = flat[:size], flat[size:], slots[0] == slots[1]

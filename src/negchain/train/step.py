@@ -72,6 +72,7 @@ class TrainStep:
         images: positions [R] -> uint8 images [R, C, H, W] on the device; with stored augmentations
             ids `item * k + augmentation`.
         autocast: dtype of the encoder's arithmetic, None for its own.
+        table: [M, C, H, W] all images, where they are on the device.
 
     After a call `loss` holds the step's loss (a tensor on the device).
     """
@@ -85,6 +86,7 @@ class TrainStep:
         augment: Augmentation,
         images: Callable[[Tensor], Tensor],
         autocast: torch.dtype | None,
+        table: Tensor | None = None,
     ) -> None:
         self.config = config
         self.encoder = encoder
@@ -93,6 +95,7 @@ class TrainStep:
         self.augment = augment
         self.images = images
         self.autocast = autocast
+        self.table = table
         self.device = next(encoder.parameters()).device
         self.step = torch.zeros((), dtype=torch.int64, device=self.device)
         self.index = torch.zeros(config.batch_size, dtype=torch.int64, device=self.device)
@@ -150,16 +153,15 @@ class TrainStep:
         loss_fn, index = self.loss_fn, self.index
         if self.config.augmentations is not None:
             return self._forward_stored()
-        views = self.images(index) if batch is None else batch.to(self.device, non_blocking=True)
         size = len(index)
+        extra: dict[str, Tensor] = {}
         if isinstance(loss_fn, EMC2Loss) and loss_fn.carried_mode == "encode":
             ids = loss_fn.carried(index)
             assert isinstance(ids, Tensor)
-            z = self._encode(torch.cat([views, views, self.images(ids)]))
+            z = self._encode(torch.cat([index, index, ids]), batch)
             extra = {"carried": z[2 * size :]}
         else:
-            z = self._encode(torch.cat([views, views]))
-            extra = {}
+            z = self._encode(torch.cat([index, index]), batch)
         z_a, z_b = z[:size], z[size : 2 * size]
         if isinstance(loss_fn, NegativeCacheLoss):
             draw = loss_fn.propose(z_a, index, z_b)
@@ -169,7 +171,7 @@ class TrainStep:
         if isinstance(loss_fn, EMC2Loss) and loss_fn.proposal == "cache":
             draw = loss_fn.propose(z_a, index)
             assert isinstance(draw, Draw)
-            drawn = self._encode(self.images(draw.ids), first_row=3 * size)
+            drawn = self._encode(draw.ids, first_row=3 * size)
             return loss_fn(z_a, z_b, index, draw=draw, drawn=drawn, **extra)
         return loss_fn(z_a, z_b, index, **extra)
 
@@ -216,18 +218,24 @@ class TrainStep:
             self.encoder.train()
             table.refresh(ids, z, normalize=loss_fn.normalize)
 
-    def _encode(self, images: Tensor, first_row: int = 0) -> Tensor:
-        """Embeddings of freshly augmented images, [R, D]."""
-        rows = torch.arange(first_row, first_row + len(images), device=self.device)
-        u = draws.uniform(
-            self.config.seed,
-            self.step,
-            STREAM_AUGMENT,
-            rows,
-            self.augment.num_uniforms,
-            torch.float32,
-        )
-        return self._embed(self.augment(images, u))
+    def _encode(self, ids: Tensor, batch: Tensor | None = None, first_row: int = 0) -> Tensor:
+        """Embeddings of freshly augmented images, [R, D]; `batch`: images of the first ids."""
+        return self._embed(self.pixels(ids, batch, first_row))
+
+    def pixels(self, ids: Tensor, batch: Tensor | None = None, first_row: int = 0) -> Tensor:
+        """The images at `ids` augmented with this step's draws, [R, C, size, size]."""
+        seed, count = self.config.seed, self.augment.num_uniforms
+        rows = torch.arange(first_row, first_row + len(ids), device=self.device)
+        u = draws.uniform(seed, self.step, STREAM_AUGMENT, rows, count, torch.float32)
+        if self.table is not None and batch is None:
+            return self.augment.from_table(self.table, ids, u, self.autocast or torch.float32)
+        if batch is None:
+            return self.augment(self.images(ids), u)
+        views = batch.to(self.device, non_blocking=True)
+        given = [views, views]
+        if len(ids) > 2 * len(views):
+            given.append(self.images(ids[2 * len(views) :]))
+        return self.augment(torch.cat(given), u)
 
     def _encode_plain(self, images: Tensor) -> Tensor:
         return self._embed(self.augment.plain(images))

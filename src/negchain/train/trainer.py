@@ -268,8 +268,8 @@ def prepare(config: TrainConfig, data: DataBundle, open_folder: Callable[[], Run
         capturable=graph,
     )
     autocast = autocast_dtype(config, device)
-    images = _image_source(config, data.pretrain, augment, device)
-    step = TrainStep(config, encoder, loss_fn, optimizer, augment, images, autocast)
+    images, table = _image_source(config, data.pretrain, augment, device)
+    step = TrainStep(config, encoder, loss_fn, optimizer, augment, images, autocast, table)
     judge = Judge(config, data, augment, device, autocast)
     total = config.steps or config.epochs * order.steps_per_epoch
     return Run(config, data, open_folder(), device, encoder, step, order, judge, total)
@@ -312,8 +312,8 @@ def build_run_encoder(config: TrainConfig, data: DataBundle) -> Encoder:
 
 def _image_source(
     config: TrainConfig, images: ImageSet, augment: Augmentation, device: torch.device
-) -> Any:
-    """positions -> uint8 images on the device; with stored augmentations, ids -> stored views."""
+) -> tuple[Callable[[Tensor], Tensor], Tensor | None]:
+    """positions -> uint8 images on the device (stored views by id), and all images if there."""
     if config.augmentations is not None:
         if images.images is None:
             raise ConfigError(
@@ -322,11 +322,11 @@ def _image_source(
             )
         views = finite_views(images.images.to(device), augment, config.augmentations, config.seed)
         flat = views.flatten(0, 1)
-        return lambda ids: flat[ids]
+        return lambda ids: flat[ids], None
     if images.images is not None:
         resident = images.images.to(device)
-        return lambda positions: resident[positions]
-    return lambda positions: images.fetch(positions.cpu()).to(device, non_blocking=True)
+        return lambda positions: resident[positions], resident
+    return lambda positions: images.fetch(positions.cpu()).to(device, non_blocking=True), None
 
 
 @contextmanager

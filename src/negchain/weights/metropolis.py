@@ -48,6 +48,7 @@ def mh_scan(
     log_u: Tensor,
     burn_in: int | Tensor,
     backend: Backend = "auto",
+    count_every: int = 1,
 ) -> Scan:
     """Run N Metropolis-Hastings chains over K proposals each, in column order.
 
@@ -59,6 +60,9 @@ def mh_scan(
         log_u: [N, K] logarithms of uniform draws.
         burn_in: P, the number of first steps that are not counted; an int or one per row, [N]. A
             row with no step left to count has its final state as its one sample.
+        count_every: 1 counts the state after every step past the burn-in (the paper). c > 1 counts
+            the states after columns c - 1, 2c - 1, ... and K - 1 only, from column `burn_in` (an
+            int) on: fewer weights that are not zero, for large K.
         backend: "reference", "torch", "triton" (needs a GPU, or TRITON_INTERPRET=1), or "auto":
             triton for CUDA tensors where it is installed, else torch.
 
@@ -74,27 +78,31 @@ def mh_scan(
         >>> int(scan.last), int(scan.accepts)
         (1, 2)
     """
-    _check(logits, start_logit, log_u, burn_in)
+    _check(logits, start_logit, log_u, burn_in, count_every)
     if backend == "auto":
         backend = "triton" if logits.is_cuda and _triton_error() is None else "torch"
     if backend == "reference":
-        return scan_reference(logits, start_logit, log_u, burn_in)
+        return scan_reference(logits, start_logit, log_u, burn_in, count_every)
     if backend == "torch":
         from negchain.weights.scan_torch import scan_torch
 
-        return scan_torch(logits, start_logit, log_u, burn_in)
+        return scan_torch(logits, start_logit, log_u, burn_in, count_every)
     if backend == "triton":
         reason = _triton_error()
         if reason is not None:
             raise ValueError(f"backend='triton' needs Triton: {reason}; use backend='torch'")
         from negchain.weights.scan_triton import scan_triton
 
-        return scan_triton(logits, start_logit, log_u, burn_in)
+        return scan_triton(logits, start_logit, log_u, burn_in, count_every)
     raise ValueError(f"backend must be 'auto', 'reference', 'torch' or 'triton', got {backend!r}")
 
 
 def scan_reference(
-    logits: Tensor, start_logit: Tensor, log_u: Tensor, burn_in: int | Tensor
+    logits: Tensor,
+    start_logit: Tensor,
+    log_u: Tensor,
+    burn_in: int | Tensor,
+    count_every: int = 1,
 ) -> Scan:
     """Algorithm 1, lines 4-8, for N chains side by side; same signature as `mh_scan`."""
     num_chains, num_columns = logits.shape
@@ -104,6 +112,7 @@ def scan_reference(
     step = torch.zeros_like(rows)  # r in the paper
     visits = logits.new_zeros(num_chains, num_columns + 1)  # the last column counts the start
     accepts = torch.zeros_like(rows)
+    ends = set(counted_columns(num_columns, burn_in, count_every)) if count_every > 1 else set()
     for column in range(num_columns):
         proposal = logits[:, column]
         is_step = proposal > -math.inf
@@ -111,12 +120,30 @@ def scan_reference(
         current = torch.where(accept, proposal, current)
         state = torch.where(accept, column, state)
         accepts += accept
-        visits[rows, state] += (is_step & (step >= burn_in)).to(logits.dtype)
+        counts = is_step & (step >= burn_in)
+        if count_every > 1:
+            counts = torch.full_like(is_step, column in ends)
+        visits[rows, state] += counts.to(logits.dtype)
         step += is_step
+    if count_every > 1:
+        weights = visits / max(len(ends), 1)
+        return Scan(weights[:, :-1], weights[:, -1], state, current, accepts)
     none_counted = step <= burn_in
     visits[rows, state] += none_counted.to(logits.dtype)
     weights = visits / torch.where(none_counted, 1, step - burn_in)[:, None]
     return Scan(weights[:, :-1], weights[:, -1], state, current, accepts)
+
+
+def counted_columns(num_columns: int, burn_in: int | Tensor, count_every: int) -> list[int]:
+    """The columns after which a state counts, for count_every > 1.
+
+    Example:
+        >>> counted_columns(10, 4, 3)
+        [5, 8, 9]
+    """
+    assert isinstance(burn_in, int)
+    ends = [min(begin + count_every, num_columns) - 1 for begin in range(0, num_columns, count_every)]
+    return [column for column in ends if column >= burn_in]
 
 
 def _triton_error() -> str | None:
@@ -128,7 +155,14 @@ def _triton_error() -> str | None:
     return None
 
 
-def _check(logits: Tensor, start_logit: Tensor, log_u: Tensor, burn_in: int | Tensor) -> None:
+def _check(
+    logits: Tensor, start_logit: Tensor, log_u: Tensor, burn_in: int | Tensor, count_every: int
+) -> None:
+    if count_every < 1 or (count_every > 1 and isinstance(burn_in, Tensor)):
+        raise ValueError(
+            f"count_every must be at least 1, and above 1 burn_in one int for all rows; got "
+            f"count_every={count_every} and burn_in of type {type(burn_in).__name__}"
+        )
     if logits.dim() != 2 or log_u.shape != logits.shape:
         raise ValueError(
             "logits and log_u must both be [N, K], "

@@ -26,7 +26,13 @@ from torch import Tensor
 from negchain.weights.metropolis import Scan
 
 
-def scan_torch(logits: Tensor, start_logit: Tensor, log_u: Tensor, burn_in: int | Tensor) -> Scan:
+def scan_torch(
+    logits: Tensor,
+    start_logit: Tensor,
+    log_u: Tensor,
+    burn_in: int | Tensor,
+    count_every: int = 1,
+) -> Scan:
     """Same signature and the same results as `scan_reference`."""
     num_chains, num_columns = logits.shape
     threshold = logits - log_u
@@ -37,10 +43,14 @@ def scan_torch(logits: Tensor, start_logit: Tensor, log_u: Tensor, burn_in: int 
     if num_columns:
         torch.cummax(accepted * columns, 1, out=(slots[:, 1:], torch.empty_like(slots[:, 1:])))
 
-    is_step = logits > -math.inf
-    rank = is_step.cumsum(1)  # number of steps up to and with this column
-    limit = burn_in[:, None] if isinstance(burn_in, Tensor) else burn_in
-    counted = is_step & (rank > limit)
+    if count_every == 1:
+        is_step = logits > -math.inf
+        rank = is_step.cumsum(1)  # number of steps up to and with this column
+        limit = burn_in[:, None] if isinstance(burn_in, Tensor) else burn_in
+        counted = is_step & (rank > limit)
+    else:
+        is_end = (columns % count_every == 0) | (columns == num_columns)
+        counted = (is_end & (columns > burn_in)).expand(num_chains, -1)
     num_counted = counted.sum(1)
     visits = logits.new_zeros(num_chains, num_columns + 1)  # slot 0 is the start state
     visits.scatter_add_(1, slots[:, 1:], counted.to(logits.dtype))

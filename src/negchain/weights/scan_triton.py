@@ -7,7 +7,8 @@ left at column k was counted
 
     max(0, rank_k - P) - max(0, rank_j - P)   times,   rank = number of steps before a column,
 
-so whoever is accepted writes the share of the state it replaces.
+so whoever is accepted writes the share of the state it replaces. With `count_every` = c > 1 a column
+has column // c - P // c counted columns before it instead.
 
 Runs on a GPU, and on a CPU under TRITON_INTERPRET=1 (for tests).
 """
@@ -50,6 +51,7 @@ def _scan_kernel(
     last_logit_ptr,
     accepts_ptr,
     num_columns,
+    every,
     TILE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -67,6 +69,9 @@ def _scan_kernel(
 
     burn_in = tl.load(burn_in_ptr + row).to(tl.int32)
     total = tl.maximum(num_steps - burn_in, 1)  # steps that count; if none, the final state does
+    skipped = burn_in // every
+    if every > 1:
+        total = tl.maximum((num_columns + every - 1) // every - skipped, 1)
     current = tl.load(start_logit_ptr + row)
     start_weight = (current > minus_inf).to(current.dtype) * 0
     state = -1
@@ -81,11 +86,15 @@ def _scan_kernel(
         is_step = (logit > minus_inf).to(tl.int32)
         rank = rank_before + tl.cumsum(is_step, 0) - is_step
         counted = tl.maximum(rank - burn_in, 0)
+        if every > 1:
+            counted = tl.maximum(column // every - skipped, 0)
 
         shifted = inside & (lane > 0)
         logit_1 = tl.load(logits_ptr + column - 1, mask=shifted, other=minus_inf)
         threshold_1 = logit_1 - tl.load(log_u_ptr + column - 1, mask=shifted, other=0.0)
         counted_1 = tl.maximum(rank - (logit_1 > minus_inf).to(tl.int32) - burn_in, 0)
+        if every > 1:
+            counted_1 = tl.maximum(tl.maximum(column - 1, 0) // every - skipped, 0)
         packed = counted_1.to(tl.int64) * TILE + (lane - 1)
         reach, level, source = tl.associative_scan((threshold_1, logit_1, packed), 0, _compose)
         moved = reach > current  # has left, before this column, the state the tile began with
@@ -122,7 +131,13 @@ def _scan_kernel(
     tl.store(accepts_ptr + row, accepts)
 
 
-def scan_triton(logits: Tensor, start_logit: Tensor, log_u: Tensor, burn_in: int | Tensor) -> Scan:
+def scan_triton(
+    logits: Tensor,
+    start_logit: Tensor,
+    log_u: Tensor,
+    burn_in: int | Tensor,
+    count_every: int = 1,
+) -> Scan:
     """Same signature and the same results as `scan_reference`."""
     num_chains, num_columns = logits.shape
     if not isinstance(burn_in, Tensor):
@@ -142,6 +157,7 @@ def scan_triton(logits: Tensor, start_logit: Tensor, log_u: Tensor, burn_in: int
         last_logit,
         accepts,
         num_columns,
+        count_every,
         TILE=tile,
         num_warps=max(1, min(4, tile // 256)),
     )

@@ -1,0 +1,97 @@
+"""Training runs to measure: the trainer's own, on random pictures, in folders that vanish."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from negchain.bench.table import Settings
+from negchain.data import DataBundle, ImageSet
+from negchain.optim import set_lr
+from negchain.train import trainer
+from negchain.train.config import TrainConfig, resolve
+from negchain.train.run_folder import RunFolder
+
+NUM_IMAGES = 12_000  # 96 px: 330 MB
+SIDE = 96
+STEADY_LR = 1e-4  # small enough for every method without a warm-up
+METHODS: dict[str, dict[str, object]] = {
+    "InfoNCE": {"method": "infonce"},
+    "DCL": {"method": "dcl"},
+    "SogCLR": {"method": "sogclr"},
+    "Negative Cache": {"method": "negcache"},
+    "EMC², score": {"method": "emc2", "carried": "score"},
+    "EMC², cached": {"method": "emc2", "carried": "cached"},
+    "EMC², encode": {"method": "emc2", "carried": "encode"},
+    "EMC², informed proposals": {"method": "emc2", "proposal": "cache"},
+    "EMC² i-SIR, encode": {"method": "isir", "carried": "encode"},
+}
+"""Every method, by the name it has in tables."""
+
+
+def setting(settings: Settings) -> str:
+    """What `config` and `pictures` make up, in words."""
+    if settings.on_gpu:
+        return (
+            f"ResNet-18 without normalisation, {SIDE} px, recipe simclr-stl10 with blur, bf16, "
+            f"Adam, {NUM_IMAGES:,} random pictures"
+        )
+    return "small-cnn on scikit-learn's digits, 8 px, recipe digits, float32, Adam"
+
+
+def batch_sizes(settings: Settings) -> tuple[int, ...]:
+    """The paper's two on a GPU; on a CPU the small one."""
+    return (32, 256) if settings.on_gpu else (32,)
+
+
+def config(settings: Settings, batch: int, method: dict[str, object]) -> TrainConfig:
+    """The paper's STL-10 preset on a GPU, digits on a CPU; no evaluations, no checkpoints."""
+    common = {**method, "batch_size": batch, "eval_every": 0, "checkpoint_every": 0}
+    if settings.on_gpu:
+        return resolve(f"stl10-b{batch}", {**common, "device": "cuda"})
+    return resolve(None, {**common, "data": "digits", "device": "cpu"})
+
+
+def pictures(settings: Settings) -> DataBundle:
+    """The images all runs share: random ones on a GPU (nothing to download), else the digits."""
+    if not settings.on_gpu:
+        return trainer.load_images(resolve(None, {"data": "digits"}), progress=False)
+    shape = (NUM_IMAGES, 3, SIDE, SIDE)
+    pixels = torch.randint(256, shape, dtype=torch.uint8, generator=settings.generator())
+    names = tuple(map(str, range(NUM_IMAGES)))
+    return DataBundle("random", ImageSet(names, None, pixels), None, None, (), (), "0" * 16)
+
+
+def on_device(data: DataBundle, device: torch.device) -> DataBundle:
+    """The same images where the trainer wants them, so that several runs share one copy."""
+    images = data.pretrain.images
+    assert images is not None
+    moved = ImageSet(data.pretrain.names, None, images.to(device))
+    return DataBundle(data.name, moved, None, None, (), (), data.fingerprint)
+
+
+@contextmanager
+def prepared(settings: TrainConfig, data: DataBundle) -> Iterator[trainer.Run]:
+    """A run as `negchain train` prepares it, not captured yet."""
+    with tempfile.TemporaryDirectory(prefix="negchain-bench-") as folder:
+        path = Path(folder) / "run"
+        run = trainer.prepare(settings, data, lambda: RunFolder.create(path, config="{}\n"))
+        with run.folder:
+            yield run
+
+
+def stepper(run: trainer.Run) -> Callable[[], None]:
+    """Calls that each make the run's next step, as the trainer's loop does."""
+    numbers = itertools.count()
+
+    def advance() -> None:
+        number = next(numbers)
+        set_lr(run.step.optimizer, STEADY_LR)
+        run.step(number, run.order.batch(number))
+
+    return advance

@@ -1,0 +1,408 @@
+"""Rows and columns of a batch for the fused path, and the way back.
+
+`prepare` brings embeddings to unit length, puts the keys into the order in which they are proposed
+and scores the carried states. `finish` turns gradients of rows and columns into gradients of the
+embeddings. `commit` stores where the chains ended. One program per item in all three.
+
+A *block* of columns holds one key of every item. Shared views have two: block 0 holds the copy of
+each item that rows of the first view are offered (a coin per item says which), block 1 the other.
+
+Shapes: `B` items, `V` rows per item (views), `N` = V B rows, `K` columns per block (B, padded),
+`D` embedding, `P` its stride in rows and columns.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from negchain import draws_triton as hashed
+from negchain.fused.objective_triton import log_add_exp
+
+STREAM_ORDER = tl.constexpr(1)  # as in negchain.draws
+STREAM_INIT = tl.constexpr(4)
+STREAM_VIEW = tl.constexpr(6)
+STREAM_COPY = tl.constexpr(7)
+
+
+@triton.jit
+def _unit(z_ptr, at, mask, NORMALIZE: tl.constexpr):
+    """A row in float32 at unit length, and its norm."""
+    z = tl.load(z_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    norm = tl.maximum(tl.sqrt(tl.sum(z * z, 0)), 1e-12)
+    if NORMALIZE:
+        z = z / norm
+    return z, norm
+
+
+@triton.jit
+def _is_finite(z):
+    return tl.sum((tl.abs(z) < float("inf")).to(tl.int32) - 1, 0) == 0
+
+
+@triton.jit
+def _heads(seed_key, step, row, column, STREAM: tl.constexpr):
+    """A fair coin."""
+    key = hashed.stream_key(seed_key, step, STREAM)
+    return hashed.bits(hashed.hash_row(row, key), hashed.hash_column(column, key)) % 2 == 0
+
+
+@triton.jit
+def carried_ids(
+    states_ptr, chain, seed_key, num_states, SIDE: tl.constexpr, OWN: tl.constexpr
+):
+    """`ChainTable.ids`: the stored state, or the initial draw of a chain that never moved."""
+    held = tl.load(states_ptr + chain).to(tl.int64)
+    key = hashed.stream_key(seed_key, chain * 0 + SIDE, STREAM_INIT)
+    drawn_bits = hashed.bits(hashed.hash_row(chain, key), hashed.hash_column(chain * 0, key))
+    choices = num_states - 1 if OWN else num_states
+    u = (drawn_bits.to(tl.float64) + 0.5) * 4.656612873077393e-10
+    drawn = tl.minimum((u * choices).to(tl.int64), choices - 1)
+    if OWN:
+        drawn = tl.where(drawn >= chain, drawn + 1, drawn)
+    return tl.where(held >= 0, held, drawn)
+
+
+@triton.jit
+def ids_kernel(
+    ids_ptr,
+    index_ptr,
+    states_ptr,
+    seed_key,
+    num_states,
+    num_chains,
+    SIDE: tl.constexpr,
+    OWN: tl.constexpr,
+):
+    """Ids of the carried states of a batch, for the caller to encode."""
+    item = tl.program_id(0)
+    chain = tl.minimum(tl.maximum(tl.load(index_ptr + item), 0), num_chains - 1)
+    held = carried_ids(states_ptr, chain, seed_key, num_states, SIDE, OWN)
+    tl.store(ids_ptr + item, held)
+
+
+@triton.jit
+def prepare_kernel(
+    a_ptr,  # [B,D] anchors, or first view
+    b_ptr,  # [B,D] keys, or second view
+    carried_ptr,  # "encode" [B,D], "cached" the table [M,D]
+    scores_ptr,  # "score" the table [M]
+    index_ptr,  # [B] chain of each item
+    own_ptr,  # [B] id of its positive (and of its key)
+    in_batch_ptr,  # [B] whether the carried state is an item of the batch (i-SIR)
+    states_ptr,
+    times_ptr,  # [B] time at which each item is proposed, where it is not counted here
+    step_ptr,
+    beta_ptr,
+    queries_ptr,  # [N,P] out, and all below
+    pool_ptr,  # [blocks*K,P]
+    pool_ids_ptr,  # [K]
+    penalty_ptr,  # [K] 0, -inf: never a proposal
+    column_ptr,  # [B] column of each item
+    norms_ptr,  # [3,B]
+    positive_ptr,  # [B]
+    start_similarity_ptr,  # [N]
+    start_logit_ptr,  # [N]
+    valid_ptr,  # [B] 2 bits: finite, in range
+    held_ptr,  # "cached" [B,D]
+    seed_key,
+    num_items,
+    num_columns,
+    num_samples,
+    num_keys,
+    SIDE: tl.constexpr,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STRIDE: tl.constexpr,
+    ITEMS: tl.constexpr,  # B rounded up to a power of two, where times are counted here
+    SHARED: tl.constexpr,
+    VIEWS: tl.constexpr,
+    CARRIED: tl.constexpr,
+    TIMES: tl.constexpr,  # "items", "count" or "given"
+    TILE: tl.constexpr,  # columns of a tile are in bit-reversed order; 1: no tiles
+    CHECK_BATCH: tl.constexpr,
+    OWN: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+):
+    item = tl.program_id(0)
+    depth = tl.arange(0, WIDTH)
+    wide, stored = depth < D, depth < STRIDE
+    if item >= num_items:  # padding of the last tile
+        column = _tile_column(item, TILE)
+        tl.store(pool_ids_ptr + column, -2)
+        tl.store(penalty_ptr + column, float("-inf"))
+        for block in tl.static_range(2 if SHARED else 1):
+            at = (block * num_columns + column).to(tl.int64) * STRIDE + depth
+            tl.store(pool_ptr + at, tl.zeros((WIDTH,), pool_ptr.dtype.element_ty), mask=stored)
+        return
+    step = tl.load(step_ptr)
+    beta = tl.load(beta_ptr)
+    at = item.to(tl.int64) * D + depth
+    a, norm_a = _unit(a_ptr, at, wide, NORMALIZE)
+    b, norm_b = _unit(b_ptr, at, wide, NORMALIZE)
+    tl.store(norms_ptr + item, norm_a)
+    tl.store(norms_ptr + num_items + item, norm_b)
+    tl.store(positive_ptr + item, tl.sum(a * b, 0))
+
+    index, own = tl.load(index_ptr + item), tl.load(own_ptr + item)
+    in_range = (index >= 0) & (index < num_samples) & (own >= 0) & (own < num_keys)
+    chain = tl.minimum(tl.maximum(index, 0), num_samples - 1)
+    own = tl.minimum(tl.maximum(own, 0), num_keys - 1)
+    finite = _is_finite(a) & _is_finite(b)
+    valid = in_range & finite
+    tl.store(valid_ptr + item, finite.to(tl.int32) + 2 * in_range.to(tl.int32))
+
+    # ---- the order of proposal
+    time = item
+    if TIMES == "given":
+        time = tl.load(times_ptr + item).to(tl.int32)
+    if TIMES == "count":
+        key = hashed.stream_key(seed_key, step, STREAM_ORDER + 16 * SIDE)
+        others = tl.arange(0, ITEMS)
+        zero = hashed.hash_row(item * 0, key)
+        keys = hashed.bits(zero, hashed.hash_column(others, key))
+        mine = hashed.bits(zero, hashed.hash_column(item, key))
+        before = (keys < mine) | ((keys == mine) & (others < item))
+        time = tl.sum((before & (others < num_items)).to(tl.int32), 0)
+    column = _tile_column(time, TILE)
+    tl.store(column_ptr + item, column)
+    tl.store(pool_ids_ptr + column, own.to(tl.int32))
+    tl.store(penalty_ptr + column, tl.where(valid, 0.0, float("-inf")))
+
+    # ---- rows and columns
+    kind = queries_ptr.dtype.element_ty
+    row_at = item.to(tl.int64) * STRIDE + depth
+    tl.store(queries_ptr + row_at, a.to(kind), mask=stored)
+    if VIEWS == 2:
+        second = (num_items + item).to(tl.int64) * STRIDE + depth
+        tl.store(queries_ptr + second, b.to(kind), mask=stored)
+    block = item * 0
+    if SHARED:
+        block = 1 - _heads(seed_key, step, item * 0, item, STREAM_COPY).to(tl.int32)
+        pool_at = (block * num_columns + column).to(tl.int64) * STRIDE + depth
+        tl.store(pool_ptr + pool_at, tl.where(valid, a, 0.0).to(kind), mask=stored)
+        block = 1 - block
+    pool_at = (block * num_columns + column).to(tl.int64) * STRIDE + depth
+    tl.store(pool_ptr + pool_at, tl.where(valid, b, 0.0).to(kind), mask=stored)
+
+    # ---- the carried state
+    held_id = carried_ids(states_ptr, chain, seed_key, num_keys, SIDE, OWN)
+    usable = held_id != own
+    if CHECK_BATCH:
+        usable = usable & (tl.load(in_batch_ptr + item) == 0)
+    if CARRIED == "score":
+        similarity_a = tl.load(scores_ptr + chain)
+        similarity_b = similarity_a
+    else:
+        if CARRIED == "encode":
+            held, norm = _unit(carried_ptr, at, wide, NORMALIZE)
+            tl.store(norms_ptr + 2 * num_items + item, norm)
+        else:
+            held, _ = _unit(carried_ptr, chain * D + depth, wide, False)
+            seen = _is_finite(held)
+            usable = usable & seen
+            held = tl.where(seen, held, 0.0)
+            tl.store(held_ptr + at, held, mask=wide)  # the table may change before `finish`
+        similarity_a, similarity_b = tl.sum(a * held, 0), tl.sum(b * held, 0)
+    logit = similarity_a * beta
+    usable_a = usable & (tl.abs(logit) < float("inf"))
+    tl.store(start_similarity_ptr + item, similarity_a)
+    tl.store(start_logit_ptr + item, tl.where(usable_a, logit, float("-inf")))
+    if VIEWS == 2:
+        logit = similarity_b * beta
+        usable_b = usable & (tl.abs(logit) < float("inf"))
+        tl.store(start_similarity_ptr + num_items + item, similarity_b)
+        tl.store(start_logit_ptr + num_items + item, tl.where(usable_b, logit, float("-inf")))
+
+
+@triton.jit
+def _tile_column(time, TILE: tl.constexpr):
+    """Where in the pool the proposal of a time stands: bit-reversed inside its tile."""
+    turned = time * 0
+    rest = time % TILE
+    bit = 1
+    while bit < TILE:
+        turned = turned * 2 + rest % 2
+        rest = rest // 2
+        bit *= 2
+    return time // TILE * TILE + turned
+
+
+@triton.jit
+def finish_kernel(
+    a_ptr,
+    b_ptr,
+    carried_ptr,  # "encode" as given, "cached" as held by `prepare`
+    grad_queries_ptr,  # [N,P] float32
+    grad_pool_ptr,  # [blocks*K,P] float32
+    column_ptr,  # [B]
+    norms_ptr,  # [3,B]
+    pull_ptr,  # [N] beta / N times the row's factor c_i
+    carried_weight_ptr,  # [N] weight of the carried state, pulled
+    grad_ptr,  # [] gradient of the loss
+    step_ptr,
+    grad_a_ptr,  # [B,D] out, and all below
+    grad_b_ptr,
+    grad_carried_ptr,
+    seed_key,
+    num_items,
+    num_columns,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STRIDE: tl.constexpr,
+    SHARED: tl.constexpr,
+    VIEWS: tl.constexpr,
+    CARRIED: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+):
+    item = tl.program_id(0)
+    depth = tl.arange(0, WIDTH)
+    wide = depth < D
+    at = item.to(tl.int64) * D + depth
+    a, _ = _unit(a_ptr, at, wide, NORMALIZE)
+    b, _ = _unit(b_ptr, at, wide, NORMALIZE)
+    outer = tl.load(grad_ptr).to(tl.float32)
+    column = tl.load(column_ptr + item)
+    pull = tl.load(pull_ptr + item)
+    weight_a, weight_b = tl.load(carried_weight_ptr + item), 0.0
+    row_at = item.to(tl.int64) * STRIDE + depth
+    grad_a = tl.load(grad_queries_ptr + row_at, mask=wide, other=0.0)
+    grad_b = tl.zeros((WIDTH,), tl.float32)
+    if VIEWS == 2:
+        pull += tl.load(pull_ptr + num_items + item)
+        weight_b = tl.load(carried_weight_ptr + num_items + item)
+        second = (num_items + item).to(tl.int64) * STRIDE + depth
+        grad_b += tl.load(grad_queries_ptr + second, mask=wide, other=0.0)
+    block = item * 0
+    if SHARED:
+        heads = _heads(seed_key, tl.load(step_ptr), item * 0, item, STREAM_COPY)
+        block = 1 - heads.to(tl.int32)
+        pool_at = (block * num_columns + column).to(tl.int64) * STRIDE + depth
+        grad_a += tl.load(grad_pool_ptr + pool_at, mask=wide, other=0.0)
+        block = 1 - block
+    pool_at = (block * num_columns + column).to(tl.int64) * STRIDE + depth
+    grad_b += tl.load(grad_pool_ptr + pool_at, mask=wide, other=0.0)
+    grad_a -= pull * b
+    grad_b -= pull * a
+    if CARRIED != "score":
+        if CARRIED == "encode":
+            held, norm = _unit(carried_ptr, at, wide, NORMALIZE)
+            grad_held = weight_a * a + weight_b * b
+            grad_held = _through_norm(grad_held, held, norm, NORMALIZE) * outer
+            tl.store(grad_carried_ptr + at, grad_held, mask=wide)
+        else:
+            held = tl.load(carried_ptr + at, mask=wide, other=0.0)
+        grad_a += weight_a * held
+        grad_b += weight_b * held
+    norm_a, norm_b = tl.load(norms_ptr + item), tl.load(norms_ptr + num_items + item)
+    grad_a = _through_norm(grad_a, a, norm_a, NORMALIZE) * outer
+    grad_b = _through_norm(grad_b, b, norm_b, NORMALIZE) * outer
+    tl.store(grad_a_ptr + at, grad_a, mask=wide)
+    tl.store(grad_b_ptr + at, grad_b, mask=wide)
+
+
+@triton.jit
+def _through_norm(grad, unit, norm, NORMALIZE: tl.constexpr):
+    """Gradient of z from that of z / |z|."""
+    if NORMALIZE:
+        grad = (grad - tl.sum(grad * unit, 0) * unit) / norm
+    return grad
+
+
+@triton.jit
+def _final(
+    last_ptr, item, other, seed_key, step, num_items, SIDE: tl.constexpr, VIEWS: tl.constexpr
+):
+    """The row and column an item's chain is stored at (column -1: it did not move)."""
+    row = item
+    if VIEWS == 2:
+        heads = _heads(seed_key, step, item, item * 0, STREAM_VIEW + 16 * SIDE)
+        row = tl.where(heads, item, num_items + item)
+    return row, tl.load(last_ptr + row, mask=other, other=-1)
+
+
+@triton.jit
+def commit_kernel(
+    index_ptr,
+    valid_ptr,
+    last_ptr,  # [N] column of the final state in its block, -1: unmoved
+    last_logit_ptr,  # [N]
+    pool_ptr,  # [blocks*K,P]
+    pool_ids_ptr,
+    running_ptr,  # [N] running log partition
+    same_ptr,  # [B] items with the item's chain, where COUNTED
+    beta_ptr,
+    step_ptr,
+    moved_ptr,  # [B] out: valid and moved, valid
+    states_ptr,  # state tables, changed where TRAIN
+    scores_ptr,
+    keys_ptr,
+    log_partition_ptr,
+    faults_ptr,
+    seed_key,
+    num_items,
+    num_columns,
+    num_samples,
+    SIDE: tl.constexpr,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STRIDE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    COUNTED: tl.constexpr,
+    VIEWS: tl.constexpr,
+    SHARED: tl.constexpr,
+    CARRIED: tl.constexpr,
+    ALL: tl.constexpr,
+    TRAIN: tl.constexpr,
+):
+    item = tl.program_id(0)
+    step = tl.load(step_ptr)
+    valid = tl.load(valid_ptr + item)
+    ok = valid == 3
+    row, column = _final(last_ptr, item, True, seed_key, step, num_items, SIDE, VIEWS)
+    moved = ok & (column >= 0)
+    tl.store(moved_ptr + item, moved.to(tl.float32))
+    tl.store(moved_ptr + num_items + item, ok.to(tl.float32))
+    if TRAIN:
+        if SIDE == 0:
+            tl.atomic_add(faults_ptr, (valid % 2 == 0).to(tl.int64))
+            tl.atomic_add(faults_ptr + 1, (valid < 2).to(tl.int64))
+        index = tl.load(index_ptr + item)
+        chain = tl.minimum(tl.maximum(index, 0), num_samples - 1)
+        mean = tl.load(running_ptr + item)
+        if VIEWS == 2:
+            mean = log_add_exp(mean, tl.load(running_ptr + num_items + item)) - 0.6931471805599453
+        writes = ok & (tl.abs(mean) < float("inf"))
+        # Of several items with one chain the first that may write does.
+        earlier_items = item
+        if COUNTED:
+            earlier_items = tl.where(tl.load(same_ptr + item) > 1, item, 0)
+        for begin in range(0, earlier_items, CHUNK):
+            other = begin + tl.arange(0, CHUNK)
+            earlier = other < item
+            same = earlier & (tl.load(index_ptr + other, mask=earlier, other=-1) == index)
+            if tl.sum(same.to(tl.int32), 0) > 0:
+                good = same & (tl.load(valid_ptr + other, mask=same, other=0) == 3)
+                _, ends = _final(last_ptr, other, good, seed_key, step, num_items, SIDE, VIEWS)
+                moved = moved & (tl.sum((good & (ends >= 0)).to(tl.int32), 0) == 0)
+                if ALL:
+                    theirs = tl.load(running_ptr + other, mask=good, other=float("-inf"))
+                    if VIEWS == 2:
+                        at = running_ptr + num_items + other
+                        theirs = log_add_exp(theirs, tl.load(at, mask=good, other=float("-inf")))
+                    known = good & (tl.abs(theirs) < float("inf"))
+                    writes = writes & (tl.sum(known.to(tl.int32), 0) == 0)
+        if ALL:
+            tl.store(log_partition_ptr + chain, mean, mask=writes)
+        column = tl.maximum(column, 0)
+        state = tl.load(pool_ids_ptr + column)
+        tl.store(states_ptr + chain, state.to(states_ptr.dtype.element_ty), mask=moved)
+        if CARRIED == "score":
+            similarity = tl.load(last_logit_ptr + row) / tl.load(beta_ptr)
+            tl.store(scores_ptr + chain, similarity, mask=moved)
+        if CARRIED == "cached":
+            depth = tl.arange(0, WIDTH)
+            block = row // num_items if SHARED else row * 0
+            at = (block * num_columns + column).to(tl.int64) * STRIDE + depth
+            key = tl.load(pool_ptr + at, mask=depth < D, other=0.0).to(tl.float32)
+            tl.store(keys_ptr + chain * D + depth, key, mask=depth < tl.where(moved, D, 0))

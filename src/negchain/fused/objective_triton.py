@@ -1,0 +1,44 @@
+"""`negchain.objective` for one or many rows inside a kernel: value, pull and running partition."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def log_add_exp(a, b):
+    """log(e^a + e^b), also where one or both are -inf."""
+    top = tl.maximum(a, b)
+    shift = tl.where(top > float("-inf"), top, 0.0)
+    return tl.where(
+        top > float("-inf"), shift + tl.log(tl.exp(a - shift) + tl.exp(b - shift)), top
+    )
+
+
+@triton.jit
+def row_objective(
+    log_sum,  # of the usable columns
+    count,  # how many
+    positive,  # similarity to the positive
+    beta,
+    log_negatives,  # log m_neg
+    old,  # running log partition, -inf before the first visit
+    rate,  # of the running partition
+    ALL: tl.constexpr,
+):
+    """The row's value, the factor c_i of its gradient, and the new running partition."""
+    has_negatives = log_sum > float("-inf")
+    log_partition = log_sum + log_negatives - tl.log(tl.maximum(count, 1).to(tl.float32))
+    running = log_partition
+    logit = beta * positive
+    value = log_partition - logit
+    pull = tl.where(has_negatives, 1.0, 0.0)
+    if ALL:
+        mixed = log_add_exp(old + tl.log(1 - rate), log_partition + tl.log(rate))
+        running = tl.where(old > float("-inf"), mixed, log_partition)
+        running = tl.where(has_negatives, running, old)
+        value = tl.maximum(value, 0.0) + tl.log(1 + tl.exp(-tl.abs(value)))
+        pull *= 1 / (1 + tl.exp(logit - running))
+    # A positive that is not a number makes the value NaN, which a gradient scaler looks for.
+    return tl.where(has_negatives, value, 0.0) + positive * 0, pull, running

@@ -1,0 +1,194 @@
+"""A small batch: one program per row turns its similarities into weights, value and end state.
+
+The row's similarities come from one matrix product; everything after it (exclusions, draws, the
+scan or the softmax, partition, objective) happens in registers. Same steps as `mh_scan` and
+`isir_weights`, whose docstrings explain them.
+
+Shapes: `N` rows, `K` columns per block, `T` the next power of two.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from negchain import draws_triton as hashed
+from negchain.fused.objective_triton import log_add_exp, row_objective
+
+STREAM_ACCEPT = tl.constexpr(2)  # as in negchain.draws
+STREAM_GUMBEL = tl.constexpr(3)
+
+
+@triton.jit
+def _compose(t1, l1, s1, t2, l2, s2):
+    moves = t2 > l1
+    return tl.maximum(t1, t2), tl.where(moves, l2, l1), tl.where(moves, s2, s1)
+
+
+@triton.jit
+def _log_sum_exp(x):
+    top = tl.max(x, 0)
+    shift = tl.where(top > float("-inf"), top, 0.0)
+    return tl.where(top > float("-inf"), shift + tl.log(tl.sum(tl.exp(x - shift), 0)), top)
+
+
+@triton.jit
+def _logits(at, ids_at, penalty_at, mask, own, beta):
+    """Logits of columns, -inf where excluded."""
+    logit = tl.load(at, mask=mask, other=0.0) * beta
+    ids = tl.load(ids_at, mask=mask, other=-2)
+    usable = mask & (tl.load(penalty_at, mask=mask, other=float("-inf")) == 0.0)
+    usable = usable & (ids != own) & (tl.abs(logit) < float("inf"))
+    return tl.where(usable, logit, float("-inf"))
+
+
+@triton.jit
+def rows_kernel(
+    similarity_ptr,  # [N,blocks*K]
+    own_ptr,  # [B]
+    index_ptr,  # [B]
+    pool_ids_ptr,  # [K]
+    penalty_ptr,  # [K]
+    positive_ptr,  # [B]
+    start_logit_ptr,  # [N]
+    start_similarity_ptr,  # [N]
+    log_partition_ptr,  # [M]
+    beta_ptr,
+    step_ptr,
+    weights_ptr,  # [N,K] out: beta / N times factor times weight
+    pull_ptr,  # [N]
+    carried_weight_ptr,  # [N]
+    running_ptr,  # [N]
+    last_ptr,  # [N]
+    last_logit_ptr,  # [N]
+    stats_ptr,  # [7,N] value, accepts, steps, start mass, trained mass, negatives, drive
+    seed_key,
+    num_rows,
+    num_items,
+    num_columns,
+    num_samples,
+    num_keys,
+    burn_in,
+    every,
+    log_negatives,
+    partition_rate,
+    SIDE: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    ISIR: tl.constexpr,
+    TRAINED: tl.constexpr,
+    ALL: tl.constexpr,
+):
+    row = tl.program_id(0)
+    item, block = row % num_items, (row // num_items if BLOCKS == 2 else row * 0)
+    lane = tl.arange(0, TILE)
+    inside = lane < num_columns
+    beta, step = tl.load(beta_ptr), tl.load(step_ptr)
+    own = tl.minimum(tl.maximum(tl.load(own_ptr + item), 0), num_keys - 1)
+    row_at = similarity_ptr + row.to(tl.int64) * (BLOCKS * num_columns)
+    offered = row_at + block * num_columns
+    logit = _logits(offered + lane, pool_ids_ptr + lane, penalty_ptr + lane, inside, own, beta)
+    is_step = (logit > float("-inf")).to(tl.int32)
+    num_steps = tl.sum(is_step, 0)
+    log_sum, count = _log_sum_exp(logit), num_steps
+    if BLOCKS == 2:
+        hidden = row_at + (1 - block) * num_columns
+        other = _logits(hidden + lane, pool_ids_ptr + lane, penalty_ptr + lane, inside, own, beta)
+        log_sum, count = log_add_exp(log_sum, _log_sum_exp(other)), 2 * count
+
+    index = tl.minimum(tl.maximum(tl.load(index_ptr + item), 0), num_samples - 1)
+    old, rate = 0.0, 0.0
+    if ALL:
+        old = tl.load(log_partition_ptr + index)
+        visits = step * num_items // num_samples
+        rate = tl.maximum(1 / (1 + visits.to(tl.float32)), partition_rate)
+    positive = tl.load(positive_ptr + item)
+    value, pull, running = row_objective(
+        log_sum, count, positive, beta, log_negatives, old, rate, ALL
+    )
+    scale = pull * beta / num_rows
+    start = tl.load(start_logit_ptr + row)
+    weights_at = weights_ptr + row.to(tl.int64) * num_columns
+    stream: tl.constexpr = (STREAM_GUMBEL if ISIR else STREAM_ACCEPT) + 16 * SIDE
+    key = hashed.stream_key(seed_key, step, stream)
+    row_hash = hashed.hash_row(row, key)
+    if ISIR:
+        joint = log_add_exp(log_sum if BLOCKS == 1 else _log_sum_exp(logit), start)
+        shift = tl.where(joint > float("-inf"), joint, 0.0)
+        weights = tl.exp(logit - shift)
+        start_weight = tl.exp(start - shift)
+        tl.store(weights_at + lane, weights * scale, mask=inside)
+        noisy = logit + hashed.gumbel(row_hash, hashed.hash_column(lane + 1, key))
+        best = tl.max(noisy, 0)
+        first = start + hashed.gumbel(row_hash, hashed.hash_column(row * 0, key))
+        winner = tl.min(tl.where(noisy == best, lane, TILE), 0)
+        last = tl.where(best > first, winner, -1)
+        chosen = tl.max(tl.where(lane == last, logit, float("-inf")), 0)
+        last_logit = tl.where(last >= 0, chosen, start)
+        accepts, num_steps = (last >= 0).to(tl.int32), row * 0 + 1
+        mass, squares = tl.sum(weights, 0), tl.sum(weights * weights, 0)
+        drive = tl.sum(tl.where(weights > 0, weights * logit, 0.0), 0)
+    else:
+        t = logit - hashed.log_uniform(row_hash, hashed.hash_column(lane, key))
+        rank = tl.cumsum(is_step, 0) - is_step
+        shifted = inside & (lane > 0)
+        logit_1 = _logits(
+            offered + lane - 1, pool_ids_ptr + lane - 1, penalty_ptr + lane - 1, shifted, own, beta
+        )
+        t_1 = logit_1 - hashed.log_uniform(row_hash, hashed.hash_column(lane - 1, key))
+        rank_1 = rank - (logit_1 > float("-inf")).to(tl.int32)
+        # counted steps before a column, and before the column to its left
+        if every == 1:
+            skipped = (num_steps * burn_in + 1e-3).to(tl.int32)
+            counted, counted_1 = tl.maximum(rank - skipped, 0), tl.maximum(rank_1 - skipped, 0)
+            total = tl.maximum(num_steps - skipped, 1)
+        else:
+            first_end = (num_columns * burn_in + 1e-3).to(tl.int32) // every
+            counted = tl.maximum(lane // every - first_end, 0)
+            counted_1 = tl.maximum((lane - 1) // every - first_end, 0)
+            total = (num_columns + every - 1) // every - first_end
+        packed = counted_1.to(tl.int64) * TILE + tl.maximum(lane - 1, 0)
+        reach, level, source = tl.associative_scan((t_1, logit_1, packed), 0, _compose)
+        left = reach > start  # the start state was left before this column
+        event = t > tl.where(left, level, start)
+        tl.store(weights_at + lane, tl.zeros((TILE,), tl.float32), mask=inside)
+        tl.debug_barrier()  # the zeros must land before the shares that overwrite them
+        share = (counted - (source // TILE).to(tl.int32)).to(tl.float32) / total
+        share = tl.where(event & left, share, 0.0)
+        tl.store(weights_at + source % TILE, share * scale, mask=event & left)
+        last = tl.max(tl.where(event, lane, -1), 0)
+        last_logit = tl.max(tl.where(lane == last, logit, float("-inf")), 0)
+        last_logit = tl.where(last >= 0, last_logit, start)
+        entered = tl.sum(tl.where(lane == last, counted, 0), 0)
+        final = (total - entered).to(tl.float32) / total
+        tl.debug_barrier()
+        tl.store(weights_at + last, final * scale, mask=last >= 0)
+        first = tl.min(tl.where(event, lane, TILE), 0)
+        until = tl.sum(tl.where(lane == first, counted, 0), 0)
+        start_weight = tl.where(last >= 0, until.to(tl.float32) / total, 1.0)
+        accepts = tl.sum(event.to(tl.int32), 0)
+        moved_final = tl.where(last >= 0, final, 0.0)
+        mass = tl.sum(share, 0) + moved_final
+        squares = tl.sum(share * share, 0) + moved_final * moved_final
+        drive = tl.sum(tl.where(share > 0, share * level, 0.0), 0)
+        drive += tl.where(moved_final > 0, moved_final * last_logit, 0.0)
+    # A chain that had nowhere to go may still sit on an excluded state: that has no weight.
+    start_weight = tl.where(start > float("-inf"), start_weight, 0.0)
+    carried = start_weight if TRAINED else start_weight * 0
+    drive = drive / beta - positive
+    if TRAINED:
+        drive += tl.where(carried > 0, carried * tl.load(start_similarity_ptr + row), 0.0)
+    mass += carried
+    squares += carried * carried
+    tl.store(pull_ptr + row, scale)
+    tl.store(carried_weight_ptr + row, carried * scale)
+    tl.store(running_ptr + row, running)
+    tl.store(last_ptr + row, last)
+    tl.store(last_logit_ptr + row, last_logit)
+    tl.store(stats_ptr + row, value)
+    tl.store(stats_ptr + num_rows + row, accepts.to(tl.float32))
+    tl.store(stats_ptr + 2 * num_rows + row, num_steps.to(tl.float32))
+    tl.store(stats_ptr + 3 * num_rows + row, start_weight)
+    tl.store(stats_ptr + 4 * num_rows + row, carried)
+    tl.store(stats_ptr + 5 * num_rows + row, mass * mass / tl.maximum(squares, 1e-37))
+    tl.store(stats_ptr + 6 * num_rows + row, drive * pull)

@@ -1,0 +1,387 @@
+"""A large batch: tiles of the similarity matrix are computed, scanned and forgotten.
+
+A program owns a block of rows and walks over the columns, a tile at a time, as flash attention
+does: products of one tile, acceptance thresholds t = logit - log u, and then only what the tile
+does to a chain is kept. With the pairs (t, l) of `weights.scan_torch` that is one composition of
+all the tile's steps, made by a tree of pairwise compositions. States inside a tile are never known:
+states are counted at ends of tiles only, which is `count_every` = a multiple of the tile's width.
+
+The tree pairs column c of a tile with column c + width / 2, then c + width / 4, ...: neighbours in
+the registers of one thread. The order of time inside a tile is therefore the bit-reversed order of
+its columns; `layout_triton` puts the proposals where their time wants them.
+
+i-SIR needs no order: an online softmax and an online Gumbel argmax over the same tiles.
+
+Shapes: `N` rows in groups (one per block of columns), `K` columns per block (a multiple of TILE),
+`P` embedding (a multiple of DEPTH), `S` counted states per row.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from negchain import draws_triton as hashed
+from negchain.fused.objective_triton import log_add_exp, row_objective
+
+TILE = 128  # columns of a tile
+ROWS = 64  # rows of a program
+DEPTH = 64  # of the embedding per product
+NUM_WARPS, NUM_STAGES = 4, 4  # measured on an H200, records/2026-11-15_bench_*
+
+STREAM_ACCEPT = tl.constexpr(2)  # as in negchain.draws
+STREAM_GUMBEL = tl.constexpr(3)
+
+
+@triton.jit
+def _halves(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):  # [ROWS,WIDTH] -> two [ROWS,WIDTH/2]
+    """Columns c and c + WIDTH / 2 as pairs."""
+    return tl.split(tl.permute(tl.reshape(x, (ROWS, 2, WIDTH // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def _fold(t, l, s, ROWS: tl.constexpr, WIDTH: tl.constexpr):  # noqa: E741
+    """Compose paired steps: what (t1, l1) then (t2, l2) do to a chain."""
+    t1, t2 = _halves(t, ROWS, WIDTH)
+    l1, l2 = _halves(l, ROWS, WIDTH)
+    s1, s2 = _halves(s, ROWS, WIDTH)
+    moves = t2 > l1
+    return tl.maximum(t1, t2), tl.where(moves, l2, l1), tl.where(moves, s2, s1)
+
+
+@triton.jit
+def _bit_reversed(x):
+    """The time, inside a tile of 128, of each column."""
+    turned = x * 0
+    for _ in tl.static_range(7):
+        turned = turned * 2 + x % 2
+        x = x // 2
+    return turned
+
+
+@triton.jit
+def _product(
+    similarity, queries, pool, row, first, tile, k, inside, lane, depth,
+    STRIDE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Add the k-th slice of the embedding to the products of a tile."""
+    if TMA:
+        a = queries.load([row, k * DEPTH])
+        b = pool.load([first + tile * TILE, k * DEPTH])
+    else:
+        rows = (row + tl.arange(0, ROWS)).to(tl.int64)
+        a = tl.load(
+            queries + rows[:, None] * STRIDE + k * DEPTH + depth[None, :],
+            mask=inside[:, None],
+            other=0.0,
+        )
+        columns = (first + tile * TILE + lane).to(tl.int64)
+        b = tl.load(pool + columns[:, None] * STRIDE + k * DEPTH + depth[None, :])
+    return tl.dot(a, tl.trans(b), similarity, input_precision=PRECISION)
+
+
+@triton.jit
+def tiles_kernel(
+    queries,  # [N,P], pointer or descriptor
+    pool,  # [blocks*K,P], pointer or descriptor
+    own_ptr,  # [B]
+    pool_ids_ptr,  # [K]
+    penalty_ptr,  # [K] 0, -inf: never a proposal
+    start_logit_ptr,  # [N]
+    beta_ptr,
+    step_ptr,
+    positions_ptr,  # [N,S] out: columns visited at counted ends, run by run; -1: the start
+    lengths_ptr,  # [N,S] how often each was
+    runs_ptr,  # [N] how many runs
+    last_ptr,  # [N] column of the final state, -1: the start
+    last_logit_ptr,  # [N]
+    log_sum_ptr,  # [N] of the usable columns
+    moves_ptr,  # [N] tiles in which the chain moved
+    drive_ptr,  # [N] sum of the logits of the counted columns
+    seed_key,
+    num_items,
+    num_rows,
+    num_columns,
+    num_counted,
+    first_end,  # counted ends before the first that counts
+    every,  # tiles between two ends
+    num_keys,
+    SIDE: tl.constexpr,
+    STRIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
+    ISIR: tl.constexpr,
+):
+    blocks_per_group = tl.cdiv(num_items, ROWS)
+    group = tl.program_id(0) // blocks_per_group
+    item = (tl.program_id(0) % blocks_per_group) * ROWS + tl.arange(0, ROWS)
+    first_row = group * num_items + (tl.program_id(0) % blocks_per_group) * ROWS
+    inside = item < num_items
+    row = (group * num_items + item).to(tl.int64)
+    first = group * num_columns
+    lane, depth = tl.arange(0, TILE), tl.arange(0, DEPTH)
+    beta = tl.load(beta_ptr)
+    stream: tl.constexpr = (STREAM_GUMBEL if ISIR else STREAM_ACCEPT) + 16 * SIDE
+    key = hashed.stream_key(seed_key, tl.load(step_ptr), stream)
+    row_hash = hashed.hash_row(row, key)
+    own = tl.load(own_ptr + item, mask=inside, other=-1)
+    own = tl.minimum(own, num_keys - 1).to(tl.int32)
+    current = tl.load(start_logit_ptr + row, mask=inside, other=0.0)
+    best = current
+    if ISIR:
+        best += hashed.gumbel(row_hash, hashed.hash_column(row * 0, key))
+    state = tl.full((ROWS,), -1, tl.int32)
+    largest = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    moves = tl.zeros((ROWS,), tl.int32)
+    drive = tl.zeros((ROWS,), tl.float32)
+    run = tl.full((ROWS,), -1, tl.int32)
+    length = tl.zeros((ROWS,), tl.int32)
+    counted = tl.full((ROWS,), -2, tl.int32)  # the state of the current run
+    time = _bit_reversed(lane)
+    num_tiles = num_columns // TILE
+    SLICES: tl.constexpr = STRIDE // DEPTH
+    similarity = tl.zeros((ROWS, TILE), tl.float32)
+    # One flat loop, so that the next tile is on its way while this one is scanned.
+    for turn in range(num_tiles * SLICES):
+        tile = turn // SLICES
+        similarity = _product(
+            similarity, queries, pool, first_row, first, tile, turn % SLICES, inside, lane, depth,
+            STRIDE, ROWS, TILE, DEPTH, PRECISION, TMA,
+        )  # fmt: skip
+        if turn % SLICES == SLICES - 1:
+            column = tile * TILE + lane
+            is_own = tl.load(pool_ids_ptr + column)[None, :] == own[:, None]
+            logit = similarity * beta + tl.load(penalty_ptr + column)[None, :]
+            logit = tl.where(is_own, float("-inf"), logit)
+            top = tl.maximum(largest, tl.max(logit, 1))
+            shift = tl.where(top > float("-inf"), top, 0.0)
+            total = total * tl.exp(largest - shift) + tl.sum(tl.exp(logit - shift[:, None]), 1)
+            largest = top
+            if ISIR:
+                column_hash = hashed.hash_column(tile * TILE + time + 1, key)
+                noisy = logit + hashed.gumbel(row_hash[:, None], column_hash[None, :])
+                t = tl.max(noisy, 1)
+                winner = noisy == t[:, None]
+                moved = t > best
+                source = tl.max(tl.where(winner, column[None, :], -1), 1)
+                level = tl.max(tl.where(winner, logit, float("-inf")), 1)
+                best = tl.where(moved, t, best)
+            else:
+                column_hash = hashed.hash_column(tile * TILE + time, key)
+                t2 = logit - hashed.log_uniform(row_hash[:, None], column_hash[None, :])
+                s2 = column[None, :] + tl.zeros((ROWS, TILE), tl.int32)
+                t2, logit, s2 = _fold(t2, logit, s2, ROWS, 128)
+                t2, logit, s2 = _fold(t2, logit, s2, ROWS, 64)
+                t2, logit, s2 = _fold(t2, logit, s2, ROWS, 32)
+                t2, logit, s2 = _fold(t2, logit, s2, ROWS, 16)
+                t2, logit, s2 = _fold(t2, logit, s2, ROWS, 8)
+                t2, logit, s2 = _fold(t2, logit, s2, ROWS, 4)
+                t2, logit, s2 = _fold(t2, logit, s2, ROWS, 2)
+                t, level, source = tl.max(t2, 1), tl.max(logit, 1), tl.max(s2, 1)
+                moved = t > current
+            current = tl.where(moved, level, current)
+            state = tl.where(moved, source, state)
+            moves += moved.to(tl.int32)
+            if not ISIR:
+                end = (tile + every) // every  # ends up to and with this tile
+                is_end = ((tile + 1) % every == 0) | (tile + 1 == num_tiles)
+                if is_end & (end > first_end):
+                    fresh = state != counted
+                    run = tl.where(fresh, run + 1, run)
+                    length = tl.where(fresh, 1, length + 1)
+                    counted = state
+                    drive += tl.where(state >= 0, current, 0.0)
+                    at = row * num_counted + run
+                    tl.store(positions_ptr + at, state, mask=inside)
+                    tl.store(lengths_ptr + at, length, mask=inside)
+            similarity = tl.zeros((ROWS, TILE), tl.float32)
+    tl.store(runs_ptr + row, run + 1, mask=inside)
+    tl.store(last_ptr + row, state, mask=inside)
+    tl.store(last_logit_ptr + row, current, mask=inside)
+    tl.store(log_sum_ptr + row, largest + tl.log(total), mask=inside)
+    tl.store(moves_ptr + row, moves, mask=inside)
+    tl.store(drive_ptr + row, drive, mask=inside)
+
+
+@triton.jit
+def tile_rows_kernel(
+    index_ptr,  # [B]
+    num_usable_ptr,  # [] usable columns of a block
+    positive_ptr,  # [B]
+    start_logit_ptr,  # [N]
+    start_similarity_ptr,  # [N]
+    log_partition_ptr,  # [M]
+    log_sum_ptr,  # [N]
+    same_ptr,  # [B] columns with the item's own id
+    positions_ptr,  # [N,S]
+    lengths_ptr,  # [N,S]
+    runs_ptr,  # [N]
+    moves_ptr,  # [N]
+    drive_ptr,  # [N]
+    beta_ptr,
+    step_ptr,
+    pull_ptr,  # [N] out, and all below
+    joint_ptr,  # [N] i-SIR: log of the sum over columns and carried state
+    carried_weight_ptr,  # [N]
+    running_ptr,  # [N]
+    stats_ptr,  # [7,N] as in rows_triton; "accepts" are tiles with a move, "steps" tiles
+    num_rows,
+    num_items,
+    num_samples,
+    num_counted,
+    num_tiles,
+    log_negatives,
+    partition_rate,
+    SLOTS: tl.constexpr,  # S rounded up to a power of two
+    ISIR: tl.constexpr,
+    TRAINED: tl.constexpr,
+    ALL: tl.constexpr,
+):
+    """Value, factor and numbers for `info` of each row, one program per row."""
+    row = tl.program_id(0)
+    item = row % num_items
+    beta, step = tl.load(beta_ptr), tl.load(step_ptr)
+    log_sum, positive = tl.load(log_sum_ptr + row), tl.load(positive_ptr + item)
+    count = tl.load(num_usable_ptr).to(tl.int32) - tl.load(same_ptr + item)
+    old, rate = 0.0, 0.0
+    if ALL:
+        index = tl.minimum(tl.maximum(tl.load(index_ptr + item), 0), num_samples - 1)
+        old = tl.load(log_partition_ptr + index)
+        visits = step * num_items // num_samples
+        rate = tl.maximum(1 / (1 + visits.to(tl.float32)), partition_rate)
+    value, pull, running = row_objective(
+        log_sum, count, positive, beta, log_negatives, old, rate, ALL
+    )
+    scale = pull * beta / num_rows
+    start = tl.load(start_logit_ptr + row)
+    joint = log_add_exp(log_sum, start)
+    if ISIR:
+        start_weight = tl.exp(start - tl.where(joint > float("-inf"), joint, 0.0))
+        mass, squares, drive = 1 - start_weight, 1.0, 0.0
+    else:
+        slot = tl.arange(0, SLOTS)
+        used = slot < tl.load(runs_ptr + row)
+        at = row.to(tl.int64) * num_counted + slot
+        position = tl.load(positions_ptr + at, mask=used, other=-1)
+        share = tl.load(lengths_ptr + at, mask=used, other=0).to(tl.float32) / num_counted
+        start_weight = tl.sum(tl.where(position < 0, share, 0.0), 0)
+        share = tl.where(position >= 0, share, 0.0)
+        mass, squares = tl.sum(share, 0), tl.sum(share * share, 0)
+        drive = tl.load(drive_ptr + row) / (num_counted * beta)
+    start_weight = tl.where(start > float("-inf"), start_weight, 0.0)
+    carried = start_weight if TRAINED else start_weight * 0
+    drive -= positive
+    if TRAINED:
+        drive += tl.where(carried > 0, carried * tl.load(start_similarity_ptr + row), 0.0)
+    mass += carried
+    squares += carried * carried
+    tl.store(pull_ptr + row, scale)
+    tl.store(joint_ptr + row, joint)
+    tl.store(carried_weight_ptr + row, carried * scale)
+    tl.store(running_ptr + row, running)
+    tl.store(stats_ptr + row, value)
+    tl.store(stats_ptr + num_rows + row, tl.load(moves_ptr + row).to(tl.float32))
+    tl.store(stats_ptr + 2 * num_rows + row, num_tiles * 1.0)
+    tl.store(stats_ptr + 3 * num_rows + row, start_weight)
+    tl.store(stats_ptr + 4 * num_rows + row, carried)
+    tl.store(stats_ptr + 5 * num_rows + row, mass * mass / tl.maximum(squares, 1e-37))
+    tl.store(stats_ptr + 6 * num_rows + row, drive * pull)
+
+
+@triton.jit
+def gather_kernel(
+    grad_queries_ptr,  # [N,P] float32, out
+    grad_pool_ptr,  # [blocks*K,P] float32, added to
+    queries_ptr,  # [N,P]
+    pool_ptr,  # [blocks*K,P]
+    positions_ptr,  # [N,S]
+    lengths_ptr,  # [N,S]
+    runs_ptr,  # [N]
+    pull_ptr,  # [N]
+    num_items,
+    num_columns,
+    num_counted,
+    STRIDE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    RUNS: tl.constexpr,
+):
+    """Gradients of rows and columns: only the visited columns are touched."""
+    row = tl.program_id(0).to(tl.int64)
+    first = (row // num_items) * num_columns
+    depth = tl.arange(0, WIDTH)
+    wide = depth < STRIDE
+    query = tl.load(queries_ptr + row * STRIDE + depth, mask=wide, other=0.0).to(tl.float32)
+    scale = tl.load(pull_ptr + row) / num_counted
+    num_runs = tl.load(runs_ptr + row)
+    total = tl.zeros((WIDTH,), tl.float32)
+    for begin in range(0, num_runs, RUNS):
+        run = begin + tl.arange(0, RUNS)
+        at = row * num_counted + run
+        position = tl.load(positions_ptr + at, mask=run < num_runs, other=-1)
+        length = tl.load(lengths_ptr + at, mask=run < num_runs, other=0)
+        visited = position >= 0
+        weight = tl.where(visited, length.to(tl.float32) * scale, 0.0)
+        key_at = (first + position)[:, None] * STRIDE + depth[None, :]
+        mask = visited[:, None] & wide[None, :]
+        keys = tl.load(pool_ptr + key_at, mask=mask, other=0.0).to(tl.float32)
+        total += tl.sum(keys * weight[:, None], 0)
+        # Added in no fixed order: the last bits of a gradient may differ between two runs.
+        added = weight[:, None] * query[None, :]
+        tl.atomic_add(grad_pool_ptr + key_at, added, mask=mask, sem="relaxed")
+    tl.store(grad_queries_ptr + row * STRIDE + depth, total, mask=wide)
+
+
+@triton.jit
+def panel_kernel(
+    queries,  # [N,P], pointer or descriptor
+    pool,  # [blocks*K,P], pointer or descriptor
+    own_ptr,  # [B]
+    pool_ids_ptr,  # [K]
+    penalty_ptr,  # [K]
+    joint_ptr,  # [N]
+    pull_ptr,  # [N]
+    beta_ptr,
+    weights_ptr,  # [n,K] out: weights of rows begin .. begin + n, pulled
+    begin,
+    num_panel,
+    num_items,
+    num_columns,
+    num_keys,
+    STRIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """i-SIR's weights of a panel of rows of one block, for the products of its backward pass."""
+    tile = tl.program_id(0)
+    in_panel = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    first_row = begin + tl.program_id(1) * ROWS
+    inside = in_panel < num_panel
+    row = (begin + in_panel).to(tl.int64)
+    group = begin // num_items
+    first = group * num_columns
+    lane, depth = tl.arange(0, TILE), tl.arange(0, DEPTH)
+    similarity = tl.zeros((ROWS, TILE), tl.float32)
+    for k in range(STRIDE // DEPTH):
+        similarity = _product(
+            similarity, queries, pool, first_row, first, tile, k, inside, lane, depth,
+            STRIDE, ROWS, TILE, DEPTH, PRECISION, TMA,
+        )  # fmt: skip
+    column = tile * TILE + lane
+    own = tl.load(own_ptr + row - group * num_items, mask=inside, other=-1)
+    own = tl.minimum(own, num_keys - 1).to(tl.int32)
+    joint = tl.load(joint_ptr + row, mask=inside, other=0.0)
+    pull = tl.load(pull_ptr + row, mask=inside, other=0.0)
+    logit = similarity * tl.load(beta_ptr) + tl.load(penalty_ptr + column)[None, :]
+    is_own = tl.load(pool_ids_ptr + column)[None, :] == own[:, None]
+    shift = tl.where(joint > float("-inf"), joint, 0.0)
+    weight = tl.where(is_own, 0.0, tl.exp(logit - shift[:, None]) * pull[:, None])
+    at = in_panel.to(tl.int64)[:, None] * num_columns + column[None, :]
+    tl.store(weights_ptr + at, weight.to(weights_ptr.dtype.element_ty), mask=inside[:, None])

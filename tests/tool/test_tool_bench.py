@@ -1,0 +1,381 @@
+"""`negchain bench`: what it measures, records and refuses; its sums, not its figures."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tool_runs import negchain as run
+
+import negchain
+from negchain import bench
+from negchain.augment import augmentation
+from negchain.bench import docs, equality, record, runs, scan, steps, stream, timing, usual
+from negchain.weights.metropolis import Scan, mh_scan
+
+Capture = pytest.CaptureFixture[str]
+ROOT = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+QUICK = bench.Settings(device=CPU, quick=True)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("records")
+    options = "bench --quick --device cpu --seed 3 --only"
+    assert run(options, "tables,scan,step,trainer --out", out) == 0
+    return next(out.glob("*.json"))
+
+
+# ---------------------------------------------------------------------- tables
+
+
+def test_every_method_has_a_step(measured: Path) -> None:
+    table = record.read(measured).table("step")
+    assert table is not None
+    names = [row.name for row in table.rows]
+    assert names == [f"{name}, b = 32" for name in (*runs.METHODS, steps.AUGMENTATION)]
+    ratios = {row.name: row.ratio for row in table.rows}
+    assert ratios["InfoNCE, b = 32"] == bench.Spread(1.0, 1.0, 1.0)
+    for row in table.rows:
+        assert row.ratio is not None and 0 < row.value.low <= row.value.median <= row.value.high
+        assert row.unit == "ms" and row.bar == "" and row.met is None  # bars are a GPU's
+    part = ratios["augmentation alone, b = 32"]
+    assert part is not None and part.median < 1
+
+
+def test_the_trainer_stands_against_the_usual_way(measured: Path) -> None:
+    table = record.read(measured).table("trainer")
+    assert table is not None
+    base, *ours = table.rows
+    assert base.name == "the usual way, InfoNCE, b = 32" and base.ratio is None
+    assert [row.name for row in ours] == [
+        "negchain, InfoNCE, b = 32",
+        "negchain, EMC², encode, b = 32",
+    ]
+    assert all(row.unit == "images/s" and row.value.low > 0 for row in table.rows)
+
+
+def test_the_scan_is_a_speed_up_and_equal(measured: Path) -> None:
+    table = record.read(measured).table("scan")
+    assert table is not None and len(table.checks) == 2 and not table.mismatches
+    for row in table.rows:
+        if row.ratio is not None:
+            loop = next(r for r in table.rows if r.name.endswith(row.name.split(", ")[1]))
+            assert row.ratio.median == pytest.approx(loop.value.median / row.value.median, rel=0.5)
+
+
+def test_state_is_one_integer_per_sample(measured: Path) -> None:
+    table = record.read(measured).table("tables")
+    assert table is not None
+    held = {row.name: (row.value.median, row.met) for row in table.rows if row.unit == "bytes"}
+    assert held["state per sample, up to 2^31 samples"] == (4.0, True)
+    assert held["state per sample, beyond 2^31 samples"] == (8.0, True)
+
+
+def test_losses_of_every_kind_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench.losses, "CASES", ((32, 14.28),))
+    table = bench.measure("losses", QUICK)
+    names = " ".join(row.name for row in table.rows)
+    for method in (
+        "InfoNCE",
+        "DCL",
+        "SogCLR",
+        "Negative Cache",
+        "encode",
+        "cached",
+        "score",
+        "i-SIR",
+    ):
+        assert method in names
+    assert table.rows[0].ratio == bench.Spread(1.0, 1.0, 1.0)
+    assert len(table.checks) == 4 and not table.mismatches
+
+
+def test_measuring_leaves_torch_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    def careless(settings: bench.Settings) -> bench.Table:
+        torch.manual_seed(5)
+        torch.set_num_threads(2)
+        return bench.Table(subject="scan", title="", compares="", rows=())
+
+    monkeypatch.setitem(bench.SUBJECTS, "scan", careless)
+    threads, state = torch.get_num_threads(), torch.get_rng_state()
+    bench.measure("scan", QUICK)
+    assert torch.get_num_threads() == threads and torch.equal(torch.get_rng_state(), state)
+
+
+# ---------------------------------------------------------------------- sums
+
+
+def test_ratios_are_formed_within_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    slow = [1.0]
+
+    def spend(seconds: float) -> None:
+        now[0] += seconds * slow[0]
+        slow[0] *= 1.01  # a machine that gets ever slower
+
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    timed = {
+        "a": timing.Timed(lambda: spend(0.01), CPU),
+        "b": timing.Timed(lambda: spend(0.03), CPU),
+    }
+    times = timing.interleaved(timed, rounds=9, window_ms=1.0)
+    row = bench.Row.of("b", times["b"], "ms", base=times["a"])
+    assert row.ratio is not None and row.ratio.median == pytest.approx(3, rel=0.02)
+    assert row.value.high > 1.05 * row.value.low  # what the ratio does not see
+    fast = bench.Row.of("a", times["a"], "ms", base=times["b"], speed_up=True)
+    assert fast.ratio is not None and fast.ratio.median == pytest.approx(3, rel=0.02)
+
+
+def test_short_calls_are_repeated_until_the_window_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, calls = [0.0], [0]
+
+    def spend() -> None:
+        now[0] += 0.001
+        calls[0] += 1
+
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    times = timing.interleaved({"a": timing.Timed(spend, CPU)}, rounds=2, window_ms=20.0)
+    assert times["a"] == pytest.approx([1.0, 1.0])
+    assert calls[0] == timing.WARM_UP + 1 + 2 * 20
+
+
+@pytest.mark.parametrize(
+    ("bar", "ratio", "value", "met"),
+    [
+        (bench.Bar(ratio_at_most=1.03), 1.03, 9.0, True),
+        (bench.Bar(ratio_at_most=1.03), 1.04, 9.0, False),
+        (bench.Bar(ratio_at_least=14), 13.9, 9.0, False),
+        (bench.Bar(ratio_at_least=100, value_at_most=0.02), 500.0, 0.021, False),
+        (bench.Bar(ratio_at_least=100, value_at_most=0.02), 500.0, 0.019, True),
+        (bench.Bar(value_at_most=4), None, 4.0, True),
+    ],
+)
+def test_bars(bar: bench.Bar, ratio: float | None, value: float, met: bool) -> None:
+    spread = None if ratio is None else bench.Spread(ratio, ratio, ratio)
+    assert bar.met(spread, bench.Spread(value, value, value)) is met
+
+
+# ---------------------------------------------------------------------- the usual way
+
+
+def test_the_usual_way_has_the_same_recipe() -> None:
+    augment = augmentation("simclr-stl10", size=96)
+    steps_: list[Any] = list(usual.transforms(augment).transforms)  # type: ignore[attr-defined]
+    names = [type(step).__name__ for step in steps_]
+    assert names == ["RandomResizedCrop", "RandomHorizontalFlip", "ToDtype", "RandomApply",
+                     "RandomGrayscale", "GaussianBlur"]  # fmt: skip
+    jitter, blur = steps_[3].transforms[0], steps_[5]
+    assert jitter.brightness == (pytest.approx(0.2), 1.8) and jitter.hue == (-0.2, 0.2)
+    assert tuple(blur.kernel_size) == (9, 9) and tuple(blur.sigma) == (0.1, 2.0)
+    image = torch.randint(256, (3, 96, 96), dtype=torch.uint8)
+    first, second = usual.TwoViews(image[None], usual.transforms(augment))[0]
+    assert first.shape == (3, 96, 96) and first.dtype == torch.float32
+    assert 0 <= first.min() and first.max() <= 1 and not torch.equal(first, second)
+
+
+def test_the_usual_step_trains() -> None:
+    data = runs.pictures(QUICK)
+    chosen = runs.config(QUICK, 32, runs.METHODS["InfoNCE"])
+    encoder = bench.throughput.trainer.build_run_encoder(chosen, data)
+    step = usual.UsualStep(encoder, beta=14.28, lr=1e-3, weight_decay=0.0, bf16=False)
+    assert data.pretrain.images is not None
+    pixels = data.pretrain.images[:32].float() / 255
+    views = (pixels, pixels.flip(3))
+    losses = []
+    for _ in range(15):
+        step(views)
+        z_a, z_b = encoder(torch.cat(views)).detach().chunk(2)
+        losses.append(float(usual.info_nce(z_a, z_b, 14.28)))
+    assert losses[-1] < 0.8 * losses[0]
+
+
+# ---------------------------------------------------------------------- streaming
+
+
+def test_exact_inputs_are_not_rounded(rng: torch.Generator) -> None:
+    z = equality.exact_clustered(64, 512, 4, 1.0, rng)
+    half = z.bfloat16()
+    assert torch.equal(half.float() @ half.float().T, (z.double() @ z.double().T).float())
+    inside = (z @ z.T).fill_diagonal_(0).max(1).values
+    assert 0.1 < inside.mean() < 0.9  # clusters, neither flat nor trivial
+
+
+@pytest.mark.parametrize("case", [stream.CASES[0], stream.CASES[2]], ids=["mh", "isir"])
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_streaming_loss_that_draws_otherwise_is_found(
+    case: stream.Case, exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loss(self: stream.Case, *, stream: bool) -> negchain.EMC2Loss:
+        settings: dict[str, Any] = {"kernel": self.kernel, "views": self.views, "symmetric": False}
+        return negchain.EMC2Loss(1000, self.beta, seed=int(stream and different), **settings)
+
+    monkeypatch.setattr(stream, "NUM_SAMPLES", 1000)
+    monkeypatch.setattr(stream, "CHECKED_SIZE", 64)
+    monkeypatch.setattr(stream.Case, "loss", loss)
+    for different in (False, True):
+        assert stream._check(QUICK, case, exact).ok is not different
+
+
+# ---------------------------------------------------------------------- records
+
+
+def test_a_record_says_where_and_what(measured: Path, capsys: Capture) -> None:
+    plain = json.loads(measured.read_text())
+    assert plain["commit"] and plain["versions"]["torch"] == torch.__version__.split("+")[0]
+    assert plain["seed"] == 3 and plain["quick"] is True and "cores" in plain["hardware"]
+    assert plain["command"] == "negchain bench --only tables,scan,step,trainer --device cpu --quick"
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d_bench_cpu\.json", measured.name)
+    text = measured.with_suffix(".md").read_text()
+    assert text == record.page(record.read(measured))
+    capsys.readouterr()
+    assert run("bench --show", measured) == 0
+    shown = capsys.readouterr().out
+    for table in record.read(measured).tables:
+        assert f"## {table.title}" in text and table.title in shown
+        assert all(check.name in text for check in table.checks)
+
+
+def test_no_record_is_overwritten(tmp_path: Path) -> None:
+    names = []
+    for _ in range(3):
+        path = record.new_path(tmp_path, "2026-11-15", CPU)
+        record.write(path, record.new_record(CPU, "negchain bench", seed=0, quick=True))
+        names.append(path.name)
+    stem = "2026-11-15_bench_cpu"
+    assert names == [f"{stem}.json", f"{stem}-2.json", f"{stem}-3.json"]
+
+
+def test_a_mismatch_ends_in_status_1(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(*arguments: Any, **settings: Any) -> Scan:
+        found = mh_scan(*arguments, **settings)
+        return found._replace(last=found.last.where(found.last != found.last.max(), 0))
+
+    monkeypatch.setattr(scan, "mh_scan", wrong)
+    monkeypatch.setattr(scan, "LIMIT_MS", {32: 0.02})
+    assert run("bench --quick --device cpu --only scan --out", tmp_path) == 1
+    said = capsys.readouterr()
+    assert "mismatch: torch equals the loop to the last bit, b = 32" in said.err
+    assert "MISMATCH" in said.out and "**MISMATCH**" in next(tmp_path.glob("*.md")).read_text()
+
+
+def test_a_table_that_fails_leaves_the_others(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(settings: bench.Settings) -> bench.Table:
+        raise RuntimeError("out of memory")
+
+    row = bench.Row.of("b", [2.0], "ms")
+    fine = bench.Table(subject="tables", title="Fine", compares="b", rows=(row,))
+    monkeypatch.setitem(bench.SUBJECTS, "scan", broken)
+    monkeypatch.setitem(bench.SUBJECTS, "tables", lambda settings: fine)
+    assert run("bench --quick --device cpu --only scan,tables --out", tmp_path / "new") == 1
+    said = capsys.readouterr()
+    assert "failed: scan: RuntimeError: out of memory" in said.err and "Fine" in said.out
+    found = record.read(next((tmp_path / "new").glob("*.json")))
+    assert found.tables == [fine] and list(found.failed) == ["scan"]
+
+
+# ---------------------------------------------------------------------- documentation
+
+
+def blocks() -> list[Any]:
+    return [
+        pytest.param(ROOT / page, match, id=f"{page}:{match[2]}")
+        for page in docs.PAGES
+        for match in docs.BLOCK.finditer((ROOT / page).read_text(encoding="utf-8"))
+    ]
+
+
+@pytest.mark.parametrize(("page", "block"), blocks())
+def test_figures_in_the_documentation_are_those_of_a_record(
+    page: Path, block: re.Match[str]
+) -> None:
+    named = re.match(r"From \[[^]]+\]\(([^)]+)\)", block[3])
+    assert named, f"{block[2]} names no record: run negchain bench --docs FILE.json"
+    found = record.read((page.parent / named[1]).with_suffix(".json"))
+    assert block[3] == docs.render(found, block[2], named[1])
+
+
+def test_every_table_has_its_place_in_the_documentation() -> None:
+    names = [block.values[1][2] for block in blocks()]
+    assert sorted(names) == sorted([*bench.SUBJECTS, docs.SUMMARY])
+
+
+def test_docs_fills_the_blocks_it_has_tables_for(
+    measured: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "docs").mkdir()
+    empty = "text\n<!-- bench:{} -->\nold\n<!-- /bench -->\nmore\n"
+    (tmp_path / "README.md").write_text(empty.format("summary"))
+    (tmp_path / "docs" / "speed.md").write_text(empty.format("scan") + empty.format("jobs"))
+    monkeypatch.chdir(tmp_path)
+    assert run("bench --docs", measured) == 0
+    said = capsys.readouterr().out
+    assert "written: docs/speed.md: scan" in said and "left as it was: docs/speed.md: jobs" in said
+    page = (tmp_path / "docs" / "speed.md").read_text()
+    assert page.count("old") == 1 and page.count("text") == page.count("more") == 2
+    assert "the loop, b = 256" in page and "commit" in page
+    assert "trainer: negchain, EMC², encode" in (tmp_path / "README.md").read_text()
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--only scna", "did you mean 'scan'"),
+        ("--device gpu", "--device must be one of auto, cpu, cuda"),
+        ("--seed -2", "--seed must be from 0"),
+        ("--show nowhere.json", "nowhere.json cannot be read"),
+        ("--show wrong.json", "wrong.json is no record of negchain bench"),
+        ("--show list.json", "list.json is no record of negchain bench"),
+        ("--docs record.json", "run it in the root of the checkout"),
+        ("extra", "extra"),
+    ],
+)
+def test_what_cannot_work_is_refused(
+    words: str, says: str, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("wrong.json").write_text('{"format": 1, "tables": [{}]}')
+    Path("list.json").write_text("[1, 2]")
+    record.write(Path("record.json"), record.new_record(CPU, "", seed=0, quick=True))
+    before = sorted(tmp_path.iterdir())
+    assert run("bench", words) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and says in said.err and len(said.err.splitlines()) == 1
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_help_names_every_option_and_table(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "140")
+    assert run("bench --help") == 0
+    text = capsys.readouterr().out
+    options = "--only --device --out --quick --large --seed --show --docs".split()
+    assert [word for word in (*options, *bench.SUBJECTS) if word not in text] == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_missing_gpu_is_refused(capsys: Capture) -> None:
+    assert run("bench --device cuda") == 2
+    assert "--device cuda needs a GPU" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_everything_is_measured_on_a_gpu(tmp_path: Path) -> None:
+    only = "scan,losses,stream,tables,step"
+    assert run(f"bench --quick --device cuda --only {only} --out", tmp_path) == 0
+    found = record.read(next(tmp_path.glob("*.json")))
+    assert [table.subject for table in found.tables] == only.split(",")
+    assert not found.mismatches and not found.failed
