@@ -28,8 +28,8 @@ test-slow: $(VENV)/.installed  ## the long statistical and convergence tests
 test-gpu: $(VENV)/.installed  ## tests that need a CUDA device
 	$(BIN)/python -m pytest -q -m gpu
 
-bench: $(VENV)/.installed  ## loss speed on this machine, as ratios
-	$(BIN)/python benchmarks/loss_speed.py
+bench: $(VENV)/.installed  ## speed of everything on this machine, as ratios, with a record
+	$(BIN)/negchain bench
 
 docs: $(VENV)/.installed  ## run every code block of docs/
 	$(BIN)/python -m pytest -q tests/test_docs.py
