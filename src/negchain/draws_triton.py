@@ -6,6 +6,7 @@
 Shapes are the caller's: rows and columns broadcast.
 """
 
+# mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
 import torch

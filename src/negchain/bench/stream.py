@@ -28,7 +28,7 @@ CLUSTERS, SPREAD = 64, 1.0  # in a cluster inner products are about 1 / (1 + SPR
 SIZES = (8_192, 32_768)
 CPU_SIZE = 512
 CHECKED_SIZE = 512
-COUNT_EVERY = 128
+TILE, COUNTED = 128, 128  # every 128th state, at large batches 128 states of a row in all
 MATMUL = "one matrix product"
 VALUE_TOLERANCE, SHARED_VALUE_TOLERANCE = 1e-3, 5e-2
 GRADIENT_TOLERANCE = 2e-2  # of the norm, where nothing is rounded
@@ -45,8 +45,8 @@ class Case:
     flat: bool = False
     views: Literal["shared", "paired"] = "paired"
 
-    def loss(self, *, stream: bool) -> negchain.EMC2Loss:
-        """The loss; stream=False is the dense, readable twin."""
+    def loss(self, size: int, *, stream: bool) -> negchain.EMC2Loss:
+        """The loss for B = size; stream=False is the dense, readable twin."""
         return negchain.EMC2Loss(
             NUM_SAMPLES,
             self.beta,
@@ -55,7 +55,7 @@ class Case:
             views=self.views,
             symmetric=self.views == "shared",
             stream=stream,
-            count_every=COUNT_EVERY if self.kernel == "mh" else 1,
+            count_every=max(TILE, size // COUNTED) if self.kernel == "mh" else 1,
             backend="auto" if stream else "torch",
         )
 
@@ -100,7 +100,7 @@ def table(settings: Settings) -> Table:
         notes=(
             f"bf16 embeddings in {CLUSTERS} clusters, carried states encoded, {NUM_SAMPLES:,} "
             "samples, paired views in one direction unless said otherwise; MH counts every "
-            f"{COUNT_EVERY}th state.",
+            f"{TILE}th state (every {SIZES[-1] // COUNTED}th at B = {SIZES[-1]:,}).",
             "Memory: the peak above the inputs, gradients of the inputs included.",
         ),
     )
@@ -183,7 +183,7 @@ def _calls(
 def _streaming(
     case: Case, z_a: Tensor, z_b: Tensor, held: Tensor, index: Tensor
 ) -> Callable[[], object]:
-    loss_fn = case.loss(stream=True).to(z_a.device)
+    loss_fn = case.loss(len(z_a), stream=True).to(z_a.device)
     inputs = (z_a, z_b, held)
     return lambda: torch.autograd.grad(loss_fn(z_a, z_b, index, carried=held), inputs)
 
@@ -211,7 +211,7 @@ def _info_nce_shared(z_a: Tensor, z_b: Tensor, beta: float) -> Tensor:
 def _check(settings: Settings, case: Case, exact: bool) -> Check:
     """Value and gradients of the streaming loss against the dense one, same draws."""
     inputs = _inputs(settings, CHECKED_SIZE, flat=case.flat, exact=exact)
-    fast, slow = (case.loss(stream=stream).to(settings.device) for stream in (True, False))
+    fast, slow = (case.loss(CHECKED_SIZE, stream=stream).to(settings.device) for stream in (True, False))
     found = difference(fast, slow, *inputs)
     ok = found.value <= case.value_tolerance
     ok = ok and found.rows <= (1 / CHECKED_SIZE if exact else MOST_DIFFERING)

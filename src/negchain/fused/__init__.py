@@ -1,9 +1,11 @@
-"""EMC² on a GPU in a dozen kernel launches; the readable twin is `negchain.losses`.
+"""The losses on a GPU in a dozen kernel launches; the readable twin is `negchain.losses`.
 
     layout     rows and columns of a batch: unit length, order of proposal, carried states; and back
-    rows       a small batch: one program per row turns its similarities into weights
+    rows       a small batch: one program per row turns its similarities into EMC²'s weights
+    in_batch   the same for InfoNCE, DCL and SogCLR
     tiles      a large batch: similarities are computed, scanned and forgotten, tile by tile
-    function   the loss of one side as one differentiable function of the embeddings
+    function   the loss of one side as one differentiable function of the embeddings, made of
+               `forward` and `backward`; what they share is a `plan`
 
 Draws, results and state are those of the twin for the same seed and step, up to rounding: a
 Metropolis-Hastings comparison within rounding of a tie may fall the other way.
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +24,8 @@ from torch import Tensor
 from negchain.losses.batch import as_ids, per_side
 
 if TYPE_CHECKING:
+    from negchain.fused.plan import Numbers
+    from negchain.losses.base import ContrastiveLoss
     from negchain.losses.emc2 import EMC2Loss
 
 MAX_COLUMNS = 1024  # a row's columns that fit into one program's registers
@@ -29,29 +34,39 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def applies(loss_fn: EMC2Loss, like: Tensor) -> bool:
     """Whether the fused path takes a batch of such embeddings [B, D], or of such positions [B]."""
-    if like.is_floating_point() and like.dtype not in DTYPES:
-        return False
-    return (
-        (like.is_cuda or (loss_fn.backend == "fused" and _interpreted()))
-        and importlib.util.find_spec("triton") is not None
-        and _settings_apply(loss_fn)
-        and _size_applies(loss_fn, like.shape[0])
-    )
-
-
-def _interpreted() -> bool:
-    return os.environ.get("TRITON_INTERPRET") == "1"
-
-
-def _settings_apply(loss_fn: EMC2Loss) -> bool:
     chains = loss_fn.chains
     return (
-        loss_fn.walk == "parallel"
+        can_run(loss_fn.backend, like)
+        and loss_fn.walk == "parallel"
         and loss_fn.proposal == "batch"
         and loss_fn.augmentations is None
         and chains.corrections.shape[1] == 0
         and max(chains.num_states, chains.states.shape[1]) <= 2**31
         and (loss_fn.carried_mode != "cached" or chains.keys.shape[2] > 0)
+        and _size_applies(loss_fn, like.shape[0])
+    )
+
+
+def can_run(backend: str, like: Tensor) -> bool:
+    """Whether kernels can run on such a tensor, and may."""
+    if backend not in ("auto", "fused") or (like.is_floating_point() and like.dtype not in DTYPES):
+        return False
+    interpreted = backend == "fused" and os.environ.get("TRITON_INTERPRET") == "1"
+    return (like.is_cuda or interpreted) and importlib.util.find_spec("triton") is not None
+
+
+def applies_in_batch(backend: str, like: Tensor) -> bool:
+    """Whether the fused path takes a batch of such embeddings [B, D] for an in-batch loss."""
+    return can_run(backend, like) and 2 <= like.shape[0] <= MAX_COLUMNS
+
+
+def not_applicable(like: Tensor) -> ValueError:
+    """The error of a requested fused path that does not take such a batch."""
+    return ValueError(
+        "backend='fused' needs a GPU with Triton, negatives from the batch only (no draw=, known=, "
+        "augmentation=), embeddings in float32, bfloat16 or float16 and 2 to "
+        f"{MAX_COLUMNS} of them unless stream=True; got {like.dtype} {tuple(like.shape)} on "
+        f"{like.device}; use backend='auto'"
     )
 
 
@@ -66,21 +81,63 @@ def _size_applies(loss_fn: EMC2Loss, size: int) -> bool:
 
 def carried_ids(loss_fn: EMC2Loss, side: int, index: Tensor) -> Tensor:  # [B] -> [B]
     """Ids of the carried states of a batch, for the caller to encode."""
-    from negchain.fused import function
+    from negchain.fused import forward
 
-    return function.carried_ids(loss_fn.chains, side, index)
+    return forward.carried_ids(loss_fn.chains, side, index)
 
 
-def forward(
+def emc2(
     loss_fn: EMC2Loss,
     z_a: Tensor,
     z_b: Tensor,
     index: Tensor,
     key_index: Tensor | None,
     carried: Tensor | tuple[Tensor, Tensor] | None,
-) -> tuple[Tensor, dict[str, Any]]:
-    """The loss of a batch, [], and its numbers for `info`; in training mode the chains move."""
-    from negchain.fused import function
+) -> tuple[Tensor, Numbers]:
+    """The EMC² loss of a batch, [], and its numbers for `info`; in training the chains move."""
+    settings = {
+        "weighting": loss_fn.kernel,
+        "burn_in": loss_fn.burn_in,
+        "count_every": loss_fn.count_every,
+        "partition_rate": loss_fn.partition_rate,
+        "stream": loss_fn.stream,
+        "bounded": loss_fn.normalize
+        and not isinstance(loss_fn.beta, Tensor)
+        and loss_fn.beta <= 100,
+    }
+    tables = loss_fn.log_partition if loss_fn.denominator == "all" else None
+    return _both_sides(loss_fn, z_a, z_b, index, key_index, carried, tables, settings)
+
+
+def in_batch(
+    loss_fn: ContrastiveLoss,
+    z_a: Tensor,
+    z_b: Tensor,
+    index: Tensor | None,
+    key_index: Tensor | None,
+    *,
+    tables: Tensor | None = None,
+    gamma: float = 0.0,
+) -> tuple[Tensor, Numbers]:
+    """InfoNCE, DCL or (with `tables`, its moving averages [sides, M]) SogCLR of a batch."""
+    if index is None:
+        index = torch.arange(len(z_a), device=z_a.device)
+    index = as_ids("index", index, len(z_a), z_a.device)
+    settings = {"weighting": "softmax" if tables is None else "sogclr", "gamma": gamma}
+    return _both_sides(loss_fn, z_a, z_b, index, key_index, None, tables, settings)
+
+
+def _both_sides(
+    loss_fn: ContrastiveLoss,
+    z_a: Tensor,
+    z_b: Tensor,
+    index: Tensor,
+    key_index: Tensor | None,
+    carried: Tensor | tuple[Tensor, Tensor] | None,
+    tables: Tensor | None,
+    settings: dict[str, Any],
+) -> tuple[Tensor, Numbers]:
+    from negchain.fused import function, plan
 
     if z_a.dim() != 2 or z_a.shape != z_b.shape:
         raise ValueError(
@@ -90,42 +147,40 @@ def forward(
     if (key_index is None) != (loss_fn.num_keys is None):
         raise ValueError("key_index= goes with num_keys= at construction; pass both or neither")
     own = index if key_index is None else as_ids("key_index", key_index, len(z_a), z_a.device)
-    assert loss_fn.num_samples is not None and loss_fn.num_positions is not None
+    shared, unknown = loss_fn.views == "shared", 2**31 - 1
     results = []
     for side, held in enumerate(per_side("carried", carried, loss_fn.num_sides)):
         if held is not None and (not isinstance(held, Tensor) or held.shape != z_a.shape):
             raise ValueError(f"carried must be [B, D] = {tuple(z_a.shape)}")
-        shared = loss_fn.views == "shared"
-        plan = function.Plan(
+        one = plan.Plan(
             index=index,
             own=own if side == 0 else index,
-            chains=loss_fn.chains,
+            chains=getattr(loss_fn, "chains", None),
             side=side,
             step=loss_fn.step,
             faults=loss_fn._faults,
-            log_partition=loss_fn.log_partition[side] if loss_fn.denominator == "all" else None,
-            kernel=loss_fn.kernel,
+            running=None if tables is None else tables[side],
+            dim=z_a.shape[1],
+            denominator=loss_fn.denominator,
             shared=shared,
             views=2 if shared and loss_fn.symmetric else 1,
             normalize=loss_fn.normalize,
             training=loss_fn.training,
             seed=loss_fn.seed,
-            burn_in=loss_fn.burn_in,
-            count_every=loss_fn.count_every,
-            partition_rate=loss_fn.partition_rate,
-            num_samples=loss_fn.num_samples,
-            num_keys=loss_fn.num_positions,
+            num_samples=loss_fn.num_samples or unknown,
+            num_keys=loss_fn.num_positions or unknown,
             multiplicity=loss_fn.multiplicity,
-            stream=loss_fn.stream,
+            **settings,
         )
         pair = (z_a, z_b) if side == 0 else (z_b, z_a)
-        results.append(function.fused_loss(*pair, held, loss_fn.beta, plan))
+        results.append(function.fused_loss(*pair, held, loss_fn.beta, one))
+    if loss_fn.training and settings["weighting"] != "softmax":
+        loss_fn.step += 1
     if len(results) == 1:
         return results[0]
     (first, report), (second, other) = results
-    both = {name: _mean_of(report[name], other[name]) for name in report}
-    return (first + second) / 2, both
+    return (first + second) / 2, {n: _mean_of(report[n], other[n]) for n in report}
 
 
-def _mean_of(first: Any, second: Any) -> Any:
+def _mean_of(first: Callable[[], Tensor], second: Callable[[], Tensor]) -> Callable[[], Tensor]:
     return lambda: (first() + second()) / 2

@@ -2,7 +2,7 @@
 
 `prepare` brings embeddings to unit length, puts the keys into the order in which they are proposed
 and scores the carried states. `finish` turns gradients of rows and columns into gradients of the
-embeddings. `commit` stores where the chains ended. One program per item in all three.
+embeddings. One program per item in both.
 
 A *block* of columns holds one key of every item. Shared views have two: block 0 holds the copy of
 each item that rows of the first view are offered (a coin per item says which), block 1 the other.
@@ -11,17 +11,16 @@ Shapes: `B` items, `V` rows per item (views), `N` = V B rows, `K` columns per bl
 `D` embedding, `P` its stride in rows and columns.
 """
 
+# mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
 from negchain import draws_triton as hashed
-from negchain.fused.objective_triton import log_add_exp
 
 STREAM_ORDER = tl.constexpr(1)  # as in negchain.draws
 STREAM_INIT = tl.constexpr(4)
-STREAM_VIEW = tl.constexpr(6)
 STREAM_COPY = tl.constexpr(7)
 
 
@@ -41,16 +40,14 @@ def _is_finite(z):
 
 
 @triton.jit
-def _heads(seed_key, step, row, column, STREAM: tl.constexpr):
+def heads(seed_key, step, row, column, STREAM: tl.constexpr):
     """A fair coin."""
     key = hashed.stream_key(seed_key, step, STREAM)
     return hashed.bits(hashed.hash_row(row, key), hashed.hash_column(column, key)) % 2 == 0
 
 
 @triton.jit
-def carried_ids(
-    states_ptr, chain, seed_key, num_states, SIDE: tl.constexpr, OWN: tl.constexpr
-):
+def carried_ids(states_ptr, chain, seed_key, num_states, SIDE: tl.constexpr, OWN: tl.constexpr):
     """`ChainTable.ids`: the stored state, or the initial draw of a chain that never moved."""
     held = tl.load(states_ptr + chain).to(tl.int64)
     key = hashed.stream_key(seed_key, chain * 0 + SIDE, STREAM_INIT)
@@ -85,7 +82,7 @@ def ids_kernel(
 def prepare_kernel(
     a_ptr,  # [B,D] anchors, or first view
     b_ptr,  # [B,D] keys, or second view
-    carried_ptr,  # "encode" [B,D], "cached" the table [M,D]
+    carried_ptr,  # "encode" [B,D], "cached" the table [M,D], else unused
     scores_ptr,  # "score" the table [M]
     index_ptr,  # [B] chain of each item
     own_ptr,  # [B] id of its positive (and of its key)
@@ -124,6 +121,7 @@ def prepare_kernel(
     OWN: tl.constexpr,
     NORMALIZE: tl.constexpr,
 ):
+    """Rows, columns and carried state of an item."""
     item = tl.program_id(0)
     depth = tl.arange(0, WIDTH)
     wide, stored = depth < D, depth < STRIDE
@@ -178,13 +176,15 @@ def prepare_kernel(
         tl.store(queries_ptr + second, b.to(kind), mask=stored)
     block = item * 0
     if SHARED:
-        block = 1 - _heads(seed_key, step, item * 0, item, STREAM_COPY).to(tl.int32)
+        block = 1 - heads(seed_key, step, item * 0, item, STREAM_COPY).to(tl.int32)
         pool_at = (block * num_columns + column).to(tl.int64) * STRIDE + depth
         tl.store(pool_ptr + pool_at, tl.where(valid, a, 0.0).to(kind), mask=stored)
         block = 1 - block
     pool_at = (block * num_columns + column).to(tl.int64) * STRIDE + depth
     tl.store(pool_ptr + pool_at, tl.where(valid, b, 0.0).to(kind), mask=stored)
 
+    if CARRIED == "none":
+        return
     # ---- the carried state
     held_id = carried_ids(states_ptr, chain, seed_key, num_keys, SIDE, OWN)
     usable = held_id != own
@@ -255,6 +255,7 @@ def finish_kernel(
     CARRIED: tl.constexpr,
     NORMALIZE: tl.constexpr,
 ):
+    """Gradients of an item's embeddings."""
     item = tl.program_id(0)
     depth = tl.arange(0, WIDTH)
     wide = depth < D
@@ -264,19 +265,17 @@ def finish_kernel(
     outer = tl.load(grad_ptr).to(tl.float32)
     column = tl.load(column_ptr + item)
     pull = tl.load(pull_ptr + item)
-    weight_a, weight_b = tl.load(carried_weight_ptr + item), 0.0
     row_at = item.to(tl.int64) * STRIDE + depth
     grad_a = tl.load(grad_queries_ptr + row_at, mask=wide, other=0.0)
     grad_b = tl.zeros((WIDTH,), tl.float32)
     if VIEWS == 2:
         pull += tl.load(pull_ptr + num_items + item)
-        weight_b = tl.load(carried_weight_ptr + num_items + item)
         second = (num_items + item).to(tl.int64) * STRIDE + depth
         grad_b += tl.load(grad_queries_ptr + second, mask=wide, other=0.0)
     block = item * 0
     if SHARED:
-        heads = _heads(seed_key, tl.load(step_ptr), item * 0, item, STREAM_COPY)
-        block = 1 - heads.to(tl.int32)
+        first = heads(seed_key, tl.load(step_ptr), item * 0, item, STREAM_COPY)
+        block = 1 - first.to(tl.int32)
         pool_at = (block * num_columns + column).to(tl.int64) * STRIDE + depth
         grad_a += tl.load(grad_pool_ptr + pool_at, mask=wide, other=0.0)
         block = 1 - block
@@ -284,7 +283,11 @@ def finish_kernel(
     grad_b += tl.load(grad_pool_ptr + pool_at, mask=wide, other=0.0)
     grad_a -= pull * b
     grad_b -= pull * a
-    if CARRIED != "score":
+    if (CARRIED == "encode") | (CARRIED == "cached"):
+        weight_a = tl.load(carried_weight_ptr + item)
+        weight_b = 0.0
+        if VIEWS == 2:
+            weight_b = tl.load(carried_weight_ptr + num_items + item)
         if CARRIED == "encode":
             held, norm = _unit(carried_ptr, at, wide, NORMALIZE)
             grad_held = weight_a * a + weight_b * b
@@ -307,102 +310,3 @@ def _through_norm(grad, unit, norm, NORMALIZE: tl.constexpr):
     if NORMALIZE:
         grad = (grad - tl.sum(grad * unit, 0) * unit) / norm
     return grad
-
-
-@triton.jit
-def _final(
-    last_ptr, item, other, seed_key, step, num_items, SIDE: tl.constexpr, VIEWS: tl.constexpr
-):
-    """The row and column an item's chain is stored at (column -1: it did not move)."""
-    row = item
-    if VIEWS == 2:
-        heads = _heads(seed_key, step, item, item * 0, STREAM_VIEW + 16 * SIDE)
-        row = tl.where(heads, item, num_items + item)
-    return row, tl.load(last_ptr + row, mask=other, other=-1)
-
-
-@triton.jit
-def commit_kernel(
-    index_ptr,
-    valid_ptr,
-    last_ptr,  # [N] column of the final state in its block, -1: unmoved
-    last_logit_ptr,  # [N]
-    pool_ptr,  # [blocks*K,P]
-    pool_ids_ptr,
-    running_ptr,  # [N] running log partition
-    same_ptr,  # [B] items with the item's chain, where COUNTED
-    beta_ptr,
-    step_ptr,
-    moved_ptr,  # [B] out: valid and moved, valid
-    states_ptr,  # state tables, changed where TRAIN
-    scores_ptr,
-    keys_ptr,
-    log_partition_ptr,
-    faults_ptr,
-    seed_key,
-    num_items,
-    num_columns,
-    num_samples,
-    SIDE: tl.constexpr,
-    D: tl.constexpr,
-    WIDTH: tl.constexpr,
-    STRIDE: tl.constexpr,
-    CHUNK: tl.constexpr,
-    COUNTED: tl.constexpr,
-    VIEWS: tl.constexpr,
-    SHARED: tl.constexpr,
-    CARRIED: tl.constexpr,
-    ALL: tl.constexpr,
-    TRAIN: tl.constexpr,
-):
-    item = tl.program_id(0)
-    step = tl.load(step_ptr)
-    valid = tl.load(valid_ptr + item)
-    ok = valid == 3
-    row, column = _final(last_ptr, item, True, seed_key, step, num_items, SIDE, VIEWS)
-    moved = ok & (column >= 0)
-    tl.store(moved_ptr + item, moved.to(tl.float32))
-    tl.store(moved_ptr + num_items + item, ok.to(tl.float32))
-    if TRAIN:
-        if SIDE == 0:
-            tl.atomic_add(faults_ptr, (valid % 2 == 0).to(tl.int64))
-            tl.atomic_add(faults_ptr + 1, (valid < 2).to(tl.int64))
-        index = tl.load(index_ptr + item)
-        chain = tl.minimum(tl.maximum(index, 0), num_samples - 1)
-        mean = tl.load(running_ptr + item)
-        if VIEWS == 2:
-            mean = log_add_exp(mean, tl.load(running_ptr + num_items + item)) - 0.6931471805599453
-        writes = ok & (tl.abs(mean) < float("inf"))
-        # Of several items with one chain the first that may write does.
-        earlier_items = item
-        if COUNTED:
-            earlier_items = tl.where(tl.load(same_ptr + item) > 1, item, 0)
-        for begin in range(0, earlier_items, CHUNK):
-            other = begin + tl.arange(0, CHUNK)
-            earlier = other < item
-            same = earlier & (tl.load(index_ptr + other, mask=earlier, other=-1) == index)
-            if tl.sum(same.to(tl.int32), 0) > 0:
-                good = same & (tl.load(valid_ptr + other, mask=same, other=0) == 3)
-                _, ends = _final(last_ptr, other, good, seed_key, step, num_items, SIDE, VIEWS)
-                moved = moved & (tl.sum((good & (ends >= 0)).to(tl.int32), 0) == 0)
-                if ALL:
-                    theirs = tl.load(running_ptr + other, mask=good, other=float("-inf"))
-                    if VIEWS == 2:
-                        at = running_ptr + num_items + other
-                        theirs = log_add_exp(theirs, tl.load(at, mask=good, other=float("-inf")))
-                    known = good & (tl.abs(theirs) < float("inf"))
-                    writes = writes & (tl.sum(known.to(tl.int32), 0) == 0)
-        if ALL:
-            tl.store(log_partition_ptr + chain, mean, mask=writes)
-        column = tl.maximum(column, 0)
-        state = tl.load(pool_ids_ptr + column)
-        tl.store(states_ptr + chain, state.to(states_ptr.dtype.element_ty), mask=moved)
-        if CARRIED == "score":
-            similarity = tl.load(last_logit_ptr + row) / tl.load(beta_ptr)
-            tl.store(scores_ptr + chain, similarity, mask=moved)
-        if CARRIED == "cached":
-            depth = tl.arange(0, WIDTH)
-            block = row // num_items if SHARED else row * 0
-            at = (block * num_columns + column).to(tl.int64) * STRIDE + depth
-            key = tl.load(pool_ptr + at, mask=depth < D, other=0.0).to(tl.float32)
-            tl.store(keys_ptr + chain * D + depth, key, mask=depth < tl.where(moved, D, 0))

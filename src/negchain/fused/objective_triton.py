@@ -1,5 +1,6 @@
-"""`negchain.objective` for one or many rows inside a kernel: value, pull and running partition."""
+"""From similarities to a row's value inside a kernel; `negchain.objective` says why."""
 
+# mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
 import triton
@@ -11,9 +12,25 @@ def log_add_exp(a, b):
     """log(e^a + e^b), also where one or both are -inf."""
     top = tl.maximum(a, b)
     shift = tl.where(top > float("-inf"), top, 0.0)
-    return tl.where(
-        top > float("-inf"), shift + tl.log(tl.exp(a - shift) + tl.exp(b - shift)), top
-    )
+    return tl.where(top > float("-inf"), shift + tl.log(tl.exp(a - shift) + tl.exp(b - shift)), top)
+
+
+@triton.jit
+def log_sum_exp(x):
+    """log sum e^x of a vector, -inf if it holds nothing else."""
+    top = tl.max(x, 0)
+    shift = tl.where(top > float("-inf"), top, 0.0)
+    return tl.where(top > float("-inf"), shift + tl.log(tl.sum(tl.exp(x - shift), 0)), top)
+
+
+@triton.jit
+def masked_logits(at, ids_at, penalty_at, mask, own, beta):
+    """Logits of columns, -inf where excluded."""
+    logit = tl.load(at, mask=mask, other=0.0) * beta
+    ids = tl.load(ids_at, mask=mask, other=-2)
+    usable = mask & (tl.load(penalty_at, mask=mask, other=float("-inf")) == 0.0)
+    usable = usable & (ids != own) & (tl.abs(logit) < float("inf"))
+    return tl.where(usable, logit, float("-inf"))
 
 
 @triton.jit

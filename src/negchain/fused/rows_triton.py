@@ -7,13 +7,19 @@ scan or the softmax, partition, objective) happens in registers. Same steps as `
 Shapes: `N` rows, `K` columns per block, `T` the next power of two.
 """
 
+# mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
 from negchain import draws_triton as hashed
-from negchain.fused.objective_triton import log_add_exp, row_objective
+from negchain.fused.objective_triton import (
+    log_add_exp,
+    log_sum_exp,
+    masked_logits,
+    row_objective,
+)
 
 STREAM_ACCEPT = tl.constexpr(2)  # as in negchain.draws
 STREAM_GUMBEL = tl.constexpr(3)
@@ -23,23 +29,6 @@ STREAM_GUMBEL = tl.constexpr(3)
 def _compose(t1, l1, s1, t2, l2, s2):
     moves = t2 > l1
     return tl.maximum(t1, t2), tl.where(moves, l2, l1), tl.where(moves, s2, s1)
-
-
-@triton.jit
-def _log_sum_exp(x):
-    top = tl.max(x, 0)
-    shift = tl.where(top > float("-inf"), top, 0.0)
-    return tl.where(top > float("-inf"), shift + tl.log(tl.sum(tl.exp(x - shift), 0)), top)
-
-
-@triton.jit
-def _logits(at, ids_at, penalty_at, mask, own, beta):
-    """Logits of columns, -inf where excluded."""
-    logit = tl.load(at, mask=mask, other=0.0) * beta
-    ids = tl.load(ids_at, mask=mask, other=-2)
-    usable = mask & (tl.load(penalty_at, mask=mask, other=float("-inf")) == 0.0)
-    usable = usable & (ids != own) & (tl.abs(logit) < float("inf"))
-    return tl.where(usable, logit, float("-inf"))
 
 
 @triton.jit
@@ -79,6 +68,7 @@ def rows_kernel(
     TRAINED: tl.constexpr,
     ALL: tl.constexpr,
 ):
+    """Weights, value, factor and end state of a row."""
     row = tl.program_id(0)
     item, block = row % num_items, (row // num_items if BLOCKS == 2 else row * 0)
     lane = tl.arange(0, TILE)
@@ -87,14 +77,15 @@ def rows_kernel(
     own = tl.minimum(tl.maximum(tl.load(own_ptr + item), 0), num_keys - 1)
     row_at = similarity_ptr + row.to(tl.int64) * (BLOCKS * num_columns)
     offered = row_at + block * num_columns
-    logit = _logits(offered + lane, pool_ids_ptr + lane, penalty_ptr + lane, inside, own, beta)
+    ids_at, penalty_at = pool_ids_ptr + lane, penalty_ptr + lane
+    logit = masked_logits(offered + lane, ids_at, penalty_at, inside, own, beta)
     is_step = (logit > float("-inf")).to(tl.int32)
     num_steps = tl.sum(is_step, 0)
-    log_sum, count = _log_sum_exp(logit), num_steps
+    log_sum, count = log_sum_exp(logit), num_steps
     if BLOCKS == 2:
         hidden = row_at + (1 - block) * num_columns
-        other = _logits(hidden + lane, pool_ids_ptr + lane, penalty_ptr + lane, inside, own, beta)
-        log_sum, count = log_add_exp(log_sum, _log_sum_exp(other)), 2 * count
+        other = masked_logits(hidden + lane, ids_at, penalty_at, inside, own, beta)
+        log_sum, count = log_add_exp(log_sum, log_sum_exp(other)), 2 * count
 
     index = tl.minimum(tl.maximum(tl.load(index_ptr + item), 0), num_samples - 1)
     old, rate = 0.0, 0.0
@@ -113,7 +104,7 @@ def rows_kernel(
     key = hashed.stream_key(seed_key, step, stream)
     row_hash = hashed.hash_row(row, key)
     if ISIR:
-        joint = log_add_exp(log_sum if BLOCKS == 1 else _log_sum_exp(logit), start)
+        joint = log_add_exp(log_sum if BLOCKS == 1 else log_sum_exp(logit), start)
         shift = tl.where(joint > float("-inf"), joint, 0.0)
         weights = tl.exp(logit - shift)
         start_weight = tl.exp(start - shift)
@@ -132,7 +123,7 @@ def rows_kernel(
         t = logit - hashed.log_uniform(row_hash, hashed.hash_column(lane, key))
         rank = tl.cumsum(is_step, 0) - is_step
         shifted = inside & (lane > 0)
-        logit_1 = _logits(
+        logit_1 = masked_logits(
             offered + lane - 1, pool_ids_ptr + lane - 1, penalty_ptr + lane - 1, shifted, own, beta
         )
         t_1 = logit_1 - hashed.log_uniform(row_hash, hashed.hash_column(lane - 1, key))

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 import torch
@@ -110,7 +110,7 @@ class ContrastiveLoss(LazyState):
         self.seed = seed
         self.register_buffer("step", torch.zeros((), dtype=torch.int64))
         self.register_buffer("_faults", torch.zeros(2, dtype=torch.int64), persistent=False)
-        self._info: dict[str, Tensor | Callable[[], Tensor]] = {}
+        self._info: Mapping[str, Tensor | Callable[[], Tensor]] = {}
 
     @property
     def num_sides(self) -> int:

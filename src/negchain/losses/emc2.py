@@ -83,8 +83,9 @@ class EMC2Loss(ContrastiveLoss):
         count_every: 1 counts the state after every step past the burn-in (the paper). c > 1 counts
             every c-th state only: at most B / c columns per row have weight, for large batches.
         stream: for large batches: never store the B x B similarities. On a GPU in tiles, if
-            count_every is a multiple of 128 (or kernel="isir"); else in panels of rows. The value
-            then counts one copy of every item with shared views, where it otherwise counts two.
+            count_every is a multiple of 128 (or kernel="isir"); else in panels of rows. With shared
+            views the value (and 1 - p+ of denominator="all") then counts one copy of every item,
+            where it otherwise counts two.
         chain_file: keep the chains in this memory-mapped file (docs/large_tables.md).
         backend: "fused": the whole loss in a dozen GPU kernels. "reference", "torch", "triton": the
             readable path, with this backend of `mh_scan`. "auto": fused on a GPU where it applies
@@ -201,7 +202,7 @@ class EMC2Loss(ContrastiveLoss):
             `item * k + augmentation`). Changes nothing.
         """
         index = as_ids("index", index, index.shape[0], self.step.device)
-        if self._fuses(index) and augmentation is None:
+        if augmentation is None and fused.applies(self, index):
             ids = [fused.carried_ids(self, side, index) for side in range(self.num_sides)]
             return (ids[0], ids[1]) if len(ids) == 2 else ids[0]
         slots = self._slots(index, augmentation)
@@ -276,19 +277,11 @@ class EMC2Loss(ContrastiveLoss):
         self._check_call(carried, draw)
         index = as_ids("index", index, z_a.shape[0], z_a.device)
         only_batch = draw is None and known is None and augmentation is None
-        if only_batch and self._fuses(z_a):
-            total, report = fused.forward(self, z_a, z_b, index, key_index, carried)
-            if self.training:
-                self.step += 1
-            self._info = report
+        if only_batch and fused.applies(self, z_a):
+            total, self._info = fused.emc2(self, z_a, z_b, index, key_index, carried)
             return total
         if self.backend == "fused":
-            raise ValueError(
-                "backend='fused' takes negatives from the batch only (no draw=, known=, "
-                "augmentation=), embeddings in float32, bfloat16 or float16 and at most "
-                f"{fused.MAX_COLUMNS} columns unless stream=True; got {z_a.dtype} "
-                f"{tuple(z_a.shape)}; use backend='auto'"
-            )
+            raise fused.not_applicable(z_a)
         call = Call(z_a, z_b, index, key_index, known, augmentation, carried, draw, drawn)
         visit = in_panels(self, call) if self.stream else self.visit(call)
         if self.training:
@@ -298,12 +291,12 @@ class EMC2Loss(ContrastiveLoss):
 
     def visit(self, call: Call, items: slice = slice(None)) -> Visit:
         """Loss and arrivals of the rows of some items against all columns; changes no chain."""
-        slots = self._slots(call.index, call.augmentation)
+        slots = self._slots(call.positions, call.augmentation)
         sampler = self._sampler()
         batch, sides = self._begin(
             call.z_a,
             call.z_b,
-            call.index,
+            call.positions,
             call.key_index,
             call.known,
             call.draw,
@@ -357,12 +350,6 @@ class EMC2Loss(ContrastiveLoss):
 
     # ------------------------------------------------------------------ parts of a step
 
-    def _fuses(self, like: Tensor) -> bool:
-        """Whether the fused path takes such a batch (of embeddings, or of positions)."""
-        if self.backend not in ("auto", "fused"):
-            return False
-        return fused.applies(self, like)
-
     def _sampler(self) -> Sampler:
         backend: Backend = "auto" if self.backend == "fused" else self.backend
         order, every = self.walk, self.count_every
@@ -409,6 +396,8 @@ class EMC2Loss(ContrastiveLoss):
             raise ValueError(
                 f"carried= is not used with carried={self.carried_mode!r}; leave it out"
             )
+        if self.stream and draw is not None:
+            raise ValueError("stream=True takes negatives from the batch only; leave draw= out")
         if self.proposal != "batch" and draw is None:
             source = "loss_fn.propose(z_a, index)" if self.proposal == "cache" else "your draws"
             raise ValueError(f"proposal={self.proposal!r} needs draw= and drawn=: pass {source}")

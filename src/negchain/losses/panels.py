@@ -29,7 +29,7 @@ class Call(NamedTuple):
 
     z_a: Tensor
     z_b: Tensor
-    index: Tensor
+    positions: Tensor
     key_index: Tensor | None
     known: Tensor | None
     augmentation: tuple[Tensor, Tensor] | None
@@ -95,7 +95,9 @@ def in_panels(loss_fn: Visitor, call: Call) -> Visit:
         visit = loss_fn.visit(call, items)
         value = torch.stack(visit.total).mean() * share
         if inputs:
-            for name, grad in zip(inputs, torch.autograd.grad(value, inputs.values()), strict=True):
+            for name, grad in zip(
+                inputs, torch.autograd.grad(value, [*inputs.values()]), strict=True
+            ):
                 grads[name] += grad
         panels.append(_detached(visit))
         shares.append(share)
@@ -109,7 +111,7 @@ def in_panels(loss_fn: Visitor, call: Call) -> Visit:
 
 def _tensors(call: Call, beta: float | Tensor) -> dict[str, Tensor]:
     carried = call.carried if isinstance(call.carried, tuple) else (call.carried,)
-    named = {"z_a": call.z_a, "z_b": call.z_b, "beta": beta}
+    named: dict[str, object] = {"z_a": call.z_a, "z_b": call.z_b, "beta": beta}
     named |= {f"carried {number}": z for number, z in enumerate(carried)}
     return {name: value for name, value in named.items() if isinstance(value, Tensor)}
 
@@ -138,15 +140,12 @@ def _joined(panels: list[Visit], shares: list[float]) -> Visit:
     for number, (side, _, _) in enumerate(first.arrivals):
         chains = torch.cat([panel.arrivals[number][1] for panel in panels])
         parts = [panel.arrivals[number][2] for panel in panels]
-        fields = [
-            None if group[0] is None else torch.cat(group) for group in zip(*parts, strict=True)
-        ]
-        arrivals.append((side, chains, Arrival(*fields)))
+        arrivals.append((side, chains, _joined_arrivals(parts)))
     runnings = []
     for number, (side, value) in enumerate(first.runnings):
-        views = value.shape[0] // _panel_items(first)
-        parts = [panel.runnings[number][1].view(views, -1) for panel in panels]
-        runnings.append((side, torch.cat(parts, 1).flatten()))
+        views = value.shape[0] // len(first.arrivals[0][1])
+        values = [panel.runnings[number][1].view(views, -1) for panel in panels]
+        runnings.append((side, torch.cat(values, 1).flatten()))
     return Visit(
         batch=first.batch,
         sides=[],
@@ -161,8 +160,13 @@ def _joined(panels: list[Visit], shares: list[float]) -> Visit:
     )
 
 
-def _panel_items(visit: Visit) -> int:
-    return len(visit.arrivals[0][1])
+def _joined_arrivals(parts: list[Arrival]) -> Arrival:
+    # Streaming takes uniform proposals only: there is no correction to keep.
+    moved, ids, similarity, key = (
+        torch.cat([part[column] for part in parts])  # type: ignore[misc]
+        for column in range(4)
+    )
+    return Arrival(moved, ids, similarity, key, correction=None)
 
 
 def _mean(values: list[Tensor] | tuple[Tensor, ...], shares: list[float]) -> Tensor:

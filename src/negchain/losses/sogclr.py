@@ -9,16 +9,19 @@ Bias        does not vanish: u lags behind the encoder.
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from negchain import fused
 from negchain.losses.base import (
     ContrastiveLoss,
     detached_logits,
     effective_negatives,
     full_precision,
     global_log_partition,
+    one_of,
 )
 from negchain.losses.batch import Drawn, Draws, Views
 from negchain.objective import Denominator, Estimate
@@ -39,7 +42,7 @@ class SogCLRLoss(ContrastiveLoss):
         num_samples: size of the data set (of anchors).
         beta: inverse temperature; a `nn.Parameter` to learn it.
         gamma: share of the new value; 1 gives DCL.
-        views, symmetric, num_keys, normalize: as for `InfoNCELoss`.
+        views, symmetric, num_keys, normalize, backend: as for `InfoNCELoss`.
         denominator: "negatives" (eq. (1)) or "all" (positive kept in, against m_neg u_i).
 
     Example:
@@ -61,7 +64,9 @@ class SogCLRLoss(ContrastiveLoss):
         denominator: Denominator = "negatives",
         num_keys: int | None = None,
         normalize: bool = True,
+        backend: Literal["auto", "torch", "fused"] = "auto",
     ) -> None:
+        one_of("backend", backend, ("auto", "torch", "fused"))
         super().__init__(
             beta,
             views=views,
@@ -74,6 +79,7 @@ class SogCLRLoss(ContrastiveLoss):
         if not 0 < gamma <= 1:
             raise ValueError(f"gamma (share of the new value) must be in (0, 1], got {gamma}")
         self.gamma = gamma
+        self.backend = backend
         self.register_buffer("log_u", torch.full((self.num_sides, num_samples), -math.inf))
 
     @full_precision
@@ -92,6 +98,13 @@ class SogCLRLoss(ContrastiveLoss):
 
         In training mode the moving averages of the batch's samples are updated.
         """
+        if known is None and draw is None and fused.applies_in_batch(self.backend, z_a):
+            value, self._info = fused.in_batch(
+                self, z_a, z_b, index, key_index, tables=self.log_u, gamma=self.gamma
+            )
+            return value
+        if self.backend == "fused":
+            raise fused.not_applicable(z_a)
         batch, sides = self._begin(z_a, z_b, index, key_index, known, draw, drawn)
         total: list[Tensor] = []
         report: dict[str, list[Tensor]] = {"global_loss": [], "effective_negatives": []}

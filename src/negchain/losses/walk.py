@@ -173,9 +173,7 @@ def _scan(
     skipped: int | Tensor = (num_steps * sampler.burn_in + 1e-3).long()
     if sampler.count_every > 1:
         skipped = int(num_columns * sampler.burn_in + 1e-3)
-    scan = mh_scan(
-        logits[:, order], start, log_u, skipped, sampler.backend, sampler.count_every
-    )
+    scan = mh_scan(logits[:, order], start, log_u, skipped, sampler.backend, sampler.count_every)
     weights = torch.empty_like(scan.weights)
     weights[:, order] = scan.weights
     last = torch.where(scan.last >= 0, order[scan.last.clamp(min=0)], -1)

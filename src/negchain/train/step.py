@@ -29,6 +29,9 @@ from negchain.train.config import TrainConfig
 
 STREAM_AUGMENT = 32
 STREAM_STORED = 33  # which stored augmentations a step uses
+STREAM_SURVIVORS = 34  # which carried images are trained when there are too many
+SCORE_FIRST_FROM = 128  # batch size; below, one forward pass of everything is faster
+SURVIVORS = 8  # one in so many carried images can be trained
 WARM_UP_STEPS = 3  # before capture: libraries initialise and allocate
 
 
@@ -100,6 +103,15 @@ class TrainStep:
         self.step = torch.zeros((), dtype=torch.int64, device=self.device)
         self.index = torch.zeros(config.batch_size, dtype=torch.int64, device=self.device)
         self.loss = torch.zeros((), device=self.device)
+        self.score_first = (
+            isinstance(loss_fn, EMC2Loss)
+            and loss_fn.kernel == "mh"
+            and loss_fn.carried_mode == "encode"
+            and config.batch_size >= SCORE_FIRST_FROM
+            and config.augmentations is None
+            and not _couples_samples(encoder)
+        )
+        self._scored: tuple[Tensor, Tensor] | None = None  # carried: embeddings, pixels
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, step: int, index: Tensor, batch: Tensor | None = None) -> None:
@@ -142,6 +154,8 @@ class TrainStep:
         self.optimizer.zero_grad(set_to_none=True)
         loss = self._forward(batch)
         torch.autograd.backward(loss)
+        if self._scored is not None:
+            self._train_survivors(*self._scored)
         self.optimizer.step()
         if isinstance(self.loss_fn, (NegativeCacheLoss, EMC2Loss)):
             self._refresh()
@@ -158,8 +172,12 @@ class TrainStep:
         if isinstance(loss_fn, EMC2Loss) and loss_fn.carried_mode == "encode":
             ids = loss_fn.carried(index)
             assert isinstance(ids, Tensor)
-            z = self._encode(torch.cat([index, index, ids]), batch)
-            extra = {"carried": z[2 * size :]}
+            if self.score_first:
+                extra = {"carried": self._score(ids)}
+                z = self._encode(torch.cat([index, index]), batch)
+            else:
+                z = self._encode(torch.cat([index, index, ids]), batch)
+                extra = {"carried": z[2 * size :]}
         else:
             z = self._encode(torch.cat([index, index]), batch)
         z_a, z_b = z[:size], z[size : 2 * size]
@@ -174,6 +192,32 @@ class TrainStep:
             drawn = self._encode(draw.ids, first_row=3 * size)
             return loss_fn(z_a, z_b, index, draw=draw, drawn=drawn, **extra)
         return loss_fn(z_a, z_b, index, **extra)
+
+    def _score(self, ids: Tensor) -> Tensor:
+        """Embeddings of the carried images without their graph; gradients are collected there."""
+        with torch.no_grad():
+            pixels = self.pixels(ids, first_row=2 * len(ids))
+            held = self._embed(pixels).float()
+        self._scored = held.requires_grad_(), pixels
+        return held
+
+    def _train_survivors(self, held: Tensor, pixels: Tensor) -> None:
+        """Encode again, with gradient, the carried images that got weight.
+
+        Few chains still hold their carried state after the burn-in. If more than b / 8 do, a random
+        b / 8 of them are trained, weighted so that the expected gradient is that of all.
+        """
+        assert held.grad is not None
+        capacity = -(-len(held) // SURVIVORS)
+        alive = (held.grad != 0).any(1)
+        row = torch.zeros(1, dtype=torch.int64, device=self.device)
+        u = draws.uniform(
+            self.config.seed, self.step, STREAM_SURVIVORS, row, len(held), torch.float32
+        )
+        chosen = (alive + 0.5 * u[0]).topk(capacity).indices
+        weight = (alive.sum() / capacity).clamp(min=1.0)
+        z = self._embed(pixels[chosen])
+        torch.autograd.backward(z, (held.grad[chosen] * weight).to(z.dtype))
 
     def _forward_stored(self) -> Tensor:
         """Two different ones of an item's k stored augmentations are its views."""
@@ -246,3 +290,9 @@ class TrainStep:
         with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
             embeddings: Tensor = self.encoder(pixels)
         return embeddings
+
+
+def _couples_samples(encoder: nn.Module) -> bool:
+    """Whether an image's embedding depends on who else is encoded with it, or on a coin."""
+    coupled = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
+    return any(isinstance(module, coupled) for module in encoder.modules())

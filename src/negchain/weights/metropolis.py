@@ -142,7 +142,9 @@ def counted_columns(num_columns: int, burn_in: int | Tensor, count_every: int) -
         [5, 8, 9]
     """
     assert isinstance(burn_in, int)
-    ends = [min(begin + count_every, num_columns) - 1 for begin in range(0, num_columns, count_every)]
+    ends = [
+        min(begin + count_every, num_columns) - 1 for begin in range(0, num_columns, count_every)
+    ]
     return [column for column in ends if column >= burn_in]
 
 

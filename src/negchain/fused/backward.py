@@ -1,0 +1,149 @@
+"""The backward pass of a side: products with the weights, then back to the embeddings.
+
+Shapes: as in `layout_triton`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from negchain import draws
+from negchain.fused import layout_triton, tiles_triton
+from negchain.fused.forward import operands, shape
+from negchain.fused.plan import Plan, Walked, given
+
+PANEL = 4096  # rows of i-SIR's weights at a time in its streaming backward pass
+
+
+def backward(
+    a: Tensor,
+    b: Tensor,
+    carried: Tensor | None,
+    beta: Tensor,
+    step: Tensor,
+    grad: Tensor,
+    plan: Plan,
+    walked: Walked,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients of both embeddings and of the carried states' ones."""
+    if walked.queries.numel() == 0:
+        raise RuntimeError(
+            "a streaming loss can be differentiated once: its rows are freed to save memory; call "
+            "it again instead of passing retain_graph=True"
+        )
+    if walked.weights is not None:
+        grad_queries, grad_pool = _dense_products(walked.weights, plan, walked)
+    elif walked.visits is not None:
+        grad_queries, grad_pool = _sparse_products(walked.visits, plan, walked)
+    else:
+        grad_queries, grad_pool = _panel_products(beta, plan, walked)
+    stride = walked.pool.shape[1]
+    if plan.stream:
+        walked.queries, walked.pool = walked.queries.new_empty(0), walked.pool.new_empty(0)
+    size, dim = a.shape
+    grad_a, grad_b = torch.empty_like(a), torch.empty_like(b)
+    grad_carried = None if carried is None else torch.empty_like(carried)
+    layout_triton.finish_kernel[(size,)](
+        a,
+        b,
+        walked.held if plan.carried == "cached" else given(carried, a),
+        grad_queries,
+        grad_pool,
+        walked.column,
+        walked.norms,
+        walked.pull,
+        walked.carried_weight,
+        grad,
+        step,
+        grad_a,
+        grad_b,
+        given(grad_carried, grad_a),
+        draws.seed_key(plan.seed),
+        size,
+        plan.num_columns,
+        D=dim,
+        WIDTH=triton.next_power_of_2(dim),
+        STRIDE=stride,
+        SHARED=plan.shared,
+        VIEWS=plan.views,
+        CARRIED=plan.carried,
+        NORMALIZE=plan.normalize,
+        num_warps=2,
+    )
+    return grad_a, grad_b, grad_carried
+
+
+def _dense_products(weights: Tensor, plan: Plan, walked: Walked) -> tuple[Tensor, Tensor]:
+    if plan.chains is None:  # every row weighs all columns
+        return weights @ walked.pool, weights.mT @ walked.queries
+    groups, columns = (plan.views if plan.shared else 1), plan.num_columns
+    stride = walked.pool.shape[1]
+    by_group = weights.view(groups, -1, columns)
+    offered = walked.pool[: groups * columns].view(groups, columns, stride)
+    grad_queries = (by_group @ offered).view(-1, stride)
+    grad_pool = (by_group.mT @ walked.queries.view(groups, -1, stride)).view(-1, stride)
+    if groups < plan.blocks:  # nobody was offered the second block
+        grad_pool = torch.cat([grad_pool, torch.zeros_like(grad_pool)])
+    return grad_queries, grad_pool
+
+
+def _sparse_products(
+    visits: tuple[Tensor, Tensor, Tensor], plan: Plan, walked: Walked
+) -> tuple[Tensor, Tensor]:
+    positions, lengths, runs = visits
+    queries, pool = walked.queries, walked.pool
+    grad_queries = torch.empty(queries.shape, device=queries.device)
+    grad_pool = torch.zeros(pool.shape, device=pool.device)
+    tiles_triton.gather_kernel[(len(queries),)](
+        grad_queries,
+        grad_pool,
+        queries,
+        pool,
+        positions,
+        lengths,
+        runs,
+        walked.pull,
+        len(plan.index),
+        plan.num_columns,
+        positions.shape[1],
+        STRIDE=pool.shape[1],
+        WIDTH=triton.next_power_of_2(pool.shape[1]),
+        RUNS=16,
+        num_warps=4,
+    )
+    return grad_queries, grad_pool
+
+
+def _panel_products(beta: Tensor, plan: Plan, walked: Walked) -> tuple[Tensor, Tensor]:
+    """i-SIR's weights are dense: a panel of rows at a time."""
+    queries, pool, size, columns = walked.queries, walked.pool, len(plan.index), plan.num_columns
+    grad_queries = torch.empty(queries.shape, device=queries.device)
+    grad_pool = torch.zeros(pool.shape, device=pool.device)
+    tile, block = tiles_triton.TILE, tiles_triton.ROWS
+    for begin in range(0, len(queries), size):
+        offered = slice(begin // size * columns, (begin // size + 1) * columns)
+        for first in range(begin, begin + size, PANEL):
+            count = min(PANEL, begin + size - first)
+            weights = torch.empty(count, columns, dtype=pool.dtype, device=pool.device)
+            tiles_triton.panel_kernel[(columns // tile, triton.cdiv(count, block))](
+                *operands(walked),
+                plan.own,
+                walked.pool_ids,
+                walked.penalty,
+                walked.joint,
+                walked.pull,
+                beta,
+                weights,
+                first,
+                count,
+                size,
+                columns,
+                plan.num_keys,
+                **shape(walked),
+            )
+            panel = slice(first, first + count)
+            grad_queries[panel] = weights @ pool[offered]
+            grad_pool[offered] += weights.mT @ queries[panel]
+    return grad_queries, grad_pool

@@ -1,0 +1,432 @@
+"""The forward pass of a side: lay out, walk (or weigh), store.
+
+    prepare -> similarities -> rows | in_batch   (small batch)   -> commit
+    prepare -> tiles                             (streaming)     -> commit
+
+Shapes: as in `layout_triton`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from negchain import draws
+from negchain.fused import (
+    MAX_COLUMNS,
+    commit_triton,
+    in_batch_triton,
+    layout_triton,
+    rows_triton,
+    tiles_triton,
+)
+from negchain.fused.plan import Plan, Walked, given
+from negchain.losses.chains import ChainTable
+
+
+def carried_ids(chains: ChainTable, side: int, index: Tensor) -> Tensor:  # [B] -> [B] int64
+    """`ChainTable.ids` in one launch."""
+    ids = torch.empty_like(index)
+    layout_triton.ids_kernel[(len(index),)](
+        ids,
+        index,
+        chains.states[side],
+        draws.seed_key(chains.seed),
+        chains.num_states,
+        chains.states.shape[1],
+        SIDE=side,
+        OWN=chains.own,
+        num_warps=1,
+    )
+    return ids
+
+
+def walk(
+    a: Tensor, b: Tensor, carried: Tensor | None, beta: Tensor, step: Tensor, plan: Plan
+) -> Walked:
+    """Everything up to the value; in training mode state changes."""
+    walked, start_logit, start_similarity, positive, valid = _prepare(
+        a, b, carried, beta, step, plan
+    )
+    same = plan.index  # unused where it is not counted
+    if plan.chains is None:
+        _in_batch(walked, positive, beta, plan)
+    elif plan.stream:
+        same = _num_equal(plan.index)
+        _tiles(walked, start_logit, start_similarity, positive, same, beta, step, plan)
+    else:
+        _rows(walked, start_logit, start_similarity, positive, beta, step, plan)
+    _commit(walked, valid, same, beta, step, plan)
+    return walked
+
+
+def _commit(
+    walked: Walked, valid: Tensor, same: Tensor, beta: Tensor, step: Tensor, plan: Plan
+) -> None:
+    size, dim = len(plan.index), plan.dim
+    unused = walked.pull
+    states, scores, keys = _tables(plan, unused)
+    commit_triton.commit_kernel[(size,)](
+        plan.index,
+        valid,
+        walked.last,
+        walked.last_logit,
+        walked.pool,
+        walked.pool_ids,
+        walked.running,
+        same,
+        beta,
+        step,
+        walked.moved,
+        states,
+        scores,
+        keys,
+        given(plan.running, unused),
+        plan.faults,
+        draws.seed_key(plan.seed),
+        size,
+        plan.num_columns,
+        plan.num_samples,
+        SIDE=plan.side,
+        D=dim,
+        WIDTH=triton.next_power_of_2(dim),
+        STRIDE=walked.pool.shape[1],
+        CHUNK=min(1024, triton.next_power_of_2(size)),
+        COUNTED=plan.stream,
+        VIEWS=plan.views,
+        SHARED=plan.shared,
+        CARRIED=plan.carried,
+        ALL=plan.running is not None,
+        TRAIN=plan.training,
+        num_warps=1 if size <= 256 else 4,
+    )
+
+
+def _tables(plan: Plan, unused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """States, scores and cached embeddings of the chains, where there are any."""
+    if plan.chains is None:
+        return unused, unused, unused
+    chains, side = plan.chains, plan.side
+    return (
+        chains.states[side],
+        chains.scores[side] if plan.carried == "score" else unused,
+        chains.keys[side] if plan.carried == "cached" else unused,
+    )
+
+
+def _prepare(
+    a: Tensor, b: Tensor, carried: Tensor | None, beta: Tensor, step: Tensor, plan: Plan
+) -> tuple[Walked, Tensor, Tensor, Tensor, Tensor]:
+    (size, dim), device = a.shape, a.device
+    rows, columns = plan.views * size, plan.num_columns
+    stride, kind = dim, torch.float32
+    if plan.stream:
+        stride = triton.cdiv(dim, tiles_triton.DEPTH) * tiles_triton.DEPTH
+        kind = a.dtype if a.dtype in (torch.bfloat16, torch.float16) else torch.float32
+    times = plan.index
+    if plan.weighting != "mh":
+        times_from = "items"
+    elif size <= MAX_COLUMNS:
+        times_from = "count"
+    else:
+        times_from = "given"
+        order = draws.permutation(plan.seed, step, draws.STREAM_ORDER + 16 * plan.side, size)
+        times = torch.empty_like(order)
+        times[order] = torch.arange(size, device=device)
+    in_batch = times
+    if plan.weighting == "isir":
+        assert plan.chains is not None
+        in_batch = _among(carried_ids(plan.chains, plan.side, plan.index), plan.own)
+
+    def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device=device)
+
+    walked = Walked(
+        queries=new(rows, stride, dtype=kind),
+        pool=new(plan.blocks * columns, stride, dtype=kind),
+        pool_ids=new(columns, dtype=torch.int32),
+        penalty=new(columns),
+        column=new(size, dtype=torch.int32),
+        norms=new(3, size),
+        pull=new(rows),
+        carried_weight=new(rows),
+        stats=new(7, rows),
+        moved=new(2, size),
+        last=new(rows, dtype=torch.int32),
+        last_logit=new(rows),
+        running=new(rows),
+        held=new(size, dim) if plan.carried == "cached" else new(0),
+    )
+    start_logit, start_similarity, positive = new(rows), new(rows), new(size)
+    valid = new(size, dtype=torch.int32)
+    states, scores, keys = _tables(plan, positive)
+    layout_triton.prepare_kernel[(columns,)](
+        a,
+        b,
+        keys if plan.carried == "cached" else given(carried, positive),
+        scores,
+        plan.index,
+        plan.own,
+        in_batch,
+        states,
+        times,
+        step,
+        beta,
+        walked.queries,
+        walked.pool,
+        walked.pool_ids,
+        walked.penalty,
+        walked.column,
+        walked.norms,
+        positive,
+        start_similarity,
+        start_logit,
+        valid,
+        walked.held,
+        draws.seed_key(plan.seed),
+        size,
+        columns,
+        plan.num_samples,
+        plan.num_keys,
+        SIDE=plan.side,
+        D=dim,
+        WIDTH=triton.next_power_of_2(stride),
+        STRIDE=stride,
+        ITEMS=triton.next_power_of_2(size) if times_from == "count" else 1,
+        SHARED=plan.shared,
+        VIEWS=plan.views,
+        CARRIED=plan.carried,
+        TIMES=times_from,
+        TILE=tiles_triton.TILE if plan.stream else 1,
+        CHECK_BATCH=plan.weighting == "isir",
+        OWN=plan.chains is None or plan.chains.own,
+        NORMALIZE=plan.normalize,
+        num_warps=2,
+    )
+    return walked, start_logit, start_similarity, positive, valid
+
+
+def _among(ids: Tensor, others: Tensor) -> Tensor:  # [B] [B] -> [B] int32
+    """Which ids are among the others."""
+    ordered = others.sort().values
+    at = torch.searchsorted(ordered, ids).clamp_(max=len(ordered) - 1)
+    return (ordered[at] == ids).int()
+
+
+def _num_equal(ids: Tensor) -> Tensor:  # [B] -> [B] int32
+    """How many of the ids equal each of them."""
+    ids = ids.int()
+    ordered = ids.sort().values
+    first = torch.searchsorted(ordered, ids, out_int32=True)
+    return torch.searchsorted(ordered, ids, out_int32=True, right=True) - first
+
+
+def _in_batch(walked: Walked, positive: Tensor, beta: Tensor, plan: Plan) -> None:
+    size, rows, columns = len(plan.index), len(walked.pull), plan.num_columns
+    similarity = walked.queries @ walked.pool.T
+    walked.weights = torch.empty_like(similarity)
+    tile = triton.next_power_of_2(max(plan.blocks * columns, 16))
+    in_batch_triton.in_batch_kernel[(rows,)](
+        similarity,
+        plan.own,
+        plan.index,
+        walked.pool_ids,
+        walked.penalty,
+        positive,
+        given(plan.running, walked.pull),
+        beta,
+        walked.weights,
+        walked.pull,
+        walked.running,
+        walked.last,
+        walked.stats,
+        rows,
+        size,
+        columns,
+        plan.num_samples,
+        plan.num_keys,
+        plan.gamma,
+        plan.log_negatives,
+        TILE=tile,
+        BLOCKS=plan.blocks,
+        SOGCLR=plan.weighting == "sogclr",
+        ALL=plan.denominator == "all",
+        num_warps=max(1, min(4, tile // 256)),
+    )
+
+
+def _rows(
+    walked: Walked,
+    start_logit: Tensor,
+    start_similarity: Tensor,
+    positive: Tensor,
+    beta: Tensor,
+    step: Tensor,
+    plan: Plan,
+) -> None:
+    size, rows, columns = len(plan.index), len(walked.pull), plan.num_columns
+    similarity = walked.queries @ walked.pool.T
+    walked.weights = torch.empty(rows, columns, device=similarity.device)
+    tile = triton.next_power_of_2(max(columns, 16))
+    rows_triton.rows_kernel[(rows,)](
+        similarity,
+        plan.own,
+        plan.index,
+        walked.pool_ids,
+        walked.penalty,
+        positive,
+        start_logit,
+        start_similarity,
+        given(plan.running, walked.pull),
+        beta,
+        step,
+        walked.weights,
+        walked.pull,
+        walked.carried_weight,
+        walked.running,
+        walked.last,
+        walked.last_logit,
+        walked.stats,
+        draws.seed_key(plan.seed),
+        rows,
+        size,
+        columns,
+        plan.num_samples,
+        plan.num_keys,
+        plan.burn_in,
+        plan.count_every,
+        plan.log_negatives,
+        plan.partition_rate,
+        SIDE=plan.side,
+        TILE=tile,
+        BLOCKS=plan.blocks,
+        ISIR=plan.weighting == "isir",
+        TRAINED=plan.carried != "score",
+        ALL=plan.running is not None,
+        num_warps=max(1, min(4, tile // 256)),
+    )
+
+
+def _tiles(
+    walked: Walked,
+    start_logit: Tensor,
+    start_similarity: Tensor,
+    positive: Tensor,
+    same: Tensor,
+    beta: Tensor,
+    step: Tensor,
+    plan: Plan,
+) -> None:
+    size, rows, columns = len(plan.index), len(walked.pull), plan.num_columns
+    device, isir = positive.device, plan.weighting == "isir"
+    skipped = int(size * plan.burn_in + 1e-3) // plan.count_every
+    counted = 1 if isir else triton.cdiv(size, plan.count_every) - skipped
+    slots = 1 if isir else counted
+
+    def new(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device=device)
+
+    positions, lengths, runs = new(rows, slots), new(rows, slots), new(rows)
+    moves = new(rows)
+    log_sum, drive, joint = (new(rows, dtype=torch.float32) for _ in range(3))
+    tiles_triton.tiles_kernel[(plan.views * triton.cdiv(size, tiles_triton.ROWS),)](
+        *operands(walked),
+        plan.own,
+        walked.pool_ids,
+        walked.penalty,
+        start_logit,
+        beta,
+        step,
+        positions,
+        lengths,
+        runs,
+        walked.last,
+        walked.last_logit,
+        log_sum,
+        moves,
+        drive,
+        draws.seed_key(plan.seed),
+        size,
+        rows,
+        columns,
+        slots,
+        skipped,
+        plan.count_every // tiles_triton.TILE,
+        plan.num_keys,
+        SIDE=plan.side,
+        ISIR=isir,
+        BOUNDED=plan.bounded,
+        **shape(walked),
+    )
+    tiles_triton.tile_rows_kernel[(rows,)](
+        plan.index,
+        (walked.penalty == 0).sum(),
+        positive,
+        start_logit,
+        start_similarity,
+        given(plan.running, walked.pull),
+        log_sum,
+        same if plan.own is plan.index else _num_equal(plan.own),
+        positions,
+        lengths,
+        runs,
+        moves,
+        drive,
+        beta,
+        step,
+        walked.pull,
+        joint,
+        walked.carried_weight,
+        walked.running,
+        walked.stats,
+        rows,
+        size,
+        plan.num_samples,
+        slots,
+        columns // tiles_triton.TILE,
+        plan.log_negatives,
+        plan.partition_rate,
+        SLOTS=triton.next_power_of_2(slots),
+        ISIR=isir,
+        TRAINED=plan.carried != "score",
+        ALL=plan.running is not None,
+        num_warps=1,
+    )
+    if isir:
+        walked.joint = joint
+    else:
+        walked.visits = positions, lengths, runs
+
+
+def _uses_tma(rows: Tensor) -> bool:
+    return rows.is_cuda and torch.cuda.get_device_capability(rows.device)[0] >= 9
+
+
+def operands(walked: Walked) -> tuple[Any, Any]:
+    """Queries and pool, as descriptors of their tiles where the hardware copies tiles itself."""
+    if not _uses_tma(walked.pool):
+        return walked.queries, walked.pool
+    depth = tiles_triton.DEPTH
+    return (
+        TensorDescriptor.from_tensor(walked.queries, [tiles_triton.ROWS, depth]),
+        TensorDescriptor.from_tensor(walked.pool, [tiles_triton.TILE, depth]),
+    )
+
+
+def shape(walked: Walked) -> dict[str, Any]:
+    """Tile sizes and how to launch them."""
+    exact = torch.get_float32_matmul_precision() == "highest"
+    return {
+        "STRIDE": walked.pool.shape[1],
+        "ROWS": tiles_triton.ROWS,
+        "TILE": tiles_triton.TILE,
+        "DEPTH": tiles_triton.DEPTH,
+        "PRECISION": "ieee" if exact else "tf32",
+        "TMA": _uses_tma(walked.pool),
+        "num_warps": tiles_triton.NUM_WARPS,
+        "num_stages": tiles_triton.NUM_STAGES if walked.pool.element_size() == 2 else 2,
+    }

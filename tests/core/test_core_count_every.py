@@ -1,0 +1,175 @@
+"""Counting every c-th state only: which states, how much, and that it stays unbiased."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from negchain import EMC2Loss, mh_scan
+from negchain.weights.metropolis import Scan, counted_columns
+
+logit = st.one_of(st.just(-math.inf), st.integers(-40, 40).map(lambda i: i / 4))
+log_uniform = st.floats(-22, 0, width=32)
+
+
+@st.composite
+def chains(draw) -> tuple[Tensor, Tensor, Tensor, int, int]:
+    rows, columns = draw(st.integers(1, 3)), draw(st.integers(1, 13))
+    table = [draw(st.lists(logit, min_size=columns, max_size=columns)) for _ in range(rows)]
+    noise = [draw(st.lists(log_uniform, min_size=columns, max_size=columns)) for _ in range(rows)]
+    start = draw(st.lists(logit, min_size=rows, max_size=rows))
+    burn_in, every = draw(st.integers(0, columns - 1)), draw(st.integers(2, columns + 2))
+    return torch.tensor(table), torch.tensor(start), torch.tensor(noise), burn_in, every
+
+
+def plain_loop(
+    logits: list[float], start: float, log_u: list[float], burn_in: int, every: int
+) -> tuple[list[float], float, int]:
+    """Weights of the columns, of the start, and the final state, by the letter of the docs."""
+    state, current, states = -1, start, []
+    for column, (proposal, log_v) in enumerate(zip(logits, log_u, strict=True)):
+        if proposal > -math.inf and proposal - log_v > current:
+            state, current = column, proposal
+        states.append(state)
+    last = len(logits) - 1
+    picked = [
+        states[column]
+        for column in range(len(logits))
+        if ((column + 1) % every == 0 or column == last) and column >= burn_in
+    ]
+    shares = [picked.count(column) / len(picked) for column in range(len(logits))]
+    return shares, picked.count(-1) / len(picked), state
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(chains())
+def test_the_documented_states_are_counted(inputs) -> None:
+    """Both backends agree to the bit, and with the loop; Triton's is checked by `fused_cases`."""
+    logits, start, log_u, burn_in, every = inputs
+    reference = mh_scan(logits, start, log_u, burn_in, "reference", every)
+    fast = mh_scan(logits, start, log_u, burn_in, "torch", every)
+    for a, b in zip(reference, fast, strict=True):
+        assert torch.equal(a, b)
+    for row in range(len(logits)):
+        weights, start_weight, last = plain_loop(
+            logits[row].tolist(), start[row].item(), log_u[row].double().tolist(), burn_in, every
+        )
+        assert reference.weights[row].tolist() == pytest.approx(weights, abs=1e-6)
+        assert reference.start_weight[row].item() == pytest.approx(start_weight, abs=1e-6)
+        assert int(reference.last[row]) == last
+    total = reference.weights.sum(1) + reference.start_weight
+    assert torch.allclose(total, torch.ones(len(start)))
+    num_counted = len(counted_columns(logits.shape[1], burn_in, every))
+    assert num_counted <= math.ceil(logits.shape[1] / every)
+    assert ((reference.weights > 0).sum(1) <= num_counted).all()
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(chains())
+def test_the_walk_itself_does_not_depend_on_it(inputs) -> None:
+    logits, start, log_u, burn_in, every = inputs
+    thin, full = mh_scan(logits, start, log_u, 0, "torch", every), mh_scan(logits, start, log_u, 0)
+    for name in ("last", "last_logit", "accepts"):
+        assert torch.equal(getattr(thin, name), getattr(full, name))
+
+
+def test_one_counted_state_is_the_last() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits, start = torch.randn(5, 9, generator=generator), torch.randn(5, generator=generator)
+    log_u = torch.rand(5, 9, generator=generator).log()
+    for every, burn_in in ((9, 0), (30, 4), (4, 8)):
+        scan = mh_scan(logits, start, log_u, burn_in, count_every=every)
+        columns = torch.arange(9)[None] == scan.last[:, None]
+        assert torch.equal(scan.weights, columns.float())
+        assert torch.equal(scan.start_weight, (scan.last < 0).float())
+
+
+@pytest.mark.parametrize("every, burn_in", [(0, 0), (-1, 0), (2, torch.zeros(2))])
+def test_errors(every, burn_in) -> None:
+    with pytest.raises(ValueError, match="count_every"):
+        mh_scan(torch.zeros(2, 3), torch.zeros(2), torch.zeros(2, 3), burn_in, count_every=every)
+
+
+@pytest.mark.parametrize("options", [{"count_every": 0}, {"count_every": 2, "kernel": "isir"}])
+def test_errors_of_the_loss(options) -> None:
+    with pytest.raises(ValueError, match="count_every"):
+        EMC2Loss(9, 5.0, **options)
+
+
+@pytest.mark.parametrize("views", ["shared", "paired"])
+def test_a_loss_that_counts_one_state(views) -> None:
+    """With c = B a row has one negative, and it is where its chain ended."""
+    loss_fn = EMC2Loss(40, 5.0, carried="cached", views=views, symmetric=False, count_every=8)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        z = torch.randn(2, 8, 6, generator=generator)
+        loss_fn(z[0], z[1], torch.randperm(40, generator=generator)[:8])
+        assert loss_fn.info["effective_negatives"] == pytest.approx(1.0, abs=1e-6)
+    assert loss_fn.info["carried_mass"] * 8 == pytest.approx(
+        8 - 8 / (1 + loss_fn.info["chain_age"]), abs=1e-4
+    )  # the start keeps all its weight in the chains that stayed, and none in the others
+
+
+# ---------------------------------------------------------------- unbiased at stationarity
+
+TARGET = torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64)  # ratios are multiples of 1/4
+STEPS = 4
+
+
+def expected_weights(burn_in: int, every: int, scan=mh_scan, hole: bool = False) -> Tensor:
+    """Mean weight of each state, started at the target, over all proposals and all uniforms.
+
+    Four midpoints per uniform integrate every accept or reject exactly; no sampling.
+    """
+    states = list(itertools.product(range(3), repeat=STEPS + 1))
+    grid = (torch.arange(4, dtype=torch.float64) + 0.5) / 4
+    log_u = torch.cartesian_prod(*[grid] * STEPS).log()
+    path = torch.tensor(states).repeat_interleave(len(log_u), 0)  # start, then proposals
+    logits = TARGET.log()[path]
+    if hole:
+        logits[:, 2] = -math.inf
+    done = scan(logits[:, 1:], logits[:, 0], log_u.repeat(len(states), 1), burn_in, "torch", every)
+    weights = torch.cat([done.start_weight[:, None], done.weights], 1)
+    weights = weights * (TARGET / TARGET.sum())[path[:, :1]] * 3 / len(path)
+    return torch.zeros(3, dtype=torch.float64).index_add_(0, path.flatten(), weights.flatten())
+
+
+@pytest.mark.parametrize("hole", [False, True])
+@pytest.mark.parametrize("burn_in", [0, 1, 3])
+@pytest.mark.parametrize("every", [1, 2, 3, 4])
+def test_expected_weights_are_the_target(every, burn_in, hole) -> None:
+    expected = expected_weights(burn_in, every, hole=hole)
+    assert (expected - TARGET / TARGET.sum()).abs().max() < 1e-12
+
+
+def forgets_the_start(*args) -> Scan:
+    done = mh_scan(*args)
+    total = done.weights.sum(1, keepdim=True)
+    return done._replace(
+        weights=done.weights / total.clamp(min=1e-9),
+        start_weight=done.start_weight * (total == 0)[:, 0],
+    )
+
+
+def counts_accepted_only(logits, start, log_u, burn_in, backend, every) -> Scan:
+    """A chain that did not move since the last end is not counted there."""
+    done = mh_scan(logits, start, log_u, burn_in, backend, every)
+    ends = len(counted_columns(logits.shape[1], burn_in, every))
+    once = done.weights.clamp(max=1 / ends)
+    return done._replace(weights=once, start_weight=1 - once.sum(1))
+
+
+def inverts_the_ratio(logits, start, *rest) -> Scan:
+    return mh_scan(torch.where(logits > -math.inf, -logits, logits), -start, *rest)
+
+
+@pytest.mark.parametrize("bug", [forgets_the_start, counts_accepted_only, inverts_the_ratio])
+def test_a_planted_bug_is_caught(bug) -> None:
+    error = (expected_weights(0, 2, bug) - TARGET / TARGET.sum()).abs().max()
+    assert error > 1e-2
