@@ -211,7 +211,7 @@ def test_exact_inputs_are_not_rounded(rng: torch.Generator) -> None:
 def test_a_streaming_loss_that_draws_otherwise_is_found(
     case: stream.Case, exact: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def loss(self: stream.Case, *, stream: bool) -> negchain.EMC2Loss:
+    def loss(self: stream.Case, size: int, *, stream: bool) -> negchain.EMC2Loss:
         settings: dict[str, Any] = {"kernel": self.kernel, "views": self.views, "symmetric": False}
         return negchain.EMC2Loss(1000, self.beta, seed=int(stream and different), **settings)
 

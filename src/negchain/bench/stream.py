@@ -211,7 +211,9 @@ def _info_nce_shared(z_a: Tensor, z_b: Tensor, beta: float) -> Tensor:
 def _check(settings: Settings, case: Case, exact: bool) -> Check:
     """Value and gradients of the streaming loss against the dense one, same draws."""
     inputs = _inputs(settings, CHECKED_SIZE, flat=case.flat, exact=exact)
-    fast, slow = (case.loss(CHECKED_SIZE, stream=stream).to(settings.device) for stream in (True, False))
+    fast, slow = (
+        case.loss(CHECKED_SIZE, stream=stream).to(settings.device) for stream in (True, False)
+    )
     found = difference(fast, slow, *inputs)
     ok = found.value <= case.value_tolerance
     ok = ok and found.rows <= (1 / CHECKED_SIZE if exact else MOST_DIFFERING)

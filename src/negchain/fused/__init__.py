@@ -26,6 +26,7 @@ from negchain.losses.batch import as_ids, per_side
 if TYPE_CHECKING:
     from negchain.fused.plan import Numbers
     from negchain.losses.base import ContrastiveLoss
+    from negchain.losses.chains import ChainTable
     from negchain.losses.emc2 import EMC2Loss
 
 MAX_COLUMNS = 1024  # a row's columns that fit into one program's registers
@@ -64,8 +65,8 @@ def not_applicable(like: Tensor) -> ValueError:
     """The error of a requested fused path that does not take such a batch."""
     return ValueError(
         "backend='fused' needs a GPU with Triton, negatives from the batch only (no draw=, known=, "
-        "augmentation=), embeddings in float32, bfloat16 or float16 and 2 to "
-        f"{MAX_COLUMNS} of them unless stream=True; got {like.dtype} {tuple(like.shape)} on "
+        "augmentation=), dim= for carried='cached', embeddings in float32, bfloat16 or float16, "
+        f"2 to {MAX_COLUMNS} of them unless stream=True; got {like.dtype} {tuple(like.shape)} on "
         f"{like.device}; use backend='auto'"
     )
 
@@ -103,7 +104,7 @@ def emc2(
         "stream": loss_fn.stream,
         "bounded": loss_fn.normalize
         and not isinstance(loss_fn.beta, Tensor)
-        and loss_fn.beta <= 100,
+        and loss_fn.beta <= 75,
     }
     tables = loss_fn.log_partition if loss_fn.denominator == "all" else None
     return _both_sides(loss_fn, z_a, z_b, index, key_index, carried, tables, settings)
@@ -146,6 +147,11 @@ def _both_sides(
         )
     if (key_index is None) != (loss_fn.num_keys is None):
         raise ValueError("key_index= goes with num_keys= at construction; pass both or neither")
+    chains: ChainTable | None = getattr(loss_fn, "chains", None)
+    if chains is not None and chains.keep == "cached" and chains.keys.shape[2] != z_a.shape[1]:
+        raise ValueError(
+            f"the chains hold embeddings of dimension {chains.keys.shape[2]}, got {z_a.shape[1]}"
+        )
     own = index if key_index is None else as_ids("key_index", key_index, len(z_a), z_a.device)
     shared, unknown = loss_fn.views == "shared", 2**31 - 1
     results = []
@@ -155,7 +161,7 @@ def _both_sides(
         one = plan.Plan(
             index=index,
             own=own if side == 0 else index,
-            chains=getattr(loss_fn, "chains", None),
+            chains=chains,
             side=side,
             step=loss_fn.step,
             faults=loss_fn._faults,

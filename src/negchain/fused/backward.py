@@ -107,7 +107,7 @@ def _sparse_products(
         walked.pull,
         len(plan.index),
         plan.num_columns,
-        positions.shape[1],
+        positions.shape[1] - 1,
         STRIDE=pool.shape[1],
         WIDTH=triton.next_power_of_2(pool.shape[1]),
         RUNS=16,

@@ -27,6 +27,8 @@ from negchain.fused import (
 from negchain.fused.plan import Plan, Walked, given
 from negchain.losses.chains import ChainTable
 
+MAX_SPLIT_BLOCKS = 160  # of rows: beyond, there is enough to do without splitting the columns
+
 
 def carried_ids(chains: ChainTable, side: int, index: Tensor) -> Tensor:  # [B] -> [B] int64
     """`ChainTable.ids` in one launch."""
@@ -56,8 +58,8 @@ def walk(
     if plan.chains is None:
         _in_batch(walked, positive, beta, plan)
     elif plan.stream:
-        same = _num_equal(plan.index)
-        _tiles(walked, start_logit, start_similarity, positive, same, beta, step, plan)
+        same = _num_equal(plan.index, valid)
+        _tiles(walked, start_logit, start_similarity, positive, valid, same, beta, step, plan)
     else:
         _rows(walked, start_logit, start_similarity, positive, beta, step, plan)
     _commit(walked, valid, same, beta, step, plan)
@@ -217,9 +219,10 @@ def _among(ids: Tensor, others: Tensor) -> Tensor:  # [B] [B] -> [B] int32
     return (ordered[at] == ids).int()
 
 
-def _num_equal(ids: Tensor) -> Tensor:  # [B] -> [B] int32
-    """How many of the ids equal each of them."""
-    ids = ids.int()
+def _num_equal(ids: Tensor, valid: Tensor) -> Tensor:  # [B] [B] -> [B] int32
+    """How many valid items share each item's id."""
+    nobody = -1 - torch.arange(len(ids), dtype=torch.int32, device=ids.device)
+    ids = torch.where(valid == 3, ids.int(), nobody)
     ordered = ids.sort().values
     first = torch.searchsorted(ordered, ids, out_int32=True)
     return torch.searchsorted(ordered, ids, out_int32=True, right=True) - first
@@ -316,6 +319,7 @@ def _tiles(
     start_logit: Tensor,
     start_similarity: Tensor,
     positive: Tensor,
+    valid: Tensor,
     same: Tensor,
     beta: Tensor,
     step: Tensor,
@@ -325,15 +329,20 @@ def _tiles(
     device, isir = positive.device, plan.weighting == "isir"
     skipped = int(size * plan.burn_in + 1e-3) // plan.count_every
     counted = 1 if isir else triton.cdiv(size, plan.count_every) - skipped
-    slots = 1 if isir else counted
+    slots = 1 if isir else counted + 1
+    num_tiles, every = columns // tiles_triton.TILE, plan.count_every // tiles_triton.TILE
+    blocks = plan.views * triton.cdiv(size, tiles_triton.ROWS)
+    split = num_tiles // 2 if isir else skipped * every
+    parts = 2 if 0 < split < num_tiles and plan.bounded and blocks <= MAX_SPLIT_BLOCKS else 1
 
     def new(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device=device)
 
     positions, lengths, runs = new(rows, slots), new(rows, slots), new(rows)
-    moves = new(rows)
-    log_sum, drive, joint = (new(rows, dtype=torch.float32) for _ in range(3))
-    tiles_triton.tiles_kernel[(plan.views * triton.cdiv(size, tiles_triton.ROWS),)](
+    last = new(parts, 2, rows)
+    ends, reached = (new(*s, dtype=torch.float32) for s in ((parts, 3, rows), (rows, slots)))
+    drive, joint = new(rows, dtype=torch.float32), new(rows, dtype=torch.float32)
+    tiles_triton.tiles_kernel[(blocks, parts)](
         *operands(walked),
         plan.own,
         walked.pool_ids,
@@ -344,10 +353,9 @@ def _tiles(
         positions,
         lengths,
         runs,
-        walked.last,
-        walked.last_logit,
-        log_sum,
-        moves,
+        reached,
+        ends,
+        last,
         drive,
         draws.seed_key(plan.seed),
         size,
@@ -355,11 +363,13 @@ def _tiles(
         columns,
         slots,
         skipped,
-        plan.count_every // tiles_triton.TILE,
+        every,
+        split,
         plan.num_keys,
         SIDE=plan.side,
         ISIR=isir,
         BOUNDED=plan.bounded,
+        SPLIT=parts == 2,
         **shape(walked),
     )
     tiles_triton.tile_rows_kernel[(rows,)](
@@ -369,15 +379,18 @@ def _tiles(
         start_logit,
         start_similarity,
         given(plan.running, walked.pull),
-        log_sum,
-        same if plan.own is plan.index else _num_equal(plan.own),
+        ends,
+        last,
+        reached,
+        same if plan.own is plan.index else _num_equal(plan.own, valid),
         positions,
         lengths,
         runs,
-        moves,
         drive,
         beta,
         step,
+        walked.last,
+        walked.last_logit,
         walked.pull,
         joint,
         walked.carried_weight,
@@ -386,11 +399,12 @@ def _tiles(
         rows,
         size,
         plan.num_samples,
-        slots,
-        columns // tiles_triton.TILE,
+        counted,
+        num_tiles,
         plan.log_negatives,
         plan.partition_rate,
         SLOTS=triton.next_power_of_2(slots),
+        SPLIT=parts == 2,
         ISIR=isir,
         TRAINED=plan.carried != "score",
         ALL=plan.running is not None,

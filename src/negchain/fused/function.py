@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from negchain.fused.backward import backward
 from negchain.fused.forward import walk
@@ -57,6 +58,7 @@ class _Loss(torch.autograd.Function):
         return walked.stats[0].mean()
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> Any:
         a, b, carried, beta, step = ctx.saved_tensors
         plan, walked = ctx.plan, ctx.walked

@@ -44,7 +44,7 @@ class Plan:
     num_keys: int
     multiplicity: int
     stream: bool = False
-    bounded: bool = False  # logits are known to lie in [-beta, beta], beta at most 100
+    bounded: bool = False  # logits are known to lie in [-beta, beta], beta at most 75
     burn_in: float = 0.0
     count_every: int = 1
     partition_rate: float = 0.0

@@ -12,6 +12,11 @@ its columns; `layout_triton` puts the proposals where their time wants them.
 
 i-SIR needs no order: an online softmax and an online Gumbel argmax over the same tiles.
 
+Few rows leave half of a GPU idle. Then the tiles before and after the burn-in (for i-SIR two
+halves) are walked at the same time: compositions do not care where a chain starts, so the second
+part runs from -inf, notes how high t has reached by each counted end, and `tile_rows_kernel`
+decides, once the first part's end is known, up to where the chain was still there.
+
 Shapes: `N` rows in groups (one per block of columns), `K` columns per block (a multiple of TILE),
 `P` embedding (a multiple of DEPTH), `S` counted states per row.
 """
@@ -92,21 +97,21 @@ def tiles_kernel(
     start_logit_ptr,  # [N]
     beta_ptr,
     step_ptr,
-    positions_ptr,  # [N,S] out: columns visited at counted ends, run by run; -1: the start
-    lengths_ptr,  # [N,S] how often each was
+    positions_ptr,  # [N,S+1] out: columns visited at counted ends, run by run; -1: the start
+    lengths_ptr,  # [N,S+1] how often each was
     runs_ptr,  # [N] how many runs
-    last_ptr,  # [N] column of the final state, -1: the start
-    last_logit_ptr,  # [N]
-    log_sum_ptr,  # [N] of the usable columns
-    moves_ptr,  # [N] tiles in which the chain moved
+    reached_ptr,  # [N,S+1] largest t up to each counted end, where SPLIT
+    ends_ptr,  # [parts,3,N] at a part's end: logit of the state, largest t, log sum
+    last_ptr,  # [parts,2,N] and: column of the state (-1: the start), tiles with a move
     drive_ptr,  # [N] sum of the logits of the counted columns
     seed_key,
     num_items,
     num_rows,
     num_columns,
-    num_counted,
-    first_end,  # counted ends before the first that counts
+    num_slots,  # S + 1
+    first_end,  # ends before the first that counts
     every,  # tiles between two ends
+    split,  # first tile of the second part, where SPLIT
     num_keys,
     SIDE: tl.constexpr,
     STRIDE: tl.constexpr,
@@ -117,6 +122,7 @@ def tiles_kernel(
     TMA: tl.constexpr,
     ISIR: tl.constexpr,
     BOUNDED: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):
     """Walk a block of rows over all tiles of its columns."""
     blocks_per_group = tl.cdiv(num_items, ROWS)
@@ -132,14 +138,21 @@ def tiles_kernel(
     key = hashed.stream_key(seed_key, tl.load(step_ptr), stream)
     row_hash = hashed.hash_row(row, key)
     own = tl.load(own_ptr + item, mask=inside, other=-1)
-    own = tl.minimum(own, num_keys - 1).to(tl.int32)
+    own = tl.minimum(tl.maximum(own, 0), num_keys - 1).to(tl.int32)
     current = tl.load(start_logit_ptr + row, mask=inside, other=0.0)
-    best = current
+    reach = tl.full((ROWS,), float("-inf"), tl.float32)  # i-SIR: the best so far
     if ISIR:
-        best += hashed.gumbel(row_hash, hashed.hash_column(row * 0, key))
+        reach = current + hashed.gumbel(row_hash, hashed.hash_column(row * 0, key))
+    num_tiles = num_columns // TILE
+    part = tl.program_id(1)
+    begin, stop = 0, num_tiles
+    if SPLIT:
+        begin, stop = tl.where(part == 0, 0, split), tl.where(part == 0, split, num_tiles)
+        current = tl.where(part == 0, current, float("-inf"))
+        reach = tl.where(part == 0, reach, float("-inf"))
     state = tl.full((ROWS,), -1, tl.int32)
     largest = tl.full((ROWS,), float("-inf"), tl.float32)
-    if BOUNDED:  # logits lie in [-beta, beta], beta <= 100: e^(logit - beta + 70) and its sums fit
+    if BOUNDED:  # logits lie in [-beta, beta], beta <= 75: e^(logit - beta + 70) and its sums fit
         largest = tl.zeros((ROWS,), tl.float32) + (beta - 70.0)
     total = tl.zeros((ROWS,), tl.float32)
     moves = tl.zeros((ROWS,), tl.int32)
@@ -148,11 +161,10 @@ def tiles_kernel(
     length = tl.zeros((ROWS,), tl.int32)
     counted = tl.full((ROWS,), -2, tl.int32)  # the state of the current run
     time = _bit_reversed(lane)
-    num_tiles = num_columns // TILE
     SLICES: tl.constexpr = STRIDE // DEPTH
     similarity = tl.zeros((ROWS, TILE), tl.float32)
     # One flat loop, so that the next tile is on its way while this one is scanned.
-    for turn in range(num_tiles * SLICES):
+    for turn in range(begin * SLICES, stop * SLICES):
         tile = turn // SLICES
         similarity = _product(
             similarity, queries, pool, first_row, first, tile, turn % SLICES, inside, lane, depth,
@@ -175,10 +187,9 @@ def tiles_kernel(
                 noisy = logit + hashed.gumbel(row_hash[:, None], column_hash[None, :])
                 t = tl.max(noisy, 1)
                 winner = noisy == t[:, None]
-                moved = t > best
+                moved = t > reach
                 source = tl.max(tl.where(winner, column[None, :], -1), 1)
                 level = tl.max(tl.where(winner, logit, float("-inf")), 1)
-                best = tl.where(moved, t, best)
             else:
                 column_hash = hashed.hash_column(tile * TILE + time, key)
                 t2 = logit - hashed.log_uniform(row_hash[:, None], column_hash[None, :])
@@ -192,6 +203,7 @@ def tiles_kernel(
                 t2, logit, s2 = _fold(t2, logit, s2, ROWS, 2)
                 t, level, source = tl.max(t2, 1), tl.max(logit, 1), tl.max(s2, 1)
                 moved = t > current
+            reach = tl.maximum(reach, t)
             current = tl.where(moved, level, current)
             state = tl.where(moved, source, state)
             moves += moved.to(tl.int32)
@@ -204,16 +216,23 @@ def tiles_kernel(
                     length = tl.where(fresh, 1, length + 1)
                     counted = state
                     drive += tl.where(state >= 0, current, 0.0)
-                    at = row * num_counted + run
+                    at = row * num_slots + run
                     tl.store(positions_ptr + at, state, mask=inside)
                     tl.store(lengths_ptr + at, length, mask=inside)
+                    if SPLIT:
+                        at = row * num_slots + (end - 1 - first_end)
+                        tl.store(reached_ptr + at, reach, mask=inside)
             similarity = tl.zeros((ROWS, TILE), tl.float32)
-    tl.store(runs_ptr + row, run + 1, mask=inside)
-    tl.store(last_ptr + row, state, mask=inside)
-    tl.store(last_logit_ptr + row, current, mask=inside)
-    tl.store(log_sum_ptr + row, largest + tl.log(total), mask=inside)
-    tl.store(moves_ptr + row, moves, mask=inside)
-    tl.store(drive_ptr + row, drive, mask=inside)
+    at = part * 3 * num_rows + row
+    tl.store(ends_ptr + at, current, mask=inside)
+    tl.store(ends_ptr + at + num_rows, reach, mask=inside)
+    tl.store(ends_ptr + at + 2 * num_rows, largest + tl.log(total), mask=inside)
+    at = part * 2 * num_rows + row
+    tl.store(last_ptr + at, state, mask=inside)
+    tl.store(last_ptr + at + num_rows, moves, mask=inside)
+    if stop == num_tiles:
+        tl.store(runs_ptr + row, run + 1, mask=inside)
+        tl.store(drive_ptr + row, drive, mask=inside)
 
 
 @triton.jit
@@ -224,16 +243,19 @@ def tile_rows_kernel(
     start_logit_ptr,  # [N]
     start_similarity_ptr,  # [N]
     log_partition_ptr,  # [M]
-    log_sum_ptr,  # [N]
+    ends_ptr,  # [parts,3,N]
+    part_last_ptr,  # [parts,2,N]
+    reached_ptr,  # [N,S+1]
     same_ptr,  # [B] columns with the item's own id
-    positions_ptr,  # [N,S]
-    lengths_ptr,  # [N,S]
+    positions_ptr,  # [N,S+1]
+    lengths_ptr,  # [N,S+1]
     runs_ptr,  # [N]
-    moves_ptr,  # [N]
     drive_ptr,  # [N]
     beta_ptr,
     step_ptr,
-    pull_ptr,  # [N] out, and all below
+    last_ptr,  # [N] out, and all below
+    last_logit_ptr,  # [N]
+    pull_ptr,  # [N]
     joint_ptr,  # [N] i-SIR: log of the sum over columns and carried state
     carried_weight_ptr,  # [N]
     running_ptr,  # [N]
@@ -245,7 +267,8 @@ def tile_rows_kernel(
     num_tiles,
     log_negatives,
     partition_rate,
-    SLOTS: tl.constexpr,  # S rounded up to a power of two
+    SLOTS: tl.constexpr,  # S + 1 rounded up to a power of two
+    SPLIT: tl.constexpr,
     ISIR: tl.constexpr,
     TRAINED: tl.constexpr,
     ALL: tl.constexpr,
@@ -254,7 +277,20 @@ def tile_rows_kernel(
     row = tl.program_id(0)
     item = row % num_items
     beta, step = tl.load(beta_ptr), tl.load(step_ptr)
-    log_sum, positive = tl.load(log_sum_ptr + row), tl.load(positive_ptr + item)
+    positive = tl.load(positive_ptr + item)
+    logit, log_sum = tl.load(ends_ptr + row), tl.load(ends_ptr + 2 * num_rows + row)
+    last, moves = tl.load(part_last_ptr + row), tl.load(part_last_ptr + num_rows + row)
+    first_logit, first_last = logit, last
+    if SPLIT:
+        second = 3 * num_rows + row
+        reach = tl.load(ends_ptr + second + num_rows)
+        goes_on = reach > (tl.load(ends_ptr + num_rows + row) if ISIR else logit)
+        logit = tl.where(goes_on, tl.load(ends_ptr + second), logit)
+        log_sum = log_add_exp(log_sum, tl.load(ends_ptr + second + 2 * num_rows))
+        last = tl.where(goes_on, tl.load(part_last_ptr + 2 * num_rows + row), last)
+        moves += tl.load(part_last_ptr + 3 * num_rows + row)
+    tl.store(last_ptr + row, last)
+    tl.store(last_logit_ptr + row, logit)
     count = tl.load(num_usable_ptr).to(tl.int32) - tl.load(same_ptr + item)
     old, rate = 0.0, 0.0
     if ALL:
@@ -273,10 +309,22 @@ def tile_rows_kernel(
         mass, squares, drive = 1 - start_weight, 1.0, 0.0
     else:
         slot = tl.arange(0, SLOTS)
-        used = slot < tl.load(runs_ptr + row)
-        at = row.to(tl.int64) * num_counted + slot
-        position = tl.load(positions_ptr + at, mask=used, other=-1)
-        share = tl.load(lengths_ptr + at, mask=used, other=0).to(tl.float32) / num_counted
+        runs = tl.load(runs_ptr + row)
+        at = row.to(tl.int64) * (num_counted + 1) + slot
+        position = tl.load(positions_ptr + at, mask=slot < runs, other=-1)
+        length = tl.load(lengths_ptr + at, mask=slot < runs, other=0)
+        if SPLIT:  # the first counts of the second part may still belong to the end of the first
+            ends = slot < num_counted
+            reached = tl.load(reached_ptr + at, mask=ends, other=float("inf"))
+            early = tl.sum((ends & (reached <= first_logit)).to(tl.int32), 0)
+            left = tl.cumsum(length, 0) - early
+            length = tl.maximum(tl.minimum(left, length), 0)
+            length = tl.where(slot == runs, early, length)
+            position = tl.where(slot == runs, first_last, position)
+            tl.store(positions_ptr + at, position, mask=slot <= runs)
+            tl.store(lengths_ptr + at, length, mask=slot <= runs)
+            tl.store(runs_ptr + row, runs + 1)
+        share = length.to(tl.float32) / num_counted
         start_weight = tl.sum(tl.where(position < 0, share, 0.0), 0)
         share = tl.where(position >= 0, share, 0.0)
         mass, squares = tl.sum(share, 0), tl.sum(share * share, 0)
@@ -293,7 +341,7 @@ def tile_rows_kernel(
     tl.store(carried_weight_ptr + row, carried * scale)
     tl.store(running_ptr + row, running)
     tl.store(stats_ptr + row, value)
-    tl.store(stats_ptr + num_rows + row, tl.load(moves_ptr + row).to(tl.float32))
+    tl.store(stats_ptr + num_rows + row, moves.to(tl.float32))
     tl.store(stats_ptr + 2 * num_rows + row, num_tiles * 1.0)
     tl.store(stats_ptr + 3 * num_rows + row, start_weight)
     tl.store(stats_ptr + 4 * num_rows + row, carried)
@@ -307,13 +355,13 @@ def gather_kernel(
     grad_pool_ptr,  # [blocks*K,P] float32, added to
     queries_ptr,  # [N,P]
     pool_ptr,  # [blocks*K,P]
-    positions_ptr,  # [N,S]
-    lengths_ptr,  # [N,S]
+    positions_ptr,  # [N,S+1]
+    lengths_ptr,  # [N,S+1]
     runs_ptr,  # [N]
     pull_ptr,  # [N]
     num_items,
     num_columns,
-    num_counted,
+    num_counted,  # S
     STRIDE: tl.constexpr,
     WIDTH: tl.constexpr,
     RUNS: tl.constexpr,
@@ -329,10 +377,10 @@ def gather_kernel(
     total = tl.zeros((WIDTH,), tl.float32)
     for begin in range(0, num_runs, RUNS):
         run = begin + tl.arange(0, RUNS)
-        at = row * num_counted + run
+        at = row * (num_counted + 1) + run
         position = tl.load(positions_ptr + at, mask=run < num_runs, other=-1)
         length = tl.load(lengths_ptr + at, mask=run < num_runs, other=0)
-        visited = position >= 0
+        visited = (position >= 0) & (length > 0)
         weight = tl.where(visited, length.to(tl.float32) * scale, 0.0)
         key_at = (first + position)[:, None] * STRIDE + depth[None, :]
         mask = visited[:, None] & wide[None, :]
@@ -384,7 +432,7 @@ def panel_kernel(
         )  # fmt: skip
     column = tile * TILE + lane
     own = tl.load(own_ptr + row - group * num_items, mask=inside, other=-1)
-    own = tl.minimum(own, num_keys - 1).to(tl.int32)
+    own = tl.minimum(tl.maximum(own, 0), num_keys - 1).to(tl.int32)
     joint = tl.load(joint_ptr + row, mask=inside, other=0.0)
     pull = tl.load(pull_ptr + row, mask=inside, other=0.0)
     logit = similarity * tl.load(beta_ptr) + tl.load(penalty_ptr + column)[None, :]

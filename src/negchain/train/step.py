@@ -13,6 +13,7 @@ Shapes: `M` images, `B` batch, `D` embedding, `k` stored augmentations.
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 
 import torch
@@ -32,6 +33,7 @@ STREAM_STORED = 33  # which stored augmentations a step uses
 STREAM_SURVIVORS = 34  # which carried images are trained when there are too many
 SCORE_FIRST_FROM = 128  # batch size; below, one forward pass of everything is faster
 SURVIVORS = 8  # one in so many carried images can be trained
+TRAINED_STEPS = 4  # one in so many steps trains them, with so many times the weight
 WARM_UP_STEPS = 3  # before capture: libraries initialise and allocate
 
 
@@ -111,17 +113,23 @@ class TrainStep:
             and config.augmentations is None
             and not _couples_samples(encoder)
         )
-        self._scored: tuple[Tensor, Tensor] | None = None  # carried: embeddings, pixels
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._graphs: dict[bool, torch.cuda.CUDAGraph] = {}  # by whether survivors are trained
 
     def __call__(self, step: int, index: Tensor, batch: Tensor | None = None) -> None:
         """Run step number `step` on the positions `index`, [B]; `batch` their images if at hand."""
         self.step.fill_(step)
         self.index.copy_(index, non_blocking=True)
-        if self._graph is not None:
-            self._graph.replay()
+        survivors = self.trains_survivors(step)
+        if self._graphs:
+            self._graphs[survivors].replay()
         else:
-            self._run(batch)
+            self._run(batch, survivors)
+
+    def trains_survivors(self, step: int) -> bool:
+        """Whether this step trains carried images apart from the batch; see `_train_survivors`."""
+        if not self.score_first:
+            return False
+        return random.Random(f"{self.config.seed}/{step}").random() < 1 / TRAINED_STEPS
 
     def capture(self) -> None:
         """Record the step as a CUDA graph; parameters and state end as they began."""
@@ -130,18 +138,20 @@ class TrainStep:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(WARM_UP_STEPS):
-                self._run(None)
+                self._run(None, self.score_first)
         torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._run(None)
+        graphs = {}
+        for survivors in (False, True) if self.score_first else (False,):
+            graphs[survivors] = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graphs[survivors]):
+                self._run(None, survivors)
         with torch.no_grad():
             for tensor, value in kept.values():
                 tensor.copy_(value)
             for tensor in self._state():
                 if id(tensor) not in kept:
                     tensor.zero_()  # optimizer state made by the warm-up: zero is where it begins
-        self._graph = graph
+        self._graphs = graphs
 
     def _state(self) -> list[Tensor]:
         """Every tensor a step changes in place."""
@@ -150,20 +160,22 @@ class TrainStep:
         held = [s for state in self.optimizer.state.values() for s in state.values()]
         return tensors + [t for t in held if isinstance(t, Tensor)]
 
-    def _run(self, batch: Tensor | None) -> None:
+    def _run(self, batch: Tensor | None, survivors: bool) -> None:
         self.optimizer.zero_grad(set_to_none=True)
-        loss = self._forward(batch)
+        scored: list[Tensor] = []
+        loss = self._forward(batch, scored)
         torch.autograd.backward(loss)
-        if self._scored is not None:
-            self._train_survivors(*self._scored)
+        if survivors:
+            self._train_survivors(*scored)
         self.optimizer.step()
         if isinstance(self.loss_fn, (NegativeCacheLoss, EMC2Loss)):
             self._refresh()
-        self.loss = loss.detach()
+        self.loss.copy_(loss.detach())  # in place: several graphs write it
 
     # ------------------------------------------------------------------ forward, per kind of loss
 
-    def _forward(self, batch: Tensor | None) -> Tensor:
+    def _forward(self, batch: Tensor | None, scored: list[Tensor]) -> Tensor:
+        """The loss; `scored` receives carried embeddings and pixels that are trained apart."""
         loss_fn, index = self.loss_fn, self.index
         if self.config.augmentations is not None:
             return self._forward_stored()
@@ -173,7 +185,8 @@ class TrainStep:
             ids = loss_fn.carried(index)
             assert isinstance(ids, Tensor)
             if self.score_first:
-                extra = {"carried": self._score(ids)}
+                scored += self._score(ids)
+                extra = {"carried": scored[0]}
                 z = self._encode(torch.cat([index, index]), batch)
             else:
                 z = self._encode(torch.cat([index, index, ids]), batch)
@@ -193,19 +206,20 @@ class TrainStep:
             return loss_fn(z_a, z_b, index, draw=draw, drawn=drawn, **extra)
         return loss_fn(z_a, z_b, index, **extra)
 
-    def _score(self, ids: Tensor) -> Tensor:
-        """Embeddings of the carried images without their graph; gradients are collected there."""
+    def _score(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Embeddings of the carried images, where gradients are collected, and their pixels."""
         with torch.no_grad():
             pixels = self.pixels(ids, first_row=2 * len(ids))
             held = self._embed(pixels).float()
-        self._scored = held.requires_grad_(), pixels
-        return held
+        return held.requires_grad_(), pixels
 
     def _train_survivors(self, held: Tensor, pixels: Tensor) -> None:
         """Encode again, with gradient, the carried images that got weight.
 
-        Few chains still hold their carried state after the burn-in. If more than b / 8 do, a random
-        b / 8 of them are trained, weighted so that the expected gradient is that of all.
+        Few chains still hold their carried state after the burn-in, and another pass is slow
+        however few there are. So a random quarter of the steps trains them, a random b / 8 if there
+        are more, weighted so that the expected gradient is that of all at every step. (Gradients of
+        the anchors never wait: they need no second pass.)
         """
         assert held.grad is not None
         capacity = -(-len(held) // SURVIVORS)
@@ -215,7 +229,7 @@ class TrainStep:
             self.config.seed, self.step, STREAM_SURVIVORS, row, len(held), torch.float32
         )
         chosen = (alive + 0.5 * u[0]).topk(capacity).indices
-        weight = (alive.sum() / capacity).clamp(min=1.0)
+        weight = (alive.sum() / capacity).clamp(min=1.0) * TRAINED_STEPS
         z = self._embed(pixels[chosen])
         torch.autograd.backward(z, (held.grad[chosen] * weight).to(z.dtype))
 

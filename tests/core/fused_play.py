@@ -1,0 +1,317 @@
+"""Play the same steps with two twins of a loss, and say what differs.
+
+What the fused path and its readable twin compute differs by rounding only, which decides a
+comparison where acceptance is within rounding of a tie: chains of rows with such a near-tie (read
+off the twin's own walk) may part ways, all others must agree.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from negchain import DCLLoss, EMC2Loss, InfoNCELoss, SogCLRLoss
+from negchain.losses import walk
+from negchain.losses.base import ContrastiveLoss
+from negchain.weights import scan_torch
+
+NEAR = 1e-5  # of a tie: logits and log u are exact to about 3e-6
+MAX_TIES = 0.02  # share of rows that may be that near
+LOSSES = {"emc2": EMC2Loss, "infonce": InfoNCELoss, "dcl": DCLLoss, "sogclr": SogCLRLoss}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A loss, its options and the batches it is given."""
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+    loss: str = "emc2"
+    size: int = 6
+    steps: int = 3
+    dim: int = 5
+    num_samples: int = 11
+    beta: float = 6.0
+    learned: bool = False
+    dtype: torch.dtype = torch.float32
+    repeats: bool = False  # some items twice in a batch
+    strided: bool = False  # embeddings that are not contiguous
+    evaluate: bool = False  # a last step in evaluation mode
+    whole: bool = False  # a streaming loss against the loss that does not stream, too
+    tolerance: float = 2e-5  # of gradients
+
+
+@dataclass
+class Step:
+    """What one step showed."""
+
+    index: Tensor
+    value: Tensor
+    grads: dict[str, Tensor]
+    info: dict[str, float]
+    state: dict[str, Tensor]
+    held: list[Tensor]  # ids of the carried states
+    near: Tensor  # [B] bool: a near-tie in one of the item's rows
+
+
+def build(case: Case, device: str = "cpu", **more: Any) -> ContrastiveLoss:
+    beta = torch.nn.Parameter(torch.tensor(case.beta)) if case.learned else case.beta
+    options = {**case.options, **more}
+    if case.loss == "emc2":
+        options = {"dim": case.dim, "seed": 3, **options}
+    return LOSSES[case.loss](num_samples=case.num_samples, beta=beta, **options).to(device)
+
+
+def play(case: Case, device: str = "cpu", **more: Any) -> list[Step]:
+    """Training steps and then one in evaluation mode, with what they left behind."""
+    generator = torch.Generator().manual_seed(11)
+    loss_fn = build(case, device, **more)
+    items = torch.randn(case.num_samples, case.dim, generator=generator)
+    keys = torch.randn(case.options.get("num_keys", 0), case.dim, generator=generator)
+    steps = []
+    for number in range(case.steps + case.evaluate):
+        loss_fn.train(number < case.steps)
+        index = torch.randperm(case.num_samples, generator=generator)[: case.size]
+        if case.repeats:
+            index[1::4] = index[: len(index[1::4])]
+        steps.append(_step(case, loss_fn, index, items, keys, generator, device))
+    return steps
+
+
+def _step(
+    case: Case,
+    loss_fn: ContrastiveLoss,
+    index: Tensor,
+    items: Tensor,
+    keys: Tensor,
+    generator: torch.Generator,
+    device: str,
+) -> Step:
+    def leaf(z: Tensor) -> Tensor:
+        z = z.to(device, case.dtype)
+        if case.strided:
+            z = torch.stack([z, -z], 1)[:, 0]
+        return z.requires_grad_()
+
+    def noise() -> Tensor:
+        return torch.randn(case.size, case.dim, generator=generator)
+
+    there = index.to(device)
+    inputs = {"z_a": leaf(items[index] + 0.5 * noise())}
+    call: dict[str, Any] = {}
+    key_items = items[index]
+    if len(keys):
+        call["key_index"] = (there * 7) % len(keys)
+        key_items = keys[call["key_index"].cpu()]
+    inputs["z_b"] = leaf(key_items + 0.5 * noise())
+    held: list[Tensor] = []
+    if isinstance(loss_fn, EMC2Loss):
+        ids = loss_fn.carried(there)
+        held = [x.cpu() for x in (ids if isinstance(ids, tuple) else (ids,))]
+        if loss_fn.carried_mode == "encode":
+            table = keys if len(keys) else items
+            carried = [leaf(table[x] + 0.3) for x in held]
+            inputs |= {f"carried {side}": z for side, z in enumerate(carried)}
+            call["carried"] = tuple(carried) if len(carried) == 2 else carried[0]
+    with near_ties(case.size, device) as near:
+        value = loss_fn(inputs["z_a"], inputs["z_b"], there, **call)
+    if case.learned:
+        inputs["beta"] = loss_fn.beta
+    grads = torch.autograd.grad(1.7 * value, list(inputs.values()))
+    return Step(
+        index=index,
+        value=value.detach().cpu(),
+        grads={n: g.detach().cpu().float() for n, g in zip(inputs, grads, strict=True)},
+        info=loss_fn.info,
+        state={n: v.detach().cpu().clone() for n, v in loss_fn.state_dict().items()},
+        held=held,
+        near=near.cpu(),
+    )
+
+
+@contextlib.contextmanager
+def near_ties(size: int, device: str) -> Iterator[Tensor]:
+    """Look over the readable walk's shoulder: items with a comparison within rounding of a tie."""
+    near = torch.zeros(size, dtype=torch.bool, device=device)
+    scan, isir = walk.mh_scan, walk.isir_weights
+
+    def watched_scan(logits: Tensor, start: Tensor, log_u: Tensor, *rest: Any) -> Any:
+        threshold = logits - log_u
+        before = scan_torch._state_logits(threshold, logits, start)[:, :-1]
+        near.logical_or_(((threshold - before).abs() < NEAR).any(1).view(-1, size).any(0))
+        return scan(logits, start, log_u, *rest)
+
+    def watched_isir(logits: Tensor, start: Tensor, gumbel: Tensor) -> Any:
+        first, second = (torch.cat([start[:, None], logits], 1) + gumbel).topk(2, 1).values.T
+        near.logical_or_((first - second < 3 * NEAR).view(-1, size).any(0))
+        return isir(logits, start, gumbel)
+
+    walk.mh_scan, walk.isir_weights = watched_scan, watched_isir
+    try:
+        yield near
+    finally:
+        walk.mh_scan, walk.isir_weights = scan, isir
+
+
+def compare(case: Case, device: str = "cpu") -> list[str]:
+    """What differs between the fused path and its twins."""
+    fused = play(case, device, backend="fused")
+    found = differences(case, play(case, device, backend="torch"), fused)
+    if case.whole:
+        whole = differences(case, play(case, device, backend="torch", stream=False), fused)
+        found += [f"whole: {text}" for text in whole]
+    return found
+
+
+def differences(case: Case, expected: list[Step], got: list[Step]) -> list[str]:
+    """Step by step; see the module's header for what may differ."""
+    found = []
+    parted = torch.zeros(case.num_samples, dtype=torch.bool)
+    near = sum(int(step.near.sum()) for step in expected)
+    if near > MAX_TIES * case.size * len(expected):
+        found.append(f"{near} of {case.size * len(expected)} rows are near a tie")
+    for number, (a, b) in enumerate(zip(expected, got, strict=True)):
+        for side, (x, y) in enumerate(zip(a.held, b.held, strict=True)):
+            if not torch.equal(x[~parted[a.index]], y[~parted[a.index]]):
+                found.append(f"step {number}: carried ids of side {side}")
+        parted[a.index[a.near]] = True
+        strict = not bool(parted.any())
+        if gap(a.value, b.value) > 2e-5:  # does not depend on the walk
+            found.append(f"step {number}: value {a.value:.7f} {b.value:.7f}")
+        for name, grad in a.grads.items():
+            apart, bound = gap(grad, b.grads[name], 1.0 if name == "beta" else 1e-3), case.tolerance
+            if not strict:
+                apart = float((grad - b.grads[name]).norm() / grad.norm())
+                bound = 10 * bound + 2 * float(parted.float().mean()) ** 0.5
+            if not apart < bound:
+                found.append(f"step {number}: gradient of {name} {apart:.1e}")
+        found += [f"step {number}: {text}" for text in _state_differences(a, b, parted)]
+        found += [f"step {number}: {text}" for text in _info_differences(case, a, b, strict)]
+    if case.evaluate and not _same(got[-1].state, got[-2].state):
+        found.append("evaluation mode changed the state")
+    return found
+
+
+def gap(a: Tensor, b: Tensor, floor: float = 1.0) -> float:
+    """Largest difference, relative to the largest entry (or the floor); inf for NaN."""
+    apart = float((a - b).abs().max() / a.abs().max().clamp(min=floor))
+    return apart if apart == apart and a.shape == b.shape else float("inf")
+
+
+def _state_differences(a: Step, b: Step, parted: Tensor) -> Iterator[str]:
+    if a.state.keys() != b.state.keys():
+        yield f"names of the state {sorted(a.state)} {sorted(b.state)}"
+    for name, x in a.state.items():
+        y = b.state[name]
+        if x.shape != y.shape or x.dtype != y.dtype:
+            yield f"{name} {tuple(x.shape)} {tuple(y.shape)}"
+        elif x.dim() > 1 and x.shape[1] == len(parted):
+            x, y = x[:, ~parted], y[:, ~parted]
+        if x.is_floating_point():
+            if not torch.allclose(x, y, atol=2e-5, rtol=1e-5, equal_nan=True):
+                yield f"{name} by {float((x - y).abs().nan_to_num(99.0).max()):.1e}"
+        elif not torch.equal(x, y):
+            yield f"{name} in {int((x != y).sum())} of {x.numel()}"
+
+
+def _info_differences(case: Case, a: Step, b: Step, strict: bool) -> Iterator[str]:
+    if not case.options.get("stream") and a.info.keys() != b.info.keys():
+        yield f"info {sorted(a.info)} {sorted(b.info)}"
+    if "global_loss" not in b.info:
+        yield "info has no global_loss"
+    for name in a.info.keys() & b.info.keys():
+        if name != "acceptance_rate" or not case.options.get("stream"):
+            bound = 1e-4 if strict or name == "global_loss" else 0.05
+            if not abs(a.info[name] - b.info[name]) <= bound * (1 + abs(a.info[name])):
+                yield f"info {name} {a.info[name]} {b.info[name]}"
+
+
+def _same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return all(torch.equal(a[n].nan_to_num(-7.5), b[n].nan_to_num(-7.5)) for n in a)
+
+
+# ---------------------------------------------------------------------------- bad batches
+
+BAD_ROW = 2
+
+
+def invalid_row(case: Case, fault: str, device: str = "cpu") -> list[str]:
+    """A batch with one bad row: no state comes of it, and everybody else goes on as without it.
+
+    The twin that shows how it goes on without the row is the readable path told that the bad item
+    is a known positive of everybody.
+    """
+    generator = torch.Generator().manual_seed(4)
+    good, bad = build(case, backend="torch"), build(case, device, backend="fused")
+    last = case.num_samples - 1  # the chain an id out of range must not be taken for
+    index = torch.randperm(last - 1, generator=generator)[: case.size]
+    z_a, z_b, held = (torch.randn(case.size, case.dim, generator=generator) for _ in range(3))
+    with torch.no_grad():
+        for loss_fn in (good, bad):  # nobody holds the bad item; everybody has been seen before
+            loss_fn.chains.states.fill_(last - 1)
+            loss_fn.chains.states[:, last - 1] = last
+            if case.options.get("carried") == "score":
+                loss_fn.chains.scores.fill_(0.1)
+            if case.options.get("carried") == "cached":
+                loss_fn.chains.keys.fill_(0.2)
+    before = {n: v.cpu().clone() for n, v in bad.state_dict().items()}
+    call: dict[str, Any] = {}
+    if good.carried_mode == "encode":
+        call["carried"] = (held, held) if good.num_sides == 2 else held
+    bad_call = {
+        n: tuple(z.to(device) for z in v) if isinstance(v, tuple) else v.to(device)
+        for n, v in call.items()
+    }
+    known = index[BAD_ROW].expand(case.size, 1)
+    good(z_a, z_b, index, known=known, **call)
+    wrong_z, wrong_index = z_a.clone(), index.clone()
+    if fault == "nan":
+        wrong_z[BAD_ROW, 1] = float("nan")
+    else:
+        wrong_index[BAD_ROW] = case.num_samples + 3 if fault == "too large" else -2
+    bad(wrong_z.to(device), z_b.to(device), wrong_index.to(device), **bad_call)
+    return list(_consequences(case, fault, good, bad, before, index))
+
+
+def _consequences(
+    case: Case,
+    fault: str,
+    good: ContrastiveLoss,
+    bad: ContrastiveLoss,
+    before: dict[str, Tensor],
+    index: Tensor,
+) -> Iterator[str]:
+    after, expected = bad.state_dict(), good.state_dict()
+    others = torch.ones(case.num_samples, dtype=torch.bool)
+    others[index[BAD_ROW]] = False
+    for name, value in after.items():
+        if value.dim() < 2 or value.shape[1] != case.num_samples:
+            continue
+        value = value.cpu()
+        if not torch.equal(value[:, ~others].nan_to_num(9), before[name][:, ~others].nan_to_num(9)):
+            yield f"the bad row changed {name}"
+        told = expected[name][:, others].double()
+        if name == "log_partition":  # a known positive is no negative; an invalid one still is
+            told += math.log((case.num_samples - 1) / (case.num_samples - 2))
+        if not torch.allclose(value[:, others].double(), told, atol=2e-5, equal_nan=True):
+            yield f"{name} of other rows"
+    if bool((after["chains.states"].cpu() == index[BAD_ROW]).any()):
+        yield "somebody moved to the bad item"
+    if fault == "nan":
+        if bad.info["nonfinite_rows"] != 1:
+            yield "info does not count one non-finite row"
+        return
+    try:
+        _ = bad.info
+        yield "info did not raise"
+    except ValueError as error:
+        if "but 1 since" not in str(error):
+            yield f"info raised {error}"
+    if bad.info["nonfinite_rows"] != 0:
+        yield "a fault is reported twice"

@@ -1,0 +1,101 @@
+"""Small Triton kernels against what they must equal; run by `fused_cases`, and on a GPU."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from scan_cases import scan_cases
+from torch import Tensor
+
+from negchain import draws, draws_triton, mh_scan
+
+
+def thinned_scan(device: str = "cpu") -> list[str]:
+    """`mh_scan` with count_every > 1: Triton's equals the reference to the bit."""
+    found = []
+    for columns, every in ((1, 2), (7, 3), (41, 4), (41, 100), (1100, 128)):
+        for name, inputs in scan_cases((columns,)):
+            if isinstance(inputs[3], Tensor) or "14.28" not in name + "14.28" * (columns < 9):
+                continue
+            few = [x[:2] if isinstance(x, Tensor) else x for x in inputs]
+            there = [x.to(device) if isinstance(x, Tensor) else x for x in few]
+            got = mh_scan(*there, backend="triton", count_every=every)
+            expected = mh_scan(*few, backend="reference", count_every=every)
+            for part in expected._fields:
+                if not torch.equal(getattr(got, part).cpu(), getattr(expected, part)):
+                    found.append(f"{name}, every {every}: {part}")
+    return found
+
+
+# ---------------------------------------------------------------------------- draws
+
+
+def draw_bits(device: str = "cpu") -> list[str]:
+    """`bits_triton` against the torch twin, to the bit."""
+    found = []
+    for seed in (0, 3, 2**40 + 5, 2**64 - 1):
+        for stream in (1, 2, 3 + 16):
+            for number, columns in ((0, 1), (7, 37), (2**31 + 9, 1030), (2**33, 3)):
+                step = torch.tensor(number)
+                rows = torch.tensor([0, 5, 2**31 - 1, 2**31 + 7, 2**32 + 7, 12345])
+                expected = draws._bits_torch(seed, step, stream, rows, columns)
+                got = draws_triton.bits_triton(
+                    draws.seed_key(seed), step.to(device), stream, rows.to(device), columns
+                )
+                if not torch.equal(expected, got.cpu()):
+                    found.append(f"seed={seed} step={number} stream={stream} K={columns}")
+    return found
+
+
+@triton.jit
+def _draws_kernel(hash_ptr, log_u_ptr, gumbel_ptr, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    column_hash = tl.load(hash_ptr + at).to(tl.uint32)
+    row_hash = column_hash * 0
+    tl.store(log_u_ptr + at, draws_triton.log_uniform(row_hash, column_hash))
+    tl.store(gumbel_ptr + at, draws_triton.gumbel(row_hash, column_hash))
+
+
+def draw_logarithms(device: str = "cpu") -> list[str]:
+    """`log_uniform` and `gumbel` in float32 against float64, for chosen bits.
+
+    With a row hash of 0 the bits are mix(column hash) >> 1, and `mix` can be inverted: the test
+    chooses the bits, the rarest (a uniform of 2^-32) among them.
+    """
+    edges = [0, 1, 2, 3, 5, 9, 100, 2**16, 2**24 - 1, 2**24 + 1, 2**30, 2**31 - 1]
+    edges += [int(0.01 * 2**31) + k for k in (-300, -1, 0, 1, 300)]
+    random = torch.randint(0, 2**31, (2048 - len(edges),), generator=torch.manual_seed(1))
+    bits = torch.cat([torch.tensor(edges), random])
+    hashes = torch.tensor([_unmix(2 * int(b)) for b in bits], dtype=torch.int64)
+    log_u, gumbel = torch.empty(2048, device=device), torch.empty(2048, device=device)
+    _draws_kernel[(1,)](hashes.to(device), log_u, gumbel, SIZE=2048)
+    u = (bits.double() + 0.5) * 2.0**-31
+    found = []
+    error = (log_u.cpu().double() - u.log()).abs().max()
+    if not error <= 1e-5:
+        found.append(f"log_uniform is off by {float(error):.1e}")
+    expected = -(-torch.log1p(-u)).log()
+    # float32 cannot tell uniforms near 1 apart: the smallest Gumbels, which never win
+    usual = u < 0.999
+    error = (gumbel.cpu().double() - expected)[usual].abs().max()
+    # a GPU's log2 is exact to 2^-22, of log2(0.99) in the worst case
+    if not error <= (1e-5 if device == "cpu" else 2e-5):
+        found.append(f"gumbel is off by {float(error):.1e}")
+    if not bool((gumbel.cpu()[~usual] <= float(expected[usual].min()) + 1e-3).all()):
+        found.append("gumbel of a uniform near 1 is too large")
+    return found
+
+
+def _unmix(x: int) -> int:
+    """The inverse of `draws._mix` on unsigned 32-bit integers."""
+
+    def unshift(y: int, by: int) -> int:
+        x = y
+        for _ in range(32 // by):
+            x = y ^ (x >> by)
+        return x
+
+    x = unshift(x, 15) * pow(draws.MIX_B, -1, 2**32) % 2**32
+    x = unshift(x, 15) * pow(draws.MIX_A, -1, 2**32) % 2**32
+    return unshift(x, 16)
