@@ -109,8 +109,11 @@ def _versions() -> dict[str, str]:
 def _commit() -> str:
     """The commit of the source that is measured, "+changes" if src/ is not as committed.
 
-    A copy without its .git, as on a machine lent for a run, can be told by NEGCHAIN_COMMIT.
+    A copy without its .git or with an old one, as on a machine lent for a run, can be told by
+    NEGCHAIN_COMMIT.
     """
+    if told := os.environ.get("NEGCHAIN_COMMIT"):
+        return told
     here = Path(__file__).resolve().parents[3]
 
     def git(*words: str) -> str:
@@ -118,7 +121,7 @@ def _commit() -> str:
         return done.stdout.strip()
 
     if not (here / ".git").exists():
-        return os.environ.get("NEGCHAIN_COMMIT", "unknown")
+        return "unknown"
     commit = git("rev-parse", "--short", "HEAD")
     return f"{commit}+changes" if git("status", "--porcelain", "--", "src") else commit
 
