@@ -10,9 +10,9 @@ import triton
 from torch import Tensor
 
 from negchain import draws
-from negchain.fused import layout_triton, tiles_triton
-from negchain.fused.forward import operands, shape
+from negchain.fused import layout_triton, tile_rows_triton, tiles_triton
 from negchain.fused.plan import Plan, Walked, given
+from negchain.fused.tiles import operands, shape
 
 PANEL = 4096  # rows of i-SIR's weights at a time in its streaming backward pass
 
@@ -96,7 +96,7 @@ def _sparse_products(
     queries, pool = walked.queries, walked.pool
     grad_queries = torch.empty(queries.shape, device=queries.device)
     grad_pool = torch.zeros(pool.shape, device=pool.device)
-    tiles_triton.gather_kernel[(len(queries),)](
+    tile_rows_triton.gather_kernel[(len(queries),)](
         grad_queries,
         grad_pool,
         queries,

@@ -34,6 +34,7 @@ from torch import Tensor
 
 from negchain import draws
 from negchain.losses.base import LazyState
+from negchain.losses.batch import as_ids
 from negchain.pool import write_rows
 
 Carried = Literal["encode", "cached", "score"]
@@ -240,3 +241,19 @@ def _write_states(path: Path, states: Tensor) -> None:
     except BaseException:
         hidden.unlink(missing_ok=True)
         raise
+
+
+def stored_slots(
+    index: Tensor, augmentation: tuple[Tensor, Tensor], per_item: int
+) -> tuple[Tensor, ...]:  # [B], two [B] -> two [B]
+    """Chains of (item, stored augmentation), for both views.
+
+    Example:
+        >>> stored_slots(torch.tensor([3]), (torch.tensor([0]), torch.tensor([1])), 2)
+        (tensor([6]), tensor([7]))
+    """
+    chosen = [as_ids("augmentation", a, len(index), index.device) for a in augmentation]
+    for a in chosen:
+        if a.device.type == "cpu" and not bool(((a >= 0) & (a < per_item)).all()):
+            raise ValueError(f"augmentation must lie in [0, {per_item}), got {a.tolist()[:8]}")
+    return tuple(index * per_item + a.clamp(0, per_item - 1) for a in chosen)

@@ -28,7 +28,8 @@ from negchain.losses.base import (
     one_of,
 )
 from negchain.losses.batch import Batch, Drawn, Draws, Views, as_ids, check_carried
-from negchain.losses.chains import Carried, ChainTable
+from negchain.losses.chains import Carried, ChainTable, stored_slots
+from negchain.losses.emc2_settings import check_call, check_large, check_settings
 from negchain.losses.panels import Call, Visit, in_panels
 from negchain.losses.table import StaleTable
 from negchain.losses.walk import Kernel, Sampler, WalkOrder, walk_chains
@@ -150,8 +151,8 @@ class EMC2Loss(ContrastiveLoss):
             raise ValueError(
                 "walk='sequential' goes with kernel='mh': i-SIR has no order to walk in"
             )
-        _check_settings(burn_in, partition_rate, augmentations, num_draws, views, proposal)
-        _check_large(count_every, stream, kernel, walk, proposal)
+        check_settings(burn_in, partition_rate, augmentations, num_draws, views, proposal)
+        check_large(count_every, stream, kernel, walk, proposal)
         self.burn_in = burn_in
         self.kernel: Kernel = kernel
         self.walk: WalkOrder = walk
@@ -274,7 +275,7 @@ class EMC2Loss(ContrastiveLoss):
         Returns:
             [] scalar with the value of an estimate of the global loss, and EMC²'s gradient.
         """
-        self._check_call(carried, draw)
+        check_call(self.carried_mode, self.proposal, self.stream, carried, draw)
         index = as_ids("index", index, z_a.shape[0], z_a.device)
         only_batch = draw is None and known is None and augmentation is None
         if only_batch and fused.applies(self, z_a):
@@ -365,9 +366,7 @@ class EMC2Loss(ContrastiveLoss):
         return self.num_samples
 
     def _slots(
-        self,
-        index: Tensor,
-        augmentation: tuple[Tensor, Tensor] | None,
+        self, index: Tensor, augmentation: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, ...]:
         """Chains of each view's rows: one per item, or one per (item, augmentation)."""
         index = index.clamp(0, self._num_samples - 1)  # out of range: refused or reported
@@ -378,29 +377,7 @@ class EMC2Loss(ContrastiveLoss):
             )
         if augmentation is None or self.augmentations is None:
             return (index,) * self._views_per_item
-        per_item = self.augmentations
-        chosen = [as_ids("augmentation", a, len(index), index.device) for a in augmentation]
-        for a in chosen:
-            if a.device.type == "cpu" and not bool(((a >= 0) & (a < per_item)).all()):
-                raise ValueError(f"augmentation must lie in [0, {per_item}), got {a.tolist()[:8]}")
-        return tuple(index * per_item + a.clamp(0, per_item - 1) for a in chosen)
-
-    def _check_call(self, carried: object, draw: object) -> None:
-        if self.carried_mode == "encode" and carried is None:
-            raise ValueError(
-                "carried= is missing: with carried='encode' pass the embeddings of the negatives "
-                "the chains hold, carried=encoder(items[loss_fn.carried(index)]); or construct the "
-                "loss with carried='cached' or 'score'"
-            )
-        if self.carried_mode != "encode" and carried is not None:
-            raise ValueError(
-                f"carried= is not used with carried={self.carried_mode!r}; leave it out"
-            )
-        if self.stream and draw is not None:
-            raise ValueError("stream=True takes negatives from the batch only; leave draw= out")
-        if self.proposal != "batch" and draw is None:
-            source = "loss_fn.propose(z_a, index)" if self.proposal == "cache" else "your draws"
-            raise ValueError(f"proposal={self.proposal!r} needs draw= and drawn=: pass {source}")
+        return stored_slots(index, augmentation, self.augmentations)
 
     def _encoded(
         self, carried: Tensor | tuple[Tensor, Tensor] | None, batch: Batch
@@ -438,41 +415,3 @@ class EMC2Loss(ContrastiveLoss):
             carried = encoded[number]
             if carried is not None:
                 table.write(self.chains.ids(number, batch.index), carried[0])
-
-
-def _check_settings(
-    burn_in: float,
-    partition_rate: float,
-    augmentations: int | None,
-    num_draws: int | None,
-    views: Views,
-    proposal: str,
-) -> None:
-    if not 0 <= burn_in < 1:
-        raise ValueError(f"burn_in (share of the proposals) must be in [0, 1), got {burn_in}")
-    if not 0 <= partition_rate <= 1:
-        raise ValueError(f"partition_rate must be in [0, 1], got {partition_rate}")
-    if augmentations is not None and (
-        augmentations < 1 or views != "shared" or proposal == "cache"
-    ):
-        raise ValueError(
-            "augmentations (stored per item) must be at least 1, with views='shared' and a "
-            f"proposal other than 'cache'; got {augmentations}, {views!r}, {proposal!r}"
-        )
-    if num_draws is not None and (num_draws < 1 or proposal != "cache"):
-        raise ValueError(f"num_draws (at least 1) goes with proposal='cache', got {num_draws}")
-
-
-def _check_large(
-    count_every: int, stream: bool, kernel: Kernel, walk: WalkOrder, proposal: str
-) -> None:
-    if count_every < 1 or (count_every > 1 and kernel == "isir"):
-        raise ValueError(
-            "count_every must be at least 1, and 1 for kernel='isir' (its weights are a softmax); "
-            f"got {count_every} and kernel={kernel!r}"
-        )
-    if stream and (walk != "parallel" or proposal != "batch"):
-        raise ValueError(
-            "stream=True goes with walk='parallel' and proposal='batch', "
-            f"got walk={walk!r} and proposal={proposal!r}"
-        )

@@ -1,0 +1,161 @@
+"""Launching the tiles of a large batch.
+
+Shapes: as in `tiles_triton`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from negchain import draws
+from negchain.fused import tile_rows_triton, tiles_triton
+from negchain.fused.plan import Plan, Walked, given
+
+MAX_SPLIT_BLOCKS = 160  # of rows: beyond, there is enough to do without splitting the columns
+
+
+def num_equal(ids: Tensor, valid: Tensor) -> Tensor:  # [B] [B] -> [B] int32
+    """How many valid items share each item's id."""
+    nobody = -1 - torch.arange(len(ids), dtype=torch.int32, device=ids.device)
+    ids = torch.where(valid == 3, ids.int(), nobody)
+    ordered = ids.sort().values
+    first = torch.searchsorted(ordered, ids, out_int32=True)
+    return torch.searchsorted(ordered, ids, out_int32=True, right=True) - first
+
+
+def walk_tiles(
+    walked: Walked,
+    start_logit: Tensor,
+    start_similarity: Tensor,
+    positive: Tensor,
+    valid: Tensor,
+    same: Tensor,
+    beta: Tensor,
+    step: Tensor,
+    plan: Plan,
+) -> None:
+    """Walk (or weigh) all rows, then what follows for each; fills `walked`."""
+    size, rows, columns = len(plan.index), len(walked.pull), plan.num_columns
+    device, isir = positive.device, plan.weighting == "isir"
+    skipped = int(size * plan.burn_in + 1e-3) // plan.count_every
+    counted = 1 if isir else triton.cdiv(size, plan.count_every) - skipped
+    slots = 1 if isir else counted + 1
+    num_tiles, every = columns // tiles_triton.TILE, plan.count_every // tiles_triton.TILE
+    blocks = plan.views * triton.cdiv(size, tiles_triton.ROWS)
+    split = num_tiles // 2 if isir else skipped * every
+    parts = 2 if 0 < split < num_tiles and plan.bounded and blocks <= MAX_SPLIT_BLOCKS else 1
+
+    def new(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device=device)
+
+    positions, lengths, runs = new(rows, slots), new(rows, slots), new(rows)
+    last = new(parts, 2, rows)
+    ends, reached = (new(*s, dtype=torch.float32) for s in ((parts, 3, rows), (rows, slots)))
+    drive, joint = new(rows, dtype=torch.float32), new(rows, dtype=torch.float32)
+    tiles_triton.tiles_kernel[(blocks, parts)](
+        *operands(walked),
+        plan.own,
+        walked.pool_ids,
+        walked.penalty,
+        start_logit,
+        beta,
+        step,
+        positions,
+        lengths,
+        runs,
+        reached,
+        ends,
+        last,
+        drive,
+        draws.seed_key(plan.seed),
+        size,
+        rows,
+        columns,
+        slots,
+        skipped,
+        every,
+        split,
+        plan.num_keys,
+        SIDE=plan.side,
+        ISIR=isir,
+        BOUNDED=plan.bounded,
+        SPLIT=parts == 2,
+        **shape(walked),
+    )
+    tile_rows_triton.tile_rows_kernel[(rows,)](
+        plan.index,
+        (walked.penalty == 0).sum(),
+        positive,
+        start_logit,
+        start_similarity,
+        given(plan.running, walked.pull),
+        ends,
+        last,
+        reached,
+        same if plan.own is plan.index else num_equal(plan.own, valid),
+        positions,
+        lengths,
+        runs,
+        drive,
+        beta,
+        step,
+        walked.last,
+        walked.last_logit,
+        walked.pull,
+        joint,
+        walked.carried_weight,
+        walked.running,
+        walked.stats,
+        rows,
+        size,
+        plan.num_samples,
+        counted,
+        num_tiles,
+        plan.log_negatives,
+        plan.partition_rate,
+        SLOTS=triton.next_power_of_2(slots),
+        SPLIT=parts == 2,
+        ISIR=isir,
+        TRAINED=plan.carried != "score",
+        ALL=plan.running is not None,
+        num_warps=1,
+    )
+    if isir:
+        walked.joint = joint
+    else:
+        walked.visits = positions, lengths, runs
+
+
+def _uses_tma(rows: Tensor) -> bool:
+    return rows.is_cuda and torch.cuda.get_device_capability(rows.device)[0] >= 9
+
+
+def operands(walked: Walked) -> tuple[Any, Any]:
+    """Queries and pool, as descriptors of their tiles where the hardware copies tiles itself."""
+    if not _uses_tma(walked.pool):
+        return walked.queries, walked.pool
+    depth = tiles_triton.DEPTH
+    return (
+        TensorDescriptor.from_tensor(walked.queries, [tiles_triton.ROWS, depth]),
+        TensorDescriptor.from_tensor(walked.pool, [tiles_triton.TILE, depth]),
+    )
+
+
+def shape(walked: Walked) -> dict[str, Any]:
+    """Tile sizes and how to launch them."""
+    exact = torch.get_float32_matmul_precision() == "highest"
+    return {
+        "STRIDE": walked.pool.shape[1],
+        "ROWS": tiles_triton.ROWS,
+        "TILE": tiles_triton.TILE,
+        "DEPTH": tiles_triton.DEPTH,
+        "PRECISION": "ieee" if exact else "tf32",
+        "TMA": _uses_tma(walked.pool),
+        "num_warps": tiles_triton.NUM_WARPS,
+        "num_stages": tiles_triton.NUM_STAGES if walked.pool.element_size() == 2 else 2,
+    }
