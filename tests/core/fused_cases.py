@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import triton.language as tl
+from fused_inputs import INPUTS
 from fused_play import Case, compare, gap, invalid_row
 from kernel_cases import draw_bits, draw_logarithms, thinned_scan
 from torch import Tensor
@@ -332,6 +333,7 @@ PROMISES = (
     thinned_scan,
     draw_bits,
     draw_logarithms,
+    *INPUTS,
 )
 
 

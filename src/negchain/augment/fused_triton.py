@@ -12,8 +12,8 @@ crop and jitter up to there (the bytes are still in the cache) and leaves one su
 the next pass adds in a fixed order. Nothing is atomic: equal inputs give equal bits.
 
 The readable twin is the torch code of this package: many more launches, each a pass over memory.
-`torch.compile` reaches a third of its time but compiles for 12 to 24 s, which a short run never
-earns back: hence kernels by hand, which compile in seconds, once per shape and machine.
+`torch.compile` shortens it but compiles for many seconds, which a short run never earns back: hence
+kernels by hand, which compile in seconds, once per shape and machine.
 
 Runs on a GPU, and on a CPU under TRITON_INTERPRET=1 (for tests).
 """

@@ -122,8 +122,12 @@ def in_batch(
 ) -> tuple[Tensor, Numbers]:
     """InfoNCE, DCL or (with `tables`, its moving averages [sides, M]) SogCLR of a batch."""
     if index is None:
+        if loss_fn.num_samples is not None:
+            raise ValueError("index= is missing: pass the data set positions of the batch, [B]")
         index = torch.arange(len(z_a), device=z_a.device)
     index = as_ids("index", index, len(z_a), z_a.device)
+    if loss_fn.num_samples is None:  # any integers will do: only which are equal matters
+        index = torch.searchsorted(index.sort().values, index)
     settings = {"weighting": "softmax" if tables is None else "sogclr", "gamma": gamma}
     return _both_sides(loss_fn, z_a, z_b, index, key_index, None, tables, settings)
 
@@ -145,6 +149,8 @@ def _both_sides(
             "z_a and z_b must be embeddings of one shape [B, D], "
             f"got {tuple(z_a.shape)} and {tuple(z_b.shape)}"
         )
+    if not z_a.is_floating_point():
+        raise ValueError(f"embeddings must be floating point, got {z_a.dtype}")
     if (key_index is None) != (loss_fn.num_keys is None):
         raise ValueError("key_index= goes with num_keys= at construction; pass both or neither")
     chains: ChainTable | None = getattr(loss_fn, "chains", None)
@@ -157,7 +163,8 @@ def _both_sides(
     results = []
     for side, held in enumerate(per_side("carried", carried, loss_fn.num_sides)):
         if held is not None and (not isinstance(held, Tensor) or held.shape != z_a.shape):
-            raise ValueError(f"carried must be [B, D] = {tuple(z_a.shape)}")
+            shape = tuple(held.shape) if isinstance(held, Tensor) else type(held).__name__
+            raise ValueError(f"carried must be [B, D] = {tuple(z_a.shape)}, got {shape}")
         one = plan.Plan(
             index=index,
             own=own if side == 0 else index,

@@ -31,7 +31,9 @@ def fused_loss(
         plan: everything else.
     """
     report: Numbers = {}
-    if not isinstance(beta, Tensor):
+    if isinstance(beta, Tensor):
+        beta = beta.reshape(()).to(a.device)
+    else:
         beta = torch.full((), beta, device=a.device)
     loss: Tensor = _Loss.apply(a.contiguous(), b.contiguous(), carried, beta, plan, report)
     return loss, report

@@ -197,6 +197,8 @@ def prepare_kernel(
         if CARRIED == "encode":
             held, norm = _unit(carried_ptr, at, wide, NORMALIZE)
             tl.store(norms_ptr + 2 * num_items + item, norm)
+            # as in the twin, a carried embedding that is no number makes the row's value none
+            tl.store(positive_ptr + item, tl.sum(a * b, 0) + 0 * tl.sum(held, 0))
         else:
             held, _ = _unit(carried_ptr, chain * D + depth, wide, False)
             seen = _is_finite(held)

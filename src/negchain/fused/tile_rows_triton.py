@@ -65,7 +65,8 @@ def tile_rows_kernel(
         logit = tl.where(goes_on, tl.load(ends_ptr + second), logit)
         log_sum = log_add_exp(log_sum, tl.load(ends_ptr + second + 2 * num_rows))
         last = tl.where(goes_on, tl.load(part_last_ptr + 2 * num_rows + row), last)
-        moves += tl.load(part_last_ptr + 3 * num_rows + row)
+        if ISIR:  # the second part of a Metropolis-Hastings walk moved from a start it did not have
+            moves += tl.load(part_last_ptr + 3 * num_rows + row)
     tl.store(last_ptr + row, last)
     tl.store(last_logit_ptr + row, logit)
     count = tl.load(num_usable_ptr).to(tl.int32) - tl.load(same_ptr + item)
@@ -105,6 +106,7 @@ def tile_rows_kernel(
         start_weight = tl.sum(tl.where(position < 0, share, 0.0), 0)
         share = tl.where(position >= 0, share, 0.0)
         mass, squares = tl.sum(share, 0), tl.sum(share * share, 0)
+        # only a learned beta asks for it, and then nothing is split
         drive = tl.load(drive_ptr + row) / (num_counted * beta)
     start_weight = tl.where(start > float("-inf"), start_weight, 0.0)
     carried = start_weight if TRAINED else start_weight * 0

@@ -55,7 +55,10 @@ def walk_tiles(
 
     positions, lengths, runs = new(rows, slots), new(rows, slots), new(rows)
     last = new(parts, 2, rows)
-    ends, reached = (new(*s, dtype=torch.float32) for s in ((parts, 3, rows), (rows, slots)))
+    ends, reached = (
+        new(*s, dtype=torch.float32)
+        for s in ((parts, 3, rows), (rows, slots) if parts == 2 else (1, 1))
+    )
     drive, joint = new(rows, dtype=torch.float32), new(rows, dtype=torch.float32)
     tiles_triton.tiles_kernel[(blocks, parts)](
         *operands(walked),
@@ -115,7 +118,7 @@ def walk_tiles(
         size,
         plan.num_samples,
         counted,
-        num_tiles,
+        split if parts == 2 and not isir else num_tiles,
         plan.log_negatives,
         plan.partition_rate,
         SLOTS=triton.next_power_of_2(slots),

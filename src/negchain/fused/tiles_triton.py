@@ -32,7 +32,7 @@ from negchain import draws_triton as hashed
 TILE = 128  # columns of a tile
 ROWS = 64  # rows of a program
 DEPTH = 64  # of the embedding per product
-NUM_WARPS, NUM_STAGES = 4, 4  # measured on an H200, records/2026-11-15_bench_*
+NUM_WARPS, NUM_STAGES = 4, 4  # records/2026-11-15_profiles_h200.md
 
 STREAM_ACCEPT = tl.constexpr(2)  # as in negchain.draws
 STREAM_GUMBEL = tl.constexpr(3)

@@ -186,7 +186,8 @@ def as_ids(name: str, ids: Tensor, rows: int, device: torch.device, dims: int = 
     if ids.dim() != dims or ids.shape[0] != rows or ids.is_floating_point():
         shape = f"[{rows}]" if dims == 1 else f"[{rows}, L], padded with -1"
         raise ValueError(f"{name} must be integers {shape}, got {ids.dtype} {tuple(ids.shape)}")
-    return ids.to(device=device, dtype=torch.int64, non_blocking=True)
+    # contiguous: kernels read them one after another
+    return ids.to(device=device, dtype=torch.int64, non_blocking=True).contiguous()
 
 
 def inside(ids: Tensor, size: int | None) -> Tensor:

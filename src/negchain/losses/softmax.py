@@ -83,7 +83,7 @@ class _InBatchLoss(ContrastiveLoss):
         """
         if known is None and draw is None and fused.applies_in_batch(self.backend, z_a):
             total, numbers = fused.in_batch(self, z_a, z_b, index, key_index)
-            if self.num_samples is None:
+            if self.num_positions is None:
                 del numbers["global_loss"]
             self._info = numbers
             return total

@@ -95,7 +95,7 @@ class TrainConfig:
     precision: Literal["auto", "float32", "bf16"] = "auto"
     """Precision of the encoder; auto is bf16 on a GPU and float32 on a CPU."""
     graph: bool = True
-    """On a GPU, replay the whole step as one CUDA graph; --no-graph is for debugging."""
+    """On a GPU, replay the whole step as a CUDA graph; --no-graph is for debugging."""
     eval_every: int = 10
     """Epochs between evaluations during training; 0 evaluates at the end only."""
     checkpoint_every: int = 200

@@ -1,4 +1,4 @@
-"""One training step: positions in, parameters changed; eager, or replayed as one CUDA graph.
+"""One training step: positions in, parameters changed; eager, or replayed as a CUDA graph.
 
     positions -> images -> two augmented views (+ carried or drawn negatives) -> encoder -> loss
               -> backward -> optimizer
@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -113,7 +114,8 @@ class TrainStep:
             and config.augmentations is None
             and not _couples_samples(encoder)
         )
-        self._graphs: dict[bool, torch.cuda.CUDAGraph] = {}  # by whether survivors are trained
+        # by whether survivors are trained: the graph, and the numbers for `info` it writes
+        self._graphs: dict[bool, tuple[torch.cuda.CUDAGraph, Any]] = {}
 
     def __call__(self, step: int, index: Tensor, batch: Tensor | None = None) -> None:
         """Run step number `step` on the positions `index`, [B]; `batch` their images if at hand."""
@@ -121,7 +123,8 @@ class TrainStep:
         self.index.copy_(index, non_blocking=True)
         survivors = self.trains_survivors(step)
         if self._graphs:
-            self._graphs[survivors].replay()
+            graph, self.loss_fn._info = self._graphs[survivors]
+            graph.replay()
         else:
             self._run(batch, survivors)
 
@@ -132,7 +135,10 @@ class TrainStep:
         return random.Random(f"{self.config.seed}/{step}").random() < 1 / TRAINED_STEPS
 
     def capture(self) -> None:
-        """Record the step as a CUDA graph; parameters and state end as they began."""
+        """Record the step as a CUDA graph (two where carried images are scored first).
+
+        Parameters and state end as they began.
+        """
         kept = {id(tensor): (tensor, tensor.detach().clone()) for tensor in self._state()}
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
@@ -142,9 +148,10 @@ class TrainStep:
         torch.cuda.current_stream().wait_stream(stream)
         graphs = {}
         for survivors in (False, True) if self.score_first else (False,):
-            graphs[survivors] = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graphs[survivors]):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
                 self._run(None, survivors)
+            graphs[survivors] = graph, self.loss_fn._info
         with torch.no_grad():
             for tensor, value in kept.values():
                 tensor.copy_(value)
@@ -158,7 +165,7 @@ class TrainStep:
         modules: tuple[nn.Module, ...] = (self.encoder, self.loss_fn)
         tensors = [t for m in modules for t in (*m.parameters(), *m.buffers())]
         held = [s for state in self.optimizer.state.values() for s in state.values()]
-        return tensors + [t for t in held if isinstance(t, Tensor)]
+        return [*tensors, self.loss, *(t for t in held if isinstance(t, Tensor))]
 
     def _run(self, batch: Tensor | None, survivors: bool) -> None:
         self.optimizer.zero_grad(set_to_none=True)

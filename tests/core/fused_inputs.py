@@ -1,0 +1,66 @@
+"""Inputs a user may pass that kernels read differently from tensors; part of `fused_cases`."""
+
+from __future__ import annotations
+
+import torch
+
+from negchain import DCLLoss, EMC2Loss, InfoNCELoss, SogCLRLoss
+
+
+def _views(size: int = 8) -> torch.Tensor:
+    return torch.randn(3, size, 4, generator=torch.manual_seed(0))
+
+
+def strided_index() -> list[str]:
+    """Every other element of a longer tensor."""
+    z_a, z_b, held = _views()
+    index, found = torch.randperm(64, generator=torch.manual_seed(1))[:16][::2], []
+    for backend in ("torch", "fused"):
+        loss_fn = EMC2Loss(64, 5.0, backend=backend)
+        found.append([loss_fn.carried(index), loss_fn(z_a, z_b, index, carried=held)])
+        found[-1].append(loss_fn.chains.states)
+    equal = [torch.allclose(a, b) for a, b in zip(*found, strict=True)]
+    return [] if all(equal) else [f"ids, value, states equal: {equal}"]
+
+
+def any_integers_as_ids() -> list[str]:
+    """Without num_samples ids are only compared: hashes and negative numbers will do."""
+    z_a, z_b, _ = _views()
+    wrong = []
+    for ids in (
+        torch.arange(8) - 4,
+        torch.arange(8) * 2**40,
+        torch.tensor([5, 5, 1, 2, 3, 4, 6, 7]),
+    ):
+        for kind in (InfoNCELoss, DCLLoss):
+            plain, fast = (kind(5.0, backend=b)(z_a, z_b, ids) for b in ("torch", "fused"))
+            if not torch.allclose(plain, fast, atol=1e-5):
+                wrong.append(f"{kind.__name__} {ids.tolist()}: {float(plain)}, {float(fast)}")
+    return wrong
+
+
+def missing_index() -> list[str]:
+    """A loss that knows its data set needs positions."""
+    z_a, z_b, _ = _views()
+    taken = []
+    for loss_fn in (
+        InfoNCELoss(5.0, num_samples=8, backend="fused"),
+        SogCLRLoss(8, backend="fused"),
+    ):
+        try:
+            loss_fn(z_a, z_b, None)
+            taken.append(type(loss_fn).__name__)
+        except ValueError as error:
+            assert "index" in str(error)
+    return taken
+
+
+def bad_carried() -> list[str]:
+    """A carried embedding that is no number makes the loss none, so that a scaler sees it."""
+    z_a, z_b, held = _views()
+    held[2, 1] = float("nan")
+    loss = EMC2Loss(64, 5.0, backend="fused")(z_a, z_b, torch.arange(8), carried=held)
+    return [] if torch.isnan(loss) else [f"loss {float(loss)}"]
+
+
+INPUTS = (strided_index, any_integers_as_ids, missing_index, bad_carried)
