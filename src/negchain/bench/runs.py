@@ -28,6 +28,7 @@ METHODS: dict[str, dict[str, object]] = {
     "EMC², score": {"method": "emc2", "carried": "score"},
     "EMC², cached": {"method": "emc2", "carried": "cached"},
     "EMC², encode": {"method": "emc2", "carried": "encode"},
+    "EMC², encode, sampled gradient": {"method": "emc2", "carried_gradient": "sampled"},
     "EMC², informed proposals": {"method": "emc2", "proposal": "cache"},
     "EMC² i-SIR, encode": {"method": "isir", "carried": "encode"},
 }
@@ -41,7 +42,10 @@ def setting(settings: Settings) -> str:
             f"ResNet-18 without normalisation, {SIDE} px, recipe simclr-stl10 with blur, bf16, "
             f"Adam, {NUM_IMAGES:,} random pictures"
         )
-    return "small-cnn on scikit-learn's digits, 8 px, recipe digits, float32, Adam"
+    return (
+        "small-cnn without normalisation on scikit-learn's digits, 8 px, recipe digits, float32, "
+        "Adam"
+    )
 
 
 def batch_sizes(settings: Settings) -> tuple[int, ...]:
@@ -54,7 +58,7 @@ def config(settings: Settings, batch: int, method: dict[str, object]) -> TrainCo
     common = {**method, "batch_size": batch, "eval_every": 0, "checkpoint_every": 0}
     if settings.on_gpu:
         return resolve(f"stl10-b{batch}", {**common, "device": "cuda"})
-    return resolve(None, {**common, "data": "digits", "device": "cpu"})
+    return resolve(None, {**common, "data": "digits", "norm": "none", "device": "cpu"})
 
 
 def pictures(settings: Settings) -> DataBundle:

@@ -52,6 +52,8 @@ class TrainConfig:
     """emc2: share of the proposals discarded before visits count (P/R in the paper)."""
     carried: Literal["encode", "cached", "score"] = "encode"
     """emc2, isir: carried negatives are re-encoded (exact), kept as embeddings, or as scores."""
+    carried_gradient: Literal["all", "sampled"] = "all"
+    """emc2, carried encode: train all carried images with weight, or a sample (faster, noisier)."""
     walk: Literal["parallel", "sequential"] = "parallel"
     """emc2: how an image's two views share its chain; sequential is biased to the batch."""
     denominator: Literal["negatives", "all"] = "negatives"
@@ -187,6 +189,7 @@ _ZERO_IS_NONE = ("augmentations", "embedding_dim", "image_size", "subset")
 _BELONGS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "carried": ("method", ("emc2", "isir"), "only chains carry a negative"),
     "proposal": ("method", ("emc2", "isir"), "only chains have proposals"),
+    "carried_gradient": ("method", ("emc2",), "i-SIR gives every carried image weight"),
     "walk": ("method", ("emc2",), "i-SIR and the others have no order to walk in"),
     "burn_in": ("method", ("emc2",), "i-SIR and the others discard no steps"),
     "gamma": ("method", ("sogclr",), "the rate of its moving average"),
@@ -324,6 +327,13 @@ def _refuse_contradictions(config: TrainConfig, given: Mapping[str, object]) -> 
         raise ConfigError(
             f"--method {config.method} has --denominator {built_in} built in and --denominator "
             f"{config.denominator} was given; choose --method {other} for that"
+        )
+    kept = (config.carried, config.augmentations, config.norm == "batch")
+    if config.carried_gradient == "sampled" and kept != ("encode", None, False):
+        raise ConfigError(
+            "--carried-gradient sampled needs --carried encode, --norm none or group and no "
+            f"--augmentations, got --carried {config.carried}, --norm {config.norm} and "
+            f"--augmentations {config.augmentations}; leave it out or change these"
         )
     if "epochs" in given and "steps" in given:
         raise ConfigError("--epochs and --steps both set the length of the run; give one of them")

@@ -27,12 +27,11 @@ from negchain.losses import DCLLoss, EMC2Loss, InfoNCELoss, NegativeCacheLoss, S
 from negchain.losses.base import ContrastiveLoss
 from negchain.losses.table import StaleTable
 from negchain.pool import Draw
-from negchain.train.config import TrainConfig
+from negchain.train.config import ConfigError, TrainConfig
 
 STREAM_AUGMENT = 32
 STREAM_STORED = 33  # which stored augmentations a step uses
 STREAM_SURVIVORS = 34  # which carried images are trained when there are too many
-SCORE_FIRST_FROM = 128  # batch size; below, one forward pass of everything is faster
 SURVIVORS = 8  # one in so many carried images can be trained
 TRAINED_STEPS = 4  # one in so many steps trains them, with so many times the weight
 WARM_UP_STEPS = 3  # before capture: libraries initialise and allocate
@@ -106,14 +105,12 @@ class TrainStep:
         self.step = torch.zeros((), dtype=torch.int64, device=self.device)
         self.index = torch.zeros(config.batch_size, dtype=torch.int64, device=self.device)
         self.loss = torch.zeros((), device=self.device)
-        self.score_first = (
-            isinstance(loss_fn, EMC2Loss)
-            and loss_fn.kernel == "mh"
-            and loss_fn.carried_mode == "encode"
-            and config.batch_size >= SCORE_FIRST_FROM
-            and config.augmentations is None
-            and not _couples_samples(encoder)
-        )
+        self.score_first = config.carried_gradient == "sampled"
+        if self.score_first and _couples_samples(encoder):
+            raise ConfigError(
+                "--carried-gradient sampled needs an encoder without batch norm and dropout, got "
+                f"--encoder {config.encoder}; leave out --carried-gradient"
+            )
         # by whether survivors are trained: the graph, and the numbers for `info` it writes
         self._graphs: dict[bool, tuple[torch.cuda.CUDAGraph, Any]] = {}
 
