@@ -31,7 +31,7 @@ from negchain.losses.batch import Batch, Drawn, Draws, Views, as_ids, check_carr
 from negchain.losses.chains import Carried, ChainTable, stored_slots
 from negchain.losses.emc2_settings import check_call, check_large, check_settings
 from negchain.losses.panels import Call, Visit, in_panels
-from negchain.losses.table import StaleTable
+from negchain.losses.table import StaleTable, propose_from
 from negchain.losses.walk import Kernel, Sampler, WalkOrder, walk_chains
 from negchain.objective import Denominator, Estimate
 from negchain.pool import Draw, Side, write_view_mean
@@ -153,6 +153,7 @@ class EMC2Loss(ContrastiveLoss):
             )
         check_settings(burn_in, partition_rate, augmentations, num_draws, views, proposal)
         check_large(count_every, stream, kernel, walk, proposal)
+        self._num_anchors = num_samples
         self.burn_in = burn_in
         self.kernel: Kernel = kernel
         self.walk: WalkOrder = walk
@@ -231,18 +232,17 @@ class EMC2Loss(ContrastiveLoss):
         """
         if self.proposal != "cache":
             raise ValueError(f"propose needs proposal='cache', got proposal={self.proposal!r}")
-        if z_b is None and self.num_sides == 2:
-            raise ValueError("propose needs z_b= too: both directions are anchors")
-        with torch.autocast(z_a.device.type, enabled=False):
-            other = z_a if z_b is None else z_b
-            _, sides = self._begin(z_a, other, index, key_index, known, use_batch=False, quiet=True)
-            drawn = []
-            for number, (side, table) in enumerate(zip(sides, self.tables, strict=True)):
-                assert isinstance(table, StaleTable)
-                count = self.num_draws or len(index)
-                key = (self.seed, self.step, number)
-                drawn.append(table.informed_draw(side, self._beta(side.queries), count, key))
-        return (drawn[0], drawn[1]) if len(drawn) == 2 else drawn[0]
+        count = self.num_draws or len(index)
+        return propose_from(
+            self,
+            self.tables,
+            z_a,
+            index,
+            z_b,
+            key_index,
+            known,
+            lambda table, *of: table.informed(count, *of),
+        )
 
     @full_precision
     def forward(
@@ -360,16 +360,11 @@ class EMC2Loss(ContrastiveLoss):
     def _views_per_item(self) -> int:
         return 2 if self.views == "shared" and self.symmetric else 1
 
-    @property
-    def _num_samples(self) -> int:
-        assert self.num_samples is not None
-        return self.num_samples
-
     def _slots(
         self, index: Tensor, augmentation: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, ...]:
         """Chains of each view's rows: one per item, or one per (item, augmentation)."""
-        index = index.clamp(0, self._num_samples - 1)  # out of range: refused or reported
+        index = index.clamp(0, self._num_anchors - 1)  # out of range: refused or reported
         if (augmentation is None) != (self.augmentations is None):
             raise ValueError(
                 "augmentation= (which stored augmentation each view is) goes with augmentations=k "
@@ -400,7 +395,7 @@ class EMC2Loss(ContrastiveLoss):
         if self.denominator != "all":
             return None
         table = self.log_partition[number]
-        visits = self.step * len(batch.index) // self._num_samples
+        visits = self.step * len(batch.index) // self._num_anchors
         rate = torch.clamp(1.0 / (1.0 + visits), min=self.partition_rate)
         old = table[side.anchor_ids].to(log_partition.dtype)
         return moving_log_mean(old, log_partition, rate.to(log_partition.dtype))

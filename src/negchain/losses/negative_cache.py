@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from negchain.losses.base import ContrastiveLoss, effective_negatives, full_precision
 from negchain.losses.batch import Drawn, Draws, Views
-from negchain.losses.table import StaleTable
+from negchain.losses.table import StaleTable, propose_from
 from negchain.objective import Denominator, Estimate
 from negchain.pool import Draw
 
@@ -107,20 +107,17 @@ class NegativeCacheLoss(ContrastiveLoss):
         Returns:
             A private `Draw` with ids [N]; for paired views in both directions a pair of them.
         """
-        with torch.autocast(z_a.device.type, enabled=False):
-            other = z_a if z_b is None else z_b
-            _, sides = self._begin(z_a, other, index, key_index, known, use_batch=False, quiet=True)
-            draws_of_sides = []
-            for number, (side, table) in enumerate(zip(sides, self.tables, strict=True)):
-                assert isinstance(table, StaleTable)
-                rows = len(index) if z_b is None else side.num_rows
-                key = (self.seed, self.step, number)
-                draws_of_sides.append(table.winners(side, self._beta(side.queries), rows, key))
-        if len(draws_of_sides) == 2:
-            if z_b is None:
-                raise ValueError("propose needs z_b too: both directions are anchors")
-            return draws_of_sides[0], draws_of_sides[1]
-        return draws_of_sides[0]
+        rows = len(index) if z_b is None else None
+        return propose_from(
+            self,
+            self.tables,
+            z_a,
+            index,
+            z_b,
+            key_index,
+            known,
+            lambda table, *of: table.winners(rows, *of),
+        )
 
     @full_precision
     def forward(

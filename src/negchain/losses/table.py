@@ -11,12 +11,13 @@ Shapes: `M` keys, `N` rows, `D` embedding.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from negchain import draws
-from negchain.losses.base import LazyState
+from negchain.losses.base import ContrastiveLoss, LazyState
 from negchain.losses.batch import as_embedding
 from negchain.pool import Draw, Side, matches, write_rows
 from negchain.weights.cache import draw_from, gumbel_winner, informed_proposal
@@ -65,22 +66,22 @@ class StaleTable(LazyState):
         return logits.masked_fill(matches(ids, side.positive_ids, side.known), -math.inf)
 
     def winners(
-        self, side: Side, beta: float | Tensor, num_rows: int, key: tuple[int, Tensor, int]
+        self, num_rows: int | None, side: Side, beta: float | Tensor, key: tuple[int, Tensor, int]
     ) -> Draw:
-        """One exact draw from the stale softmax for each of the first `num_rows` rows.
+        """One exact draw from the stale softmax for each of the first `num_rows` rows, or for all.
 
         `key` is (seed, step, side number), what the Gumbel noise is a function of.
         """
         seed, step, number = key
         logits = self.logits(side, beta)[:num_rows]
-        rows = torch.arange(num_rows, device=logits.device)
+        rows = torch.arange(len(logits), device=logits.device)
         stream = draws.STREAM_GUMBEL + 16 * number
         noise = draws.gumbel(seed, step, stream, rows, logits.shape[1], logits.dtype)
         winner, log_partition = gumbel_winner(logits, noise)
         return Draw(winner, log_partition=log_partition, private=True)
 
-    def informed_draw(
-        self, side: Side, beta: float | Tensor, count: int, key: tuple[int, Tensor, int]
+    def informed(
+        self, count: int, side: Side, beta: float | Tensor, key: tuple[int, Tensor, int]
     ) -> Draw:
         """`count` draws shared by all rows, half from their stale softmaxes, half uniform."""
         seed, step, number = key
@@ -107,3 +108,26 @@ class StaleTable(LazyState):
         ids = ids.to(self.cursor.device)
         self.write(ids, as_embedding(embeddings.to(self.cursor.device), normalize))
         self.cursor.copy_((self.cursor + len(ids)) % self.embeddings.shape[0])
+
+
+def propose_from(
+    loss_fn: ContrastiveLoss,
+    tables: nn.ModuleList,
+    z_a: Tensor,
+    index: Tensor,
+    z_b: Tensor | None,
+    key_index: Tensor | None,
+    known: Tensor | None,
+    draw: Callable[..., Draw],
+) -> Draw | tuple[Draw, Draw]:
+    """A draw for each side of a batch from its table: `draw(table, side, beta, key)`."""
+    if z_b is None and loss_fn.num_sides == 2:
+        raise ValueError("propose needs z_b= too: both directions are anchors")
+    with torch.autocast(z_a.device.type, enabled=False):
+        other = z_a if z_b is None else z_b
+        _, sides = loss_fn._begin(z_a, other, index, key_index, known, use_batch=False, quiet=True)
+        drawn = []
+        for number, (side, table) in enumerate(zip(sides, tables, strict=True)):
+            key = (loss_fn.seed, loss_fn.step, number)
+            drawn.append(draw(table, side, loss_fn._beta(side.queries), key))
+    return (drawn[0], drawn[1]) if len(drawn) == 2 else drawn[0]
