@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import Tensor
@@ -20,3 +22,16 @@ def pair(rng: torch.Generator) -> tuple[Tensor, Tensor]:
     """Two views of 6 items in 5 dimensions, float64, not normalised."""
     z_a = torch.randn(6, 5, generator=rng, dtype=torch.float64)
     return z_a, z_a + 0.7 * torch.randn(6, 5, generator=rng, dtype=torch.float64)
+
+
+@pytest.fixture
+def no_synchronisation():
+    """Any operation that makes the host wait for the device raises."""
+
+    def switch(on: bool) -> None:
+        with warnings.catch_warnings():  # "a prototype feature"
+            warnings.simplefilter("ignore")
+            torch.cuda.set_sync_debug_mode("error" if on else "default")
+
+    yield switch
+    switch(False)

@@ -17,10 +17,11 @@ Shapes: `N` rows, `K` columns.
 from __future__ import annotations
 
 import functools
-import importlib.util
 
 import torch
 from torch import Tensor
+
+from negchain.backends import prefers_triton
 
 GOLDEN = -1640531527  # 0x9E3779B9 as int32: the odd constant nearest 2^32 / golden ratio
 MIX_A = 0x21F0AAAD
@@ -83,7 +84,7 @@ def bits(seed: int, step: Tensor, stream: int, rows: Tensor, num_columns: int) -
         >>> torch.equal(whole[2:], part)   # a row's draws do not depend on its neighbours
         True
     """
-    if rows.is_cuda and step.is_cuda and _has_triton():
+    if step.is_cuda and prefers_triton(rows):
         from negchain.draws_triton import bits_triton
 
         return bits_triton(seed_key(seed), step, stream, rows, num_columns)
@@ -97,11 +98,6 @@ def _bits_torch(seed: int, step: Tensor, stream: int, rows: Tensor, num_columns:
     row_hash, column_hash = _mix(rows.to(torch.int32) + key), _mix(columns ^ key)
     x = _mix(row_hash[:, None] + column_hash[None, :])
     return (x >> 1) & 0x7FFFFFFF
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 def uniform(

@@ -11,7 +11,6 @@ import json
 import os
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
@@ -201,19 +200,6 @@ class Trainer:
     def restore(self, state: dict[str, torch.Tensor]) -> None:
         for name, value in self.loss_fn.state_dict().items():
             value.copy_(state[name])
-
-
-@pytest.fixture
-def no_synchronisation():
-    """Any operation that makes the host wait for the device raises."""
-
-    def switch(on: bool) -> None:
-        with warnings.catch_warnings():  # "a prototype feature"
-            warnings.simplefilter("ignore")
-            torch.cuda.set_sync_debug_mode("error" if on else "default")
-
-    yield switch
-    switch(False)
 
 
 @on_a_gpu

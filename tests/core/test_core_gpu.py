@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 
 import pytest
 import torch
@@ -42,19 +41,6 @@ def test_draws_are_the_same_on_both_devices() -> None:
     assert torch.equal(draws.bits(3, step, 2, rows, 300), there)
     here = draws.permutation(3, step, 1, 500)
     assert torch.equal(here, draws.permutation(3, step.cuda(), 1, 500).cpu())
-
-
-@pytest.fixture
-def no_synchronisation():
-    """Any operation that makes the host wait for the device raises."""
-
-    def switch(on: bool) -> None:
-        with warnings.catch_warnings():  # "a prototype feature"
-            warnings.simplefilter("ignore")
-            torch.cuda.set_sync_debug_mode("error" if on else "default")
-
-    yield switch
-    torch.cuda.set_sync_debug_mode("default")
 
 
 @every_case

@@ -12,10 +12,8 @@ On a GPU each of the torch operations here is a launch: simclr-stl10 took 0.73 m
 (records/2026-11-15_bench_h200.md), so CUDA tensors take that.
 """
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
@@ -23,6 +21,7 @@ import torch
 from torch import Tensor
 
 from negchain.augment import blur, colour, crop
+from negchain.backends import prefers_triton, triton_error
 
 
 class Params(NamedTuple):
@@ -186,11 +185,11 @@ class Augmentation:
         or TRITON_INTERPRET=1; "auto" is triton for CUDA tensors where it is installed, else torch.
         """
         if backend == "auto":
-            backend = "triton" if images.is_cuda and _triton_error(images) is None else "torch"
+            backend = "triton" if prefers_triton(images) else "torch"
         if backend == "torch":
             return self.apply(images, self.sample(uniforms, images.shape[2], images.shape[3]))
         if backend == "triton":
-            reason = _triton_error(images)
+            reason = triton_error(images)
             if reason is not None:
                 raise ValueError(f"backend='triton' needs {reason}; use backend='torch'")
             from negchain.augment.fused_triton import augment_fused
@@ -211,7 +210,7 @@ class Augmentation:
         >>> augment.from_table(table, index, torch.rand(3, 1), torch.float32).shape
         torch.Size([3, 3, 8, 8])
         """
-        if not table.is_cuda or _triton_error(table) is not None:
+        if not prefers_triton(table):
             return self(table[index], uniforms)
         from negchain.augment.fused_triton import augment_fused
 
@@ -233,15 +232,6 @@ class Augmentation:
         # which a CUDA graph cannot capture
         pairs = zip(pixels.unbind(1), *self.normalize, strict=True)
         return torch.stack([(channel - mean) / std for channel, mean, std in pairs], dim=1)
-
-
-def _triton_error(images: Tensor) -> str | None:
-    """What the fused kernels lack to augment `images`, or None."""
-    if find_spec("triton") is None:
-        return "the package triton"
-    if not images.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
-        return f"a CUDA tensor or TRITON_INTERPRET=1, got a tensor on {images.device}"
-    return None
 
 
 def check_images(images: Tensor) -> None:

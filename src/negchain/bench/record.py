@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import itertools
 import json
 import os
@@ -19,6 +18,7 @@ import torch
 from negchain.bench.table import Row, Spread, Table
 from negchain.train.checkpoint import replacing
 from negchain.train.config import ConfigError
+from negchain.train.run_folder import versions
 
 FORMAT = 1
 PACKAGES = ("negchain", "torch", "torchvision", "triton", "numpy")
@@ -95,15 +95,10 @@ def _cpu_name() -> str:
 
 
 def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    found = versions(PACKAGES)
     if torch.version.cuda is not None:
-        versions["cuda"] = torch.version.cuda
-    return versions
+        found["cuda"] = torch.version.cuda
+    return found
 
 
 def _commit() -> str:

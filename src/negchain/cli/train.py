@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import platform
 import subprocess
@@ -22,7 +21,7 @@ from negchain.train.config import ConfigError, TrainConfig, resolve, resume
 from negchain.train.export import load_run_config
 from negchain.train.presets import PRESET_HELP
 from negchain.train.progress import Progress
-from negchain.train.run_folder import RunFolder, default_out, is_run
+from negchain.train.run_folder import RunFolder, default_out, is_run, versions
 
 HELP = """Train an encoder and write its run folder: config, metrics, checkpoints, report.
 
@@ -112,12 +111,6 @@ def folder_for(config: TrainConfig) -> Path:
 
 def record(config: TrainConfig, data: DataBundle) -> dict[str, Any]:
     """config.json: what was asked for, and what it ran on."""
-    versions = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     hardware = f"{platform.machine()} CPU"
     if trainer.choose_device(config).type == "cuda":
         hardware = torch.cuda.get_device_name()
@@ -132,7 +125,7 @@ def record(config: TrainConfig, data: DataBundle) -> dict[str, Any]:
     }
     return {
         **asdict(config),
-        "versions": versions,
+        "versions": versions(PACKAGES),
         "hardware": hardware,
         "commit": _commit(),
         "data_info": sizes,

@@ -13,15 +13,14 @@ Metropolis-Hastings comparison within rounding of a tie may fall the other way.
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from negchain.losses.batch import as_ids, per_side
+from negchain.backends import prefers_triton, triton_error
+from negchain.losses.batch import as_ids, check_carried_shape, check_shapes, per_side
 
 if TYPE_CHECKING:
     from negchain.fused.plan import Numbers
@@ -52,8 +51,7 @@ def can_run(backend: str, like: Tensor) -> bool:
     """Whether kernels can run on such a tensor, and may."""
     if backend not in ("auto", "fused") or (like.is_floating_point() and like.dtype not in DTYPES):
         return False
-    interpreted = backend == "fused" and os.environ.get("TRITON_INTERPRET") == "1"
-    return (like.is_cuda or interpreted) and importlib.util.find_spec("triton") is not None
+    return prefers_triton(like) if backend == "auto" else triton_error(like) is None
 
 
 def applies_in_batch(backend: str, like: Tensor) -> bool:
@@ -144,27 +142,15 @@ def _both_sides(
 ) -> tuple[Tensor, Numbers]:
     from negchain.fused import function, plan
 
-    if z_a.dim() != 2 or z_a.shape != z_b.shape:
-        raise ValueError(
-            "z_a and z_b must be embeddings of one shape [B, D], "
-            f"got {tuple(z_a.shape)} and {tuple(z_b.shape)}"
-        )
-    if not z_a.is_floating_point():
-        raise ValueError(f"embeddings must be floating point, got {z_a.dtype}")
-    if (key_index is None) != (loss_fn.num_keys is None):
-        raise ValueError("key_index= goes with num_keys= at construction; pass both or neither")
+    check_shapes(z_a, z_b, key_index, loss_fn.num_keys)
     chains: ChainTable | None = getattr(loss_fn, "chains", None)
-    if chains is not None and chains.keep == "cached" and chains.keys.shape[2] != z_a.shape[1]:
-        raise ValueError(
-            f"the chains hold embeddings of dimension {chains.keys.shape[2]}, got {z_a.shape[1]}"
-        )
+    if chains is not None and chains.keep == "cached":
+        chains.check_width(z_a.shape[1])
     own = index if key_index is None else as_ids("key_index", key_index, len(z_a), z_a.device)
     shared, unknown = loss_fn.views == "shared", 2**31 - 1
     results = []
     for side, held in enumerate(per_side("carried", carried, loss_fn.num_sides)):
-        if held is not None and (not isinstance(held, Tensor) or held.shape != z_a.shape):
-            shape = tuple(held.shape) if isinstance(held, Tensor) else type(held).__name__
-            raise ValueError(f"carried must be [B, D] = {tuple(z_a.shape)}, got {shape}")
+        held = None if held is None else check_carried_shape(held, z_a)
         one = plan.Plan(
             index=index,
             own=own if side == 0 else index,

@@ -11,10 +11,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from negchain import draws
 from negchain.fused.layout_triton import heads
 from negchain.fused.objective_triton import log_add_exp
 
-STREAM_VIEW = tl.constexpr(6)  # as in negchain.draws
+STREAM_VIEW = tl.constexpr(draws.STREAM_VIEW)
 
 
 @triton.jit

@@ -55,7 +55,7 @@ class _Loss(torch.autograd.Function):
         step = plan.step.clone() if plan.training else plan.step  # the caller counts it on
         walked = walk(a, b, carried, beta, step, plan)
         report.update(walked.report(plan))
-        ctx.plan, ctx.walked, ctx.has_carried = plan, walked, carried is not None
+        ctx.plan, ctx.walked = plan, walked
         ctx.save_for_backward(a, b, carried, beta, step)
         return walked.stats[0].mean()
 

@@ -17,11 +17,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from negchain import draws
 from negchain import draws_triton as hashed
 
-STREAM_ORDER = tl.constexpr(1)  # as in negchain.draws
-STREAM_INIT = tl.constexpr(4)
-STREAM_COPY = tl.constexpr(7)
+STREAM_ORDER = tl.constexpr(draws.STREAM_ORDER)
+STREAM_INIT = tl.constexpr(draws.STREAM_INIT)
+STREAM_COPY = tl.constexpr(draws.STREAM_COPY)
 
 
 @triton.jit

@@ -59,3 +59,55 @@ def row_objective(
         pull *= 1 / (1 + tl.exp(logit - running))
     # A positive that is not a number makes the value NaN, which a gradient scaler looks for.
     return tl.where(has_negatives, value, 0.0) + positive * 0, pull, running
+
+
+@triton.jit
+def earlier_partition(log_partition_ptr, chain, step, num_items, num_samples, least_rate):
+    """The running log partition before this visit, and the rate at which it follows the new one."""
+    visits = step * num_items // num_samples
+    rate = tl.maximum(1 / (1 + visits.to(tl.float32)), least_rate)
+    return tl.load(log_partition_ptr + chain), rate
+
+
+@triton.jit
+def store_row(
+    row,
+    num_rows,
+    value,
+    pull,
+    scale,  # beta / N times pull
+    running,
+    positive,
+    start,
+    start_weight,
+    mass,  # of the columns, and the sum of their squared weights
+    squares,
+    drive,  # sum of weight times similarity over the columns
+    moves,
+    steps,
+    start_similarity_ptr,
+    pull_ptr,
+    carried_weight_ptr,
+    running_ptr,
+    stats_ptr,
+    TRAINED: tl.constexpr,
+):
+    """What a row of an EMC² walk leaves behind, the carried state joined to its columns."""
+    # A chain that had nowhere to go may still sit on an excluded state: that has no weight.
+    start_weight = tl.where(start > float("-inf"), start_weight, 0.0)
+    carried = start_weight if TRAINED else start_weight * 0
+    drive = drive - positive
+    if TRAINED:
+        drive += tl.where(carried > 0, carried * tl.load(start_similarity_ptr + row), 0.0)
+    mass = mass + carried
+    squares = squares + carried * carried
+    tl.store(pull_ptr + row, scale)
+    tl.store(carried_weight_ptr + row, carried * scale)
+    tl.store(running_ptr + row, running)
+    tl.store(stats_ptr + row, value)
+    tl.store(stats_ptr + num_rows + row, moves.to(tl.float32))
+    tl.store(stats_ptr + 2 * num_rows + row, steps * 1.0)
+    tl.store(stats_ptr + 3 * num_rows + row, start_weight)
+    tl.store(stats_ptr + 4 * num_rows + row, carried)
+    tl.store(stats_ptr + 5 * num_rows + row, mass * mass / tl.maximum(squares, 1e-37))
+    tl.store(stats_ptr + 6 * num_rows + row, drive * pull)

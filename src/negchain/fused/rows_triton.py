@@ -13,16 +13,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from negchain import draws
 from negchain import draws_triton as hashed
 from negchain.fused.objective_triton import (
+    earlier_partition,
     log_add_exp,
     log_sum_exp,
     masked_logits,
     row_objective,
+    store_row,
 )
 
-STREAM_ACCEPT = tl.constexpr(2)  # as in negchain.draws
-STREAM_GUMBEL = tl.constexpr(3)
+STREAM_ACCEPT = tl.constexpr(draws.STREAM_ACCEPT)
+STREAM_GUMBEL = tl.constexpr(draws.STREAM_GUMBEL)
 
 
 @triton.jit
@@ -90,9 +93,9 @@ def rows_kernel(
     index = tl.minimum(tl.maximum(tl.load(index_ptr + item), 0), num_samples - 1)
     old, rate = 0.0, 0.0
     if ALL:
-        old = tl.load(log_partition_ptr + index)
-        visits = step * num_items // num_samples
-        rate = tl.maximum(1 / (1 + visits.to(tl.float32)), partition_rate)
+        old, rate = earlier_partition(
+            log_partition_ptr, index, step, num_items, num_samples, partition_rate
+        )
     positive = tl.load(positive_ptr + item)
     value, pull, running = row_objective(
         log_sum, count, positive, beta, log_negatives, old, rate, ALL
@@ -163,23 +166,27 @@ def rows_kernel(
         squares = tl.sum(share * share, 0) + moved_final * moved_final
         drive = tl.sum(tl.where(share > 0, share * level, 0.0), 0)
         drive += tl.where(moved_final > 0, moved_final * last_logit, 0.0)
-    # A chain that had nowhere to go may still sit on an excluded state: that has no weight.
-    start_weight = tl.where(start > float("-inf"), start_weight, 0.0)
-    carried = start_weight if TRAINED else start_weight * 0
-    drive = drive / beta - positive
-    if TRAINED:
-        drive += tl.where(carried > 0, carried * tl.load(start_similarity_ptr + row), 0.0)
-    mass += carried
-    squares += carried * carried
-    tl.store(pull_ptr + row, scale)
-    tl.store(carried_weight_ptr + row, carried * scale)
-    tl.store(running_ptr + row, running)
     tl.store(last_ptr + row, last)
     tl.store(last_logit_ptr + row, last_logit)
-    tl.store(stats_ptr + row, value)
-    tl.store(stats_ptr + num_rows + row, accepts.to(tl.float32))
-    tl.store(stats_ptr + 2 * num_rows + row, num_steps.to(tl.float32))
-    tl.store(stats_ptr + 3 * num_rows + row, start_weight)
-    tl.store(stats_ptr + 4 * num_rows + row, carried)
-    tl.store(stats_ptr + 5 * num_rows + row, mass * mass / tl.maximum(squares, 1e-37))
-    tl.store(stats_ptr + 6 * num_rows + row, drive * pull)
+    store_row(
+        row,
+        num_rows,
+        value,
+        pull,
+        scale,
+        running,
+        positive,
+        start,
+        start_weight,
+        mass,
+        squares,
+        drive / beta,
+        accepts,
+        num_steps,
+        start_similarity_ptr,
+        pull_ptr,
+        carried_weight_ptr,
+        running_ptr,
+        stats_ptr,
+        TRAINED,
+    )

@@ -9,7 +9,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from negchain.fused.objective_triton import log_add_exp, row_objective
+from negchain.fused.objective_triton import (
+    earlier_partition,
+    log_add_exp,
+    row_objective,
+    store_row,
+)
 
 
 @triton.jit
@@ -73,9 +78,9 @@ def tile_rows_kernel(
     old, rate = 0.0, 0.0
     if ALL:
         index = tl.minimum(tl.maximum(tl.load(index_ptr + item), 0), num_samples - 1)
-        old = tl.load(log_partition_ptr + index)
-        visits = step * num_items // num_samples
-        rate = tl.maximum(1 / (1 + visits.to(tl.float32)), partition_rate)
+        old, rate = earlier_partition(
+            log_partition_ptr, index, step, num_items, num_samples, partition_rate
+        )
     value, pull, running = row_objective(
         log_sum, count, positive, beta, log_negatives, old, rate, ALL
     )
@@ -108,24 +113,29 @@ def tile_rows_kernel(
         mass, squares = tl.sum(share, 0), tl.sum(share * share, 0)
         # only a learned beta asks for it, and then nothing is split
         drive = tl.load(drive_ptr + row) / (num_counted * beta)
-    start_weight = tl.where(start > float("-inf"), start_weight, 0.0)
-    carried = start_weight if TRAINED else start_weight * 0
-    drive -= positive
-    if TRAINED:
-        drive += tl.where(carried > 0, carried * tl.load(start_similarity_ptr + row), 0.0)
-    mass += carried
-    squares += carried * carried
-    tl.store(pull_ptr + row, scale)
     tl.store(joint_ptr + row, joint)
-    tl.store(carried_weight_ptr + row, carried * scale)
-    tl.store(running_ptr + row, running)
-    tl.store(stats_ptr + row, value)
-    tl.store(stats_ptr + num_rows + row, moves.to(tl.float32))
-    tl.store(stats_ptr + 2 * num_rows + row, num_tiles * 1.0)
-    tl.store(stats_ptr + 3 * num_rows + row, start_weight)
-    tl.store(stats_ptr + 4 * num_rows + row, carried)
-    tl.store(stats_ptr + 5 * num_rows + row, mass * mass / tl.maximum(squares, 1e-37))
-    tl.store(stats_ptr + 6 * num_rows + row, drive * pull)
+    store_row(
+        row,
+        num_rows,
+        value,
+        pull,
+        scale,
+        running,
+        positive,
+        start,
+        start_weight,
+        mass,
+        squares,
+        drive,
+        moves,
+        num_tiles,
+        start_similarity_ptr,
+        pull_ptr,
+        carried_weight_ptr,
+        running_ptr,
+        stats_ptr,
+        TRAINED,
+    )
 
 
 @triton.jit

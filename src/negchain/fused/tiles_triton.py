@@ -27,6 +27,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from negchain import draws
 from negchain import draws_triton as hashed
 
 TILE = 128  # columns of a tile
@@ -34,8 +35,8 @@ ROWS = 64  # rows of a program
 DEPTH = 64  # of the embedding per product
 NUM_WARPS, NUM_STAGES = 4, 4  # records/2026-11-15_profiles_h200.md
 
-STREAM_ACCEPT = tl.constexpr(2)  # as in negchain.draws
-STREAM_GUMBEL = tl.constexpr(3)
+STREAM_ACCEPT = tl.constexpr(draws.STREAM_ACCEPT)
+STREAM_GUMBEL = tl.constexpr(draws.STREAM_GUMBEL)
 
 
 @triton.jit

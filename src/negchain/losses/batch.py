@@ -48,18 +48,7 @@ def check_batch(
     normalize: bool,
 ) -> Batch:
     """Refuse what is wrong, convert what is right; see the module's header."""
-    if z_a.dim() != 2 or z_a.shape != z_b.shape:
-        raise ValueError(
-            "z_a and z_b must be embeddings of one shape [B, D], "
-            f"got {tuple(z_a.shape)} and {tuple(z_b.shape)}"
-        )
-    if not z_a.is_floating_point():
-        raise ValueError(f"embeddings must be floating point, got {z_a.dtype}")
-    if (key_index is None) != (num_keys is None):
-        raise ValueError(
-            "key_index= (positions of z_b among the keys) goes with num_keys= at construction; got "
-            f"key_index {'missing' if key_index is None else 'given'} and num_keys={num_keys}"
-        )
+    check_shapes(z_a, z_b, key_index, num_keys)
     z_a, z_b = as_embedding(z_a, normalize), as_embedding(z_b, normalize)
     batch_size, device = z_a.shape[0], z_a.device
     if index is None:
@@ -94,6 +83,22 @@ def check_batch(
         valid=in_range & finite,
         faults=torch.stack([(~finite).sum(), (~in_range).sum()]),
     )
+
+
+def check_shapes(z_a: Tensor, z_b: Tensor, key_index: Tensor | None, num_keys: int | None) -> None:
+    """Refuse what is wrong whatever the values are."""
+    if z_a.dim() != 2 or z_a.shape != z_b.shape:
+        raise ValueError(
+            "z_a and z_b must be embeddings of one shape [B, D], "
+            f"got {tuple(z_a.shape)} and {tuple(z_b.shape)}"
+        )
+    if not z_a.is_floating_point():
+        raise ValueError(f"embeddings must be floating point, got {z_a.dtype}")
+    if (key_index is None) != (num_keys is None):
+        raise ValueError(
+            "key_index= (positions of z_b among the keys) goes with num_keys= at construction; got "
+            f"key_index {'missing' if key_index is None else 'given'} and num_keys={num_keys}"
+        )
 
 
 def lay_out(
@@ -213,14 +218,19 @@ def check_carried(carried: object, batch: Batch, parts: int, normalize: bool) ->
     """Embeddings of carried states, [B, D] each, checked as the batch was; one or two of them."""
     ready = []
     for z in per_side("carried", carried, parts):
-        if not isinstance(z, Tensor) or z.shape != batch.z_a.shape:
-            shape = tuple(z.shape) if isinstance(z, Tensor) else type(z).__name__
-            raise ValueError(f"carried must be [B, D] = {tuple(batch.z_a.shape)}, got {shape}")
-        z = as_embedding(z, normalize).to(batch.z_a.dtype)
+        z = as_embedding(check_carried_shape(z, batch.z_a), normalize).to(batch.z_a.dtype)
         if z.device.type == "cpu" and not bool(torch.isfinite(z).all()):
             raise ValueError("carried embeddings must be finite, got NaN or inf")
         ready.append(z)
     return ready
+
+
+def check_carried_shape(carried: object, like: Tensor) -> Tensor:
+    """The embeddings of carried states, if they have the batch's shape."""
+    if not isinstance(carried, Tensor) or carried.shape != like.shape:
+        shape = tuple(carried.shape) if isinstance(carried, Tensor) else type(carried).__name__
+        raise ValueError(f"carried must be [B, D] = {tuple(like.shape)}, got {shape}")
+    return carried
 
 
 def _refuse(ids: Tensor, ok: Tensor, name: str, size: int | None) -> None:

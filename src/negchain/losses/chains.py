@@ -135,9 +135,14 @@ class ChainTable(LazyState):
         width = self.keys.shape[2]
         if width == 0:
             return self.keys.new_full((len(slots), dim), math.nan)
+        self.check_width(dim)
+        return self.keys[side][slots]
+
+    def check_width(self, dim: int) -> None:
+        """Refuse embeddings of another dimension than the cached ones."""
+        width = self.keys.shape[2]
         if width != dim:
             raise ValueError(f"the chains hold embeddings of dimension {width}, got {dim}")
-        return self.keys[side][slots]
 
     def correction(self, side: int, slots: Tensor) -> Tensor | None:
         """log(q m_neg) of the carried states; None while every proposal was uniform."""

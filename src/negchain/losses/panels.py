@@ -118,17 +118,13 @@ def _tensors(call: Call, beta: float | Tensor) -> dict[str, Tensor]:
 
 def _detached(visit: Visit) -> Visit:
     """The panel without its graph and its rows."""
-    arrivals = [
-        (side, chain, arrival._replace(similarity=arrival.similarity.detach()))
-        for side, chain, arrival in visit.arrivals
-    ]
     return Visit(
         batch=visit.batch,
         sides=[],
         encoded=[],
         total=[value.detach() for value in visit.total],
         report=visit.report,
-        arrivals=arrivals,
+        arrivals=visit.arrivals,
         runnings=visit.runnings,
     )
 

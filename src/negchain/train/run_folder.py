@@ -14,10 +14,12 @@ to the step from which the run continues, so a resumed run's metrics equal an un
 
 import contextlib
 import fcntl
+import importlib.metadata
 import itertools
 import json
 import math
 import os
+import platform
 import re
 from collections.abc import Mapping
 from datetime import datetime
@@ -249,3 +251,12 @@ def _locked(path: Path) -> BinaryIO:
     lock.write(f"{os.getpid()}\n".encode())
     lock.flush()
     return lock
+
+
+def versions(packages: tuple[str, ...]) -> dict[str, str]:
+    """Python's version, and those of the packages that are installed, for a record."""
+    found = {"python": platform.python_version()}
+    for name in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found

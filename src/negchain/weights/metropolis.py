@@ -23,6 +23,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from negchain.backends import prefers_triton, triton_error
+
 Backend = Literal["auto", "reference", "torch", "triton"]
 
 
@@ -80,7 +82,7 @@ def mh_scan(
     """
     _check(logits, start_logit, log_u, burn_in, count_every)
     if backend == "auto":
-        backend = "triton" if logits.is_cuda and _triton_error() is None else "torch"
+        backend = "triton" if prefers_triton(logits) else "torch"
     if backend == "reference":
         return scan_reference(logits, start_logit, log_u, burn_in, count_every)
     if backend == "torch":
@@ -88,9 +90,9 @@ def mh_scan(
 
         return scan_torch(logits, start_logit, log_u, burn_in, count_every)
     if backend == "triton":
-        reason = _triton_error()
+        reason = triton_error(logits)
         if reason is not None:
-            raise ValueError(f"backend='triton' needs Triton: {reason}; use backend='torch'")
+            raise ValueError(f"backend='triton' needs {reason}; use backend='torch'")
         from negchain.weights.scan_triton import scan_triton
 
         return scan_triton(logits, start_logit, log_u, burn_in, count_every)
@@ -146,15 +148,6 @@ def counted_columns(num_columns: int, burn_in: int | Tensor, count_every: int) -
         min(begin + count_every, num_columns) - 1 for begin in range(0, num_columns, count_every)
     ]
     return [column for column in ends if column >= burn_in]
-
-
-def _triton_error() -> str | None:
-    """Why Triton cannot be used, or None."""
-    try:
-        import triton  # noqa: F401
-    except ImportError as error:
-        return str(error)
-    return None
 
 
 def _check(
