@@ -35,8 +35,8 @@ L2_GRID = tuple(10.0**e for e in range(1, -6, -1))
 HELD_OUT = 0.2  # share of each class's training rows that choose the strength
 
 FEW_NUMBERS = 10_000_000
-"""Training matrices up to this size are fitted with one BLAS thread: `linear_probe` on 4,000 x 512
-took 3.0 s so, and 12.8 s with both cores of an idle machine (3 runs each, interleaved)."""
+"""Training matrices up to this size are fitted with one BLAS thread: more only wait for each
+other on products this small."""
 
 
 class ImageSource(Protocol):
@@ -214,9 +214,7 @@ def linear_probe(
 
     Features are standardised by the training rows. The strength with the best accuracy on a
     stratified fifth of the training rows (drawn by `seed`; the stronger of equals) is refitted on
-    all of them. scikit-learn on the CPU, each fit started from the last: 3.0 s for 4,000 x 512. On
-    one core torch's LBFGS with a hand-written gradient was slower (2.3 to 3.8 s a grid, against
-    1.7 to 2.0 s); on a GPU it has not been measured.
+    all of them. scikit-learn on the CPU, each fit started from the last.
 
     Example:
         >>> x = torch.arange(20.0)[:, None]

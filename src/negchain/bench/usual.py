@@ -2,8 +2,8 @@
 
 A DataLoader whose workers augment one image at a time with torchvision's v2 transforms, and an
 eager step in bf16 on channels-last tensors: what a careful user of PyTorch writes. Where there was
-a choice, the faster was taken: crops on bytes, the rest in float32 (of six orders, PIL included,
-the fastest on one CPU core: 1.4 to 1.6 ms an image), workers that stay, pinned memory, fused Adam.
+a choice, the faster was taken: crops on bytes, the rest in float32 (the fastest of six orders, PIL
+included, on one CPU core), workers that stay, pinned memory, fused Adam.
 """
 
 from __future__ import annotations

@@ -7,8 +7,7 @@ the pixels that the crop throws away (a 1 x 100,000 banner costs no more than it
 Colour profiles are ignored, and of an animation the first frame is read.
 
 Files are decoded by a pool of threads: PIL lets go of the interpreter lock while it decodes and
-resamples. On two (loaded) cores threads were mostly the faster: 3,600-3,800 against 2,900 JPEGs/s
-at 96 px, 75 against 69 photos/s at 12 MP (processes must send the pixels back).
+resamples, and processes would have to send the pixels back.
 """
 
 import os
@@ -77,8 +76,8 @@ def read_image(path: str, side: int) -> npt.NDArray[np.uint8]:  # -> [3,side,sid
 
     Bilinear with antialiasing, as `torchvision.transforms.Resize`. A JPEG at least four times too
     large is decoded by libjpeg at 1/2, 1/4 or 1/8 of its size, never below twice `side`, and
-    resampled from there: 12-megapixel photos decode 4.4 times faster, and a smooth one differs
-    by less than one grey level on average.
+    resampled from there: large photos decode several times faster, and a smooth one differs by
+    less than one grey level on average.
 
     >>> import os, tempfile
     >>> from PIL import Image

@@ -246,8 +246,8 @@ def prepare(config: TrainConfig, data: DataBundle, open_folder: Callable[[], Run
     """
     device = choose_device(config)
     if device.type == "cpu" and config.encoder == "small-cnn":
-        # Its tensors are too small to share. Digits on 2 cores, seen once: a second thread gains
-        # a little when nothing else runs, and loses much (42, not 828 images/s) when others do.
+        # Its tensors are too small to share: a second thread mostly waits, most of all when other
+        # processes want the core.
         torch.set_num_threads(1)
     torch.manual_seed(config.seed)
     order = DataOrder(len(data.pretrain), config.batch_size, config.seed)
