@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import negchain
-from negchain.augment import RECIPES, Augmentation, Params, augmentation
+from negchain.augment import RECIPES, Augmentation, Draws, Params, augmentation
 
 STRONG = (0.8, 0.8, 0.8, 0.2)
 NORMALIZE = ((0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
@@ -70,7 +70,7 @@ def fused_sample(augment: Augmentation, uniforms: Tensor, height: int, width: in
     """The kernel's rows of numbers as `Augmentation.sample` returns them."""
     from negchain.augment import fused_params_triton as fields
 
-    rows = fields.fused_params(augment, uniforms, height, width)
+    rows = fields.fused_params(augment, uniforms, len(uniforms), height, width)
     neutral = augment.sample(uniforms, height, width)
     order, gains = neutral.order, neutral.factors  # without jitter the kernel writes neither
     if augment.jitter is not None:
@@ -158,6 +158,50 @@ def interpreted_params(height: int, width: int) -> None:
     torch.testing.assert_close(actual.sigma, expected.sigma, rtol=0, atol=1e-6)
 
 
+def hashed_equals_read(augment: Augmentation, hashed: Draws, read: Draws, count: int) -> bool:
+    """Whether the kernel's rows are the same bits: draws hashed in it, or read from a tensor."""
+    from negchain.augment import fused_params_triton as fields
+
+    uniforms = read.uniforms(count, augment.num_uniforms)
+    rows = [fields.fused_params(augment, drawn, count, 40, 60) for drawn in (hashed, uniforms)]
+    if augment.jitter is None:  # then these are not written
+        for some in rows:
+            some[:, fields.PLACES.value : fields.POSITION.value] = 0
+    return rows[0].view(torch.int32).equal(rows[1].view(torch.int32))
+
+
+@pytest.mark.parametrize(
+    "seed, step, first_row", [(0, 0, 0), (16, 7, 1), (-3, 2**33 + 5, 96), (2**40 + 1, 100, 17)]
+)
+def interpreted_draws_in_the_kernel(seed: int, step: int, first_row: int) -> None:
+    drawn = Draws(seed, torch.tensor(step), 32, first_row)
+    assert hashed_equals_read(ALL, drawn, drawn, 3)
+    saboteurs = [
+        replace(drawn, first_row=first_row + 1),
+        replace(drawn, step=torch.tensor(step + 1)),
+        replace(drawn, stream=33),
+        replace(drawn, seed=seed + 1),
+    ]
+    assert not any(hashed_equals_read(ALL, other, drawn, 1) for other in saboteurs)
+
+
+@pytest.mark.parametrize("name", ALONE)
+def interpreted_draws_of_each_operation(name: str) -> None:
+    """The columns that an operation's draws have depend on which operations there are."""
+    drawn = Draws(3, torch.tensor(11), 32, 5)
+    assert hashed_equals_read(ALONE[name], drawn, drawn, 2)
+
+
+def interpreted_pixels_from_draws() -> None:
+    images, drawn = batch(5, 3, 17, 23), Draws(1, torch.tensor(4), 32, first_row=3)
+    uniforms = drawn.uniforms(5, ALL.num_uniforms)
+    actual = ALL(images, drawn, backend="triton")
+    assert actual.equal(ALL(images, uniforms, backend="triton"))
+    expected = ALL(images, drawn, backend="torch")
+    assert expected.equal(ALL(images, uniforms, backend="torch"))
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -184,6 +228,21 @@ def interpreted_index_gathers() -> None:
     actual = augment_fused(ALL, table, uniforms, index=index)
     assert actual.equal(augment_fused(ALL, table[index], uniforms))
     torch.testing.assert_close(actual, ALL(table[index], uniforms), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 3])
+def interpreted_index_in_parts(num_parts: int) -> None:
+    from negchain.augment.fused_triton import augment_fused
+
+    augment = Augmentation(size=12, crop_scale=(0.5, 1.0), flip=True)
+    table, drawn = batch(7, 3, 17, 23), Draws(0, torch.tensor(1), 32)
+    views, carried = torch.tensor([6, 0]), torch.tensor([3, 5])
+    parts = (views, views, carried)[:num_parts]
+    actual = augment_fused(augment, table, drawn, index=parts)
+    assert actual.equal(augment_fused(augment, table, drawn, index=torch.cat(parts)))
+    other = (views, carried, views)[:num_parts]  # saboteur: the parts in another order
+    same = actual.equal(augment_fused(augment, table, drawn, index=other))
+    assert same == (num_parts == 1)
 
 
 def interpreted_inputs_are_kept_and_results_repeat() -> None:
@@ -228,6 +287,14 @@ def test_under_the_interpreter() -> None:
 def test_auto_is_torch_on_a_cpu() -> None:
     images, uniforms = batch(3, 3, 17, 23), draws(ALL, 3)
     assert ALL(images, uniforms).equal(ALL(images, uniforms, backend="torch"))
+
+
+def test_from_table_takes_draws_and_parts() -> None:
+    table, index = batch(7, 3, 17, 23), torch.tensor([6, 0, 3])
+    drawn = Draws(0, torch.tensor(1), 32, first_row=2)
+    actual = ALL.from_table(table, (index, index), drawn, torch.float32)
+    uniforms = drawn.uniforms(6, ALL.num_uniforms)
+    assert actual.equal(ALL(table[torch.cat([index, index])], uniforms))
 
 
 def test_no_silent_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,3 +365,42 @@ def test_gpu_graph_replays_bf16_channels_last_of_a_table() -> None:
     assert (~alike).sum() <= 1
     expected = augment(table[index], uniforms, backend="torch")
     torch.testing.assert_close(pixels.float()[alike], expected[alike], rtol=0, atol=2**-8)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("first_row", [0, 96])
+def test_gpu_draws_in_the_kernel(first_row: int) -> None:
+    augment = augmentation("simclr-stl10", size=96)
+    for seed, step in itertools.product([0, 16, 2**40 + 1], [0, 7, 2**33 + 5]):
+        drawn = Draws(seed, torch.tensor(step).cuda(), 32, first_row)
+        assert hashed_equals_read(augment, drawn, drawn, 96)
+        wrong = replace(drawn, first_row=first_row + 1)
+        assert not hashed_equals_read(augment, wrong, drawn, 96)
+
+
+@pytest.mark.gpu
+def test_gpu_graph_reads_the_step_at_replay() -> None:
+    """The blur reads what other threads of its program wrote: many repeats, equal bits."""
+    augment = augmentation("simclr-stl10", size=96)
+    table, step = batch(50, 3, 96, 96).cuda(), torch.tensor(0).cuda()
+    views, carried = torch.arange(32).cuda(), torch.arange(18, 50).cuda()
+    drawn = Draws(0, step, 32)
+
+    def run() -> Tensor:
+        return augment.from_table(table, (views, views, carried), drawn, torch.bfloat16)
+
+    run()  # kernels are compiled outside the capture
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        pixels = run()
+    for number in range(20):
+        step.fill_(number)
+        graph.replay()
+        uniforms = drawn.uniforms(96, augment.num_uniforms)
+        whole = torch.cat([views, views, carried])
+        assert pixels.equal(augment.from_table(table, whole, uniforms, torch.bfloat16))
+        boxes = fused_sample(augment, uniforms, 96, 96)
+        alike = same_boxes(boxes, augment.sample(uniforms, 96, 96))
+        expected = augment(table[whole], uniforms, backend="torch")
+        torch.testing.assert_close(pixels.float()[alike], expected[alike], rtol=0, atol=2**-8)

@@ -3,10 +3,11 @@
     augment = augmentation("simclr-stl10", size=96)
     pixels = augment(images, uniforms)       # uint8 [N,C,H,W], [N,num_uniforms] -> float32
 
+`Draws` name a step's uniforms instead of holding them.
 `augment.plain(images)` is the evaluation view and `finite_views` stores k augmentations per image.
 """
 
-from negchain.augment.pipeline import Augmentation, Params, finite_views
+from negchain.augment.pipeline import Augmentation, Draws, Params, finite_views
 from negchain.augment.recipes import RECIPES, augmentation
 
-__all__ = ["RECIPES", "Augmentation", "Params", "augmentation", "finite_views"]
+__all__ = ["RECIPES", "Augmentation", "Draws", "Params", "augmentation", "finite_views"]

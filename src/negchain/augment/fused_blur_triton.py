@@ -1,9 +1,10 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
-"""`blur.blur`, clamp and normalisation in Triton: two passes, one per axis.
+"""`blur.blur` along one axis in Triton, and the last pass: blur along y, clamp, normalise.
 
-A program works on a block of pixels of one image, so their kernel is the same and ends where this
-image's Gaussian does, and the place of a neighbour is found once for all channels. The second pass
-writes the type and memory format asked for.
+A program works on a block of pixels of one image, so their kernel is the same, and the place of a
+neighbour is found once for all channels. Four taps are unrolled: their loads are on their way
+together, and a program's registers still leave room for all of a small batch's programs at once.
+The last pass writes the type and memory format asked for.
 """
 
 from __future__ import annotations
@@ -27,17 +28,62 @@ def unit(x):
 
 
 @triton.jit
-def _finished(blurred, total, mean, std, FINISH: tl.constexpr, NORMALIZE: tl.constexpr):
-    value = blurred * (1.0 / total)
-    if FINISH:
-        value = unit(value)
+def store(ptr, red, green, blue, inside, CHANNELS: tl.constexpr, NEXT: tl.constexpr):
+    """Write the channels of a block of pixels, NEXT apart, in the type of `ptr`."""
+    dtype = ptr.dtype.element_ty
+    tl.store(ptr, red.to(dtype), mask=inside)
+    if CHANNELS == 3:
+        tl.store(ptr + NEXT, green.to(dtype), mask=inside)
+        tl.store(ptr + 2 * NEXT, blue.to(dtype), mask=inside)
+
+
+@triton.jit
+def blurred(
+    red,  # the pixels themselves
+    green,
+    blue,
+    image_ptr,  # planar float32 [C,SIZE,SIZE]
+    line,  # where the pixels' lines along the axis begin
+    centre,  # the pixels' places on their lines
+    sigma,
+    CHANNELS: tl.constexpr,
+    SIZE: tl.constexpr,
+    STRIDE: tl.constexpr,  # between neighbours on a line
+    RADIUS: tl.constexpr,
+):
+    """Red, green and blue blurred along one axis, edges reflected; one channel in `red`."""
+    PLANE: tl.constexpr = SIZE * SIZE
+    if sigma > 0.0:
+        sharpness = -0.5 / (tl.maximum(sigma, 0.01) * tl.maximum(sigma, 0.01))
+        total = 1.0
+        for distance in tl.range(1, RADIUS + 1, loop_unroll_factor=2):
+            weight = tl.exp(sharpness * (distance * distance))
+            total += 2.0 * weight
+            place = tl.maximum(centre - distance, distance - centre)
+            before = image_ptr + (line + place * STRIDE)
+            place = tl.minimum(centre + distance, 2 * (SIZE - 1) - distance - centre)
+            after = image_ptr + (line + place * STRIDE)
+            red += weight * (tl.load(before) + tl.load(after))
+            if CHANNELS == 3:
+                green += weight * (tl.load(before + PLANE) + tl.load(after + PLANE))
+                blue += weight * (tl.load(before + 2 * PLANE) + tl.load(after + 2 * PLANE))
+        scale = 1.0 / total
+        red *= scale
+        green *= scale
+        blue *= scale
+    return red, green, blue
+
+
+@triton.jit
+def _finished(value, mean, std, NORMALIZE: tl.constexpr):
+    value = unit(value)
     if NORMALIZE:
         value = (value - mean) / std
     return value
 
 
 @triton.jit
-def _blur_kernel(
+def _finish_kernel(
     pixels_ptr,
     out_ptr,
     params_ptr,
@@ -50,63 +96,48 @@ def _blur_kernel(
     CHANNELS: tl.constexpr,
     SIZE: tl.constexpr,
     RADIUS: tl.constexpr,
-    ALONG_Y: tl.constexpr,  # the second pass, which also clamps
     NORMALIZE: tl.constexpr,
     CHANNELS_LAST: tl.constexpr,  # of `out`; `pixels` is planar
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Blur a block of pixels along one axis, edges reflected."""
+    """Blur a block of pixels along y, clamp and normalise."""
     PLANE: tl.constexpr = SIZE * SIZE
-    STRIDE: tl.constexpr = SIZE if ALONG_Y else 1
     program = tl.program_id(0)
     image = program // BLOCKS
     base = image.to(tl.int64) * (CHANNELS * PLANE)
     pixel = (program % BLOCKS) * BLOCK + tl.arange(0, BLOCK)
     inside = pixel < PLANE
     within = tl.minimum(pixel, PLANE - 1)
-    centre = within // SIZE if ALONG_Y else within % SIZE
-    line = within - centre * STRIDE
-
     sigma = tl.load(params_ptr + image * NUM_FIELDS + SIGMA)
-    # past 6.5 sigma a neighbour weighs less than 1e-9
-    radius = tl.minimum((6.5 * sigma).to(tl.int32) + 1, RADIUS)
-    radius = tl.where(sigma > 0.0, radius, 0)
-    sharpness = -0.5 / (tl.maximum(sigma, 0.01) * tl.maximum(sigma, 0.01))
-    total = 0.0
-    red = tl.zeros([BLOCK], tl.float32)
-    green = tl.zeros([BLOCK], tl.float32)
-    blue = tl.zeros([BLOCK], tl.float32)
-    for tap in range(0, 2 * radius + 1):
-        distance = tap - radius
-        weight = tl.exp((distance * distance).to(tl.float32) * sharpness)
-        total += weight
-        place = centre + distance
-        place = tl.minimum(tl.maximum(place, -place), 2 * (SIZE - 1) - place)
-        source = pixels_ptr + base + (line + place * STRIDE)
-        red += weight * tl.load(source)
-        if CHANNELS == 3:
-            green += weight * tl.load(source + PLANE)
-            blue += weight * tl.load(source + 2 * PLANE)
-
-    out = out_ptr + base + (pixel * CHANNELS if CHANNELS_LAST else pixel)
-    NEXT: tl.constexpr = 1 if CHANNELS_LAST else PLANE
-    dtype = out_ptr.dtype.element_ty
-    red = _finished(red, total, mean_0, std_0, ALONG_Y, NORMALIZE)
-    tl.store(out, red.to(dtype), mask=inside)
+    own = pixels_ptr + base + within
+    red = tl.load(own)
+    green, blue = red, red
     if CHANNELS == 3:
-        green = _finished(green, total, mean_1, std_1, ALONG_Y, NORMALIZE)
-        blue = _finished(blue, total, mean_2, std_2, ALONG_Y, NORMALIZE)
-        tl.store(out + NEXT, green.to(dtype), mask=inside)
-        tl.store(out + 2 * NEXT, blue.to(dtype), mask=inside)
+        green, blue = tl.load(own + PLANE), tl.load(own + 2 * PLANE)
+    y, x = within // SIZE, within % SIZE
+    red, green, blue = blurred(
+        red, green, blue, pixels_ptr + base, x, y, sigma, CHANNELS, SIZE, SIZE, RADIUS
+    )
+    red = _finished(red, mean_0, std_0, NORMALIZE)
+    green = _finished(green, mean_1, std_1, NORMALIZE)
+    blue = _finished(blue, mean_2, std_2, NORMALIZE)
+    out = out_ptr + base + (pixel * CHANNELS if CHANNELS_LAST else pixel)
+    store(out, red, green, blue, inside, CHANNELS, 1 if CHANNELS_LAST else PLANE)
 
 
-def blur_fused(
+def blur_radius(augment: Augmentation) -> int:
+    """Neighbours on each side that the blur can reach; past 6.5 sigma one weighs below 1e-9."""
+    if augment.blur_sigma is None:
+        return 0
+    return min(blur.kernel_size(augment.size) // 2, int(6.5 * augment.blur_sigma[1]) + 1)
+
+
+def finish_fused(
     augment: Augmentation, pixels: Tensor, params: Tensor, dtype: torch.dtype, channels_last: bool
 ) -> Tensor:
-    """Blur, clamp and normalise planar float32 `pixels` [N,C,size,size] into a new tensor."""
+    """Blur along y, clamp and normalise planar float32 `pixels` [N,C,size,size]: a new tensor."""
     count, channels, size, _ = pixels.shape
-    radius = blur.kernel_size(size) // 2 if augment.blur_sigma is not None else 0
     mean, std = augment.normalize or ((0.0,) * channels, (1.0,) * channels)
     if not len(mean) == len(std) == channels:
         raise ValueError(
@@ -115,29 +146,20 @@ def blur_fused(
         )
     padding = (1.0,) * (3 - channels)
     blocks = triton.cdiv(size * size, PIXELS)
-
-    def launch(source: Tensor, out: Tensor, along_y: bool) -> None:
-        _blur_kernel[(count * blocks,)](
-            source,
-            out,
-            params,
-            *(float(number) for number in (*mean, *padding, *std, *padding)),
-            CHANNELS=channels,
-            SIZE=size,
-            RADIUS=radius,
-            ALONG_Y=along_y,
-            NORMALIZE=along_y and augment.normalize is not None,
-            CHANNELS_LAST=along_y and channels_last,
-            BLOCKS=blocks,
-            BLOCK=PIXELS,
-            enable_fp_fusion=True,
-        )
-
-    if radius:
-        across = torch.empty_like(pixels)
-        launch(pixels, across, along_y=False)
-        pixels = across
     layout = torch.channels_last if channels_last else torch.contiguous_format
     out = torch.empty(pixels.shape, dtype=dtype, device=pixels.device, memory_format=layout)
-    launch(pixels, out, along_y=True)
+    _finish_kernel[(count * blocks,)](
+        pixels,
+        out,
+        params,
+        *(float(number) for number in (*mean, *padding, *std, *padding)),
+        CHANNELS=channels,
+        SIZE=size,
+        RADIUS=blur_radius(augment),
+        NORMALIZE=augment.normalize is not None,
+        CHANNELS_LAST=channels_last,
+        BLOCKS=blocks,
+        BLOCK=PIXELS,
+        enable_fp_fusion=True,
+    )
     return out

@@ -1,23 +1,28 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
-"""`Augmentation.sample` as one Triton kernel: uniforms [N,U] -> a row of numbers per image.
+"""`Augmentation.sample` as one Triton kernel: draws -> a row of numbers per image.
 
-A program draws the parameters of one image. The rows are what the kernels of `fused_triton` read;
-the names below say which field is which. Sums and products round as torch's do (no fused
-multiply-add), the exponential may differ in its last bits: a side of a box that lies on a half then
-rounds the other way, which the tests count.
+A program draws the parameters of one image, from uniforms in memory or from `Draws`, whose hash it
+computes itself: the bits of `Draws.uniforms` without the launches that would make them. The rows
+are what the kernels of `fused_triton` read; the names below say which field is which. Sums and
+products round as torch's do (no fused multiply-add), the exponential may differ in its last bits: a
+side of a box that lies on a half then rounds the other way, which the tests count.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import accumulate
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from negchain.augment import crop
-from negchain.augment.pipeline import Augmentation
+from negchain.augment.pipeline import Augmentation, Draws
+from negchain.draws import seed_key
+from negchain.draws_triton import hash_column, hash_row, stream_key, uniform
 
 # Fields of an image's row of numbers.
 TOP = tl.constexpr(0)
@@ -33,7 +38,8 @@ PLACES = tl.constexpr(9)  # jitter operations: 4, or 0 if the image is left alon
 CONTRAST_PLACE = tl.constexpr(10)
 ORDER = tl.constexpr(11)  # 4 fields: the operation at each place
 GAINS = tl.constexpr(15)  # 4 fields: the factor at each place
-NUM_FIELDS = tl.constexpr(19)
+POSITION = tl.constexpr(19)  # of the image in its table: the bits of an int32
+NUM_FIELDS = tl.constexpr(20)
 
 CONTRAST = tl.constexpr(1)  # numbered as in `colour`; triton reads only its own constants
 HUE = tl.constexpr(3)
@@ -50,47 +56,90 @@ def _rounded(x):
 
 
 @triton.jit
-def _offset(uniform, slack, central):
-    drawn = tl.minimum(tl.floor(uniform * (slack + 1.0)), slack)
+def _offset(u, slack, central):
+    drawn = tl.minimum(tl.floor(u * (slack + 1.0)), slack)
     return tl.where(central, tl.floor(slack * 0.5), drawn)
 
 
 @triton.jit
-def _box(u, full_height, full_width, last_height, last_width, scale, scale_span, ratio, ratio_span):
-    """`crop.sample_box` for the uniforms at `u`."""
+def _uniform(u, row_hash, key, column, HASHED: tl.constexpr):
+    """One image's uniforms in `column`, a number or a block: hashed, or read at `u`."""
+    if HASHED:
+        return uniform(row_hash, hash_column(tl.cast(column, tl.uint32), key))
+    else:
+        return tl.load(u + column)
+
+
+@triton.jit
+def _box(
+    u,
+    row_hash,
+    key,
+    full_height,
+    full_width,
+    last_height,
+    last_width,
+    scale,
+    scale_span,
+    ratio,
+    ratio_span,
+    AT: tl.constexpr,
+    HASHED: tl.constexpr,
+):
+    """`crop.sample_box` for the uniforms from column AT on."""
     lane = tl.arange(0, 16)
-    is_try = lane < NUM_TRIES
-    share = scale + scale_span * tl.load(u + lane, mask=is_try, other=0.0)
+    attempt = AT + tl.minimum(lane, NUM_TRIES - 1)  # lanes past the last attempt repeat it
+    share = scale + scale_span * _uniform(u, row_hash, key, attempt, HASHED)
     area = full_height * full_width * share
-    aspect = tl.exp(ratio + ratio_span * tl.load(u + NUM_TRIES + lane, mask=is_try, other=0.0))
+    log_aspect = ratio + ratio_span * _uniform(u, row_hash, key, attempt + NUM_TRIES, HASHED)
+    aspect = tl.exp(log_aspect)
     heights = _rounded(tl.sqrt_rn(tl.div_rn(area, aspect)))
     widths = _rounded(tl.sqrt_rn(area * aspect))
     fits = (heights > 0.0) & (heights <= full_height) & (widths > 0.0) & (widths <= full_width)
-    first = tl.min(tl.where(fits & is_try, lane, NUM_TRIES), 0)
+    first = tl.min(tl.where(fits, lane, NUM_TRIES), 0)
     central = first == NUM_TRIES
     height = tl.where(central, last_height, tl.sum(tl.where(lane == first, heights, 0.0), 0))
     width = tl.where(central, last_width, tl.sum(tl.where(lane == first, widths, 0.0), 0))
-    top = _offset(tl.load(u + 2 * NUM_TRIES), full_height - height, central)
-    left = _offset(tl.load(u + 2 * NUM_TRIES + 1), full_width - width, central)
+    for_top = _uniform(u, row_hash, key, AT + 2 * NUM_TRIES, HASHED)
+    for_left = _uniform(u, row_hash, key, AT + 2 * NUM_TRIES + 1, HASHED)
+    top = _offset(for_top, full_height - height, central)
+    left = _offset(for_left, full_width - width, central)
     return top, left, height, width
 
 
 @triton.jit
-def _store_jitter(u, row, probability, low_0, low_1, low_2, low_3, span_0, span_1, span_2, span_3):
-    """`colour.sample_jitter` for the uniforms at `u`: order and factors by place."""
+def _store_jitter(
+    u,
+    row_hash,
+    key,
+    row,
+    probability,
+    low_0,
+    low_1,
+    low_2,
+    low_3,
+    span_0,
+    span_1,
+    span_2,
+    span_3,
+    AT: tl.constexpr,
+    HASHED: tl.constexpr,
+):
+    """`colour.sample_jitter` for the uniforms from column AT on: order and factors by place."""
     lane = tl.arange(0, 4)
     low = tl.where(lane < 2, tl.where(lane == 0, low_0, low_1), tl.where(lane == 2, low_2, low_3))
     span = tl.where(
         lane < 2, tl.where(lane == 0, span_0, span_1), tl.where(lane == 2, span_2, span_3)
     )
-    applied = tl.load(u) < probability
+    applied = _uniform(u, row_hash, key, AT, HASHED) < probability
     neutral = tl.where(lane == HUE, 0.0, 1.0)
-    factor = tl.where(applied, low + span * tl.load(u + 1 + lane), neutral)
+    drawn = _uniform(u, row_hash, key, AT + 1 + lane, HASHED)
+    factor = tl.where(applied, low + span * drawn, neutral)
     place = tl.zeros([4], tl.int32)  # how many sort keys come before an operation's own
-    key = tl.load(u + 5 + lane)
+    own = _uniform(u, row_hash, key, AT + 5 + lane, HASHED)
     for other in tl.static_range(4):
-        other_key = tl.load(u + 5 + other)
-        before = (other_key < key) | ((other_key == key) & (other < lane))
+        theirs = _uniform(u, row_hash, key, AT + 5 + other, HASHED)
+        before = (theirs < own) | ((theirs == own) & (other < lane))
         place += tl.where(before, 1, 0)
     tl.store(row + PLACES, tl.where(applied, 4.0, 0.0))
     tl.store(row + CONTRAST_PLACE, tl.sum(tl.where(lane == CONTRAST, place, 0), 0).to(tl.float32))
@@ -100,8 +149,13 @@ def _store_jitter(u, row, probability, low_0, low_1, low_2, low_3, span_0, span_
 
 @triton.jit
 def _params_kernel(
-    uniforms_ptr,
+    source_ptr,  # uniforms float32 [N,NUM_UNIFORMS], or the step [] if HASHED
+    index_0_ptr,  # three parts of the images' positions, PART of them each
+    index_1_ptr,
+    index_2_ptr,
     params_ptr,
+    seed_key,
+    first_row,
     size,
     full_height,
     full_width,
@@ -124,6 +178,9 @@ def _params_kernel(
     blur_p,
     sigma_low,
     sigma_span,
+    HASHED: tl.constexpr,
+    STREAM: tl.constexpr,
+    PART: tl.constexpr,  # 0: no index, image n is at position n
     NUM_UNIFORMS: tl.constexpr,
     CROP_AT: tl.constexpr,  # first column of an operation's uniforms; -1: left out
     FLIP_AT: tl.constexpr,
@@ -132,12 +189,19 @@ def _params_kernel(
     BLUR_AT: tl.constexpr,
 ):
     image = tl.program_id(0).to(tl.int64)
-    u = uniforms_ptr + image * NUM_UNIFORMS
+    u, row_hash, key = source_ptr, 0, 0
+    if HASHED:
+        key = stream_key(seed_key, tl.load(source_ptr), STREAM)
+        row_hash = hash_row(first_row + image, key)
+    else:
+        u += image * NUM_UNIFORMS
     row = params_ptr + image * NUM_FIELDS
     top, left, height, width = 0.0, 0.0, full_height, full_width
     if CROP_AT >= 0:
         top, left, height, width = _box(
-            u + CROP_AT,
+            u,
+            row_hash,
+            key,
             full_height,
             full_width,
             last_height,
@@ -146,18 +210,22 @@ def _params_kernel(
             scale_span,
             ratio_low,
             ratio_span,
+            CROP_AT,
+            HASHED,
         )
     flip, grey, sigma = 0.0, 0.0, 0.0
     if FLIP_AT >= 0:
-        flip = tl.where(tl.load(u + FLIP_AT) < 0.5, 1.0, 0.0)
+        flip = tl.where(_uniform(u, row_hash, key, FLIP_AT, HASHED) < 0.5, 1.0, 0.0)
     if GREY_AT >= 0:
-        grey = tl.where(tl.load(u + GREY_AT) < grey_p, 1.0, 0.0)
+        grey = tl.where(_uniform(u, row_hash, key, GREY_AT, HASHED) < grey_p, 1.0, 0.0)
     if BLUR_AT >= 0:
-        drawn = sigma_low + sigma_span * tl.load(u + BLUR_AT + 1)
-        sigma = tl.where(tl.load(u + BLUR_AT) < blur_p, drawn, 0.0)
+        drawn = sigma_low + sigma_span * _uniform(u, row_hash, key, BLUR_AT + 1, HASHED)
+        sigma = tl.where(_uniform(u, row_hash, key, BLUR_AT, HASHED) < blur_p, drawn, 0.0)
     if JITTER_AT >= 0:
         _store_jitter(
-            u + JITTER_AT,
+            u,
+            row_hash,
+            key,
             row,
             jitter_p,
             low_0,
@@ -168,7 +236,16 @@ def _params_kernel(
             span_1,
             span_2,
             span_3,
+            JITTER_AT,
+            HASHED,
         )
+    position = image.to(tl.int32)
+    if PART > 0:
+        part, at = image // PART, image % PART
+        position = tl.load(index_0_ptr + at, mask=part == 0, other=0).to(tl.int32)
+        position += tl.load(index_1_ptr + at, mask=part == 1, other=0).to(tl.int32)
+        position += tl.load(index_2_ptr + at, mask=part == 2, other=0).to(tl.int32)
+    tl.store(row + POSITION, position.to(tl.float32, bitcast=True))
     tl.store(row + TOP, top)
     tl.store(row + LEFT, left)
     tl.store(row + HEIGHT, height)
@@ -180,22 +257,54 @@ def _params_kernel(
     tl.store(row + SIGMA, sigma)
 
 
-def fused_params(augment: Augmentation, uniforms: Tensor, height: int, width: int) -> Tensor:
+def fused_params(
+    augment: Augmentation,
+    drawn: Tensor | Draws,  # uniforms float32 [N,U], or where to hash them
+    count: int,
+    height: int,
+    width: int,
+    index: Sequence[Tensor] = (),  # up to three parts of equal length: positions in the table
+) -> Tensor:
     """Rows of numbers [N,NUM_FIELDS] for N images of height x width: `augment.sample`, as floats.
 
-    Without jitter the fields from PLACES on are not written.
+    Without jitter the fields from PLACES to GAINS are not written.
     """
-    augment.check_uniforms(uniforms)
-    params = uniforms.new_empty(len(uniforms), NUM_FIELDS.value)
-    scale, ratio = augment.crop_scale or (1.0, 1.0), augment.crop_ratio
-    *strengths, hue = augment.jitter or (0.0,) * 4
-    limits = [(max(0.0, 1 - limit), 1 + limit) for limit in strengths] + [(-hue, hue)]
-    sigma = augment.blur_sigma or (0.0, 0.0)
+    if isinstance(drawn, Draws):
+        source, seed, row, stream = drawn.step, seed_key(drawn.seed), drawn.first_row, drawn.stream
+    else:
+        augment.check_uniforms(drawn)
+        source, seed, row, stream = drawn.contiguous(), 0, 0, 0
+    params = torch.empty(count, NUM_FIELDS.value, device=source.device)
+    parts = [part.contiguous() for part in index] + [source] * (3 - len(index))
     widths = augment.widths()
     first = [
         end - used if used else -1 for end, used in zip(accumulate(widths), widths, strict=True)
     ]
-    settings = (
+    _params_kernel[(count,)](
+        source,
+        *parts,
+        params,
+        seed,
+        row,
+        *_settings(augment, height, width),
+        isinstance(drawn, Draws),
+        stream,
+        len(index[0]) if index else 0,
+        augment.num_uniforms,
+        *first,
+        num_warps=1,
+        enable_fp_fusion=False,  # round as torch does
+    )
+    return params
+
+
+def _settings(augment: Augmentation, height: int, width: int) -> list[float]:
+    """The kernel's numbers, in the order of its arguments."""
+    scale, ratio = augment.crop_scale or (1.0, 1.0), augment.crop_ratio
+    *strengths, hue = augment.jitter or (0.0,) * 4
+    limits = [(max(0.0, 1 - limit), 1 + limit) for limit in strengths] + [(-hue, hue)]
+    sigma = augment.blur_sigma or (0.0, 0.0)
+    numbers = (
         augment.size,
         height,
         width,
@@ -212,13 +321,4 @@ def fused_params(augment: Augmentation, uniforms: Tensor, height: int, width: in
         sigma[0],
         sigma[1] - sigma[0],
     )
-    _params_kernel[(len(uniforms),)](
-        uniforms.contiguous(),
-        params,
-        *(float(number) for number in settings),
-        augment.num_uniforms,
-        *first,
-        num_warps=1,
-        enable_fp_fusion=False,  # round as torch does
-    )
-    return params
+    return [float(number) for number in numbers]

@@ -1,15 +1,16 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
-"""The whole augmentation as five Triton launches: what `Augmentation.sample` and `apply` compute.
+"""The whole augmentation as four Triton launches: what `Augmentation.sample` and `apply` compute.
 
-    uniforms --params--> one row of numbers per image
-    bytes --resample, jitter up to contrast--> sums of luminance     (left out without contrast)
-    bytes --resample, jitter, grey--> pixels --blur along x--> --blur along y, normalise--> out
+    draws --params--> one row of numbers per image
+    bytes --crop, jitter before contrast--> pixels and sums of their luminance
+    pixels --jitter from contrast on, grey, blur along x--> pixels
+    pixels --blur along y, clamp, normalise--> out
 
 A program works on a block of pixels of one image, so what differs between images (the box, the
 order of the jitter, the width of the blur) is a scalar of the program and a branch costs nothing.
-Contrast needs the mean luminance of all pixels at its place in the order: a pass of its own redoes
-crop and jitter up to there (the bytes are still in the cache) and leaves one sum per block, which
-the next pass adds in a fixed order. Nothing is atomic: equal inputs give equal bits.
+Contrast needs the mean luminance of all pixels at its place in the order, so one pass ends there:
+it leaves one sum per block, which the next adds in a fixed order. Nothing is atomic: equal inputs
+give equal bits.
 
 The readable twin is the torch code of this package: many more launches, each a pass over memory.
 `torch.compile` shortens it but compiles for many seconds, which a short run never earns back: hence
@@ -21,13 +22,21 @@ Runs on a GPU, and on a CPU under TRITON_INTERPRET=1 (for tests).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from negchain.augment.fused_blur_triton import PIXELS, blur_fused, unit
+from negchain.augment.fused_blur_triton import (
+    PIXELS,
+    blur_radius,
+    blurred,
+    finish_fused,
+    store,
+    unit,
+)
 from negchain.augment.fused_params_triton import (
     CONTRAST,
     CONTRAST_PLACE,
@@ -40,13 +49,15 @@ from negchain.augment.fused_params_triton import (
     NUM_FIELDS,
     ORDER,
     PLACES,
+    POSITION,
+    SIGMA,
     STEP_X,
     STEP_Y,
     TOP,
     WIDTH,
     fused_params,
 )
-from negchain.augment.pipeline import Augmentation, check_images
+from negchain.augment.pipeline import Augmentation, Draws, check_images
 
 SATURATION = tl.constexpr(2)
 
@@ -62,19 +73,16 @@ def _tap_weight(source, centre, slope, length):
 @triton.jit
 def _resample(
     image_ptr,
-    pixel,
+    y,
+    x,
     row,
     H: tl.constexpr,
     W: tl.constexpr,
     CHANNELS: tl.constexpr,
-    SIZE: tl.constexpr,
     TAPS_Y: tl.constexpr,
     TAPS_X: tl.constexpr,
 ):
-    """`crop.resample` of the output pixels `pixel`: red, green, blue; thrice grey for 1 channel."""
-    y = tl.minimum(pixel // SIZE, SIZE - 1)  # pixels past the end are computed and not stored
-    x = pixel % SIZE
-    x = tl.where(tl.load(row + FLIP) > 0.5, SIZE - 1 - x, x)
+    """`crop.resample` before the flip: red, green, blue of pixels (y, x); thrice grey for one."""
     step_y, step_x = tl.load(row + STEP_Y), tl.load(row + STEP_X)
     support_y, support_x = tl.maximum(step_y, 1.0), tl.maximum(step_x, 1.0)
     slope_y, slope_x = 1.0 / support_y, 1.0 / support_x
@@ -88,10 +96,10 @@ def _resample(
     red = tl.zeros_like(centre_y)
     green = tl.zeros_like(centre_y)
     blue = tl.zeros_like(centre_y)
-    for tap_y in range(TAPS_Y):
+    for tap_y in tl.range(0, TAPS_Y, loop_unroll_factor=2):
         weight_y = _tap_weight(first_y + tap_y, centre_y, slope_y, height)
         line = origin + tl.minimum(tl.maximum(first_y + tap_y, 0), height - 1) * W
-        for tap_x in range(TAPS_X):
+        for tap_x in tl.range(0, TAPS_X, loop_unroll_factor=2):
             weight = weight_y * _tap_weight(first_x + tap_x, centre_x, slope_x, width)
             total += weight
             # what lies outside the box weighs nothing; a load without a mask is cheaper
@@ -139,9 +147,9 @@ def _shift_hue(red, green, blue, shift):
 
 
 @triton.jit
-def _jitter(red, green, blue, row, num_places, mean, CHANNELS: tl.constexpr):
-    """`colour.jitter`, the first `num_places` of the order; one channel has no hue to turn."""
-    for place in range(0, num_places):
+def _jitter(red, green, blue, row, first, last, mean, CHANNELS: tl.constexpr):
+    """`colour.jitter`, places `first` to `last` - 1; one channel has no hue to turn."""
+    for place in range(first, last):
         operation = tl.load(row + ORDER + place)
         gain = tl.load(row + GAINS + place)
         if operation == HUE:
@@ -157,52 +165,11 @@ def _jitter(red, green, blue, row, num_places, mean, CHANNELS: tl.constexpr):
 
 
 @triton.jit
-def _bytes(images_ptr, index_ptr, image, INDEXED: tl.constexpr, BYTES: tl.constexpr):
-    """Where the bytes of the batch's image number `image` begin."""
-    position = image.to(tl.int64)
-    if INDEXED:
-        position = tl.load(index_ptr + image).to(tl.int64)
-    return images_ptr + position * BYTES
-
-
-@triton.jit
-def _luminance_kernel(
+def _crop_kernel(
     images_ptr,
-    index_ptr,
     params_ptr,
-    sums_ptr,
-    INDEXED: tl.constexpr,
-    H: tl.constexpr,
-    W: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    SIZE: tl.constexpr,
-    TAPS_Y: tl.constexpr,
-    TAPS_X: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Sum of the luminance that contrast sees, over one block of an image's pixels."""
-    program = tl.program_id(0)
-    image = program // BLOCKS
-    row = params_ptr + image * NUM_FIELDS
-    place = tl.load(row + CONTRAST_PLACE).to(tl.int32)
-    if tl.load(row + GAINS + place) != 1.0:
-        bytes_ptr = _bytes(images_ptr, index_ptr, image, INDEXED, CHANNELS * H * W)
-        pixel = (program % BLOCKS) * BLOCK + tl.arange(0, BLOCK)
-        red, green, blue = _resample(bytes_ptr, pixel, row, H, W, CHANNELS, SIZE, TAPS_Y, TAPS_X)
-        red, green, blue = _jitter(red, green, blue, row, place, 0.0, CHANNELS)
-        luminance = _luminance(red, green, blue, CHANNELS)
-        tl.store(sums_ptr + program, tl.sum(tl.where(pixel < SIZE * SIZE, luminance, 0.0), 0))
-
-
-@triton.jit
-def _colour_kernel(
-    images_ptr,
-    index_ptr,
-    params_ptr,
-    sums_ptr,
     pixels_ptr,
-    INDEXED: tl.constexpr,
+    sums_ptr,
     JITTER: tl.constexpr,
     H: tl.constexpr,
     W: tl.constexpr,
@@ -211,83 +178,152 @@ def _colour_kernel(
     TAPS_Y: tl.constexpr,
     TAPS_X: tl.constexpr,
     BLOCKS: tl.constexpr,
-    SUMS: tl.constexpr,  # power of two, at least BLOCKS
     BLOCK: tl.constexpr,
 ):
-    """Crop, flip, jitter and grey of one block: float32 [N,C,SIZE,SIZE]."""
+    """Crop, flip and the jitter before contrast: float32 [N,C,SIZE,SIZE], luminance [N,BLOCKS]."""
+    PLANE: tl.constexpr = SIZE * SIZE
     program = tl.program_id(0)
     image = program // BLOCKS
     row = params_ptr + image * NUM_FIELDS
-    bytes_ptr = _bytes(images_ptr, index_ptr, image, INDEXED, CHANNELS * H * W)
+    position = tl.load(row + POSITION).to(tl.int32, bitcast=True)
     pixel = (program % BLOCKS) * BLOCK + tl.arange(0, BLOCK)
-    red, green, blue = _resample(bytes_ptr, pixel, row, H, W, CHANNELS, SIZE, TAPS_Y, TAPS_X)
+    inside = pixel < PLANE
+    y = tl.minimum(pixel // SIZE, SIZE - 1)  # pixels past the end are computed and not stored
+    x = pixel % SIZE
+    bytes_ptr = images_ptr + position.to(tl.int64) * (CHANNELS * H * W)
+    red, green, blue = _resample(bytes_ptr, y, x, row, H, W, CHANNELS, TAPS_Y, TAPS_X)
     if JITTER:
-        gain = tl.load(row + GAINS + tl.load(row + CONTRAST_PLACE).to(tl.int32))
-        written = tl.where(gain != 1.0, BLOCKS, 0)  # a gain of 1 wrote no sums and needs none
-        lane = tl.arange(0, SUMS)
-        sums = tl.load(sums_ptr + image * BLOCKS + lane, mask=lane < written, other=0.0)
-        mean = tl.sum(sums, 0) / (SIZE * SIZE)
-        num_places = tl.load(row + PLACES).to(tl.int32)
-        red, green, blue = _jitter(red, green, blue, row, num_places, mean, CHANNELS)
-    out = pixels_ptr + image.to(tl.int64) * (CHANNELS * SIZE * SIZE) + pixel
-    inside = pixel < SIZE * SIZE
+        contrast = tl.load(row + CONTRAST_PLACE).to(tl.int32)
+        last = tl.minimum(contrast, tl.load(row + PLACES).to(tl.int32))
+        red, green, blue = _jitter(red, green, blue, row, 0, last, 0.0, CHANNELS)
+        luminance = _luminance(red, green, blue, CHANNELS)
+        tl.store(sums_ptr + program, tl.sum(tl.where(inside, luminance, 0.0), 0))
+    # the flip is in the address: that also keeps Triton from giving a thread four pixels in a row,
+    # which it would do for the stores' sake, with exchanges between threads around every load
+    x = tl.where(tl.load(row + FLIP) > 0.5, SIZE - 1 - x, x)
+    out = pixels_ptr + image.to(tl.int64) * (CHANNELS * PLANE) + (y * SIZE + x)
+    store(out, red, green, blue, inside, CHANNELS, PLANE)
+
+
+@triton.jit
+def _colour_kernel(
+    params_ptr,
+    pixels_ptr,
+    sums_ptr,
+    across_ptr,
+    JITTER: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    SIZE: tl.constexpr,
+    RADIUS: tl.constexpr,
+    SUM_BLOCKS: tl.constexpr,  # sums per image
+    SUMS: tl.constexpr,  # power of two, at least SUM_BLOCKS
+    BLOCKS: tl.constexpr,
+    PIXELS: tl.constexpr,  # whole rows of the image
+    BLOCK: tl.constexpr,  # power of two, at least PIXELS
+):
+    """The jitter from contrast on and grey, in place; then the blur along x into `across`."""
+    PLANE: tl.constexpr = SIZE * SIZE
+    program = tl.program_id(0)
+    image = program // BLOCKS
+    row = params_ptr + image * NUM_FIELDS
+    base = pixels_ptr + image.to(tl.int64) * (CHANNELS * PLANE)
+    lane = tl.arange(0, BLOCK)
+    # right to left, so that neighbouring threads, not one thread, hold neighbouring pixels: read
+    # forwards, Triton gives a thread four in a row, and the blur's loads take four times as long
+    x = SIZE - 1 - lane % SIZE
+    line = (program % BLOCKS) * PIXELS + (lane // SIZE) * SIZE
+    inside = (lane < PIXELS) & (line < PLANE)
+    line = tl.minimum(line, PLANE - SIZE)
+    own = base + (line + x)
+    red = tl.load(own)
+    green, blue = red, red
+    if CHANNELS == 3:
+        green, blue = tl.load(own + PLANE), tl.load(own + 2 * PLANE)
+    if JITTER:
+        block = tl.arange(0, SUMS)
+        sums = tl.load(sums_ptr + image * SUM_BLOCKS + block, mask=block < SUM_BLOCKS, other=0.0)
+        first = tl.load(row + CONTRAST_PLACE).to(tl.int32)
+        last = tl.load(row + PLACES).to(tl.int32)
+        mean = tl.sum(sums, 0) / PLANE
+        red, green, blue = _jitter(red, green, blue, row, first, last, mean, CHANNELS)
     if CHANNELS == 3:
         is_grey = tl.load(row + GREY) > 0.5
         luminance = _luminance(red, green, blue, CHANNELS)
-        tl.store(out, tl.where(is_grey, luminance, red), mask=inside)
-        tl.store(out + SIZE * SIZE, tl.where(is_grey, luminance, green), mask=inside)
-        tl.store(out + 2 * SIZE * SIZE, tl.where(is_grey, luminance, blue), mask=inside)
-    else:
-        tl.store(out, red, mask=inside)
+        red = tl.where(is_grey, luminance, red)
+        green = tl.where(is_grey, luminance, green)
+        blue = tl.where(is_grey, luminance, blue)
+    if RADIUS > 0:
+        store(own, red, green, blue, inside, CHANNELS, PLANE)
+        tl.debug_barrier()  # the blur reads what other threads of this program have stored
+        sigma = tl.load(row + SIGMA)
+        red, green, blue = blurred(
+            red, green, blue, base, line, x, sigma, CHANNELS, SIZE, 1, RADIUS
+        )
+    out = across_ptr + image.to(tl.int64) * (CHANNELS * PLANE) + (line + x)
+    store(out, red, green, blue, inside, CHANNELS, PLANE)
 
 
 def augment_fused(
     augment: Augmentation,
     images: Tensor,  # uint8 [N,C,H,W], or [M,C,H,W] with `index`
-    uniforms: Tensor,  # float32 [N,num_uniforms]
+    drawn: Tensor | Draws,  # uniforms float32 [N,num_uniforms]
     *,
-    index: Tensor | None = None,  # int64 [N]: which of M images; not checked on the device
+    index: Tensor | Sequence[Tensor] = (),  # int64 [N]: which of M images; not checked
     dtype: torch.dtype = torch.float32,
     channels_last: bool = False,
 ) -> Tensor:
-    """Augment as `augment(images[index], uniforms)`: [N,C,size,size] of `dtype`.
+    """Augment as `augment(images[index], drawn)`: [N,C,size,size] of `dtype`.
 
     The gather, the rounding to `dtype` and the memory format that an encoder wants are parts of
-    the first and the last pass instead of passes of their own.
+    the first and the last pass instead of passes of their own. `index` may come in up to three
+    parts of equal length.
     """
     check_images(images)
-    count = len(images if index is None else index)
-    if len(uniforms) != count:
+    parts = [index] if isinstance(index, Tensor) else list(index)
+    assert len(parts) <= 3 and len({len(part) for part in parts}) <= 1
+    count = sum(len(part) for part in parts) if parts else len(images)
+    if isinstance(drawn, Tensor) and len(drawn) != count:
         raise ValueError(
-            f"there must be one row of uniforms per image, got {len(uniforms)} for {count} images; "
+            f"there must be one row of uniforms per image, got {len(drawn)} for {count} images; "
             "draw uniforms of shape [N, num_uniforms]"
         )
     (_, channels, height, width), size = images.shape, augment.size
-    images = images.contiguous()
-    params = fused_params(augment, uniforms, height, width)
+    params = fused_params(augment, drawn, count, height, width, parts)
     blocks = triton.cdiv(size * size, PIXELS)
     sums = params.new_empty(count, blocks)
     pixels = params.new_empty(count, channels, size, size)
-    resampling = {
-        "INDEXED": index is not None,
-        "H": height,
-        "W": width,
+    shared = {
+        "JITTER": augment.jitter is not None,
         "CHANNELS": channels,
         "SIZE": size,
-        "TAPS_Y": math.ceil(2 * max(1.0, height / size)),  # source pixels under the triangle
-        "TAPS_X": math.ceil(2 * max(1.0, width / size)),
-        "BLOCKS": blocks,
-        "BLOCK": PIXELS,
         "enable_fp_fusion": True,
     }
-    source = (images, images if index is None else index.contiguous(), params, sums)
-    if augment.jitter is not None and augment.jitter[1] > 0:
-        _luminance_kernel[(count * blocks,)](*source, **resampling)
-    _colour_kernel[(count * blocks,)](
-        *source,
+    _crop_kernel[(count * blocks,)](
+        images.contiguous(),
+        params,
         pixels,
-        JITTER=augment.jitter is not None,
-        SUMS=triton.next_power_of_2(blocks),
-        **resampling,
+        sums,
+        H=height,
+        W=width,
+        TAPS_Y=math.ceil(2 * max(1.0, height / size)),  # source pixels under the triangle
+        TAPS_X=math.ceil(2 * max(1.0, width / size)),
+        BLOCKS=blocks,
+        BLOCK=PIXELS,
+        **shared,
     )
-    return blur_fused(augment, pixels, params, dtype, channels_last)
+    rows = max(1, PIXELS // size)
+    across = torch.empty_like(pixels) if blur_radius(augment) else pixels
+    _colour_kernel[(count * triton.cdiv(size, rows),)](
+        params,
+        pixels,
+        sums,
+        across,
+        RADIUS=blur_radius(augment),
+        SUM_BLOCKS=blocks,
+        SUMS=triton.next_power_of_2(blocks),
+        BLOCKS=triton.cdiv(size, rows),
+        PIXELS=rows * size,
+        BLOCK=triton.next_power_of_2(rows * size),
+        **shared,
+    )
+    return finish_fused(augment, across, params, dtype, channels_last)

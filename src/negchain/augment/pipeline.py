@@ -20,6 +20,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from negchain import draws
 from negchain.augment import blur, colour, crop
 from negchain.backends import prefers_triton, triton_error
 
@@ -36,6 +37,30 @@ class Params(NamedTuple):
     factors: Tensor  # [N,4] brightness, contrast, saturation, hue; (1, 1, 1, 0): unchanged
     grey: Tensor
     sigma: Tensor  # 0: not blurred
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Uniforms that need no memory: those of `negchain.draws` for one step and stream.
+
+    Image n of a batch has the row of draws `first_row + n`. The fused kernels hash them where they
+    use them, which saves a step the launches that would write them.
+
+    >>> whole = Draws(seed=0, step=torch.tensor(7), stream=32).uniforms(5, 3)
+    >>> Draws(seed=0, step=torch.tensor(7), stream=32, first_row=2).uniforms(3, 3).equal(whole[2:])
+    True
+    """
+
+    seed: int
+    step: Tensor  # [] int64, on the device of the images
+    stream: int
+    first_row: int = 0
+
+    def uniforms(self, count: int, num_uniforms: int) -> Tensor:
+        """The draws as a tensor [count,num_uniforms], float32."""
+        last = self.first_row + count
+        rows = torch.arange(self.first_row, last, device=self.step.device)
+        return draws.uniform(self.seed, self.step, self.stream, rows, num_uniforms, torch.float32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,18 +200,21 @@ class Augmentation:
     def __call__(
         self,
         images: Tensor,
-        uniforms: Tensor,
+        uniforms: Tensor | Draws,
         *,
         backend: Literal["auto", "torch", "triton"] = "auto",
     ) -> Tensor:
         """Augment uint8 [N,C,H,W] with uniforms [N,num_uniforms]: `sample`, then `apply`.
 
-        `backend` "triton" does both in five launches (`fused_triton.augment_fused`) and needs a GPU
+        `Draws` stand for the uniforms they name.
+        `backend` "triton" does both in four launches (`fused_triton.augment_fused`) and needs a GPU
         or TRITON_INTERPRET=1; "auto" is triton for CUDA tensors where it is installed, else torch.
         """
         if backend == "auto":
             backend = "triton" if prefers_triton(images) else "torch"
         if backend == "torch":
+            if isinstance(uniforms, Draws):
+                uniforms = uniforms.uniforms(len(images), self.num_uniforms)
             return self.apply(images, self.sample(uniforms, images.shape[2], images.shape[3]))
         if backend == "triton":
             reason = triton_error(images)
@@ -198,10 +226,15 @@ class Augmentation:
         raise ValueError(f"backend must be 'auto', 'torch' or 'triton', got {backend!r}")
 
     def from_table(
-        self, table: Tensor, index: Tensor, uniforms: Tensor, dtype: torch.dtype
+        self,
+        table: Tensor,
+        index: Tensor | Sequence[Tensor],
+        uniforms: Tensor | Draws,
+        dtype: torch.dtype,
     ) -> Tensor:
         """Augment `table[index]`, uint8 [M,C,H,W] and [N]: pixels [N,C,size,size].
 
+        `index` may come in up to three parts of equal length, which are read where they are.
         On a GPU with Triton they come as an encoder wants them, in `dtype` and channels last,
         without a copy of the images in between; elsewhere as from a call, float32.
 
@@ -209,9 +242,13 @@ class Augmentation:
         >>> augment, index = Augmentation(size=8, flip=True), torch.tensor([2, 2, 0])
         >>> augment.from_table(table, index, torch.rand(3, 1), torch.float32).shape
         torch.Size([3, 3, 8, 8])
+        >>> drawn = Draws(seed=0, step=torch.tensor(7), stream=32)
+        >>> augment.from_table(table, (index, index), drawn, torch.float32).shape
+        torch.Size([6, 3, 8, 8])
         """
         if not prefers_triton(table):
-            return self(table[index], uniforms)
+            whole = index if isinstance(index, Tensor) else torch.cat([*index])
+            return self(table[whole], uniforms)
         from negchain.augment.fused_triton import augment_fused
 
         return augment_fused(self, table, uniforms, index=index, dtype=dtype, channels_last=True)
