@@ -59,7 +59,12 @@ def stream() -> None:
         a, b, held = (x.requires_grad_() for x in noisy)
         index = torch.randperm(10**6, device=DEVICE)[:size]
         every = max(128, size // 128)
-        for name, options in {"MH": {"count_every": every}, "i-SIR": {"kernel": "isir"}}.items():
+        groups = max(256, size // 32)
+        for name, options in {
+            "MH": {"count_every": every},
+            "i-SIR": {"kernel": "isir", "count_every": groups},
+            "i-SIR, all weights": {"kernel": "isir"},
+        }.items():
             loss_fn = negchain.EMC2Loss(
                 10**6, 14.28, views="paired", symmetric=False, stream=True, **options
             ).to(DEVICE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from fused_play import gap
 
 from negchain import DCLLoss, EMC2Loss, InfoNCELoss, SogCLRLoss
 
@@ -63,4 +64,54 @@ def bad_carried() -> list[str]:
     return [] if torch.isnan(loss) else [f"loss {float(loss)}"]
 
 
-INPUTS = (strided_index, any_integers_as_ids, missing_index, bad_carried)
+def far_negatives() -> list[str]:
+    """An item opposite to all others at a large beta: its partition must not underflow."""
+    found = []
+    z = torch.tensor([[1.0, 0.0]] + [[-1.0, 0.1]] * 3)
+    for beta in (60.0, 100.0):
+        for kernel, every in (("mh", 128), ("isir", 1), ("isir", 128)):
+            options = {"views": "paired", "symmetric": False, "carried": "score"}
+            options |= {"kernel": kernel, "count_every": every, "stream": True}
+            a, b = (
+                EMC2Loss(9, beta, backend=backend, **options)(z, z, torch.arange(4))
+                for backend in ("torch", "fused")
+            )
+            if gap(a, b) > 1e-5:
+                found.append(f"beta={beta} {kernel}: {float(a):.4f} {float(b):.4f}")
+    return found
+
+
+def bad_duplicate() -> list[str]:
+    """The other copy of an item that is not finite: no column, and counted as none."""
+    tables = []
+    z = torch.randn(2, 5, 4, generator=torch.manual_seed(0))
+    z[0, 4] = float("nan")
+    for stream in (False, True):
+        loss_fn = EMC2Loss(
+            9, 5.0, carried="score", views="paired", symmetric=False, denominator="all",
+            count_every=128, stream=stream, backend="fused",
+        )  # fmt: skip
+        loss_fn(z[0], z[1], torch.tensor([0, 1, 2, 3, 0]))
+        tables.append(loss_fn.log_partition[0, :4])
+    return [] if gap(*tables) < 1e-5 else [f"{tables[0].tolist()} {tables[1].tolist()}"]
+
+
+def other_dimension() -> list[str]:
+    """A table of embeddings of another dimension is refused, as the twin refuses it."""
+    loss_fn = EMC2Loss(9, 5.0, carried="cached", dim=8, backend="fused")
+    try:
+        loss_fn(torch.randn(4, 5), torch.randn(4, 5), torch.arange(4))
+        return ["chains that hold 8 dimensions took embeddings of 5"]
+    except ValueError as error:
+        return [] if "dimension" in str(error) else [str(error)]
+
+
+INPUTS = (
+    strided_index,
+    any_integers_as_ids,
+    missing_index,
+    bad_carried,
+    far_negatives,
+    bad_duplicate,
+    other_dimension,
+)

@@ -147,10 +147,14 @@ def near_ties(size: int, device: str) -> Iterator[Tensor]:
         near.logical_or_(((threshold - before).abs() < NEAR).any(1).view(-1, size).any(0))
         return scan(logits, start, log_u, *rest)
 
-    def watched_isir(logits: Tensor, start: Tensor, gumbel: Tensor) -> Any:
-        first, second = (torch.cat([start[:, None], logits], 1) + gumbel).topk(2, 1).values.T
-        near.logical_or_((first - second < 3 * NEAR).view(-1, size).any(0))
-        return isir(logits, start, gumbel)
+    def watched_isir(logits: Tensor, start: Tensor, gumbel: Tensor, every: int) -> Any:
+        noisy = torch.cat([start[:, None], logits], 1) + gumbel
+        groups = [noisy, *(noisy[:, 1:].split(every, 1) if every > 1 else ())]
+        for group in groups:
+            if group.shape[1] > 1:
+                first, second = group.topk(2, 1).values.T
+                near.logical_or_((first - second < 3 * NEAR).view(-1, size).any(0))
+        return isir(logits, start, gumbel, every)
 
     walk.mh_scan, walk.isir_weights = watched_scan, watched_isir
     try:
@@ -226,10 +230,12 @@ def _info_differences(case: Case, a: Step, b: Step, strict: bool) -> Iterator[st
     if "global_loss" not in b.info:
         yield "info has no global_loss"
     for name in a.info.keys() & b.info.keys():
-        if name != "acceptance_rate" or not case.options.get("stream"):
-            bound = 1e-4 if strict or name == "global_loss" else 0.05
-            if not abs(a.info[name] - b.info[name]) <= bound * (1 + abs(a.info[name])):
-                yield f"info {name} {a.info[name]} {b.info[name]}"
+        bound = 1e-4 if strict or name == "global_loss" else 0.05
+        if not abs(a.info[name] - b.info[name]) <= bound * (1 + abs(a.info[name])):
+            yield f"info {name} {a.info[name]} {b.info[name]}"
+    if case.options.get("kernel") == "isir" and case.options.get("count_every", 1) > 1:
+        if not {"acceptance_rate", "effective_negatives"} <= b.info.keys():
+            yield f"info has only {sorted(b.info)}"
 
 
 def _same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:

@@ -1,4 +1,4 @@
-"""Counting every c-th state only: which states, how much, and that it stays unbiased."""
+"""Counting every c-th state, or one column of every c: which, how much, and that it is unbiased."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from negchain import EMC2Loss, mh_scan
+from negchain import EMC2Loss, draws, mh_scan
+from negchain.weights import isir_weights
 from negchain.weights.metropolis import Scan, counted_columns
 
 logit = st.one_of(st.just(-math.inf), st.integers(-40, 40).map(lambda i: i / 4))
@@ -96,10 +97,11 @@ def test_errors(every, burn_in) -> None:
         mh_scan(torch.zeros(2, 3), torch.zeros(2), torch.zeros(2, 3), burn_in, count_every=every)
 
 
-@pytest.mark.parametrize("options", [{"count_every": 0}, {"count_every": 2, "kernel": "isir"}])
-def test_errors_of_the_loss(options) -> None:
-    with pytest.raises(ValueError, match="count_every"):
-        EMC2Loss(9, 5.0, **options)
+@pytest.mark.parametrize("kernel", ["mh", "isir"])
+@pytest.mark.parametrize("every", [0, -3])
+def test_errors_of_the_loss(kernel, every) -> None:
+    with pytest.raises(ValueError, match=f"count_every must be at least 1.* got {every}"):
+        EMC2Loss(9, 5.0, kernel=kernel, count_every=every)
 
 
 @pytest.mark.parametrize("views", ["shared", "paired"])
@@ -173,3 +175,155 @@ def inverts_the_ratio(logits, start, *rest) -> Scan:
 def test_a_planted_bug_is_caught(bug) -> None:
     error = (expected_weights(0, 2, bug) - TARGET / TARGET.sum()).abs().max()
     assert error > 1e-2
+
+
+# ---------------------------------------------------------------- i-SIR: one column of each group
+
+
+def isir_loop(
+    logits: list[float], start: float, gumbel: list[float], every: int
+) -> tuple[list[float], float, int]:
+    """Weights of the columns, of the start, and the next state, by the letter of the docs."""
+    masses = [math.exp(x) for x in [start, *logits]]
+    total = sum(masses) or 1.0
+    weights = [0.0] * len(logits)
+    for begin in range(0, len(logits), every):
+        group = range(begin, min(begin + every, len(logits)))
+        chosen = max(group, key=lambda j: logits[j] + gumbel[j + 1])
+        weights[chosen] = sum(masses[j + 1] for j in group) / total
+    noisy = [x + g for x, g in zip([start, *logits], gumbel, strict=True)]
+    return weights, masses[0] / total, max(range(len(noisy)), key=lambda j: noisy[j]) - 1
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(chains(), st.integers(0, 2**20))
+def test_the_documented_column_of_a_group_has_its_mass(inputs, seed) -> None:
+    logits, start, _, _, every = inputs
+    logits, start = logits.double(), start.double()
+    uniform = torch.rand(len(start), logits.shape[1] + 1, generator=torch.manual_seed(seed))
+    gumbel = -(-uniform.double().clamp(1e-9, 1 - 1e-9).log()).log()
+    done = isir_weights(logits, start, gumbel, every)
+    whole = isir_weights(logits, start, gumbel)
+    for name in ("start_weight", "last", "last_logit", "accepts"):  # the step does not depend on it
+        assert torch.equal(getattr(done, name), getattr(whole, name))
+    for row in range(len(logits)):
+        weights, start_weight, last = isir_loop(
+            logits[row].tolist(), start[row].item(), gumbel[row].tolist(), every
+        )
+        assert done.weights[row].tolist() == pytest.approx(weights, abs=1e-12)
+        assert done.start_weight[row].item() == pytest.approx(start_weight, abs=1e-12)
+        if whole.weights[row].sum() > 0:
+            assert int(done.last[row]) == last
+            if last >= 0:  # the next state speaks for its group
+                assert done.weights[row, last] > 0
+    assert ((done.weights > 0).sum(1) <= math.ceil(logits.shape[1] / every)).all()
+    assert torch.equal(isir_weights(logits, start, gumbel, 1).weights, whole.weights)
+
+
+def test_a_group_without_a_column_has_no_weight() -> None:
+    logits = torch.tensor([[-math.inf, -math.inf, 1.0], [-math.inf] * 3])
+    done = isir_weights(logits, torch.tensor([1.0, -math.inf]), torch.zeros(2, 4), 2)
+    assert torch.allclose(done.weights, torch.tensor([[0, 0, 0.5], [0, 0, 0]]))
+    assert torch.allclose(done.start_weight, torch.tensor([0.5, 0]))
+    empty = isir_weights(torch.empty(2, 0), torch.zeros(2), torch.zeros(2, 1), 3)
+    assert empty.weights.shape == (2, 0) and empty.start_weight.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("every", [0, -1])
+def test_errors_of_isir(every) -> None:
+    with pytest.raises(ValueError, match="count_every"):
+        isir_weights(torch.zeros(1, 2), torch.zeros(1), torch.zeros(1, 3), every)
+
+
+ISIR_LOGITS = torch.tensor([[0.3, -1.0, 2.0, -math.inf, 0.5, 1.5, -0.2]], dtype=torch.float64)
+ISIR_START = torch.tensor([0.7], dtype=torch.float64)
+
+
+def expected_isir(every: int, weigh=isir_weights) -> Tensor:
+    """E W over the Gumbel noise, exactly: every outcome of every group with its probability.
+
+    Gumbel-max: the column of a group with the largest noisy logit is j with probability
+    softmax(group)_j, independently of the other groups. Noise that makes a chosen column of each
+    group win (by far, whatever its logit) produces that outcome.
+    """
+    num_columns = ISIR_LOGITS.shape[1]
+    groups = [range(b, min(b + every, num_columns)) for b in range(0, num_columns, every)]
+    mean = torch.zeros(num_columns + 1, dtype=torch.float64)
+    for outcome in itertools.product(*groups):
+        chance = 1.0
+        gumbel = torch.zeros(1, num_columns + 1, dtype=torch.float64)
+        for group, chosen in zip(groups, outcome, strict=True):
+            inside = torch.softmax(ISIR_LOGITS[0, list(group)], 0)
+            chance *= float(inside[chosen - group.start])
+            gumbel[0, chosen + 1] = 50.0
+        if chance > 0:
+            done = weigh(ISIR_LOGITS, ISIR_START, gumbel, every)
+            mean += chance * torch.cat([done.start_weight, done.weights[0]])
+    return mean
+
+
+ISIR_SOFTMAX = torch.softmax(torch.cat([ISIR_START, ISIR_LOGITS[0]]), 0)
+
+
+@pytest.mark.parametrize("every", [2, 3, 4, 7, 100])
+def test_expected_weights_of_isir_are_the_softmax(every) -> None:
+    assert (expected_isir(every) - ISIR_SOFTMAX).abs().max() < 1e-12
+
+
+def largest_logit_speaks(logits, start, gumbel, every) -> Scan:
+    return isir_weights(logits, start, torch.zeros_like(gumbel), every)
+
+
+def its_own_weight_only(logits, start, gumbel, every) -> Scan:
+    thin = isir_weights(logits, start, gumbel, every)
+    whole = isir_weights(logits, start, gumbel)
+    return thin._replace(weights=torch.where(thin.weights > 0, whole.weights, 0.0))
+
+
+def groups_forget_the_start(logits, start, gumbel, every) -> Scan:
+    return isir_weights(logits, torch.full_like(start, -math.inf), gumbel, every)
+
+
+@pytest.mark.parametrize(
+    "bug", [largest_logit_speaks, its_own_weight_only, groups_forget_the_start]
+)
+def test_a_planted_bug_of_isir_is_caught(bug) -> None:
+    assert (expected_isir(3, bug) - ISIR_SOFTMAX).abs().max() > 1e-2
+
+
+def test_hashed_noise_gives_the_softmax_on_average() -> None:
+    """Through the draws of the loss: 20,000 rows, each |z| < 4.5; false alarm 5e-5 at most.
+
+    Seven columns in two groups; a two-sided 4.5 sigma deviation has probability 6.8e-6.
+    """
+    rows, every = 20_000, 4
+    gumbel = draws.gumbel(
+        3, torch.tensor(5), draws.STREAM_GUMBEL, torch.arange(rows), 8, torch.float64
+    )
+    done = isir_weights(ISIR_LOGITS.expand(rows, -1), ISIR_START.expand(rows), gumbel, every)
+    spread = done.weights.std(0).clamp(min=1e-12) / math.sqrt(rows)
+    z = (done.weights.mean(0) - ISIR_SOFTMAX[1:]) / spread
+    assert z.abs().max() < 4.5
+    assert done.weights.std(0)[[0, 1, 2, 4, 5, 6]].min() > 0.01  # and not because nothing varies
+
+
+@pytest.mark.parametrize("views", ["shared", "paired"])
+def test_an_isir_loss_with_groups_has_the_gradient_of_one_without(views) -> None:
+    """The mean over 200 seeds against the loss that weighs every column: 5 standard errors.
+
+    56 numbers, each beyond 5 (of Student's t) with probability 1.3e-6: a false alarm in 7e-5.
+    """
+    generator = torch.Generator().manual_seed(0)
+    z = torch.randn(2, 7, 4, generator=generator, dtype=torch.float64).requires_grad_()
+
+    def gradient(seed: int, every: int) -> Tensor:
+        loss_fn = EMC2Loss(
+            40, 5.0, kernel="isir", carried="score", views=views, symmetric=False, seed=seed,
+            count_every=every, backend="torch",
+        ).double()  # fmt: skip
+        return torch.autograd.grad(loss_fn(z[0], z[1], torch.arange(7)), z)[0].flatten()
+
+    apart = torch.stack([gradient(seed, 3) - gradient(seed, 1) for seed in range(200)])
+    error = apart.std(0) / math.sqrt(len(apart))
+    assert (apart.mean(0).abs() <= 5 * error + 1e-12).all()
+    assert error.max() > 1e-6

@@ -124,6 +124,14 @@ LARGE = [
         "4096-stream-isir-bfloat16", kernel="isir", size=4096, dim=128, beta=0.1,
         dtype=torch.bfloat16, normalize=False, carried="score", tolerance=2e-2,
     ),
+    streaming(
+        "4096-stream-isir-groups-bfloat16", kernel="isir", count_every=256, size=4096, dim=128,
+        beta=0.1, dtype=torch.bfloat16, normalize=False, carried="score", tolerance=2e-2,
+    ),
+    streaming(
+        "1100-stream-isir-groups", kernel="isir", count_every=128, size=1100, dim=100, beta=12.0,
+        repeats=True, denominator="all",
+    ),
 ]  # fmt: skip
 
 
@@ -170,6 +178,7 @@ STEPS = [
     streaming("tiles", size=300, denominator="all", carried="cached"),
     streaming("tiles-given-order", size=1100, **ASYMMETRIC),
     streaming("tiles-isir", kernel="isir", size=300),
+    streaming("tiles-isir-groups", kernel="isir", count_every=128, size=300),
     Case("infonce", {}, loss="infonce", size=64, num_samples=80),
     Case("sogclr", {"views": "paired"}, loss="sogclr", size=64, num_samples=80),
 ]

@@ -14,8 +14,9 @@ from negchain.losses import emc2, panels
 
 M, B, DIM, BETA = 17, 11, 5, 6.0
 MH = {"kernel": "mh", "count_every": 3, "burn_in": 0.29}
-KERNELS = [MH, {"kernel": "mh"}, {"kernel": "isir"}]
-both_kernels = pytest.mark.parametrize("kernel", KERNELS, ids=["mh-3", "mh", "isir"])
+ISIR = {"kernel": "isir", "count_every": 4}
+KERNELS = [MH, {"kernel": "mh"}, {"kernel": "isir"}, ISIR]
+both_kernels = pytest.mark.parametrize("kernel", KERNELS, ids=["mh-3", "mh", "isir", "isir-4"])
 
 
 @pytest.fixture

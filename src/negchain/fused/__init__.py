@@ -4,6 +4,7 @@
     rows       a small batch: one program per row turns its similarities into EMC²'s weights
     in_batch   the same for InfoNCE, DCL and SogCLR
     tiles      a large batch: similarities are computed, scanned and forgotten, tile by tile
+    gather     its backward pass: what the rows weigh, sorted by column
     function   the loss of one side as one differentiable function of the embeddings, made of
                `forward` and `backward`; what they share is a `plan`
 
@@ -64,16 +65,18 @@ def not_applicable(like: Tensor) -> ValueError:
     return ValueError(
         "backend='fused' needs a GPU with Triton, negatives from the batch only (no draw=, known=, "
         "augmentation=), dim= for carried='cached', embeddings in float32, bfloat16 or float16, "
-        f"2 to {MAX_COLUMNS} of them unless stream=True; got {like.dtype} {tuple(like.shape)} on "
-        f"{like.device}; use backend='auto'"
+        f"2 to {MAX_COLUMNS} of them unless stream=True, count_every a multiple of 128 with "
+        "stream=True, and for kernel='isir' 1 without it; "
+        f"got {like.dtype} {tuple(like.shape)} on {like.device}; use backend='auto'"
     )
 
 
 def _size_applies(loss_fn: EMC2Loss, size: int) -> bool:
+    dense = loss_fn.kernel == "isir" and loss_fn.count_every == 1
     if not loss_fn.stream:
-        return 2 <= size <= MAX_COLUMNS
+        return 2 <= size <= MAX_COLUMNS and (loss_fn.kernel == "mh" or dense)
     learned = isinstance(loss_fn.beta, Tensor) and loss_fn.beta.requires_grad
-    if loss_fn.kernel == "isir":
+    if dense:
         return size >= 2 and not learned  # its tiles do not add up what beta's gradient needs
     return size >= 2 and loss_fn.count_every % 128 == 0
 
@@ -149,6 +152,7 @@ def _both_sides(
     own = index if key_index is None else as_ids("key_index", key_index, len(z_a), z_a.device)
     shared, unknown = loss_fn.views == "shared", 2**31 - 1
     results = []
+    counts = loss_fn.training and settings["weighting"] != "softmax"
     for side, held in enumerate(per_side("carried", carried, loss_fn.num_sides)):
         held = None if held is None else check_carried_shape(held, z_a)
         one = plan.Plan(
@@ -157,6 +161,7 @@ def _both_sides(
             chains=chains,
             side=side,
             step=loss_fn.step,
+            counts=counts and side == loss_fn.num_sides - 1,
             faults=loss_fn._faults,
             running=None if tables is None else tables[side],
             dim=z_a.shape[1],
@@ -173,8 +178,6 @@ def _both_sides(
         )
         pair = (z_a, z_b) if side == 0 else (z_b, z_a)
         results.append(function.fused_loss(*pair, held, loss_fn.beta, one))
-    if loss_fn.training and settings["weighting"] != "softmax":
-        loss_fn.step += 1
     if len(results) == 1:
         return results[0]
     (first, report), (second, other) = results

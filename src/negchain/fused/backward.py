@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from negchain import draws
-from negchain.fused import layout_triton, tile_rows_triton, tiles_triton
+from negchain.fused import gather_triton, layout_triton, tiles_triton
 from negchain.fused.plan import Plan, Walked, given
 from negchain.fused.tiles import operands, shape
 
@@ -33,13 +33,13 @@ def backward(
             "a streaming loss can be differentiated once: its rows are freed to save memory; call "
             "it again instead of passing retain_graph=True"
         )
+    stride = walked.pool.shape[1]
     if walked.weights is not None:
         grad_queries, grad_pool = _dense_products(walked.weights, plan, walked)
     elif walked.visits is not None:
-        grad_queries, grad_pool = _sparse_products(walked.visits, plan, walked)
+        grad_queries, grad_pool = _sparse_products(plan, walked)
     else:
         grad_queries, grad_pool = _panel_products(beta, plan, walked)
-    stride = walked.pool.shape[1]
     if plan.stream:
         walked.queries, walked.pool = walked.queries.new_empty(0), walked.pool.new_empty(0)
     size, dim = a.shape
@@ -89,31 +89,52 @@ def _dense_products(weights: Tensor, plan: Plan, walked: Walked) -> tuple[Tensor
     return grad_queries, grad_pool
 
 
-def _sparse_products(
-    visits: tuple[Tensor, Tensor, Tensor], plan: Plan, walked: Walked
-) -> tuple[Tensor, Tensor]:
-    positions, lengths, runs = visits
-    queries, pool = walked.queries, walked.pool
-    grad_queries = torch.empty(queries.shape, device=queries.device)
-    grad_pool = torch.zeros(pool.shape, device=pool.device)
-    tile_rows_triton.gather_kernel[(len(queries),)](
-        grad_queries,
-        grad_pool,
-        queries,
-        pool,
-        positions,
-        lengths,
-        runs,
-        walked.pull,
-        len(plan.index),
-        plan.num_columns,
-        positions.shape[1] - 1,
-        STRIDE=pool.shape[1],
-        WIDTH=triton.next_power_of_2(pool.shape[1]),
-        RUNS=16,
-        num_warps=4,
+def _sparse_products(plan: Plan, walked: Walked) -> tuple[Tensor, Tensor]:
+    """A row weighs a few columns; see `gather_triton`.
+
+    Buffers are freed after their last use, and gradients of columns made after the sort: what it
+    needs is gone when memory peaks, with the gradients of the embeddings.
+    """
+    stride = walked.pool.shape[1]
+    width = triton.next_power_of_2(stride)
+    launch = {"STRIDE": stride, "WIDTH": width, "num_warps": max(1, min(8, width // 128))}
+    columns = len(walked.pool)
+    grad_queries, entries, ends = _sorted_entries(plan, walked, launch)
+    chunk = gather_triton.CHUNK
+    grad_pool = torch.zeros(columns, stride, device=grad_queries.device)
+    gather_triton.gather_columns_kernel[(triton.cdiv(len(entries[0]), chunk),)](
+        grad_pool, walked.queries, *entries, ends, columns, CHUNK=chunk, **launch
     )
     return grad_queries, grad_pool
+
+
+def _sorted_entries(
+    plan: Plan, walked: Walked, launch: dict[str, int]
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor], Tensor]:
+    """Gradients of the rows; entries by column (columns, rows, weights) and each column's end."""
+    assert walked.visits is not None
+    visits, pool, device = walked.visits, walked.pool, walked.pool.device
+    sizes = len(plan.index), plan.num_columns, visits[0].shape[1]
+    (rows, slots), columns = visits[0].shape, len(pool)
+    grad_queries = torch.empty(rows, pool.shape[1], device=device)
+    counts = torch.zeros(columns, dtype=torch.int32, device=device)
+    earlier = torch.empty_like(visits[0])
+    gather_triton.gather_rows_kernel[(rows,)](
+        grad_queries, counts, earlier, pool, *visits, *sizes, RUNS=gather_triton.RUNS, **launch
+    )
+    walked.visits, walked.pool = None, pool.new_empty(0)
+    del pool
+    entries = (
+        torch.empty(rows * slots, dtype=torch.int32, device=device),
+        torch.empty(rows * slots, dtype=torch.int32, device=device),
+        torch.empty(rows * slots, device=device),
+    )
+    ends = counts.cumsum(0)
+    height, breadth = gather_triton.SORTED_ROWS, gather_triton.SORTED_SLOTS
+    gather_triton.sort_kernel[(triton.cdiv(rows, height), triton.cdiv(slots, breadth))](
+        *entries, ends, earlier, *visits, rows, *sizes, ROWS=height, SLOTS=breadth, num_warps=2
+    )
+    return grad_queries, entries, ends
 
 
 def _panel_products(beta: Tensor, plan: Plan, walked: Walked) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,6 @@
 """Store what the next visit needs: where the chains ended, and running averages.
 
-One program per item; of several items with one chain the first that may write does.
+A program takes ITEMS items; of several items with one chain the first that may write does.
 
 Shapes: as in `layout_triton`.
 """
@@ -20,14 +20,29 @@ STREAM_VIEW = tl.constexpr(draws.STREAM_VIEW)
 
 @triton.jit
 def _final(
-    last_ptr, item, other, seed_key, step, num_items, SIDE: tl.constexpr, VIEWS: tl.constexpr
+    last_ptr, item, mask, seed_key, step, num_items, SIDE: tl.constexpr, VIEWS: tl.constexpr
 ):
     """The row and column an item's chain is stored at (column -1: it did not move)."""
     row = item
     if VIEWS == 2:
         first = heads(seed_key, step, item, item * 0, STREAM_VIEW + 16 * SIDE)
         row = tl.where(first, item, num_items + item)
-    return row, tl.load(last_ptr + row, mask=other, other=-1)
+    return row, tl.load(last_ptr + row, mask=mask, other=-1)
+
+
+@triton.jit
+def _mean(running_ptr, item, mask, num_items, VIEWS: tl.constexpr):
+    """An item's running log partition: the mean of its rows'."""
+    mean = tl.load(running_ptr + item, mask=mask, other=float("-inf"))
+    if VIEWS == 2:
+        second = tl.load(running_ptr + num_items + item, mask=mask, other=float("-inf"))
+        mean = log_add_exp(mean, second) - 0.6931471805599453
+    return mean
+
+
+@triton.jit
+def _any(pairs):  # [ITEMS,CHUNK] -> [ITEMS]
+    return tl.sum(pairs.to(tl.int32), 1) > 0
 
 
 @triton.jit
@@ -42,7 +57,10 @@ def commit_kernel(
     same_ptr,  # [B] items with the item's chain, where COUNTED
     beta_ptr,
     step_ptr,
+    stats_ptr,  # [7,N] values of the rows first
+    value_ptr,  # [] out: their mean
     moved_ptr,  # [B] out: valid and moved, valid
+    counter_ptr,  # the caller's step, changed where COUNTS
     states_ptr,  # state tables, changed where TRAIN
     scores_ptr,
     keys_ptr,
@@ -52,10 +70,12 @@ def commit_kernel(
     num_items,
     num_columns,
     num_samples,
+    num_rows,
     SIDE: tl.constexpr,
     D: tl.constexpr,
     WIDTH: tl.constexpr,
     STRIDE: tl.constexpr,
+    ITEMS: tl.constexpr,
     CHUNK: tl.constexpr,
     COUNTED: tl.constexpr,
     VIEWS: tl.constexpr,
@@ -63,57 +83,65 @@ def commit_kernel(
     CARRIED: tl.constexpr,
     ALL: tl.constexpr,
     TRAIN: tl.constexpr,
+    ROWS: tl.constexpr,
+    COUNTS: tl.constexpr,
 ):
-    """Write the state tables, count faults and note who moved."""
-    item = tl.program_id(0)
+    """Write the state tables, count faults, note who moved; the last program sums the values."""
+    if tl.program_id(0) == tl.num_programs(0) - 1:
+        total = tl.zeros((ROWS,), tl.float32)
+        for begin in range(0, num_rows, ROWS):
+            rows = begin + tl.arange(0, ROWS)
+            total += tl.load(stats_ptr + rows, mask=rows < num_rows, other=0.0)
+        tl.store(value_ptr, tl.sum(total, 0) / num_rows)
+        if COUNTS:
+            tl.store(counter_ptr, tl.load(step_ptr) + 1)
+        return
+    item = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
+    there = item < num_items
     step = tl.load(step_ptr)
-    valid = tl.load(valid_ptr + item)
+    index = tl.load(index_ptr + item, mask=there, other=0)
+    valid = tl.load(valid_ptr + item, mask=there, other=0)
     ok = valid == 3
-    row, column = _final(last_ptr, item, True, seed_key, step, num_items, SIDE, VIEWS)
+    row, column = _final(last_ptr, item, there, seed_key, step, num_items, SIDE, VIEWS)
     moved = ok & (column >= 0)
-    tl.store(moved_ptr + item, moved.to(tl.float32))
-    tl.store(moved_ptr + num_items + item, ok.to(tl.float32))
-    if SIDE == 0:
-        tl.atomic_add(faults_ptr, (valid % 2 == 0).to(tl.int64))
-        tl.atomic_add(faults_ptr + 1, (valid < 2).to(tl.int64))
+    tl.store(moved_ptr + item, moved.to(tl.float32), mask=there)
+    tl.store(moved_ptr + num_items + item, ok.to(tl.float32), mask=there)
+    if SIDE == 0:  # all items add to one number: only those that have something to add
+        tl.atomic_add(faults_ptr + item * 0, 1, mask=there & (valid % 2 == 0))
+        tl.atomic_add(faults_ptr + 1 + item * 0, 1, mask=there & (valid < 2))
     if TRAIN:
-        index = tl.load(index_ptr + item)
         chain = tl.minimum(tl.maximum(index, 0), num_samples - 1)
-        mean = tl.load(running_ptr + item)
-        if VIEWS == 2:
-            mean = log_add_exp(mean, tl.load(running_ptr + num_items + item)) - 0.6931471805599453
+        mean = _mean(running_ptr, item, there, num_items, VIEWS)
         writes = ok & (tl.abs(mean) < float("inf"))
         # Of several items with one chain the first that may write does.
-        earlier_items = item
+        ahead = tl.minimum((tl.program_id(0) + 1) * ITEMS, num_items)
         if COUNTED:
-            earlier_items = tl.where(tl.load(same_ptr + item) > 1, item, 0)
-        for begin in range(0, earlier_items, CHUNK):
+            shared = tl.load(same_ptr + item, mask=there, other=1) > 1
+            ahead = tl.where(tl.sum(shared.to(tl.int32), 0) > 0, ahead, 0)
+        for begin in range(0, ahead, CHUNK):
             other = begin + tl.arange(0, CHUNK)
-            earlier = other < item
-            same = earlier & (tl.load(index_ptr + other, mask=earlier, other=-1) == index)
-            if tl.sum(same.to(tl.int32), 0) > 0:
-                good = same & (tl.load(valid_ptr + other, mask=same, other=0) == 3)
+            theirs = tl.load(index_ptr + other, mask=other < ahead, other=-1)
+            same = (theirs[None, :] == index[:, None]) & (other[None, :] < item[:, None])
+            if tl.sum(tl.sum(same.to(tl.int32), 1), 0) > 0:
+                good = tl.load(valid_ptr + other, mask=other < ahead, other=0) == 3
                 _, ends = _final(last_ptr, other, good, seed_key, step, num_items, SIDE, VIEWS)
-                moved = moved & (tl.sum((good & (ends >= 0)).to(tl.int32), 0) == 0)
+                moved = moved & ~_any(same & (good & (ends >= 0))[None, :])
                 if ALL:
-                    theirs = tl.load(running_ptr + other, mask=good, other=float("-inf"))
-                    if VIEWS == 2:
-                        at = running_ptr + num_items + other
-                        theirs = log_add_exp(theirs, tl.load(at, mask=good, other=float("-inf")))
-                    known = good & (tl.abs(theirs) < float("inf"))
-                    writes = writes & (tl.sum(known.to(tl.int32), 0) == 0)
+                    known = tl.abs(_mean(running_ptr, other, good, num_items, VIEWS)) < float("inf")
+                    writes = writes & ~_any(same & (good & known)[None, :])
         if ALL:
             tl.store(log_partition_ptr + chain, mean, mask=writes)
         column = tl.maximum(column, 0)
         if CARRIED != "none":
-            state = tl.load(pool_ids_ptr + column)
+            state = tl.load(pool_ids_ptr + column, mask=moved, other=0)
             tl.store(states_ptr + chain, state.to(states_ptr.dtype.element_ty), mask=moved)
         if CARRIED == "score":
-            similarity = tl.load(last_logit_ptr + row) / tl.load(beta_ptr)
-            tl.store(scores_ptr + chain, similarity, mask=moved)
+            logit = tl.load(last_logit_ptr + row, mask=moved, other=0.0)
+            tl.store(scores_ptr + chain, logit / tl.load(beta_ptr), mask=moved)
         if CARRIED == "cached":
-            depth = tl.arange(0, WIDTH)
+            depth = tl.arange(0, WIDTH)[None, :]
             block = row // num_items if SHARED else row * 0
-            at = (block * num_columns + column).to(tl.int64) * STRIDE + depth
-            key = tl.load(pool_ptr + at, mask=depth < D, other=0.0).to(tl.float32)
-            tl.store(keys_ptr + chain * D + depth, key, mask=depth < tl.where(moved, D, 0))
+            at = (block * num_columns + column).to(tl.int64)[:, None] * STRIDE + depth
+            stored = moved[:, None] & (depth < D)
+            key = tl.load(pool_ptr + at, mask=stored, other=0.0).to(tl.float32)
+            tl.store(keys_ptr + chain[:, None] * D + depth, key, mask=stored)

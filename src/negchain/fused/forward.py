@@ -18,57 +18,62 @@ from negchain.fused import (
     commit_triton,
     in_batch_triton,
     layout_triton,
+    ranks,
     rows_triton,
     tiles_triton,
 )
 from negchain.fused.plan import Plan, Walked, given
-from negchain.fused.tiles import num_equal, walk_tiles
+from negchain.fused.tiles import walk_tiles
 from negchain.losses.chains import ChainTable
+
+COMMITTED = 8  # items per program that stores: 8 x 1,024 pairs fit into its registers
+WIDTH_OF_A_WARP = 512  # an item's numbers of one embedding; one warp needs no barriers
 
 
 def carried_ids(chains: ChainTable, side: int, index: Tensor) -> Tensor:  # [B] -> [B] int64
     """`ChainTable.ids` in one launch."""
     ids = torch.empty_like(index)
-    layout_triton.ids_kernel[(len(index),)](
+    items = 128
+    layout_triton.ids_kernel[(triton.cdiv(len(index), items),)](
         ids,
         index,
         chains.states[side],
         draws.seed_key(chains.seed),
+        len(index),
         chains.num_states,
         chains.states.shape[1],
         SIDE=side,
         OWN=chains.own,
-        num_warps=1,
+        ITEMS=items,
+        num_warps=4,
     )
     return ids
 
 
 def walk(
-    a: Tensor, b: Tensor, carried: Tensor | None, beta: Tensor, step: Tensor, plan: Plan
-) -> Walked:
-    """Everything up to the value; in training mode state changes."""
-    walked, start_logit, start_similarity, positive, valid = _prepare(
-        a, b, carried, beta, step, plan
-    )
+    a: Tensor, b: Tensor, carried: Tensor | None, beta: float | Tensor, plan: Plan
+) -> tuple[Walked, Tensor]:
+    """What the backward pass needs, and the value, []; in training mode state changes."""
+    walked, start_logit, start_similarity, positive, valid = _prepare(a, b, carried, beta, plan)
+    beta, step = walked.beta, walked.step
     same = plan.index  # unused where it is not counted
     if plan.chains is None:
         _in_batch(walked, positive, beta, plan)
     elif plan.stream:
-        same = num_equal(plan.index, valid)
+        same = ranks.num_equal(plan.index, valid)
         walk_tiles(walked, start_logit, start_similarity, positive, valid, same, beta, step, plan)
     else:
         _rows(walked, start_logit, start_similarity, positive, beta, step, plan)
-    _commit(walked, valid, same, beta, step, plan)
-    return walked
+    return walked, _commit(walked, valid, same, plan)
 
 
-def _commit(
-    walked: Walked, valid: Tensor, same: Tensor, beta: Tensor, step: Tensor, plan: Plan
-) -> None:
-    size, dim = len(plan.index), plan.dim
+def _commit(walked: Walked, valid: Tensor, same: Tensor, plan: Plan) -> Tensor:
+    """Store what the next visit needs; the value of the side, []."""
+    size, rows, dim = len(plan.index), len(walked.pull), plan.dim
+    value = walked.pull.new_empty(())
     unused = walked.pull
     states, scores, keys = _tables(plan, unused)
-    commit_triton.commit_kernel[(size,)](
+    commit_triton.commit_kernel[(triton.cdiv(size, COMMITTED) + 1,)](
         plan.index,
         valid,
         walked.last,
@@ -77,9 +82,12 @@ def _commit(
         walked.pool_ids,
         walked.running,
         same,
-        beta,
-        step,
+        walked.beta,
+        walked.step,
+        walked.stats,
+        value,
         walked.moved,
+        plan.step,
         states,
         scores,
         keys,
@@ -89,10 +97,12 @@ def _commit(
         size,
         plan.num_columns,
         plan.num_samples,
+        rows,
         SIDE=plan.side,
         D=dim,
         WIDTH=triton.next_power_of_2(dim),
         STRIDE=walked.pool.shape[1],
+        ITEMS=COMMITTED,
         CHUNK=min(1024, triton.next_power_of_2(size)),
         COUNTED=plan.stream,
         VIEWS=plan.views,
@@ -100,8 +110,11 @@ def _commit(
         CARRIED=plan.carried,
         ALL=plan.running is not None,
         TRAIN=plan.training,
+        ROWS=min(2048, triton.next_power_of_2(rows)),
+        COUNTS=plan.counts,
         num_warps=1 if size <= 256 else 4,
     )
+    return value
 
 
 def _tables(plan: Plan, unused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -117,7 +130,7 @@ def _tables(plan: Plan, unused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _prepare(
-    a: Tensor, b: Tensor, carried: Tensor | None, beta: Tensor, step: Tensor, plan: Plan
+    a: Tensor, b: Tensor, carried: Tensor | None, beta: float | Tensor, plan: Plan
 ) -> tuple[Walked, Tensor, Tensor, Tensor, Tensor]:
     (size, dim), device = a.shape, a.device
     rows, columns = plan.views * size, plan.num_columns
@@ -132,18 +145,19 @@ def _prepare(
         times_from = "count"
     else:
         times_from = "given"
-        order = draws.permutation(plan.seed, step, draws.STREAM_ORDER + 16 * plan.side, size)
-        times = torch.empty_like(order)
-        times[order] = torch.arange(size, device=device)
+        times = ranks.times(plan.seed, plan.step, draws.STREAM_ORDER + 16 * plan.side, size)
     in_batch = times
     if plan.weighting == "isir":
         assert plan.chains is not None
-        in_batch = _among(carried_ids(plan.chains, plan.side, plan.index), plan.own)
+        held = carried_ids(plan.chains, plan.side, plan.index)
+        in_batch = ranks.among(held, plan.own)
 
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(*shape, dtype=dtype, device=device)
+        return torch.empty(shape, dtype=dtype, device=device)
 
     walked = Walked(
+        beta=beta if isinstance(beta, Tensor) else new(),
+        step=torch.empty_like(plan.step),
         queries=new(rows, stride, dtype=kind),
         pool=new(plan.blocks * columns, stride, dtype=kind),
         pool_ids=new(columns, dtype=torch.int32),
@@ -162,6 +176,8 @@ def _prepare(
     start_logit, start_similarity, positive = new(rows), new(rows), new(size)
     valid = new(size, dtype=torch.int32)
     states, scores, keys = _tables(plan, positive)
+    width = triton.next_power_of_2(stride)
+    items = triton.next_power_of_2(size) if times_from == "count" else 1
     layout_triton.prepare_kernel[(columns,)](
         a,
         b,
@@ -172,8 +188,9 @@ def _prepare(
         in_batch,
         states,
         times,
-        step,
-        beta,
+        plan.step,
+        walked.beta,
+        walked.step,
         walked.queries,
         walked.pool,
         walked.pool_ids,
@@ -185,6 +202,7 @@ def _prepare(
         start_logit,
         valid,
         walked.held,
+        0.0 if isinstance(beta, Tensor) else beta,
         draws.seed_key(plan.seed),
         size,
         columns,
@@ -192,9 +210,9 @@ def _prepare(
         plan.num_keys,
         SIDE=plan.side,
         D=dim,
-        WIDTH=triton.next_power_of_2(stride),
+        WIDTH=width,
         STRIDE=stride,
-        ITEMS=triton.next_power_of_2(size) if times_from == "count" else 1,
+        ITEMS=items,
         SHARED=plan.shared,
         VIEWS=plan.views,
         CARRIED=plan.carried,
@@ -203,16 +221,10 @@ def _prepare(
         CHECK_BATCH=plan.weighting == "isir",
         OWN=plan.chains is None or plan.chains.own,
         NORMALIZE=plan.normalize,
-        num_warps=2,
+        FIXED=not isinstance(beta, Tensor),
+        num_warps=max(1, min(8, max(width, items) // WIDTH_OF_A_WARP)),
     )
     return walked, start_logit, start_similarity, positive, valid
-
-
-def _among(ids: Tensor, others: Tensor) -> Tensor:  # [B] [B] -> [B] int32
-    """Which ids are among the others."""
-    ordered = others.sort().values
-    at = torch.searchsorted(ordered, ids).clamp_(max=len(ordered) - 1)
-    return (ordered[at] == ids).int()
 
 
 def _in_batch(walked: Walked, positive: Tensor, beta: Tensor, plan: Plan) -> None:

@@ -33,8 +33,6 @@ def fused_loss(
     report: Numbers = {}
     if isinstance(beta, Tensor):
         beta = beta.reshape(()).to(a.device)
-    else:
-        beta = torch.full((), beta, device=a.device)
     loss: Tensor = _Loss.apply(a.contiguous(), b.contiguous(), carried, beta, plan, report)
     return loss, report
 
@@ -46,18 +44,18 @@ class _Loss(torch.autograd.Function):
         a: Tensor,
         b: Tensor,
         carried: Tensor | None,
-        beta: Tensor,
+        beta: float | Tensor,
         plan: Plan,
         report: Numbers,
     ) -> Tensor:
-        beta = beta.detach().float()
+        if isinstance(beta, Tensor):
+            beta = beta.detach().float()
         carried = None if carried is None else carried.contiguous()
-        step = plan.step.clone() if plan.training else plan.step  # the caller counts it on
-        walked = walk(a, b, carried, beta, step, plan)
+        walked, value = walk(a, b, carried, beta, plan)
         report.update(walked.report(plan))
         ctx.plan, ctx.walked = plan, walked
-        ctx.save_for_backward(a, b, carried, beta, step)
-        return walked.stats[0].mean()
+        ctx.save_for_backward(a, b, carried, walked.beta, walked.step)
+        return value
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]

@@ -2,7 +2,8 @@
 
 `prepare` brings embeddings to unit length, puts the keys into the order in which they are proposed
 and scores the carried states. `finish` turns gradients of rows and columns into gradients of the
-embeddings. One program per item in both.
+embeddings. One program per item in both; it asks for everything it reads before it computes, so
+that it waits for memory once.
 
 A *block* of columns holds one key of every item. Shared views have two: block 0 holds the copy of
 each item that rows of the first view are offered (a coin per item says which), block 1 the other.
@@ -26,9 +27,14 @@ STREAM_COPY = tl.constexpr(draws.STREAM_COPY)
 
 
 @triton.jit
-def _unit(z_ptr, at, mask, NORMALIZE: tl.constexpr):
-    """A row in float32 at unit length, and its norm."""
-    z = tl.load(z_ptr + at, mask=mask, other=0.0).to(tl.float32)
+def _load(z_ptr, at, mask):
+    """A row in float32."""
+    return tl.load(z_ptr + at, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _unit(z, NORMALIZE: tl.constexpr):
+    """A row at unit length, and its norm."""
     norm = tl.maximum(tl.sqrt(tl.sum(z * z, 0)), 1e-12)
     if NORMALIZE:
         z = z / norm
@@ -37,7 +43,12 @@ def _unit(z_ptr, at, mask, NORMALIZE: tl.constexpr):
 
 @triton.jit
 def _is_finite(z):
-    return tl.sum((tl.abs(z) < float("inf")).to(tl.int32) - 1, 0) == 0
+    return tl.abs(z) < float("inf")
+
+
+@triton.jit
+def _all(x):
+    return tl.sum(x.to(tl.int32) - 1, 0) == 0
 
 
 @triton.jit
@@ -67,16 +78,20 @@ def ids_kernel(
     index_ptr,
     states_ptr,
     seed_key,
+    num_items,
     num_states,
     num_chains,
     SIDE: tl.constexpr,
     OWN: tl.constexpr,
+    ITEMS: tl.constexpr,
 ):
-    """Ids of the carried states of a batch, for the caller to encode."""
-    item = tl.program_id(0)
-    chain = tl.minimum(tl.maximum(tl.load(index_ptr + item), 0), num_chains - 1)
+    """Ids of the carried states of ITEMS items of a batch, for the caller to encode."""
+    item = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
+    there = item < num_items
+    index = tl.load(index_ptr + item, mask=there, other=0)
+    chain = tl.minimum(tl.maximum(index, 0), num_chains - 1)
     held = carried_ids(states_ptr, chain, seed_key, num_states, SIDE, OWN)
-    tl.store(ids_ptr + item, held)
+    tl.store(ids_ptr + item, held, mask=there)
 
 
 @triton.jit
@@ -90,9 +105,10 @@ def prepare_kernel(
     in_batch_ptr,  # [B] whether the carried state is an item of the batch (i-SIR)
     states_ptr,
     times_ptr,  # [B] time at which each item is proposed, where it is not counted here
-    step_ptr,
-    beta_ptr,
-    queries_ptr,  # [N,P] out, and all below
+    counter_ptr,  # the caller's step, which `commit` counts on
+    beta_ptr,  # out where FIXED
+    step_ptr,  # out, and all below
+    queries_ptr,  # [N,P]
     pool_ptr,  # [blocks*K,P]
     pool_ids_ptr,  # [K]
     penalty_ptr,  # [K] 0, -inf: never a proposal
@@ -103,6 +119,7 @@ def prepare_kernel(
     start_logit_ptr,  # [N]
     valid_ptr,  # [B] 2 bits: finite, in range
     held_ptr,  # "cached" [B,D]
+    fixed_beta,
     seed_key,
     num_items,
     num_columns,
@@ -121,6 +138,7 @@ def prepare_kernel(
     CHECK_BATCH: tl.constexpr,
     OWN: tl.constexpr,
     NORMALIZE: tl.constexpr,
+    FIXED: tl.constexpr,
 ):
     """Rows, columns and carried state of an item."""
     item = tl.program_id(0)
@@ -134,27 +152,39 @@ def prepare_kernel(
             at = (block * num_columns + column).to(tl.int64) * STRIDE + depth
             tl.store(pool_ptr + at, tl.zeros((WIDTH,), pool_ptr.dtype.element_ty), mask=stored)
         return
-    step = tl.load(step_ptr)
-    beta = tl.load(beta_ptr)
-    at = item.to(tl.int64) * D + depth
-    a, norm_a = _unit(a_ptr, at, wide, NORMALIZE)
-    b, norm_b = _unit(b_ptr, at, wide, NORMALIZE)
-    tl.store(norms_ptr + item, norm_a)
-    tl.store(norms_ptr + num_items + item, norm_b)
-    tl.store(positive_ptr + item, tl.sum(a * b, 0))
-
+    step = tl.load(counter_ptr)
+    beta = fixed_beta if FIXED else tl.load(beta_ptr)
     index, own = tl.load(index_ptr + item), tl.load(own_ptr + item)
-    in_range = (index >= 0) & (index < num_samples) & (own >= 0) & (own < num_keys)
-    chain = tl.minimum(tl.maximum(index, 0), num_samples - 1)
-    own = tl.minimum(tl.maximum(own, 0), num_keys - 1)
-    finite = _is_finite(a) & _is_finite(b)
-    valid = in_range & finite
-    tl.store(valid_ptr + item, finite.to(tl.int32) + 2 * in_range.to(tl.int32))
-
-    # ---- the order of proposal
     time = item
     if TIMES == "given":
         time = tl.load(times_ptr + item).to(tl.int32)
+    at = item.to(tl.int64) * D + depth
+    a, b = _load(a_ptr, at, wide), _load(b_ptr, at, wide)
+    if CARRIED == "encode":
+        held = _load(carried_ptr, at, wide)
+    tl.store(step_ptr, step, mask=item == 0)
+    if FIXED:
+        tl.store(beta_ptr, beta, mask=item == 0)
+    in_range = (index >= 0) & (index < num_samples) & (own >= 0) & (own < num_keys)
+    chain = tl.minimum(tl.maximum(index, 0), num_samples - 1)
+    own = tl.minimum(tl.maximum(own, 0), num_keys - 1)
+    if CARRIED != "none":
+        held_id = carried_ids(states_ptr, chain, seed_key, num_keys, SIDE, OWN)
+    if CARRIED == "cached":
+        held = _load(carried_ptr, chain * D + depth, wide)
+    if CARRIED == "score":
+        similarity_a = tl.load(scores_ptr + chain)
+
+    a, norm_a = _unit(a, NORMALIZE)
+    b, norm_b = _unit(b, NORMALIZE)
+    positive = tl.sum(a * b, 0)
+    finite = _all(_is_finite(a) & _is_finite(b))
+    valid = in_range & finite
+    tl.store(norms_ptr + item, norm_a)
+    tl.store(norms_ptr + num_items + item, norm_b)
+    tl.store(valid_ptr + item, finite.to(tl.int32) + 2 * in_range.to(tl.int32))
+
+    # ---- the order of proposal
     if TIMES == "count":
         key = hashed.stream_key(seed_key, step, STREAM_ORDER + 16 * SIDE)
         others = tl.arange(0, ITEMS)
@@ -184,38 +214,34 @@ def prepare_kernel(
     pool_at = (block * num_columns + column).to(tl.int64) * STRIDE + depth
     tl.store(pool_ptr + pool_at, tl.where(valid, b, 0.0).to(kind), mask=stored)
 
-    if CARRIED == "none":
-        return
-    # ---- the carried state
-    held_id = carried_ids(states_ptr, chain, seed_key, num_keys, SIDE, OWN)
-    usable = held_id != own
-    if CHECK_BATCH:
-        usable = usable & (tl.load(in_batch_ptr + item) == 0)
-    if CARRIED == "score":
-        similarity_a = tl.load(scores_ptr + chain)
-        similarity_b = similarity_a
-    else:
-        if CARRIED == "encode":
-            held, norm = _unit(carried_ptr, at, wide, NORMALIZE)
-            tl.store(norms_ptr + 2 * num_items + item, norm)
-            # as in the twin, a carried embedding that is no number makes the row's value none
-            tl.store(positive_ptr + item, tl.sum(a * b, 0) + 0 * tl.sum(held, 0))
+    if CARRIED == "encode":
+        held, norm = _unit(held, NORMALIZE)
+        tl.store(norms_ptr + 2 * num_items + item, norm)
+        # as in the twin, a carried embedding that is no number makes the row's value none
+        positive += 0 * tl.sum(held, 0)
+    tl.store(positive_ptr + item, positive)
+    if CARRIED != "none":  # ---- the carried state
+        usable = held_id != own
+        if CHECK_BATCH:
+            usable = usable & (tl.load(in_batch_ptr + item) == 0)
+        if CARRIED == "score":
+            similarity_b = similarity_a
         else:
-            held, _ = _unit(carried_ptr, chain * D + depth, wide, False)
-            seen = _is_finite(held)
-            usable = usable & seen
-            held = tl.where(seen, held, 0.0)
-            tl.store(held_ptr + at, held, mask=wide)  # the table may change before `finish`
-        similarity_a, similarity_b = tl.sum(a * held, 0), tl.sum(b * held, 0)
-    logit = similarity_a * beta
-    usable_a = usable & (tl.abs(logit) < float("inf"))
-    tl.store(start_similarity_ptr + item, similarity_a)
-    tl.store(start_logit_ptr + item, tl.where(usable_a, logit, float("-inf")))
-    if VIEWS == 2:
-        logit = similarity_b * beta
-        usable_b = usable & (tl.abs(logit) < float("inf"))
-        tl.store(start_similarity_ptr + num_items + item, similarity_b)
-        tl.store(start_logit_ptr + num_items + item, tl.where(usable_b, logit, float("-inf")))
+            if CARRIED == "cached":
+                seen = _all(_is_finite(held))
+                usable = usable & seen
+                held = tl.where(seen, held, 0.0)
+                tl.store(held_ptr + at, held, mask=wide)  # the table may change before `finish`
+            similarity_a, similarity_b = tl.sum(a * held, 0), tl.sum(b * held, 0)
+        logit = similarity_a * beta
+        usable_a = usable & (tl.abs(logit) < float("inf"))
+        tl.store(start_similarity_ptr + item, similarity_a)
+        tl.store(start_logit_ptr + item, tl.where(usable_a, logit, float("-inf")))
+        if VIEWS == 2:
+            logit = similarity_b * beta
+            usable_b = usable & (tl.abs(logit) < float("inf"))
+            tl.store(start_similarity_ptr + num_items + item, similarity_b)
+            tl.store(start_logit_ptr + num_items + item, tl.where(usable_b, logit, float("-inf")))
 
 
 @triton.jit
@@ -263,10 +289,10 @@ def finish_kernel(
     depth = tl.arange(0, WIDTH)
     wide = depth < D
     at = item.to(tl.int64) * D + depth
-    a, _ = _unit(a_ptr, at, wide, NORMALIZE)
-    b, _ = _unit(b_ptr, at, wide, NORMALIZE)
-    outer = tl.load(grad_ptr).to(tl.float32)
     column = tl.load(column_ptr + item)
+    outer = tl.load(grad_ptr).to(tl.float32)
+    norm_a, norm_b = tl.load(norms_ptr + item), tl.load(norms_ptr + num_items + item)
+    a, b = _load(a_ptr, at, wide), _load(b_ptr, at, wide)
     pull = tl.load(pull_ptr + item)
     row_at = item.to(tl.int64) * STRIDE + depth
     grad_a = tl.load(grad_queries_ptr + row_at, mask=wide, other=0.0)
@@ -275,6 +301,15 @@ def finish_kernel(
         pull += tl.load(pull_ptr + num_items + item)
         second = (num_items + item).to(tl.int64) * STRIDE + depth
         grad_b += tl.load(grad_queries_ptr + second, mask=wide, other=0.0)
+    HELD: tl.constexpr = (CARRIED == "encode") | (CARRIED == "cached")
+    if HELD:
+        held = _load(carried_ptr, at, wide)
+        weight_a = tl.load(carried_weight_ptr + item)
+        weight_b = 0.0
+        if VIEWS == 2:
+            weight_b = tl.load(carried_weight_ptr + num_items + item)
+    if CARRIED == "encode":
+        norm = tl.load(norms_ptr + 2 * num_items + item)
     block = item * 0
     if SHARED:
         first = heads(seed_key, tl.load(step_ptr), item * 0, item, STREAM_COPY)
@@ -284,23 +319,20 @@ def finish_kernel(
         block = 1 - block
     pool_at = (block * num_columns + column).to(tl.int64) * STRIDE + depth
     grad_b += tl.load(grad_pool_ptr + pool_at, mask=wide, other=0.0)
+
+    if NORMALIZE:  # as in `_unit`, whose norms these are
+        a, b = a / norm_a, b / norm_b
     grad_a -= pull * b
     grad_b -= pull * a
-    if (CARRIED == "encode") | (CARRIED == "cached"):
-        weight_a = tl.load(carried_weight_ptr + item)
-        weight_b = 0.0
-        if VIEWS == 2:
-            weight_b = tl.load(carried_weight_ptr + num_items + item)
-        if CARRIED == "encode":
-            held, norm = _unit(carried_ptr, at, wide, NORMALIZE)
-            grad_held = weight_a * a + weight_b * b
-            grad_held = _through_norm(grad_held, held, norm, NORMALIZE) * outer
-            tl.store(grad_carried_ptr + at, grad_held, mask=wide)
-        else:
-            held = tl.load(carried_ptr + at, mask=wide, other=0.0)
+    if CARRIED == "encode":
+        if NORMALIZE:
+            held = held / norm
+        grad_held = weight_a * a + weight_b * b
+        grad_held = _through_norm(grad_held, held, norm, NORMALIZE) * outer
+        tl.store(grad_carried_ptr + at, grad_held, mask=wide)
+    if HELD:
         grad_a += weight_a * held
         grad_b += weight_b * held
-    norm_a, norm_b = tl.load(norms_ptr + item), tl.load(norms_ptr + num_items + item)
     grad_a = _through_norm(grad_a, a, norm_a, NORMALIZE) * outer
     grad_b = _through_norm(grad_b, b, norm_b, NORMALIZE) * outer
     tl.store(grad_a_ptr + at, grad_a, mask=wide)

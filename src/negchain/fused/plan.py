@@ -29,7 +29,8 @@ class Plan:
     own: Tensor  # [B] int64, id of its positive
     chains: ChainTable | None
     side: int
-    step: Tensor  # []
+    step: Tensor  # [] of the caller
+    counts: bool  # whether this side counts it on
     faults: Tensor  # [2]
     running: Tensor | None  # [M] running partition (denominator="all"), SogCLR's moving average
     dim: int
@@ -56,6 +57,11 @@ class Plan:
         return 2 if self.shared else 1
 
     @property
+    def is_sparse(self) -> bool:
+        """Whether a streaming row weighs a few columns only: counted states, one of each group."""
+        return self.weighting == "mh" or self.count_every > 1
+
+    @property
     def carried(self) -> str:
         """How carried states are scored."""
         return "none" if self.chains is None else self.chains.keep
@@ -76,6 +82,8 @@ class Plan:
 class Walked:
     """What the forward pass of a side leaves for its backward pass and for `info`."""
 
+    beta: Tensor  # []
+    step: Tensor  # [] of this pass; the caller's goes on
     queries: Tensor  # [N,P]
     pool: Tensor  # [blocks*K,P]
     pool_ids: Tensor  # [K]
@@ -91,8 +99,9 @@ class Walked:
     running: Tensor  # [N]
     held: Tensor  # [B,D] cached embeddings of the carried states; [0] without
     weights: Tensor | None = None  # [N,K] pulled; small batch
-    visits: tuple[Tensor, Tensor, Tensor] | None = None  # streaming MH: positions, lengths, runs
-    joint: Tensor | None = None  # [N] streaming i-SIR
+    # streaming: columns that have weight [N,S+1], their weights, pulled [N,S+1], how many [N]
+    visits: tuple[Tensor, Tensor, Tensor] | None = None
+    joint: Tensor | None = None  # [N] streaming i-SIR that weighs all columns
 
     def report(self, plan: Plan) -> Numbers:
         """Numbers for `info`, computed when somebody looks."""
@@ -116,8 +125,8 @@ class Walked:
             "effective_negatives": lambda: stats[5].mean(),
             "global_loss": lambda: stats[0].mean(),
         }
-        if plan.stream and plan.weighting == "isir":
-            del numbers["acceptance_rate"], numbers["effective_negatives"]
+        if plan.stream and not plan.is_sparse:
+            del numbers["effective_negatives"]
         return numbers
 
 

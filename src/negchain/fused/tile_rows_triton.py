@@ -1,4 +1,4 @@
-"""What follows the tiles: value and numbers of each row, and the sparse backward pass.
+"""What follows the tiles: value, weights and numbers of each row.
 
 Shapes: as in `tiles_triton`.
 """
@@ -9,12 +9,33 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from negchain import draws
+from negchain import draws_triton as hashed
 from negchain.fused.objective_triton import (
     earlier_partition,
     log_add_exp,
+    log_sum_exp,
     row_objective,
     store_row,
 )
+from negchain.fused.tiles_triton import bit_reversed
+
+STREAM_GUMBEL = tl.constexpr(draws.STREAM_GUMBEL)
+
+
+@triton.jit
+def _next_of_groups(noisy, position, start, row, key, TILE: tl.constexpr, SLOTS: tl.constexpr):
+    """Logits of the groups' columns, and the next state: its column (-1: the start) and logit."""
+    row_hash = hashed.hash_row(row, key)
+    column = tl.maximum(position, 0)
+    time = column // TILE * TILE + bit_reversed(column % TILE)
+    level = noisy - hashed.gumbel(row_hash, hashed.hash_column(time + 1, key))
+    best = tl.max(noisy, 0)
+    slot = tl.arange(0, SLOTS)
+    winner = slot == tl.min(tl.where(noisy == best, slot, SLOTS), 0)
+    moves = best > start + hashed.gumbel(row_hash, hashed.hash_column(row * 0, key))
+    last = tl.where(moves, tl.sum(tl.where(winner, position, 0), 0), -1)
+    return level, last, tl.where(moves, tl.sum(tl.where(winner, level, 0.0), 0), start)
 
 
 @triton.jit
@@ -30,7 +51,7 @@ def tile_rows_kernel(
     reached_ptr,  # [N,S+1]
     same_ptr,  # [B] columns with the item's own id
     positions_ptr,  # [N,S+1]
-    lengths_ptr,  # [N,S+1]
+    weights_ptr,  # [N,S+1] in: as the tiles left them; out: weights, pulled
     runs_ptr,  # [N]
     drive_ptr,  # [N]
     beta_ptr,
@@ -41,17 +62,21 @@ def tile_rows_kernel(
     joint_ptr,  # [N] i-SIR: log of the sum over columns and carried state
     carried_weight_ptr,  # [N]
     running_ptr,  # [N]
-    stats_ptr,  # [7,N] as in rows_triton; "accepts" are tiles with a move, "steps" tiles
+    stats_ptr,  # [7,N] as in rows_triton; MH: "accepts" are tiles with a move, "steps" tiles
+    seed_key,
     num_rows,
     num_items,
     num_samples,
-    num_counted,
-    num_tiles,
+    num_counted,  # S
+    num_steps,
     log_negatives,
     partition_rate,
+    SIDE: tl.constexpr,
+    TILE: tl.constexpr,
     SLOTS: tl.constexpr,  # S + 1 rounded up to a power of two
     SPLIT: tl.constexpr,
     ISIR: tl.constexpr,
+    GROUPED: tl.constexpr,
     TRAINED: tl.constexpr,
     ALL: tl.constexpr,
 ):
@@ -60,18 +85,30 @@ def tile_rows_kernel(
     item = row % num_items
     beta, step = tl.load(beta_ptr), tl.load(step_ptr)
     positive = tl.load(positive_ptr + item)
-    logit, log_sum = tl.load(ends_ptr + row), tl.load(ends_ptr + 2 * num_rows + row)
-    last, moves = tl.load(part_last_ptr + row), tl.load(part_last_ptr + num_rows + row)
-    first_logit, first_last = logit, last
-    if SPLIT:
-        second = 3 * num_rows + row
-        reach = tl.load(ends_ptr + second + num_rows)
-        goes_on = reach > (tl.load(ends_ptr + num_rows + row) if ISIR else logit)
-        logit = tl.where(goes_on, tl.load(ends_ptr + second), logit)
-        log_sum = log_add_exp(log_sum, tl.load(ends_ptr + second + 2 * num_rows))
-        last = tl.where(goes_on, tl.load(part_last_ptr + 2 * num_rows + row), last)
-        if ISIR:  # the second part of a Metropolis-Hastings walk moved from a start it did not have
-            moves += tl.load(part_last_ptr + 3 * num_rows + row)
+    start = tl.load(start_logit_ptr + row)
+    slot = tl.arange(0, SLOTS)
+    at = row.to(tl.int64) * (num_counted + 1) + slot
+    if GROUPED:
+        is_group = slot < num_counted
+        log_mass = tl.load(weights_ptr + at, mask=is_group, other=float("-inf"))
+        noisy = tl.load(reached_ptr + at, mask=is_group, other=float("-inf"))
+        position = tl.load(positions_ptr + at, mask=is_group, other=-1)
+        log_sum = log_sum_exp(log_mass)
+        key = hashed.stream_key(seed_key, step, STREAM_GUMBEL + 16 * SIDE)
+        level, last, logit = _next_of_groups(noisy, position, start, row, key, TILE, SLOTS)
+    else:
+        logit, log_sum = tl.load(ends_ptr + row), tl.load(ends_ptr + 2 * num_rows + row)
+        last, moves = tl.load(part_last_ptr + row), tl.load(part_last_ptr + num_rows + row)
+        first_logit, first_last = logit, last
+        if SPLIT:
+            second = 3 * num_rows + row
+            reach = tl.load(ends_ptr + second + num_rows)
+            goes_on = reach > (tl.load(ends_ptr + num_rows + row) if ISIR else logit)
+            logit = tl.where(goes_on, tl.load(ends_ptr + second), logit)
+            log_sum = log_add_exp(log_sum, tl.load(ends_ptr + second + 2 * num_rows))
+            last = tl.where(goes_on, tl.load(part_last_ptr + 2 * num_rows + row), last)
+    if ISIR:
+        moves = (last >= 0).to(tl.int32)
     tl.store(last_ptr + row, last)
     tl.store(last_logit_ptr + row, logit)
     count = tl.load(num_usable_ptr).to(tl.int32) - tl.load(same_ptr + item)
@@ -85,17 +122,23 @@ def tile_rows_kernel(
         log_sum, count, positive, beta, log_negatives, old, rate, ALL
     )
     scale = pull * beta / num_rows
-    start = tl.load(start_logit_ptr + row)
     joint = log_add_exp(log_sum, start)
     if ISIR:
-        start_weight = tl.exp(start - tl.where(joint > float("-inf"), joint, 0.0))
+        shift = tl.where(joint > float("-inf"), joint, 0.0)
+        start_weight = tl.exp(start - shift)
         mass, squares, drive = 1 - start_weight, 1.0, 0.0
-    else:
-        slot = tl.arange(0, SLOTS)
+    if GROUPED:
+        share = tl.exp(log_mass - shift)
+        mass, squares = tl.sum(share, 0), tl.sum(share * share, 0)
+        drive = tl.sum(tl.where(share > 0, share * level, 0.0), 0) / beta
+        # a group without a column has no weight, also in a row that is no number
+        weight = tl.where(position >= 0, share * scale, 0.0)
+        tl.store(weights_ptr + at, weight, mask=is_group)
+        tl.store(runs_ptr + row, num_counted)
+    if not ISIR:
         runs = tl.load(runs_ptr + row)
-        at = row.to(tl.int64) * (num_counted + 1) + slot
         position = tl.load(positions_ptr + at, mask=slot < runs, other=-1)
-        length = tl.load(lengths_ptr + at, mask=slot < runs, other=0)
+        length = tl.load(weights_ptr + at, mask=slot < runs, other=0.0).to(tl.int32)
         if SPLIT:  # the first counts of the second part may still belong to the end of the first
             ends = slot < num_counted
             reached = tl.load(reached_ptr + at, mask=ends, other=float("inf"))
@@ -104,9 +147,11 @@ def tile_rows_kernel(
             length = tl.maximum(tl.minimum(left, length), 0)
             length = tl.where(slot == runs, early, length)
             position = tl.where(slot == runs, first_last, position)
-            tl.store(positions_ptr + at, position, mask=slot <= runs)
-            tl.store(lengths_ptr + at, length, mask=slot <= runs)
-            tl.store(runs_ptr + row, runs + 1)
+            runs += 1
+            tl.store(positions_ptr + at, position, mask=slot < runs)
+            tl.store(runs_ptr + row, runs)
+        weight = tl.where(position >= 0, length.to(tl.float32) * (scale / num_counted), 0.0)
+        tl.store(weights_ptr + at, weight, mask=slot < runs)
         share = length.to(tl.float32) / num_counted
         start_weight = tl.sum(tl.where(position < 0, share, 0.0), 0)
         share = tl.where(position >= 0, share, 0.0)
@@ -128,7 +173,7 @@ def tile_rows_kernel(
         squares,
         drive,
         moves,
-        num_tiles,
+        num_steps,
         start_similarity_ptr,
         pull_ptr,
         carried_weight_ptr,
@@ -136,46 +181,3 @@ def tile_rows_kernel(
         stats_ptr,
         TRAINED,
     )
-
-
-@triton.jit
-def gather_kernel(
-    grad_queries_ptr,  # [N,P] float32, out
-    grad_pool_ptr,  # [blocks*K,P] float32, added to
-    queries_ptr,  # [N,P]
-    pool_ptr,  # [blocks*K,P]
-    positions_ptr,  # [N,S+1]
-    lengths_ptr,  # [N,S+1]
-    runs_ptr,  # [N]
-    pull_ptr,  # [N]
-    num_items,
-    num_columns,
-    num_counted,  # S
-    STRIDE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    RUNS: tl.constexpr,
-):
-    """Gradients of rows and columns: only the visited columns are touched."""
-    row = tl.program_id(0).to(tl.int64)
-    first = (row // num_items) * num_columns
-    depth = tl.arange(0, WIDTH)
-    wide = depth < STRIDE
-    query = tl.load(queries_ptr + row * STRIDE + depth, mask=wide, other=0.0).to(tl.float32)
-    scale = tl.load(pull_ptr + row) / num_counted
-    num_runs = tl.load(runs_ptr + row)
-    total = tl.zeros((WIDTH,), tl.float32)
-    for begin in range(0, num_runs, RUNS):
-        run = begin + tl.arange(0, RUNS)
-        at = row * (num_counted + 1) + run
-        position = tl.load(positions_ptr + at, mask=run < num_runs, other=-1)
-        length = tl.load(lengths_ptr + at, mask=run < num_runs, other=0)
-        visited = (position >= 0) & (length > 0)
-        weight = tl.where(visited, length.to(tl.float32) * scale, 0.0)
-        key_at = (first + position)[:, None] * STRIDE + depth[None, :]
-        mask = visited[:, None] & wide[None, :]
-        keys = tl.load(pool_ptr + key_at, mask=mask, other=0.0).to(tl.float32)
-        total += tl.sum(keys * weight[:, None], 0)
-        # Added in no fixed order: the last bits of a gradient may differ between two runs.
-        added = weight[:, None] * query[None, :]
-        tl.atomic_add(grad_pool_ptr + key_at, added, mask=mask, sem="relaxed")
-    tl.store(grad_queries_ptr + row * STRIDE + depth, total, mask=wide)

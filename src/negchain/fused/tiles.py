@@ -15,17 +15,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from negchain import draws
 from negchain.fused import tile_rows_triton, tiles_triton
 from negchain.fused.plan import Plan, Walked, given
+from negchain.fused.ranks import num_equal
 
 MAX_SPLIT_BLOCKS = 160  # of rows: beyond, there is enough to do without splitting the columns
-
-
-def num_equal(ids: Tensor, valid: Tensor) -> Tensor:  # [B] [B] -> [B] int32
-    """How many valid items share each item's id."""
-    nobody = -1 - torch.arange(len(ids), dtype=torch.int32, device=ids.device)
-    ids = torch.where(valid == 3, ids.int(), nobody)
-    ordered = ids.sort().values
-    first = torch.searchsorted(ordered, ids, out_int32=True)
-    return torch.searchsorted(ordered, ids, out_int32=True, right=True) - first
 
 
 def walk_tiles(
@@ -41,23 +33,24 @@ def walk_tiles(
 ) -> None:
     """Walk (or weigh) all rows, then what follows for each; fills `walked`."""
     size, rows, columns = len(plan.index), len(walked.pull), plan.num_columns
-    device, isir = positive.device, plan.weighting == "isir"
-    skipped = int(size * plan.burn_in + 1e-3) // plan.count_every
-    counted = 1 if isir else triton.cdiv(size, plan.count_every) - skipped
-    slots = 1 if isir else counted + 1
+    device, isir, sparse = positive.device, plan.weighting == "isir", plan.is_sparse
+    skipped = 0 if isir else int(size * plan.burn_in + 1e-3) // plan.count_every
+    counted = triton.cdiv(size, plan.count_every) - skipped if sparse else 0
+    slots = counted + 1
     num_tiles, every = columns // tiles_triton.TILE, plan.count_every // tiles_triton.TILE
     blocks = plan.views * triton.cdiv(size, tiles_triton.ROWS)
-    split = num_tiles // 2 if isir else skipped * every
+    split = skipped * every
+    if isir:
+        split = counted // 2 * every if sparse else num_tiles // 2
     parts = 2 if 0 < split < num_tiles and plan.bounded and blocks <= MAX_SPLIT_BLOCKS else 1
 
     def new(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device=device)
 
-    positions, lengths, runs = new(rows, slots), new(rows, slots), new(rows)
-    last = new(parts, 2, rows)
-    ends, reached = (
+    positions, runs, last = new(rows, slots), new(rows), new(parts, 2, rows)
+    weights, ends, reached = (
         new(*s, dtype=torch.float32)
-        for s in ((parts, 3, rows), (rows, slots) if parts == 2 else (1, 1))
+        for s in ((rows, slots), (parts, 3, rows), (rows, slots) if parts == 2 or isir else (1, 1))
     )
     drive, joint = new(rows, dtype=torch.float32), new(rows, dtype=torch.float32)
     tiles_triton.tiles_kernel[(blocks, parts)](
@@ -69,7 +62,7 @@ def walk_tiles(
         beta,
         step,
         positions,
-        lengths,
+        weights,
         runs,
         reached,
         ends,
@@ -86,6 +79,7 @@ def walk_tiles(
         plan.num_keys,
         SIDE=plan.side,
         ISIR=isir,
+        GROUPED=isir and sparse,
         BOUNDED=plan.bounded,
         SPLIT=parts == 2,
         **shape(walked),
@@ -102,7 +96,7 @@ def walk_tiles(
         reached,
         same if plan.own is plan.index else num_equal(plan.own, valid),
         positions,
-        lengths,
+        weights,
         runs,
         drive,
         beta,
@@ -114,24 +108,28 @@ def walk_tiles(
         walked.carried_weight,
         walked.running,
         walked.stats,
+        draws.seed_key(plan.seed),
         rows,
         size,
         plan.num_samples,
         counted,
-        split if parts == 2 and not isir else num_tiles,
+        1 if isir else split if parts == 2 else num_tiles,
         plan.log_negatives,
         plan.partition_rate,
+        SIDE=plan.side,
+        TILE=tiles_triton.TILE,
         SLOTS=triton.next_power_of_2(slots),
         SPLIT=parts == 2,
         ISIR=isir,
+        GROUPED=isir and sparse,
         TRAINED=plan.carried != "score",
         ALL=plan.running is not None,
         num_warps=1,
     )
-    if isir:
-        walked.joint = joint
+    if sparse:
+        walked.visits = positions, weights, runs
     else:
-        walked.visits = positions, lengths, runs
+        walked.joint = joint
 
 
 def _uses_tma(rows: Tensor) -> bool:

@@ -10,7 +10,9 @@ The tree pairs column c of a tile with column c + width / 2, then c + width / 4,
 the registers of one thread. The order of time inside a tile is therefore the bit-reversed order of
 its columns; `layout_triton` puts the proposals where their time wants them.
 
-i-SIR needs no order: an online softmax and an online Gumbel argmax over the same tiles.
+i-SIR needs no order: an online softmax and an online Gumbel argmax over the same tiles. Where one
+column speaks for each group of `count_every` (`weights.isir`), both begin anew with every group and
+`tile_rows_kernel` joins the groups.
 
 Few rows leave half of a GPU idle. Then the tiles before and after the burn-in (for i-SIR two
 halves) are walked at the same time: compositions do not care where a chain starts, so the second
@@ -18,7 +20,7 @@ part runs from -inf, notes how high t has reached by each counted end, and `tile
 decides, once the first part's end is known, up to where the chain was still there.
 
 Shapes: `N` rows in groups (one per block of columns), `K` columns per block (a multiple of TILE),
-`P` embedding (a multiple of DEPTH), `S` counted states per row.
+`P` embedding (a multiple of DEPTH), `S` counted states (or groups of columns) per row.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -37,6 +39,7 @@ NUM_WARPS, NUM_STAGES = 4, 4  # records/2026-11-15_profiles_h200.md
 
 STREAM_ACCEPT = tl.constexpr(draws.STREAM_ACCEPT)
 STREAM_GUMBEL = tl.constexpr(draws.STREAM_GUMBEL)
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -56,7 +59,7 @@ def _fold(t, l, s, ROWS: tl.constexpr, WIDTH: tl.constexpr):  # noqa: E741
 
 
 @triton.jit
-def _bit_reversed(x):
+def bit_reversed(x):
     """The time, inside a tile of 128, of each column."""
     turned = x * 0
     for _ in tl.static_range(7):
@@ -98,9 +101,9 @@ def tiles_kernel(
     beta_ptr,
     step_ptr,
     positions_ptr,  # [N,S+1] out: columns visited at counted ends, run by run; -1: the start
-    lengths_ptr,  # [N,S+1] how often each was
+    weights_ptr,  # [N,S+1] how often each was; of a group the log of its sum
     runs_ptr,  # [N] how many runs
-    reached_ptr,  # [N,S+1] largest t up to each counted end, where SPLIT
+    reached_ptr,  # [N,S+1] largest t up to each counted end, where SPLIT; of a group its noisy best
     ends_ptr,  # [parts,3,N] at a part's end: logit of the state, largest t, log sum
     last_ptr,  # [parts,2,N] and: column of the state (-1: the start), tiles with a move
     drive_ptr,  # [N] sum of the logits of the counted columns
@@ -121,6 +124,7 @@ def tiles_kernel(
     PRECISION: tl.constexpr,
     TMA: tl.constexpr,
     ISIR: tl.constexpr,
+    GROUPED: tl.constexpr,  # i-SIR with one column per group
     BOUNDED: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
@@ -141,7 +145,7 @@ def tiles_kernel(
     own = tl.minimum(tl.maximum(own, 0), num_keys - 1).to(tl.int32)
     current = tl.load(start_logit_ptr + row, mask=inside, other=0.0)
     reach = tl.full((ROWS,), float("-inf"), tl.float32)  # i-SIR: the best so far
-    if ISIR:
+    if ISIR and not GROUPED:
         reach = current + hashed.gumbel(row_hash, hashed.hash_column(row * 0, key))
     num_tiles = num_columns // TILE
     part = tl.program_id(1)
@@ -160,7 +164,7 @@ def tiles_kernel(
     run = tl.full((ROWS,), -1, tl.int32)
     length = tl.zeros((ROWS,), tl.int32)
     counted = tl.full((ROWS,), -2, tl.int32)  # the state of the current run
-    time = _bit_reversed(lane)
+    time = bit_reversed(lane)
     SLICES: tl.constexpr = STRIDE // DEPTH
     similarity = tl.zeros((ROWS, TILE), tl.float32)
     # One flat loop, so that the next tile is on its way while this one is scanned.
@@ -175,8 +179,8 @@ def tiles_kernel(
             is_own = tl.load(pool_ids_ptr + column)[None, :] == own[:, None]
             logit = similarity * beta + tl.load(penalty_ptr + column)[None, :]
             logit = tl.where(is_own, float("-inf"), logit)
-            if BOUNDED:
-                total += tl.sum(tl.exp(logit - largest[:, None]), 1)
+            if BOUNDED:  # nothing underflows: 2^x, which does not mind it, costs a third
+                total += tl.sum(tl.exp2(logit * LOG2_E - largest[:, None] * LOG2_E), 1)
             else:
                 top = tl.maximum(largest, tl.max(logit, 1))
                 shift = tl.where(top > float("-inf"), top, 0.0)
@@ -189,7 +193,9 @@ def tiles_kernel(
                 winner = noisy == t[:, None]
                 moved = t > reach
                 source = tl.max(tl.where(winner, column[None, :], -1), 1)
-                level = tl.max(tl.where(winner, logit, float("-inf")), 1)
+                level = t  # of a group's best it follows from the noise
+                if not GROUPED:
+                    level = tl.max(tl.where(winner, logit, float("-inf")), 1)
             else:
                 column_hash = hashed.hash_column(tile * TILE + time, key)
                 t2 = logit - hashed.log_uniform(row_hash[:, None], column_hash[None, :])
@@ -207,9 +213,21 @@ def tiles_kernel(
             current = tl.where(moved, level, current)
             state = tl.where(moved, source, state)
             moves += moved.to(tl.int32)
-            if not ISIR:
+            if GROUPED or not ISIR:
                 end = (tile + every) // every  # ends up to and with this tile
                 is_end = ((tile + 1) % every == 0) | (tile + 1 == num_tiles)
+            if GROUPED:
+                if is_end:
+                    at = row * num_slots + (end - 1)
+                    tl.store(positions_ptr + at, state, mask=inside)
+                    tl.store(weights_ptr + at, largest + tl.log(total), mask=inside)
+                    tl.store(reached_ptr + at, reach, mask=inside)
+                    state = tl.full((ROWS,), -1, tl.int32)
+                    reach = tl.full((ROWS,), float("-inf"), tl.float32)
+                    total = tl.zeros((ROWS,), tl.float32)
+                    if not BOUNDED:
+                        largest = tl.full((ROWS,), float("-inf"), tl.float32)
+            elif not ISIR:
                 if is_end & (end > first_end):
                     fresh = state != counted
                     run = tl.where(fresh, run + 1, run)
@@ -218,11 +236,13 @@ def tiles_kernel(
                     drive += tl.where(state >= 0, current, 0.0)
                     at = row * num_slots + run
                     tl.store(positions_ptr + at, state, mask=inside)
-                    tl.store(lengths_ptr + at, length, mask=inside)
+                    tl.store(weights_ptr + at, length.to(tl.float32), mask=inside)
                     if SPLIT:
                         at = row * num_slots + (end - 1 - first_end)
                         tl.store(reached_ptr + at, reach, mask=inside)
             similarity = tl.zeros((ROWS, TILE), tl.float32)
+    if GROUPED:
+        return
     at = part * 3 * num_rows + row
     tl.store(ends_ptr + at, current, mask=inside)
     tl.store(ends_ptr + at + num_rows, reach, mask=inside)

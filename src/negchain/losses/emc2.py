@@ -83,15 +83,17 @@ class EMC2Loss(ContrastiveLoss):
         normalize: bring embeddings to unit length first.
         count_every: 1 counts the state after every step past the burn-in (the paper). c > 1 counts
             every c-th state only: at most B / c columns per row have weight, for large batches.
+            kernel="isir": one column of every c has weight, drawn from the softmax of the c, with
+            the weight of all of them. Unbiased for any c, for both kernels.
         stream: for large batches: never store the B x B similarities. On a GPU in tiles, if
-            count_every is a multiple of 128 (or kernel="isir"); else in panels of rows. With shared
-            views the value (and 1 - p+ of denominator="all") then counts one copy of every item,
-            where it otherwise counts two.
+            count_every is a multiple of 128 (or 1 with kernel="isir"); else in panels of rows. With
+            shared views the value (and 1 - p+ of denominator="all") then counts one copy of every
+            item, where it otherwise counts two.
         chain_file: keep the chains in this memory-mapped file (docs/large_tables.md).
         backend: "fused": the whole loss in a dozen GPU kernels. "reference", "torch", "triton": the
             readable path, with this backend of `mh_scan`. "auto": fused on a GPU where it applies
-            (float32 or half precision, negatives from the batch only, walk="parallel", at most
-            1,024 columns unless streaming), else readable.
+            (float32 or half precision, negatives from the batch only, walk="parallel"; unless
+            streaming at most 1,024 columns, and count_every=1 for kernel="isir"), else readable.
 
     Example:
         >>> items, encoder = torch.randn(100, 5), torch.nn.Linear(5, 8)
@@ -152,7 +154,7 @@ class EMC2Loss(ContrastiveLoss):
                 "walk='sequential' goes with kernel='mh': i-SIR has no order to walk in"
             )
         check_settings(burn_in, partition_rate, augmentations, num_draws, views, proposal)
-        check_large(count_every, stream, kernel, walk, proposal)
+        check_large(count_every, stream, walk, proposal)
         self._num_anchors = num_samples
         self.burn_in = burn_in
         self.kernel: Kernel = kernel

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from negchain.losses.batch import Views
 from negchain.losses.chains import Carried
-from negchain.losses.walk import Kernel, WalkOrder
+from negchain.losses.walk import WalkOrder
 
 
 def check_settings(
@@ -31,14 +31,12 @@ def check_settings(
         raise ValueError(f"num_draws (at least 1) goes with proposal='cache', got {num_draws}")
 
 
-def check_large(
-    count_every: int, stream: bool, kernel: Kernel, walk: WalkOrder, proposal: str
-) -> None:
+def check_large(count_every: int, stream: bool, walk: WalkOrder, proposal: str) -> None:
     """The same for the settings of large batches."""
-    if count_every < 1 or (count_every > 1 and kernel == "isir"):
+    if count_every < 1:
         raise ValueError(
-            "count_every must be at least 1, and 1 for kernel='isir' (its weights are a softmax); "
-            f"got {count_every} and kernel={kernel!r}"
+            "count_every must be at least 1 (every c-th state, or one column of every c); "
+            f"got {count_every}"
         )
     if stream and (walk != "parallel" or proposal != "batch"):
         raise ValueError(

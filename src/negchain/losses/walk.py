@@ -164,7 +164,7 @@ def _scan(
         noise = draws.gumbel(
             seed, step, draws.STREAM_GUMBEL + stream, rows, num_columns + 1, logits.dtype
         )
-        return isir_weights(logits, start, noise)
+        return isir_weights(logits, start, noise, sampler.count_every)
     order = draws.permutation(seed, step, draws.STREAM_ORDER + stream, num_columns)
     log_u = draws.log_uniform(
         seed, step, draws.STREAM_ACCEPT + stream, rows, num_columns, logits.dtype
