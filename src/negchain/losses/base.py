@@ -139,15 +139,26 @@ class ContrastiveLoss(LazyState):
             ValueError: samples since the last reading had an index out of range. (On a CPU such a
                 batch is refused at once; on a GPU its rows change no state and are reported here.)
         """
-        nonfinite, out_of_range = (int(count) for count in self._faults.tolist())
+        names, values = self.take_info()
+        return self.read_info(names, values.tolist())
+
+    def take_info(self) -> tuple[list[str], Tensor]:
+        """What `info` will say, still on the device: names, and values for `read_info`."""
+        values = [v() if callable(v) else v for v in self._info.values()]
+        numbers = torch.stack([*self._faults, *(value.detach() for value in values)])
         self._faults.zero_()
+        return list(self._info), numbers
+
+    def read_info(self, names: list[str], values: list[float]) -> dict[str, float]:
+        """`info` from what `take_info` gave."""
+        nonfinite, out_of_range = map(float, values[:2])
         if out_of_range:
             raise ValueError(
-                f"index must hold data set positions below {self.num_samples}, but {out_of_range} "
-                "since the last look at info did not; was the loss built for another data set?"
+                f"index must hold data set positions below {self.num_samples}, but "
+                f"{out_of_range:.0f} since the last look at info did not; was the loss built for "
+                "another data set?"
             )
-        report = {n: float(v() if callable(v) else v) for n, v in self._info.items()}
-        return {**report, "nonfinite_rows": float(nonfinite)}
+        return {**dict(zip(names, values[2:], strict=True)), "nonfinite_rows": nonfinite}
 
     def extra_repr(self) -> str:
         """The settings, for `print(loss)`."""

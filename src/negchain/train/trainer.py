@@ -7,7 +7,6 @@ metrics of its own step, and a run that is killed loses at most the steps since 
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -28,6 +27,7 @@ from negchain.train.config import ConfigError, TrainConfig
 from negchain.train.judge import Judge
 from negchain.train.order import DataOrder
 from negchain.train.progress import Progress
+from negchain.train.reading import Clock, Reading
 from negchain.train.run_folder import RunFolder
 from negchain.train.step import TrainStep, build_loss
 
@@ -59,6 +59,7 @@ class Run:
     seconds: float = 0.0  # spent training, over all sessions of the run
     evaluated: bool = False  # the last line of metrics, that of the end, is written
     stop: bool = False
+    _reading: Reading | None = None  # logged, but not yet read from the device
 
     def train(self, progress: Progress) -> dict[str, Any]:
         """Train to the end, evaluate, write summary and report; returns the summary."""
@@ -93,40 +94,56 @@ class Run:
     def _loop(self, progress: Progress) -> None:
         config, last_saved = self.config, self.done
         batches = self._batches()
-        begin = time.perf_counter()
-        since, began = self.done, begin
+        clock = Clock(self.done)
         while self.done < self.total_steps:
             index, images = next(batches)
             set_lr(self.step.optimizer, self._lr(self.done))
             self.step(self.done, index, images)
             self.done += 1
-            if self.done % config.log_every == 0 or self.done == self.total_steps:
-                loss = float(self.step.loss)
-                now = time.perf_counter()
-                self.seconds += now - begin
-                begin = now
-                rate = (self.done - since) * config.batch_size / max(now - began, 1e-9)
-                if not np.isfinite(loss):
-                    raise Diverged(
-                        f"the loss is {loss} at step {self.done}; lower --lr (now {config.lr:g}), "
-                        "raise --warmup-epochs, or use --precision float32"
-                    )
-                self._log({"loss": loss, "images_per_second": rate, **self._info()})
-                progress.update(self.done, loss, rate)
-            if self._evaluates() and self.done < self.total_steps:
+            last = self.done == self.total_steps
+            evaluates = self._evaluates() and not last
+            due = config.checkpoint_every and self.done % config.checkpoint_every == 0
+            saves = self.stop or (due and not last)
+            if self.done % config.log_every == 0 or last:
+                self._read(clock, progress)
+                self._reading = Reading(self.step, self.done)
+            if last or evaluates or saves or self.device.type != "cuda":
+                self._read(clock, progress)
+            if evaluates:
                 if self.device.type == "cuda":
                     torch.cuda.synchronize()  # so that queued steps count as training time
-                self.seconds += time.perf_counter() - begin
+                self.seconds += clock.lap()
                 self._log(self.judge.quick(self.encoder))
-                begin = time.perf_counter()
-                since, began = self.done, begin
-            due = config.checkpoint_every and self.done % config.checkpoint_every == 0
-            if self.stop or (due and self.done < self.total_steps):
-                self.seconds += time.perf_counter() - begin
+                clock = Clock(self.done)
+            if saves:
+                self.seconds += clock.lap()
                 self._save()
-                begin, last_saved = time.perf_counter(), self.done
+                clock.lap()
+                last_saved = self.done
             if self.stop:
                 raise Interrupted(f"stopped after step {last_saved} of {self.total_steps}")
+
+    def _read(self, clock: Clock, progress: Progress) -> None:
+        """Log what the last logged step left on the device.
+
+        On a GPU this happens one interval later, so that the device never waits for the log.
+        """
+        reading, self._reading = self._reading, None
+        if reading is None:
+            return
+        loss, info = reading.numbers()
+        self.seconds += clock.lap()
+        rate = clock.steps_per_second(reading.step, reading.at) * self.config.batch_size
+        if not np.isfinite(loss):
+            raise Diverged(
+                f"the loss is {loss} at step {reading.step}; lower --lr (now {self.config.lr:g}), "
+                "raise --warmup-epochs, or use --precision float32"
+            )
+        found = {name: info[name] for name in INFO_KEYS if name in info}
+        if "global_loss" in info:
+            found["estimated_global_loss"] = info["global_loss"]
+        self._log({"loss": loss, "images_per_second": rate, **found}, reading.step)
+        progress.update(reading.step, loss, rate)
 
     def _evaluates(self) -> bool:
         every = self.config.eval_every * self.order.steps_per_epoch
@@ -154,21 +171,15 @@ class Run:
             warm_up = min(warm_up, self.total_steps // 10)
         return lr_at(step, self.total_steps, warm_up, self.config.lr)
 
-    def _info(self) -> dict[str, float]:
-        info = self.step.loss_fn.info
-        found = {name: info[name] for name in INFO_KEYS if name in info}
-        if "global_loss" in info:
-            found["estimated_global_loss"] = info["global_loss"]
-        return found
-
-    def _log(self, numbers: dict[str, float]) -> None:
+    def _log(self, numbers: dict[str, float], step: int | None = None) -> None:
+        step = self.done if step is None else step
         self.folder.log(
             {
-                "step": self.done,
-                "epoch": self.done / self.order.steps_per_epoch,
-                "samples": self.done * self.config.batch_size,
+                "step": step,
+                "epoch": step / self.order.steps_per_epoch,
+                "samples": step * self.config.batch_size,
                 "seconds": self.seconds,
-                "lr": self._lr(self.done),
+                "lr": self._lr(step),
                 **numbers,
             }
         )

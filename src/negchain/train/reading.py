@@ -1,0 +1,51 @@
+"""Numbers of a step on their way from the device to the log, and the time they took."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from negchain.train.step import TrainStep
+
+
+class Reading:
+    """Loss and `info` of the step just made, copied to the host beside the steps that follow."""
+
+    def __init__(self, step: TrainStep, number: int) -> None:
+        self.step = number
+        self.at = time.perf_counter()  # when the step was done, as far as the host knows
+        self._loss_fn = step.loss_fn
+        self._names, values = self._loss_fn.take_info()
+        values = torch.cat([step.loss.to(values.dtype).view(1), values])
+        self._copied: torch.cuda.Event | None = None
+        if values.is_cuda:
+            pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            values = pinned.copy_(values, non_blocking=True)
+            self._copied = torch.cuda.current_stream().record_event()
+        self._values = values
+
+    def numbers(self) -> tuple[float, dict[str, float]]:
+        """The loss and `info`; waits until they are there."""
+        if self._copied is not None and not self._copied.query():  # type: ignore[no-untyped-call]
+            self._copied.synchronize()
+            self.at = time.perf_counter()
+        loss, *values = self._values.tolist()
+        return loss, self._loss_fn.read_info(self._names, values)
+
+
+class Clock:
+    """Time spent on steps since a given one."""
+
+    def __init__(self, step: int) -> None:
+        self._first = step
+        self._began = self._lapped = time.perf_counter()
+
+    def lap(self) -> float:
+        """Seconds since the last lap."""
+        before, self._lapped = self._lapped, time.perf_counter()
+        return self._lapped - before
+
+    def steps_per_second(self, step: int, at: float) -> float:
+        """From the first step to this one, which was done `at` that time."""
+        return (step - self._first) / max(at - self._began, 1e-9)
