@@ -190,8 +190,12 @@ def _resnet(name: str, channels: int, *, small: bool) -> nn.Module:
     if small:
         network.conv1 = nn.Conv2d(channels, 64, 3, stride=1, padding=1, bias=False)
         network.maxpool = nn.Identity()
-    elif channels != 3:
-        network.conv1 = nn.Conv2d(channels, 64, 7, stride=2, padding=3, bias=False)
+    else:
+        if channels != 3:
+            network.conv1 = nn.Conv2d(channels, 64, 7, stride=2, padding=3, bias=False)
+        # max(ReLU(x)) = ReLU(max(x)): the same function, with a quarter of the pixels to rectify
+        network.maxpool = nn.Sequential(network.maxpool, nn.ReLU(inplace=True))
+        network.relu = nn.Identity()
     nn.init.kaiming_normal_(network.conv1.weight, mode="fan_out", nonlinearity="relu")
     backbone: nn.Module = network
     return backbone

@@ -188,6 +188,11 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> N
     optimizer.load_state_dict({"state": saved["state"], "param_groups": own["param_groups"]})
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            # A run of a CPU that goes on on a GPU: moments lie in memory as their parameters do.
+            if isinstance(value, Tensor) and value.shape == parameter.shape:
+                state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def lr_at(step: int, total_steps: int, warmup_steps: int, base_lr: float) -> float:

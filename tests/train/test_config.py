@@ -321,3 +321,11 @@ def test_wild_settings_run_or_are_refused(preset: Any, overrides: dict[str, Any]
 )
 def test_valid_settings_always_run(**overrides: Any) -> None:
     assert runs_or_is_refused(None, overrides)
+
+
+def test_every_setting_is_an_option_of_the_command_line() -> None:
+    """`carried_gradient` was once a setting nobody could give."""
+    from negchain.cli.options import _GROUPS
+
+    offered = [name for names in _GROUPS.values() for name in names]
+    assert sorted(offered) == sorted(field.name for field in fields(TrainConfig))

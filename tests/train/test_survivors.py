@@ -34,34 +34,53 @@ def gradient(run, step: int) -> torch.Tensor:
 
 def test_equals_one_pass_where_all_survivors_fit(run, monkeypatch) -> None:
     monkeypatch.setattr(step_module, "SURVIVORS", 1)
-    monkeypatch.setattr(step_module, "TRAINED_STEPS", 1)
     for step in range(3):
         monkeypatch.setattr(run.step, "score_first", False)
         joint = gradient(run, step)
         monkeypatch.setattr(run.step, "score_first", True)
-        assert run.step.trains_survivors(step)
         assert torch.allclose(gradient(run, step), joint, atol=1e-5)
 
 
 def test_expected_gradient_is_that_of_one_pass(run, monkeypatch) -> None:
-    """Of 8 carried images one can be trained, at a quarter of the steps. False alarms: 1e-3.
+    """Of 8 carried images one can be trained. False alarms: 1e-3.
 
     Both sides are averaged over the same steps, and their difference is read along the direction of
     what the carried images' own gradient adds.
     """
+    monkeypatch.setattr(step_module, "SURVIVORS", 8)
     monkeypatch.setattr(run.step, "score_first", False)
     joint = torch.stack([gradient(run, step) for step in range(STEPS)])
     monkeypatch.setattr(run.step, "score_first", True)
     apart = torch.stack([gradient(run, step) for step in range(STEPS)])
-    monkeypatch.setattr(step_module, "TRAINED_STEPS", 10**9)
+    monkeypatch.setattr(
+        run.step.passes, "backward_both", lambda z, grad, _: run.step.passes.backward(z, grad)
+    )
     never = torch.stack([gradient(run, step) for step in range(STEPS)])
     carried = (joint - never).mean(0)  # what the carried images' own gradient adds
     direction = carried / carried.norm()
-    difference = (apart - joint) @ direction
-    z = float(difference.mean() / (difference.std() / STEPS**0.5))
-    assert abs(z) < 3.29
-    dropped = (never - joint) @ direction  # the planted bug: survivors are never trained
-    assert abs(float(dropped.mean() / (dropped.std() / STEPS**0.5))) > 2 * 3.29
+
+    def z_score(found: torch.Tensor) -> float:
+        difference = (found - joint) @ direction
+        return float(difference.mean() / (difference.std() / STEPS**0.5))
+
+    assert abs(z_score(apart)) < 3.29
+    assert abs(z_score(never)) > 2 * 3.29  # the planted bug: survivors are never trained
+    assert (apart - joint).norm() > 1e-3 * joint.norm()  # and a sample it was
+
+
+def test_priority_sampling_without_its_weights_is_caught(run, monkeypatch) -> None:
+    """The planted bug: the chosen image keeps its own weight. False alarms: none known."""
+    monkeypatch.setattr(step_module, "SURVIVORS", 8)
+    monkeypatch.setattr(run.step, "score_first", False)
+    joint = torch.stack([gradient(run, step) for step in range(STEPS)])
+    monkeypatch.setattr(run.step, "score_first", True)
+    apart = torch.stack([gradient(run, step) for step in range(STEPS)])
+    monkeypatch.setattr(torch.Tensor, "maximum", lambda length, _: length)
+    unweighted = torch.stack([gradient(run, step) for step in range(STEPS)])
+    direction = (joint - unweighted).mean(0)
+    direction = direction / direction.norm()
+    biases = [float(((found - joint) @ direction).mean()) for found in (apart, unweighted)]
+    assert abs(biases[1]) > 3 * abs(biases[0])
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ def _augmentation(run: trainer.Run) -> Timed:
     step = run.step
 
     def call() -> Tensor:
-        return step.pixels(torch.cat([step.index, step.index]))
+        return step.pixels((step.index, step.index))
 
     return graphed(call, step.device, calls=10)
 

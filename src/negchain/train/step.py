@@ -13,27 +13,27 @@ Shapes: `M` images, `B` batch, `D` embedding, `k` stored augmentations.
 from __future__ import annotations
 
 import math
-import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from negchain import draws
-from negchain.augment import Augmentation
+from negchain.augment import Augmentation, Draws
 from negchain.encoders import Encoder
 from negchain.losses import DCLLoss, EMC2Loss, InfoNCELoss, NegativeCacheLoss, SogCLRLoss
 from negchain.losses.base import ContrastiveLoss
 from negchain.losses.table import StaleTable
 from negchain.pool import Draw
 from negchain.train.config import ConfigError, TrainConfig
+from negchain.train.passes import OverlappedPass, PlainPass
 
 STREAM_AUGMENT = 32
 STREAM_STORED = 33  # which stored augmentations a step uses
 STREAM_SURVIVORS = 34  # which carried images are trained when there are too many
 SURVIVORS = 8  # one in so many carried images can be trained
-TRAINED_STEPS = 4  # one in so many steps trains them, with so many times the weight
+MAIN_PRIORITY = -1  # of the graph's stream, above the weight gradients'
 WARM_UP_STEPS = 3  # before capture: libraries initialise and allocate
 
 
@@ -102,8 +102,9 @@ class TrainStep:
         self.autocast = autocast
         self.table = table
         self.device = next(encoder.parameters()).device
-        self.step = torch.zeros((), dtype=torch.int64, device=self.device)
-        self.index = torch.zeros(config.batch_size, dtype=torch.int64, device=self.device)
+        size = config.batch_size
+        self._inputs = torch.zeros(size + 1, dtype=torch.int64, device=self.device)
+        self.index, self.step = self._inputs[:size], self._inputs[size]  # [B], []
         self.loss = torch.zeros((), device=self.device)
         self.score_first = config.carried_gradient == "sampled"
         if self.score_first and _couples_samples(encoder):
@@ -111,51 +112,45 @@ class TrainStep:
                 "--carried-gradient sampled needs an encoder without batch norm and dropout, got "
                 f"--encoder {config.encoder}; leave out --carried-gradient"
             )
-        # by whether survivors are trained: the graph, and the numbers for `info` it writes
-        self._graphs: dict[bool, tuple[torch.cuda.CUDAGraph, Any]] = {}
+        self.plain = PlainPass(encoder, optimizer, autocast)
+        self.passes = self.plain
+        self._graph: tuple[torch.cuda.CUDAGraph, Any] | None = None  # and its numbers for `info`
 
     def __call__(self, step: int, index: Tensor, batch: Tensor | None = None) -> None:
         """Run step number `step` on the positions `index`, [B]; `batch` their images if at hand."""
-        self.step.fill_(step)
-        self.index.copy_(index, non_blocking=True)
-        survivors = self.trains_survivors(step)
-        if self._graphs:
-            graph, self.loss_fn._info = self._graphs[survivors]
-            graph.replay()
+        number = torch.full((1,), step, dtype=torch.int64)
+        self._inputs.copy_(torch.cat([index.cpu(), number]), non_blocking=True)
+        if self._graph is None:
+            self._run(batch)
         else:
-            self._run(batch, survivors)
-
-    def trains_survivors(self, step: int) -> bool:
-        """Whether this step trains carried images apart from the batch; see `_train_survivors`."""
-        if not self.score_first:
-            return False
-        return random.Random(f"{self.config.seed}/{step}").random() < 1 / TRAINED_STEPS
+            graph, self.loss_fn._info = self._graph
+            graph.replay()
 
     def capture(self) -> None:
-        """Record the step as a CUDA graph (two where carried images are scored first).
-
-        Parameters and state end as they began.
-        """
+        """Record the step as a CUDA graph; parameters and state end as they began."""
         kept = {id(tensor): (tensor, tensor.detach().clone()) for tensor in self._state()}
+        if self.autocast is not None:
+            self.passes = OverlappedPass(self.encoder, self.optimizer, self.autocast)
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
+            # cuDNN times its algorithms in the first step, where nothing may run beside.
+            overlapped, self.passes = self.passes, self.plain
             for _ in range(WARM_UP_STEPS):
-                self._run(None, self.score_first)
+                self._run(None)
+                self.passes = overlapped
         torch.cuda.current_stream().wait_stream(stream)
-        graphs = {}
-        for survivors in (False, True) if self.score_first else (False,):
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                self._run(None, survivors)
-            graphs[survivors] = graph, self.loss_fn._info
+        graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.Stream(priority=MAIN_PRIORITY)  # type: ignore[no-untyped-call]
+        with torch.cuda.graph(graph, stream=stream):
+            self._run(None)
         with torch.no_grad():
             for tensor, value in kept.values():
                 tensor.copy_(value)
             for tensor in self._state():
                 if id(tensor) not in kept:
                     tensor.zero_()  # optimizer state made by the warm-up: zero is where it begins
-        self._graphs = graphs
+        self._graph = graph, self.loss_fn._info
 
     def _state(self) -> list[Tensor]:
         """Every tensor a step changes in place."""
@@ -164,22 +159,21 @@ class TrainStep:
         held = [s for state in self.optimizer.state.values() for s in state.values()]
         return [*tensors, self.loss, *(t for t in held if isinstance(t, Tensor))]
 
-    def _run(self, batch: Tensor | None, survivors: bool) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
-        scored: list[Tensor] = []
-        loss = self._forward(batch, scored)
-        torch.autograd.backward(loss)
-        if survivors:
-            self._train_survivors(*scored)
-        self.optimizer.step()
+    def _run(self, batch: Tensor | None) -> None:
+        self.passes.begin()
+        if self.score_first:
+            loss = self._train_survivors(batch)
+        else:
+            loss = self._forward(batch)
+            self.passes.backward(loss)
+        self.passes.finish()
         if isinstance(self.loss_fn, (NegativeCacheLoss, EMC2Loss)):
             self._refresh()
-        self.loss.copy_(loss.detach())  # in place: several graphs write it
+        self.loss.copy_(loss.detach())
 
     # ------------------------------------------------------------------ forward, per kind of loss
 
-    def _forward(self, batch: Tensor | None, scored: list[Tensor]) -> Tensor:
-        """The loss; `scored` receives carried embeddings and pixels that are trained apart."""
+    def _forward(self, batch: Tensor | None) -> Tensor:
         loss_fn, index = self.loss_fn, self.index
         if self.config.augmentations is not None:
             return self._forward_stored()
@@ -188,16 +182,10 @@ class TrainStep:
         if isinstance(loss_fn, EMC2Loss) and loss_fn.carried_mode == "encode":
             ids = loss_fn.carried(index)
             assert isinstance(ids, Tensor)
-            if self.score_first:
-                scored += self._score(ids)
-                extra = {"carried": scored[0]}
-                z = self._encode(torch.cat([index, index]), batch)
-            else:
-                z = self._encode(torch.cat([index, index, ids]), batch)
-                extra = {"carried": z[2 * size :]}
+            z_a, z_b, held = torch.split(self._encode((index, index, ids), batch), size)
+            extra = {"carried": held}
         else:
-            z = self._encode(torch.cat([index, index]), batch)
-        z_a, z_b = z[:size], z[size : 2 * size]
+            z_a, z_b = torch.split(self._encode((index, index), batch), size)
         if isinstance(loss_fn, NegativeCacheLoss):
             draw = loss_fn.propose(z_a, index, z_b)
             assert isinstance(draw, Draw)
@@ -210,32 +198,44 @@ class TrainStep:
             return loss_fn(z_a, z_b, index, draw=draw, drawn=drawn, **extra)
         return loss_fn(z_a, z_b, index, **extra)
 
-    def _score(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Embeddings of the carried images, where gradients are collected, and their pixels."""
-        with torch.no_grad():
-            pixels = self.pixels(ids, first_row=2 * len(ids))
-            held = self._embed(pixels).float()
-        return held.requires_grad_(), pixels
+    def _train_survivors(self, batch: Tensor | None) -> Tensor:
+        """Score the carried images without gradient; train those that got weight. The loss.
 
-    def _train_survivors(self, held: Tensor, pixels: Tensor) -> None:
-        """Encode again, with gradient, the carried images that got weight.
-
-        Few chains still hold their carried state after the burn-in, and another pass is slow
-        however few there are. So a random quarter of the steps trains them, a random b / 8 if there
-        are more, weighted so that the expected gradient is that of all at every step. (Gradients of
-        the anchors never wait: they need no second pass.)
+        Few chains still hold their carried state after the burn-in. Their images are encoded again,
+        with gradient, beside the backward pass of the batch. There is room for one in `SURVIVORS`;
+        of more, some are chosen by priority sampling (Duffield, Lund and Thorup 2007): with u
+        uniform and g the gradient of an image's embedding, those of largest |g| / u, each weighted
+        by max(|g|, t) / |g| where t is the largest |g| / u left out. The expected gradient is that
+        of all, and equal to it where all have room.
         """
-        assert held.grad is not None
-        capacity = -(-len(held) // SURVIVORS)
-        alive = (held.grad != 0).any(1)
+        loss_fn, index, size = self.loss_fn, self.index, len(self.index)
+        assert isinstance(loss_fn, EMC2Loss)
+        ids = loss_fn.carried(index)
+        assert isinstance(ids, Tensor)
+        pixels = self.pixels((index, index, ids), batch)
+        carried = pixels[2 * size :]
+        z, held = self.passes.embed_both(pixels[: 2 * size], carried)
+        views, held = (t.detach().float().requires_grad_() for t in (z, held))
+        z_a, z_b = torch.split(views, size)
+        loss = loss_fn(z_a, z_b, index, carried=held)
+        torch.autograd.backward(loss)
+        assert held.grad is not None and views.grad is not None
+        grad = held.grad
         row = torch.zeros(1, dtype=torch.int64, device=self.device)
-        u = draws.uniform(
-            self.config.seed, self.step, STREAM_SURVIVORS, row, len(held), torch.float32
-        )
-        chosen = (alive + 0.5 * u[0]).topk(capacity).indices
-        weight = (alive.sum() / capacity).clamp(min=1.0) * TRAINED_STEPS
-        z = self._embed(pixels[chosen])
-        torch.autograd.backward(z, (held.grad[chosen] * weight).to(z.dtype))
+        u = draws.uniform(self.config.seed, self.step, STREAM_SURVIVORS, row, size, torch.float32)
+        capacity = -(-size // SURVIVORS)
+        length = grad.norm(dim=1)
+        priority, chosen = (length / u[0]).topk(min(capacity + 1, size))
+        left_out = priority[capacity] if capacity < size else priority.new_zeros(())
+        chosen = chosen[:capacity]
+        weight = length[chosen].maximum(left_out) / length[chosen].clamp(min=1e-30)
+
+        def survivors() -> tuple[Tensor, Tensor]:
+            again = self.passes.embed(carried[chosen])
+            return again, (grad[chosen] * weight[:, None]).to(again.dtype)
+
+        self.passes.backward_both(z, views.grad.to(z.dtype), survivors)
+        return loss
 
     def _forward_stored(self) -> Tensor:
         """Two different ones of an item's k stored augmentations are its views."""
@@ -251,12 +251,10 @@ class TrainStep:
         if isinstance(loss_fn, EMC2Loss):
             held = loss_fn.carried(index, chosen) if loss_fn.carried_mode == "encode" else ()
             z = self._encode_plain(self.images(torch.cat([*ids, *held])))
-            carried = (z[2 * size : 3 * size], z[3 * size :]) if len(held) else None
-            return loss_fn(
-                z[:size], z[size : 2 * size], index, carried=carried, augmentation=chosen
-            )
-        z = self._encode_plain(self.images(torch.cat(ids)))
-        z_a, z_b = z[:size], z[size:]
+            z_a, z_b, *others = torch.split(z, size)
+            carried = (others[0], others[1]) if others else None
+            return loss_fn(z_a, z_b, index, carried=carried, augmentation=chosen)
+        z_a, z_b = torch.split(self._encode_plain(self.images(torch.cat(ids))), size)
         if isinstance(loss_fn, NegativeCacheLoss):
             draw = loss_fn.propose(z_a, index, z_b)
             assert isinstance(draw, Draw)
@@ -276,38 +274,34 @@ class TrainStep:
             # In eval mode: a refresh is no training batch, and may be of one image.
             self.encoder.eval()
             with torch.no_grad():
-                z = self._encode_plain(self.images(ids * stored))
+                z = self.plain.embed(self.augment.plain(self.images(ids * stored)))
             self.encoder.train()
             table.refresh(ids, z, normalize=loss_fn.normalize)
 
-    def _encode(self, ids: Tensor, batch: Tensor | None = None, first_row: int = 0) -> Tensor:
+    def _encode(
+        self, ids: Tensor | Sequence[Tensor], batch: Tensor | None = None, first_row: int = 0
+    ) -> Tensor:
         """Embeddings of freshly augmented images, [R, D]; `batch`: images of the first ids."""
-        return self._embed(self.pixels(ids, batch, first_row))
+        return self.passes.embed(self.pixels(ids, batch, first_row))
 
-    def pixels(self, ids: Tensor, batch: Tensor | None = None, first_row: int = 0) -> Tensor:
-        """The images at `ids` augmented with this step's draws, [R, C, size, size]."""
-        seed, count = self.config.seed, self.augment.num_uniforms
-        rows = torch.arange(first_row, first_row + len(ids), device=self.device)
-        u = draws.uniform(seed, self.step, STREAM_AUGMENT, rows, count, torch.float32)
+    def pixels(
+        self, ids: Tensor | Sequence[Tensor], batch: Tensor | None = None, first_row: int = 0
+    ) -> Tensor:
+        """The images at `ids`, whole or in parts, with this step's draws: [R, C, size, size]."""
+        drawn = Draws(self.config.seed, self.step, STREAM_AUGMENT, first_row)
         if self.table is not None and batch is None:
-            return self.augment.from_table(self.table, ids, u, self.autocast or torch.float32)
+            return self.augment.from_table(self.table, ids, drawn, self.autocast or torch.float32)
+        whole = ids if isinstance(ids, Tensor) else torch.cat([*ids])
         if batch is None:
-            return self.augment(self.images(ids), u)
+            return self.augment(self.images(whole), drawn)
         views = batch.to(self.device, non_blocking=True)
         given = [views, views]
-        if len(ids) > 2 * len(views):
-            given.append(self.images(ids[2 * len(views) :]))
-        return self.augment(torch.cat(given), u)
+        if len(whole) > 2 * len(views):
+            given.append(self.images(whole[2 * len(views) :]))
+        return self.augment(torch.cat(given), drawn)
 
     def _encode_plain(self, images: Tensor) -> Tensor:
-        return self._embed(self.augment.plain(images))
-
-    def _embed(self, pixels: Tensor) -> Tensor:
-        if self.device.type == "cuda":
-            pixels = pixels.contiguous(memory_format=torch.channels_last)
-        with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
-            embeddings: Tensor = self.encoder(pixels)
-        return embeddings
+        return self.passes.embed(self.augment.plain(images))
 
 
 def _couples_samples(encoder: nn.Module) -> bool:

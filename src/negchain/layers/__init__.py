@@ -1,0 +1,16 @@
+"""Layers of image encoders that torch leaves slow in small batches on a GPU.
+
+    weight_gradients  gradients of weights on a stream of their own
+    convolution       convolutions that use it
+    residual          a residual block without normalisation, ReLUs inside the convolutions
+    few_channels      kernels of a first layer
+    max_pool          kernels of max-pooling
+    faster            the context in which an encoder's own layers are answered by these
+
+The encoder itself is not touched: outside the context it runs torch's layers, the readable twin.
+"""
+
+from negchain.layers.faster import FasterLayers
+from negchain.layers.weight_gradients import WeightGradients
+
+__all__ = ["FasterLayers", "WeightGradients"]

@@ -1,0 +1,170 @@
+"""Adam's step of one tensor at a time, from bf16 gradients and with a bf16 copy of the result.
+
+    g <- g + wd w                   Adam: the decay is coupled
+    w <- w - lr wd w                AdamW: it is decoupled
+    m <- beta1 m + (1 - beta1) g
+    v <- beta2 v + (1 - beta2) g^2
+    w <- w - lr / (1 - beta1^t) m / (sqrt(v / (1 - beta2^t)) + eps);   copy <- bf16(w)
+
+The result is that of `torch.optim.Adam` and `AdamW` (fused, capturable), and the state is theirs:
+`state_dict` and checkpoints do not change. What is won: one pass over memory instead of three
+(gradients to float32, the step, weights to bf16), and a tensor can be stepped as soon as its own
+gradient is there. A launch takes the gradient's address as an argument, so gradients may lie
+anywhere, also in the memory of a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from negchain import backends
+
+
+def supports(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `AdamUpdate` gives this optimizer's steps.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(3))
+        >>> supports(torch.optim.AdamW([weight], lr=torch.tensor(0.1), capturable=True))
+        True
+        >>> supports(torch.optim.AdamW([weight], lr=0.1))
+        False
+    """
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+        return False
+    return all(_is_supported(group) for group in optimizer.param_groups)
+
+
+def _is_supported(group: Mapping[str, Any]) -> bool:
+    lr, parameters = group["lr"], group["params"]
+    return (
+        isinstance(lr, Tensor)
+        and group["capturable"]
+        and not (group["amsgrad"] or group["maximize"] or group["differentiable"])
+        and not any(isinstance(beta, Tensor) for beta in group["betas"])
+        and all(p.dtype == torch.float32 and p.device == lr.device for p in parameters)
+    )
+
+
+class AdamUpdate:
+    """The steps of an optimizer, tensor by tensor.
+
+    Args:
+        optimizer: one that `supports` accepts.
+        parameters: those of its parameters that are stepped here; each of them in every step. The
+            others are left to `optimizer.step`, which skips those of here: they have no `grad`.
+
+    A step is `begin`, then `update` for every parameter, in any order and on any stream that waits
+    for `begin`. State is created by the first `begin`: run one step before capturing.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(3))
+        >>> copy = weight.detach().bfloat16()
+        >>> optimizer = torch.optim.Adam([weight], lr=torch.tensor(0.25), capturable=True)
+        >>> update = AdamUpdate(optimizer, [weight])
+        >>> update.begin()
+        >>> update.update(weight, torch.full((3,), 2.0, dtype=torch.bfloat16), copy)
+        >>> weight.tolist() == copy.tolist() == [0.75, 0.75, 0.75]
+        True
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> None:
+        self.optimizer = optimizer
+        self.parameters = list(parameters)
+        self._group_of: dict[Tensor, dict[str, Any]] = {}
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Count the step; create the state where there is none, as torch does."""
+        # Loading a state replaces groups, moments and counters: nothing of them is kept here.
+        self._group_of = {p: g for g in self.optimizer.param_groups for p in g["params"]}
+        states = [self.optimizer.state[parameter] for parameter in self.parameters]
+        for parameter, state in zip(self.parameters, states, strict=True):
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
+            for name in ("exp_avg", "exp_avg_sq"):  # as loaded, perhaps of another layout
+                state[name] = _laid_out_as(parameter, state[name])
+        torch._foreach_add_([state["step"] for state in states], 1)
+
+    @torch.no_grad()
+    def update(self, parameter: Tensor, gradient: Tensor, copy: Tensor | None) -> None:
+        """Step one parameter.
+
+        Args:
+            parameter: float32, any shape.
+            gradient: of the same shape, bf16 or float32.
+            copy: where the new weights go as well, rounded to its dtype; laid out in memory as the
+                parameter. Whoever still reads the old copy must be waited for: the gradient of a
+                layer's input needs it, and may come after the gradient of its weights.
+        """
+        assert copy is None or _lies_as(parameter, copy)
+        gradient = _laid_out_as(parameter, gradient)
+        state, group = self.optimizer.state[parameter], self._group_of[parameter]
+        if backends.prefers_triton(parameter):
+            from negchain.layers.adam_triton import update_triton
+
+            update_triton(parameter, gradient, copy, state, group)
+        else:
+            update_torch(parameter, gradient, copy, state, group)
+
+
+def update_torch(
+    parameter: Tensor,
+    gradient: Tensor,
+    copy: Tensor | None,
+    state: Mapping[str, Tensor],
+    group: Mapping[str, Any],
+) -> None:
+    """The formula above, in place.
+
+    Args:
+        parameter: w.
+        gradient: g.
+        copy: written from the new w; None for no copy.
+        state: torch's of this parameter: `exp_avg` (m), `exp_avg_sq` (v) and `step` (t, from 1).
+        group: torch's parameter group with the settings.
+    """
+    beta1, beta2 = rounded_betas(group)
+    lr, decay, step = group["lr"], group["weight_decay"], state["step"].double()
+    exp_avg, exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]
+    gradient = gradient.float()
+    if group["decoupled_weight_decay"]:
+        parameter.mul_(1 - lr * decay)
+    else:
+        gradient = gradient + decay * parameter
+    exp_avg.lerp_(gradient, 1 - beta1)
+    exp_avg_sq.lerp_(gradient.square(), 1 - beta2)
+    correction1, correction2 = (1 - beta1**step).float(), (1 - beta2**step).float()
+    deviation = exp_avg_sq.sqrt() / correction2.sqrt() + group["eps"]
+    parameter.sub_(lr / correction1 * exp_avg / deviation)
+    if copy is not None:
+        copy.copy_(parameter)
+
+
+def rounded_betas(group: Mapping[str, Any]) -> tuple[float, float]:
+    """The betas as torch's CUDA kernel takes them, rounded to float32.
+
+    At 0.999 this changes 1 - beta by 1e-5 of itself, in v and in its correction alike.
+    """
+    beta1, beta2 = (float(np.float32(beta)) for beta in group["betas"])
+    return beta1, beta2
+
+
+def _lies_as(like: Tensor, other: Tensor) -> bool:
+    """Whether the numbers of both follow each other in memory in the same order."""
+    sides = [dim for dim, size in enumerate(like.shape) if size > 1]
+    return like.shape == other.shape and all(like.stride(d) == other.stride(d) for d in sides)
+
+
+def _laid_out_as(like: Tensor, other: Tensor) -> Tensor:
+    """`other`, or where its memory has another order a copy that has that of `like`."""
+    if _lies_as(like, other):
+        return other
+    return torch.empty_like(like, dtype=other.dtype).copy_(other)

@@ -1,0 +1,76 @@
+"""Gradients of weights beside the backward pass.
+
+The gradient of a layer's weights is needed only by the optimizer, that of its input by the layer
+below. In a small batch neither fills a GPU, so the first runs on a stream of its own while the
+second goes on: in a CUDA graph, a branch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+class WeightGradients:
+    """Gradients of weights, computed on a stream of their own, or (None) on the current one.
+
+    A tensor that one stream made and another reads must not be freed in between, so what
+    `add` is given lives until `join`.
+
+    Args:
+        stream: where gradients are computed.
+        then: called with a weight and its gradient as soon as all expected parts of it have come,
+            on the stream they come from. None: `join` returns them.
+
+    Example:
+        >>> found = WeightGradients(None)
+        >>> weight = torch.zeros(2, requires_grad=True)
+        >>> for _ in range(2):
+        ...     found.expect(weight)
+        ...     found.add(weight, lambda: torch.ones(2), ())
+        >>> found.join()[weight]
+        tensor([2., 2.])
+    """
+
+    def __init__(
+        self,
+        stream: torch.cuda.Stream | None,
+        then: Callable[[Tensor, Tensor], None] | None = None,
+    ) -> None:
+        self.stream = stream
+        self.then = then
+        self._found: dict[Tensor, Tensor] = {}
+        self._kept: list[object] = []
+        self._expected: Counter[Tensor] = Counter()
+
+    def expect(self, weight: Tensor) -> None:
+        """A layer uses the weight: if gradients are enabled, one is to come."""
+        if torch.is_grad_enabled():
+            self._expected[weight] += 1
+
+    def add(self, weight: Tensor, compute: Callable[[], Tensor], reads: tuple[object, ...]) -> None:
+        """Compute a gradient of `weight` from the tensors it `reads`, beside what comes next."""
+        self._kept.append(reads)
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            self.add_now(weight, compute())
+
+    def add_now(self, weight: Tensor, gradient: Tensor) -> None:
+        """A gradient computed on the current stream; its weight is used in no other layer."""
+        earlier = self._found.get(weight)
+        self._found[weight] = gradient if earlier is None else earlier.add_(gradient)
+        self._expected[weight] -= 1
+        if self._expected[weight] == 0 and self.then is not None:
+            self.then(weight, self._found.pop(weight))
+
+    def join(self) -> dict[Tensor, Tensor]:
+        """Wait for all gradients; returns those not given to `then`."""
+        if self.stream is not None:
+            torch.cuda.current_stream().wait_stream(self.stream)
+        found, self._found, self._kept = self._found, {}, []
+        self._expected.clear()
+        return found

@@ -1,0 +1,233 @@
+"""The encoder's passes inside a training step: embeddings, gradients, the optimizer's step.
+
+`PlainPass` is what torch does by itself. `OverlappedPass` gives the same numbers from a CUDA graph
+with fewer and concurrent launches:
+
+* the weights of convolutions and linear layers are copied to bf16 all at once, where autocast casts
+  them one by one, and their gradients come back the same way;
+* layers are those of `negchain.layers`: weight gradients run beside the gradients of activations;
+* Adam steps a weight as soon as its gradient is there, while the backward pass goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from negchain.layers import FasterLayers, WeightGradients, adam
+
+
+class PlainPass:
+    """Passes as torch makes them.
+
+    Args:
+        encoder: on its device.
+        optimizer: over its parameters.
+        autocast: dtype of the encoder's arithmetic, None for its own.
+
+    A step is `begin`, any number of `embed` and `backward`, then `finish`.
+    """
+
+    def __init__(
+        self, encoder: nn.Module, optimizer: torch.optim.Optimizer, autocast: torch.dtype | None
+    ) -> None:
+        self.encoder = encoder
+        self.optimizer = optimizer
+        self.autocast = autocast
+        self.device = next(encoder.parameters()).device
+        self._one = torch.ones((), device=self.device)
+
+    def begin(self) -> None:
+        """Forget the last step's gradients."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def embed(self, pixels: Tensor) -> Tensor:  # [R,C,H,W] -> [R,D]
+        """Embeddings, with a graph where gradients are enabled."""
+        if self.device.type == "cuda":
+            pixels = pixels.contiguous(memory_format=torch.channels_last)
+        with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
+            return self._encode(pixels)
+
+    def _encode(self, pixels: Tensor) -> Tensor:
+        embeddings: Tensor = self.encoder(pixels)
+        return embeddings
+
+    def embed_both(self, pixels: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
+        """Embeddings of some images, and of others without gradient."""
+        with torch.no_grad():
+            apart = self.embed(others)
+        return self.embed(pixels), apart
+
+    def backward(self, value: Tensor, grad: Tensor | None = None) -> None:
+        """Add the gradients of `value` to those of this step."""
+        torch.autograd.backward(value, self._one if grad is None else grad)
+
+    def backward_both(
+        self, value: Tensor, grad: Tensor, apart: Callable[[], tuple[Tensor, Tensor]]
+    ) -> None:
+        """`backward` of a value, and of another that `apart` returns with its gradient."""
+        self.backward(value, grad)
+        self.backward(*apart())
+
+    def finish(self) -> None:
+        """Step the optimizer."""
+        self.optimizer.step()
+
+
+class OverlappedPass(PlainPass):
+    """The same on a GPU with bf16 arithmetic; made for capture, correct outside as well.
+
+    Args:
+        encoder: on its device.
+        optimizer: over its parameters.
+        autocast: as in `PlainPass`; the copies have this dtype.
+
+    A step has one `backward` or one `backward_both`: Adam does not wait for more.
+    """
+
+    def __init__(
+        self, encoder: nn.Module, optimizer: torch.optim.Optimizer, autocast: torch.dtype
+    ) -> None:
+        super().__init__(encoder, optimizer, autocast)
+        by_name = _cast_by_autocast(encoder)
+        copy_of: dict[Tensor, Tensor] = {}
+        for weight in by_name.values():  # a weight with two names gets one copy
+            copy_of[weight] = weight.detach().to(autocast).requires_grad_(weight.requires_grad)
+        self._copies = {name: copy_of[weight] for name, weight in by_name.items()}
+        self._original_of = {copy: weight for weight, copy in copy_of.items()}
+        self._trained = {copy for copy in self._original_of if copy.requires_grad}
+        self._adam: adam.AdamUpdate | None = None  # known after a first step: what has gradients
+        self._gradients = WeightGradients(_stream(self.device, 0))
+        self._parts: dict[Tensor, tuple[Tensor, torch.cuda.Event | None]] = {}
+        self._apart = WeightGradients(None, then=self._note)
+        self._into = self._gradients
+        self._beside = _stream(self.device, -2)  # of passes beside the batch's
+        self._steps = _stream(self.device, 0)  # of Adam's
+        self._early: set[Tensor] = set()
+        self._late: dict[Tensor, Tensor] = {}
+        self._copied: torch.cuda.Event | None = None
+        self._kept: list[Tensor] = []
+
+    def begin(self) -> None:
+        """Forget the last step's gradients; copy the weights beside what comes first."""
+        super().begin()
+        for copy in self._original_of:
+            copy.grad = None
+        side = self._gradients.stream
+        with _forked(side), torch.no_grad():
+            torch._foreach_copy_(list(self._original_of), list(self._original_of.values()))
+            if self._adam is not None:
+                self._adam.begin()
+        self._copied = None if side is None else side.record_event()
+
+    def _encode(self, pixels: Tensor) -> Tensor:
+        if self._copied is not None:
+            torch.cuda.current_stream().wait_event(self._copied)
+        with FasterLayers(self.encoder, self._trained, self._into):
+            embeddings: Tensor = torch.func.functional_call(self.encoder, self._copies, (pixels,))
+        return embeddings
+
+    def embed_both(self, pixels: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
+        """The same, side by side."""
+        with _forked(self._beside), torch.no_grad():
+            apart = self.embed(others)
+        embeddings = self.embed(pixels)
+        _join(self._beside)
+        return embeddings, apart
+
+    def backward_both(
+        self, value: Tensor, grad: Tensor, apart: Callable[[], tuple[Tensor, Tensor]]
+    ) -> None:
+        """The same, side by side."""
+        self._into = self._apart
+        with _forked(self._beside):
+            self.backward(*apart())
+        self._into = self._gradients
+        self.backward(value, grad)
+        _join(self._beside)
+
+    def _note(self, copy: Tensor, grad: Tensor) -> None:
+        """The gradient from the pass beside the batch's is there, or will be."""
+        event = None if self._beside is None else torch.cuda.current_stream().record_event()
+        self._parts[copy] = grad, event
+
+    def _step_now(self, copy: Tensor, grad: Tensor) -> None:
+        """Step one weight beside the backward pass."""
+        assert self._adam is not None
+        if copy not in self._early:
+            self._late[copy] = grad
+            return
+        self._kept.append(grad)
+        with _forked(self._steps):
+            self._adam.update(self._original_of[copy], self._whole(copy, grad), None)
+
+    def _whole(self, copy: Tensor, grad: Tensor) -> Tensor:
+        """The gradient of the batch's pass, and of the one beside it."""
+        if copy not in self._parts:
+            return grad
+        part, event = self._parts[copy]
+        if event is not None:
+            torch.cuda.current_stream().wait_event(event)
+        return grad.add_(part)
+
+    def finish(self) -> None:
+        """Step what has not been stepped."""
+        answered = {**self._gradients.join(), **self._late}
+        if self._kept:
+            _join(self._steps)
+        found = {copy: self._whole(copy, grad) for copy, grad in answered.items()}
+        if self._adam is not None:  # an embedding was not used, so that a part is still expected
+            for copy in self._early & found.keys():
+                self._adam.update(self._original_of[copy], found.pop(copy), None)
+        for copy in self._original_of:  # used by something else than our layers
+            if copy.grad is not None:
+                found[copy] = copy.grad if copy not in found else found[copy] + copy.grad
+        weights = [self._original_of[copy] for copy in found]
+        wide = [torch.empty_like(weight) for weight in weights]
+        if wide:
+            torch._foreach_copy_(wide, list(found.values()))
+        for weight, grad in zip(weights, wide, strict=True):
+            weight.grad = grad
+        self._apart.join()
+        self._kept, self._parts, self._late = [], {}, {}
+        self.optimizer.step()
+        if self._adam is None and adam.supports(self.optimizer):
+            self._early = {copy for copy in answered if copy.grad is None}
+            early = [self._original_of[copy] for copy in self._early]
+            self._adam = adam.AdamUpdate(self.optimizer, early)
+            self._gradients.then = self._step_now
+
+
+@contextmanager
+def _forked(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """What is launched inside runs on another stream, after what the current one has."""
+    if stream is not None:
+        stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
+
+
+def _join(stream: torch.cuda.Stream | None) -> None:
+    """The current stream goes on after what another one has."""
+    if stream is not None:
+        torch.cuda.current_stream().wait_stream(stream)
+
+
+def _stream(device: torch.device, priority: int) -> torch.cuda.Stream | None:
+    """A stream; the smaller the number, the sooner its launches get a free multiprocessor."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.Stream(device, priority)  # type: ignore[no-untyped-call]
+
+
+def _cast_by_autocast(encoder: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters of the layers autocast runs in bf16, by name."""
+    found = {}
+    for prefix, module in encoder.named_modules():
+        if isinstance(module, (nn.Conv2d, nn.Linear)):
+            for name, parameter in module.named_parameters(prefix, recurse=False):
+                found[name] = parameter
+    return found
