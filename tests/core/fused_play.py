@@ -22,7 +22,7 @@ from negchain.losses.base import ContrastiveLoss
 from negchain.weights import scan_torch
 
 NEAR = 1e-5  # of a tie: logits and log u are exact to about 3e-6
-MAX_TIES = 0.02  # share of rows that may be that near
+MAX_TIES = 0.03  # share of rows that may be that near; 0.025 at 4,096 columns in bf16
 LOSSES = {"emc2": EMC2Loss, "infonce": InfoNCELoss, "dcl": DCLLoss, "sogclr": SogCLRLoss}
 
 

@@ -159,7 +159,7 @@ def bad_rows(device: str = "cpu") -> list[str]:
             loss_fn = EMC2Loss(
                 9, kernel=kernel, views="paired", stream=True, count_every=128, backend="fused",
                 carried="score",
-            )  # fmt: skip
+            ).to(device)  # fmt: skip
             z = torch.randn(5, 8, device=device)
             z[1, 3], z[2, 3] = float("nan"), float("inf")
             z.requires_grad_()

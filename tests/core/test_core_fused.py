@@ -201,7 +201,8 @@ class Trainer:
             pair = isinstance(ids, tuple)
             call["carried"] = tuple(self.table[i] for i in ids) if pair else self.table[ids]
         value = self.loss_fn(self.z[0], self.z[1], self.index, **call)
-        return value, torch.autograd.grad(value, self.z)[0]
+        grad = torch.autograd.grad(value, self.z)[0]
+        return value.detach(), grad  # a graph that is kept alive would be replayed on two streams
 
     def state(self) -> dict[str, torch.Tensor]:
         return {name: value.clone() for name, value in self.loss_fn.state_dict().items()}

@@ -34,12 +34,12 @@ pytestmark = [
 FIRST_LAYERS = [(64, 3, 96, 96, 64), (8, 3, 224, 224, 64), (7, 1, 97, 95, 64), (5, 4, 65, 96, 128)]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("sizes", FIRST_LAYERS)
-def test_gpu_first_layers(sizes, dtype) -> None:
+def test_gpu_first_layers(sizes) -> None:
     """Of integers, whose sums are exact in float32: the results are the exact ones, rounded."""
     for side, padding in ((7, 3), (3, 1), (4, 2), (2, 0)):
-        assert differing_layer(few_channels_triton, side, padding, sizes, dtype, "cuda") == []
+        found = differing_layer(few_channels_triton, side, padding, sizes, torch.bfloat16, "cuda")
+        assert found == []
 
 
 def test_gpu_first_layer_of_real_numbers() -> None:

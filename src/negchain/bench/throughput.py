@@ -71,7 +71,7 @@ def table(settings: Settings) -> Table:
 def _seconds(settings: Settings) -> float:
     if settings.quick:
         return 0.2
-    return 5.0 if settings.on_gpu else 2.0
+    return 3.0 if settings.on_gpu else 2.0
 
 
 def _ours(settings: Settings, batch: int, data: DataBundle) -> dict[str, list[float]]:

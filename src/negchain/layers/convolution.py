@@ -129,6 +129,8 @@ def has_few_channels(x: Tensor, weight: Tensor, sizes: Sizes) -> bool:
     """Whether `FewChannels` takes it: a first layer (no gradient of its images) on a GPU."""
     if not backends.prefers_triton(x) or x.requires_grad or weight.shape[1] > 4:
         return False
+    if x.is_cuda and x.element_size() != 2:  # float32 products of this size compile for minutes
+        return False
     from negchain.layers.few_channels_triton import fold_of
 
     padding = sizes.padding[0]

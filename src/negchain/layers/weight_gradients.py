@@ -13,12 +13,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+MOST_KEPT = 2**30  # bytes
+
 
 class WeightGradients:
     """Gradients of weights, computed on a stream of their own, or (None) on the current one.
 
     A tensor that one stream made and another reads must not be freed in between, so what
-    `add` is given lives until `join`.
+    `add` is given lives until `join`, or until there is too much of it: then the streams meet.
 
     Args:
         stream: where gradients are computed.
@@ -43,7 +45,8 @@ class WeightGradients:
         self.stream = stream
         self.then = then
         self._found: dict[Tensor, Tensor] = {}
-        self._kept: list[object] = []
+        self._kept: list[tuple[Tensor, ...]] = []
+        self._kept_bytes = 0
         self._expected: Counter[Tensor] = Counter()
 
     def expect(self, weight: Tensor) -> None:
@@ -51,13 +54,20 @@ class WeightGradients:
         if torch.is_grad_enabled():
             self._expected[weight] += 1
 
-    def add(self, weight: Tensor, compute: Callable[[], Tensor], reads: tuple[object, ...]) -> None:
+    def add(self, weight: Tensor, compute: Callable[[], Tensor], reads: tuple[Tensor, ...]) -> None:
         """Compute a gradient of `weight` from the tensors it `reads`, beside what comes next."""
-        self._kept.append(reads)
-        if self.stream is not None:
-            self.stream.wait_stream(torch.cuda.current_stream())
+        if self.stream is None:
+            self.add_now(weight, compute())
+            return
+        current = torch.cuda.current_stream()
+        self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):
             self.add_now(weight, compute())
+        self._kept.append(reads)
+        self._kept_bytes += sum(tensor.nbytes for tensor in reads)
+        if self._kept_bytes > MOST_KEPT:
+            current.wait_stream(self.stream)
+            self._kept, self._kept_bytes = [], 0
 
     def add_now(self, weight: Tensor, gradient: Tensor) -> None:
         """A gradient computed on the current stream; its weight is used in no other layer."""
@@ -71,6 +81,7 @@ class WeightGradients:
         """Wait for all gradients; returns those not given to `then`."""
         if self.stream is not None:
             torch.cuda.current_stream().wait_stream(self.stream)
-        found, self._found, self._kept = self._found, {}, []
+        found, self._found = self._found, {}
+        self._kept, self._kept_bytes = [], 0
         self._expected.clear()
         return found

@@ -11,6 +11,7 @@ with fewer and concurrent launches:
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -142,11 +143,14 @@ class OverlappedPass(PlainPass):
         self, value: Tensor, grad: Tensor, apart: Callable[[], tuple[Tensor, Tensor]]
     ) -> None:
         """The same, side by side."""
-        self._into = self._apart
-        with _forked(self._beside):
-            self.backward(*apart())
-        self._into = self._gradients
-        self.backward(value, grad)
+        with warnings.catch_warnings():
+            # Parameters of norm layers get gradients from two streams; autograd orders them.
+            warnings.filterwarnings("ignore", "The AccumulateGrad node's stream", UserWarning)
+            self._into = self._apart
+            with _forked(self._beside):
+                self.backward(*apart())
+            self._into = self._gradients
+            self.backward(value, grad)
         _join(self._beside)
 
     def _note(self, copy: Tensor, grad: Tensor) -> None:
