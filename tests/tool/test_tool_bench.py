@@ -15,6 +15,7 @@ import negchain
 from negchain import bench
 from negchain.augment import augmentation
 from negchain.bench import docs, equality, record, runs, scan, steps, stream, timing, usual
+from negchain.train.passes import OverlappedPass
 from negchain.weights.metropolis import Scan, mh_scan
 
 Capture = pytest.CaptureFixture[str]
@@ -379,3 +380,20 @@ def test_everything_is_measured_on_a_gpu(tmp_path: Path) -> None:
     found = record.read(next(tmp_path.glob("*.json")))
     assert [table.subject for table in found.tables] == only.split(",")
     assert not found.mismatches and not found.failed
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_a_fast_step_with_another_gradient_is_found(
+    planted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Adam's first steps hide the size of a gradient from the losses, not from its moments."""
+    monkeypatch.setattr(steps, "CHECKED_STEPS", 3)
+    if planted:
+        monkeypatch.setattr(OverlappedPass, "_whole", lambda passes, copy, grad: 1.2 * grad)
+    settings = bench.Settings(device=torch.device("cpu"), quick=True)
+    data = runs.pictures(settings)
+    chosen = runs.config(settings, 32, {**runs.METHODS["EMC², score"], "precision": "bf16"})
+    with runs.prepared(chosen, data) as fast, runs.prepared(chosen, data) as slow:
+        fast.step.passes = OverlappedPass(fast.encoder, fast.step.optimizer, torch.bfloat16)
+        check = steps._compared("", fast, slow)
+    assert check.ok is not planted, check.found

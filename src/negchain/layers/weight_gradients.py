@@ -72,7 +72,8 @@ class WeightGradients:
     def add_now(self, weight: Tensor, gradient: Tensor) -> None:
         """A gradient computed on the current stream; its weight is used in no other layer."""
         earlier = self._found.get(weight)
-        self._found[weight] = gradient if earlier is None else earlier.add_(gradient)
+        # Parts are added in float32, as autograd adds what autocast has cast back.
+        self._found[weight] = gradient if earlier is None else earlier.float().add_(gradient)
         self._expected[weight] -= 1
         if self._expected[weight] == 0 and self.then is not None:
             self.then(weight, self._found.pop(weight))

@@ -175,7 +175,7 @@ class OverlappedPass(PlainPass):
         part, event = self._parts[copy]
         if event is not None:
             torch.cuda.current_stream().wait_event(event)
-        return grad.add_(part)
+        return grad.float().add_(part)
 
     def finish(self) -> None:
         """Step what has not been stepped."""
