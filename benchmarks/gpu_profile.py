@@ -1,15 +1,18 @@
-"""Where the time goes on a GPU: kernels of a training step, and of the streaming loss.
+"""Where the time goes on a GPU: kernels of a training step, of the streaming loss, and layers.
 
-    PYTHONPATH=src python benchmarks/gpu_profile.py [step | stream]
+    PYTHONPATH=src python benchmarks/gpu_profile.py [step | timeline | layers | stream]
 
 `negchain bench` says how long things take; this says which kernels it was. Records name it.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import sys
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +21,14 @@ from torch.profiler import ProfilerActivity, profile
 import negchain
 from negchain import bench
 from negchain.bench import runs
+from negchain.bench.timing import graphed, interleaved
+from negchain.layers.convolution import Sizes
+from negchain.layers.few_channels_triton import (
+    few_channels_forward,
+    few_channels_gradient,
+    fold_of,
+)
+from negchain.layers.max_pool_triton import max_pool_backward, max_pool_forward
 
 DEVICE, CALLS = torch.device("cuda"), 5
 
@@ -49,6 +60,68 @@ def step() -> None:
         kernels("InfoNCE step, b = 32", runs.stepper(run), most=16)
 
 
+def timeline() -> None:
+    """When each kernel of one replay begins and how long it takes, in microseconds."""
+    settings = bench.Settings(device=DEVICE, quick=True)
+    data = runs.on_device(runs.pictures(settings), DEVICE)
+    with (
+        runs.prepared(runs.config(settings, 32, runs.METHODS["InfoNCE"]), data) as run,
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        run.step.capture()
+        advance = runs.stepper(run)
+        for _ in range(3):
+            advance()
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA]) as found:
+            for _ in range(3):
+                advance()
+            torch.cuda.synchronize()
+        path = Path(folder) / "trace.json"
+        found.export_chrome_trace(str(path))
+        kinds = ("kernel", "gpu_memset", "gpu_memcpy")
+        events = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("cat") in kinds]
+    events.sort(key=lambda event: event["ts"])
+    events = events[len(events) // 3 : 2 * len(events) // 3]
+    for event in events:
+        begin = event["ts"] - events[0]["ts"]
+        print(
+            f"{begin:9.1f} {event['dur']:7.1f} s{event['args'].get('stream')} {event['name'][:90]}"
+        )
+
+
+def layers() -> None:
+    """The stem's kernels and a block's fused convolutions against cuDNN's and torch's."""
+    torch.backends.cudnn.benchmark = True
+    last = torch.channels_last
+    for count in (64, 512):
+        x = torch.randn(count, 3, 96, 96, device=DEVICE).bfloat16().contiguous(memory_format=last)
+        weight = torch.randn(64, 3, 7, 7, device=DEVICE).bfloat16().contiguous(memory_format=last)
+        y, folded = few_channels_forward(x, weight, 3)
+        grad, fold = torch.randn_like(y), fold_of(x, weight, 3)
+        pooled, winner = max_pool_forward(y, 3, 2, 1)
+        stem = Sizes((2, 2), (3, 3), (1, 1), 1)
+        inner = Sizes((1, 1), (1, 1), (1, 1), 1)
+        block = torch.randn(64, 64, 3, 3, device=DEVICE).bfloat16().contiguous(memory_format=last)
+        calls: dict[str, Callable[[], object]] = {
+            "stem forward": lambda: few_channels_forward(x, weight, 3),  # noqa: B023
+            "stem forward, cuDNN": lambda: stem.convolve(x, weight),  # noqa: B023
+            "stem gradient": lambda: few_channels_gradient(folded, weight, grad, fold),  # noqa: B023
+            "stem gradient, cuDNN": lambda: stem.weight_gradient(grad, x, weight),  # noqa: B023
+            "pool forward": lambda: max_pool_forward(y, 3, 2, 1),  # noqa: B023
+            "pool forward, torch": lambda: F.max_pool2d(y, 3, 2, 1),  # noqa: B023
+            "pool backward": lambda: max_pool_backward(pooled, winner, y.shape, 3, 2, 1),  # noqa: B023
+            "block: convolution": lambda: inner.convolve(pooled, block),  # noqa: B023
+            "block: convolution, add, ReLU": lambda: (
+                inner.convolve(pooled, block).add_(pooled).relu_()  # noqa: B023
+            ),
+            "block: in one": lambda: inner.rectified(pooled, block, pooled),  # noqa: B023
+        }
+        timed = {name: graphed(call, DEVICE, calls=10) for name, call in calls.items()}
+        for name, times in interleaved(timed, 5, window_ms=10.0).items():
+            print(f"{count} images, {name}: {sorted(times)[2]:.4f} ms")
+
+
 def stream() -> None:
     """Forward and backward of the streaming loss, paired views, one direction."""
     for size in (8_192, 32_768):
@@ -77,4 +150,4 @@ def stream() -> None:
 
 if __name__ == "__main__":
     for what in sys.argv[1:] or ("step", "stream"):
-        {"step": step, "stream": stream}[what]()
+        {"step": step, "timeline": timeline, "layers": layers, "stream": stream}[what]()

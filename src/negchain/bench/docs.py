@@ -4,14 +4,13 @@
     (written by the command: the record's name, then the table)
     <!-- /bench -->
 
-`bench:summary` holds the headline rows of all tables.
+`bench:summary_step` holds the headline rows of that table.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from dataclasses import replace
 from pathlib import Path
 
 from negchain.bench.record import Record, grid, markdown, read
@@ -20,25 +19,22 @@ from negchain.train.config import ConfigError
 
 PAGES = ("README.md", "docs/speed.md")
 BLOCK = re.compile(r"(<!-- bench:(\w+) -->\n)(.*?)(<!-- /bench -->)", re.S)
-SUMMARY = "summary"
+SUMMARY = "summary_"
 
 
 def render(record: Record, name: str, link: str) -> str | None:
     """The text of a block, `link` leading to the record's page; None if the record has none."""
     quick = ", a quick run: it shows the form, not the speed" if record.quick else ""
     head = f"From [{Path(link).stem}]({link}): {record.hardware}, commit {record.commit}{quick}."
-    if name == SUMMARY:
-        rows = tuple(
-            replace(row, name=f"{table.subject}: {row.name}")
-            for table in record.tables
-            for row in table.rows
-            if row.headline
-        )
-        return f"{head}\n\n{grid(rows)}\n" if rows else None
-    if name in record.failed:
-        return f"{head}\n\nNot measured: {record.failed[name]}\n"
-    table = record.table(name)
-    return None if table is None else f"{head}\n\n{markdown(table)}\n"
+    subject = name.removeprefix(SUMMARY)
+    if subject in record.failed:
+        return f"{head}\n\nNot measured: {record.failed[subject]}\n"
+    table = record.table(subject)
+    if table is None:
+        return None
+    if subject == name:
+        return f"{head}\n\n{markdown(table)}\n"
+    return f"{head}\n\n{grid(tuple(row for row in table.rows if row.headline))}\n"
 
 
 def rewrite(text: str, record: Record, link: str) -> tuple[str, list[str], list[str]]:
