@@ -7,17 +7,13 @@ is imported: `test_under_the_interpreter` runs them all in a process of its own.
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-import negchain
+from interpreter import run_under_interpreter
 from negchain.augment import RECIPES, Augmentation, Draws, Params, augmentation
 
 STRONG = (0.8, 0.8, 0.8, 0.2)
@@ -267,18 +263,7 @@ def interpreted_errors() -> None:
 
 
 def test_under_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    source = Path(negchain.__file__).parents[1]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(source)}
-    command = [sys.executable, "-m", "pytest", __file__, "-q", "-x", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [*command, "-o", "python_functions=interpreted_*"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_under_interpreter(__file__)
 
 
 # ----------------------------------------------------------------------------- without a device

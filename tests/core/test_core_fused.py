@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from interpreter import interpreted
 
 pytest.importorskip("triton")
 
@@ -33,7 +32,6 @@ from fused_cases import (  # noqa: E402
 from fused_play import Case, build, compare, invalid_row  # noqa: E402
 from kernel_cases import draw_bits, draw_logarithms, thinned_scan  # noqa: E402
 
-import negchain  # noqa: E402
 from negchain import EMC2Loss, InfoNCELoss, SogCLRLoss  # noqa: E402
 from negchain.fused import function  # noqa: E402
 
@@ -42,20 +40,16 @@ def names(cases: list[Case]) -> list[str]:
     return [case.name for case in cases]
 
 
-def interpreted(which: str) -> dict[str, list[str]]:
-    source = Path(negchain.__file__).parents[1]
-    script = Path(__file__).with_name("fused_cases.py")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(source)}
-    command = [sys.executable, str(script), which]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found: dict[str, list[str]] = json.loads(done.stdout)
+def cases_found(which: str) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = json.loads(
+        interpreted(Path(__file__).with_name("fused_cases.py"), which)
+    )
     return found
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, list[str]]:
-    return interpreted("fast")
+    return cases_found("fast")
 
 
 @pytest.mark.parametrize("name", names(CASES))
@@ -87,7 +81,7 @@ def test_a_planted_bug_is_caught(found, name) -> None:
 
 @pytest.mark.slow
 def test_every_combination() -> None:
-    told = interpreted("slow")
+    told = cases_found("slow")
     assert told.keys() == set(names(SLOW))
     assert {name: text for name, text in told.items() if text} == {}
 

@@ -7,9 +7,6 @@ Without a GPU the kernels run under Triton's interpreter, in one process of its 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,23 +14,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from interpreter import interpreted
+
 pytest.importorskip("triton")
 
 from gather_cases import BUGS, CASES, bad_rows, check  # noqa: E402
 
-import negchain  # noqa: E402
 from negchain.fused import backward  # noqa: E402
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, list[str]]:
-    source = Path(negchain.__file__).parents[1]
-    script = Path(__file__).with_name("gather_cases.py")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(source)}
-    command = [sys.executable, str(script)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
-    told: dict[str, list[str]] = json.loads(done.stdout)
+    told: dict[str, list[str]] = json.loads(
+        interpreted(Path(__file__).with_name("gather_cases.py"))
+    )
     return told
 
 

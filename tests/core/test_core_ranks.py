@@ -7,14 +7,13 @@ Without a GPU the kernels run under Triton's interpreter, in one process of its 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
+
+from interpreter import interpreted
 
 pytest.importorskip("triton")
 
@@ -29,20 +28,13 @@ from rank_cases import (  # noqa: E402
     other_cases,
 )
 
-import negchain  # noqa: E402
 from negchain import draws  # noqa: E402
 from negchain.fused import ranks  # noqa: E402
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, list[str]]:
-    source = Path(negchain.__file__).parents[1]
-    script = Path(__file__).with_name("rank_cases.py")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(source)}
-    command = [sys.executable, str(script)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
-    told: dict[str, list[str]] = json.loads(done.stdout)
+    told: dict[str, list[str]] = json.loads(interpreted(Path(__file__).with_name("rank_cases.py")))
     return told
 
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scan_cases import COLUMNS, disagreement, scan_cases
 
-import negchain
+from interpreter import interpreted
 from negchain import mh_scan
 from oracles import algorithm_1, expected_visits
 
@@ -41,14 +38,7 @@ def test_torch_equals_reference_to_the_bit() -> None:
 
 def test_triton_equals_reference_to_the_bit() -> None:
     """Under Triton's interpreter, in a process of its own."""
-    pytest.importorskip("triton")
-    source = Path(negchain.__file__).parents[1]
-    script = Path(__file__).with_name("scan_cases.py")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(source)}
-    done = subprocess.run(
-        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    interpreted(Path(__file__).with_name("scan_cases.py"))
 
 
 def test_auto_is_torch_on_a_cpu() -> None:

@@ -9,9 +9,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -21,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
-import negchain
+from interpreter import interpreted
 from negchain.encoders import build_encoder
 from negchain.layers import FasterLayers, WeightGradients, residual
 
@@ -344,14 +341,9 @@ def test_layers_of_every_size() -> None:
 
 @pytest.fixture(scope="module")
 def told() -> dict[str, list[str]]:
-    pytest.importorskip("triton")
-    source = Path(negchain.__file__).parents[1]
-    script = Path(__file__).with_name("layer_cases.py")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(source)}
-    command = [sys.executable, str(script)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found: dict[str, list[str]] = json.loads(done.stdout)
+    found: dict[str, list[str]] = json.loads(
+        interpreted(Path(__file__).with_name("layer_cases.py"))
+    )
     return found
 
 

@@ -9,11 +9,7 @@ its own.
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import negchain
+from interpreter import run_under_interpreter
 from negchain.layers import adam
 from negchain.layers.adam import AdamUpdate, supports
 from negchain.optim import build_optimizer, load_optimizer, set_lr
@@ -310,18 +306,7 @@ def interpreted_nothing_beyond_the_end_is_written() -> None:
 
 
 def test_under_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    source = Path(negchain.__file__).parents[1]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(source)}
-    command = [sys.executable, "-m", "pytest", __file__, "-q", "-x", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [*command, "-o", "python_functions=interpreted_*"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_under_interpreter(__file__)
 
 
 # ------------------------------------------------------------------------------------- on a GPU
