@@ -46,7 +46,7 @@ def refusal(capsys: Capture, *arguments: object) -> str:
         ("train --preset stl10-b33", "did you mean 'stl10-b32'"),
         ("train --encoder resnet81", "did you mean 'resnet18'"),
         ("train --recipe simclr-stl11", "did you mean 'simclr-stl10'"),
-        ("train --data digit", "did you mean 'digits'"),
+        ("train --data digit", "did you mean digits"),
         ("train --data no/such/folder", "--data"),
         ("train --optimizer adm", "did you mean 'adam'"),
         ("train --device gpu", "--device must be one of auto, cpu, cuda"),

@@ -103,7 +103,7 @@ def test_folders_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     [
         ({"method": "emc"}, "did you mean 'emc2'"),
         ({"methd": "emc2"}, "did you mean 'method'"),
-        ({"data": "cifar-10"}, "did you mean 'cifar10'"),
+        ({"data": "cifar-10"}, "did you mean cifar10"),
         ({"encoder": "resnt18"}, "did you mean 'resnet18'"),
         ({"optimizer": "adamW"}, "did you mean 'adamw'"),
         ({"recipe": "simclr-stl"}, "did you mean 'simclr-stl10'"),

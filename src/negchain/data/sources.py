@@ -78,7 +78,7 @@ def load_data(
     """  # noqa: E501
     if image_size is not None and image_size < 1:
         raise ValueError(f"image_size must be at least 1 pixel, got {image_size}; leave it out")
-    entries = _entries(data)
+    entries = named_sources(data)
     scans = {entry: scan_folder(entry) for entry in entries if entry not in BUILT_IN}
     side, notes = (image_size, ()) if image_size is not None else _default_side(entries, scans)
     resident = _fits(entries, scans, side, resident_bytes)
@@ -100,7 +100,7 @@ def load_data(
     return replace(bundle, notes=notes + bundle.notes)
 
 
-def _entries(data: str) -> list[str]:
+def named_sources(data: str) -> list[str]:
     """The sources `data` names; a folder whose own name has a comma is one source."""
     parts = [data] if Path(data).is_dir() else [part.strip() for part in data.split(",")]
     names = ", ".join(BUILT_IN)

@@ -356,6 +356,8 @@ def _on_this_machine(config: TrainConfig) -> TrainConfig:
     # Imported here because torch and timm take seconds, and reading a config needs neither.
     import torch
 
+    from negchain.data.sources import named_sources
+
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda needs a GPU and none is visible; use --device cpu or auto")
     if config.encoder not in ("small-cnn", "resnet18", "resnet50"):
@@ -364,10 +366,10 @@ def _on_this_machine(config: TrainConfig) -> TrainConfig:
         choose("--encoder", config.encoder, ["small-cnn", *timm.list_models()])
     data = config.data
     if data not in DATA_DEFAULTS:
-        parts = [part.strip() for part in data.split(",")] if not os.path.isdir(data) else [data]
-        for part in parts:  # several sources are separated by commas
-            if not os.path.isdir(part):
-                choose("--data is no folder, so it", part, DATA_DEFAULTS)
+        try:
+            parts = named_sources(data)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
         data = ",".join(p if p in DATA_DEFAULTS else os.path.abspath(p) for p in parts)
     return replace(config, data=data, root=os.path.abspath(config.root))
 
