@@ -195,9 +195,26 @@ def _frozen(block: nn.Module) -> None:
     block.conv1.weight.requires_grad_(False)
 
 
+def _own_convolution(block: nn.Module) -> None:
+    kind = nn.Conv2d
+    block.conv1.__class__ = type("Half", (kind,), {"forward": lambda c, x: kind.forward(c, x) / 2})
+
+
+def _long_shortcut(block: nn.Module) -> None:
+    block.downsample = nn.Sequential(nn.Identity(), nn.Identity(), nn.Identity())
+
+
+def _backward_hook(block: nn.Module) -> None:
+    block.register_full_backward_hook(lambda *given: None)
+
+
 @pytest.mark.parametrize(
-    "change", [_bias, _padding, _same_padding, _norm, _activation, _own_forward, _hook, _frozen]
-)
+    "change",
+    [
+        _bias, _padding, _same_padding, _norm, _activation, _own_forward, _hook, _frozen,
+        _own_convolution, _long_shortcut, _backward_hook,
+    ],
+)  # fmt: skip
 def test_other_networks_are_left_alone(fused, change) -> None:
     network = small_resnet(BasicBlock)
     change(network.layer1[1])

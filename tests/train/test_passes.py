@@ -62,6 +62,7 @@ ENCODERS = [
     ("resnet18", "group", 32, "sgd"),
     ("resnet18", "batch", 32, "sgd"),
     ("vit_tiny_patch16_224", "none", 32, "sgd"),
+    ("test_nfnet", "none", 32, "sgd"),  # standardises its weights before it convolves
     ("small-cnn", "none", 8, "sgd"),
     ("small-cnn", "none", 8, "adam"),
     ("small-cnn", "none", 8, "lars"),
@@ -195,11 +196,11 @@ class Recorder:
         self.early = 0
         update, step = AdamUpdate.update, optimizer.step
 
-        def updated(adam: AdamUpdate, weight: Tensor, grad: Tensor, into: Tensor | None) -> None:
+        def updated(adam: AdamUpdate, weight: Tensor, grad: Tensor) -> None:
             assert weight not in self.given and weight.grad is None  # once
             self.given[weight] = grad.float().clone()
             self.early += 1
-            update(adam, weight, grad, into)
+            update(adam, weight, grad)
 
         def stepped() -> None:
             for weight in optimizer.param_groups[0]["params"]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -299,6 +300,49 @@ def test_an_interrupted_run_has_logged_before_its_checkpoint(make_run, late) -> 
     loaded = checkpoint.load_latest(run.folder.checkpoints)
     assert loaded is not None and loaded.step == 7
     assert [line["step"] for line in lines_of(run)] == [5]
+
+
+@both_ways
+@pytest.mark.parametrize("where", ["reading", "evaluation"])
+def test_a_signal_while_the_host_waits_still_saves(make_run, monkeypatch, late, where) -> None:
+    """Ctrl-C mostly comes there: reading a late loss, or evaluating."""
+    run, _ = make_run(late, log_every=5, eval_every=2, checkpoint_every=0)
+    real = Reading.numbers
+
+    def numbers(reading: Reading) -> tuple[float, dict[str, float]]:
+        run.stop = run.stop or (where == "reading" and reading.step == 5)
+        return real(reading)
+
+    def quick(encoder: Any) -> dict[str, float]:
+        run.stop = run.stop or where == "evaluation"
+        return {"knn1": 0.5}
+
+    monkeypatch.setattr(Reading, "numbers", numbers)
+    run.judge.quick = quick
+    with pytest.raises(trainer.Interrupted, match=f"after step {run.done or '.*'}"):
+        run._loop(Progress(show=False))
+    loaded = checkpoint.load_latest(run.folder.checkpoints)
+    assert loaded is not None and loaded.step == run.done < STEPS
+    logged = [line["step"] for line in lines_of(run)]
+    assert logged[-1] >= run.done - run.done % 5
+
+
+def test_late_lines_carry_their_own_time(make_run, monkeypatch) -> None:
+    """Where the host is the slower one, a line read later is still of its own step."""
+    run, _ = make_run(True, log_every=5, eval_every=0, checkpoint_every=0)
+    step = run.step
+
+    def slow(number: int, *given: Any) -> None:
+        step(number, *given)
+        time.sleep(0.02)
+
+    slow.loss_fn, slow.loss, slow.optimizer = step.loss_fn, step.loss, step.optimizer  # type: ignore
+    run.step = slow
+    run._loop(Progress(show=False))
+    lines = read_metrics(run.folder.path)
+    for line in lines:
+        assert line["seconds"] == pytest.approx(line["samples"] / line["images_per_second"])
+    assert lines[0]["seconds"] < 0.6 * lines[1]["seconds"]
 
 
 @both_ways

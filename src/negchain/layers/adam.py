@@ -1,16 +1,16 @@
-"""Adam's step of one tensor at a time, from bf16 gradients and with a bf16 copy of the result.
+"""Adam's step of one tensor at a time, from bf16 gradients.
 
     g <- g + wd w                   Adam: the decay is coupled
     w <- w - lr wd w                AdamW: it is decoupled
     m <- beta1 m + (1 - beta1) g
     v <- beta2 v + (1 - beta2) g^2
-    w <- w - lr / (1 - beta1^t) m / (sqrt(v / (1 - beta2^t)) + eps);   copy <- bf16(w)
+    w <- w - lr / (1 - beta1^t) m / (sqrt(v / (1 - beta2^t)) + eps)
 
 The result is that of `torch.optim.Adam` and `AdamW` (fused, capturable), and the state is theirs:
-`state_dict` and checkpoints do not change. What is won: one pass over memory instead of three
-(gradients to float32, the step, weights to bf16), and a tensor can be stepped as soon as its own
-gradient is there. A launch takes the gradient's address as an argument, so gradients may lie
-anywhere, also in the memory of a CUDA graph.
+`state_dict` and checkpoints do not change. What is won: one pass over memory instead of two
+(gradients to float32, the step), and a tensor can be stepped as soon as its own gradient is there.
+A launch takes the gradient's address as an argument, so gradients may lie anywhere, also in the
+memory of a CUDA graph.
 """
 
 from __future__ import annotations
@@ -64,13 +64,12 @@ class AdamUpdate:
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(3))
-        >>> copy = weight.detach().bfloat16()
         >>> optimizer = torch.optim.Adam([weight], lr=torch.tensor(0.25), capturable=True)
         >>> update = AdamUpdate(optimizer, [weight])
         >>> update.begin()
-        >>> update.update(weight, torch.full((3,), 2.0, dtype=torch.bfloat16), copy)
-        >>> weight.tolist() == copy.tolist() == [0.75, 0.75, 0.75]
-        True
+        >>> update.update(weight, torch.full((3,), 2.0, dtype=torch.bfloat16))
+        >>> weight.tolist()
+        [0.75, 0.75, 0.75]
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> None:
@@ -89,36 +88,31 @@ class AdamUpdate:
                 state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
                 state["exp_avg"] = torch.zeros_like(parameter)
                 state["exp_avg_sq"] = torch.zeros_like(parameter)
-            for name in ("exp_avg", "exp_avg_sq"):  # as loaded, perhaps of another layout
-                state[name] = _laid_out_as(parameter, state[name])
+            # as `load_optimizer` left them: one replaced here would escape a capture's restore
+            assert all(_lies_as(parameter, state[name]) for name in ("exp_avg", "exp_avg_sq"))
         torch._foreach_add_([state["step"] for state in states], 1)
 
     @torch.no_grad()
-    def update(self, parameter: Tensor, gradient: Tensor, copy: Tensor | None) -> None:
+    def update(self, parameter: Tensor, gradient: Tensor) -> None:
         """Step one parameter.
 
         Args:
             parameter: float32, any shape.
             gradient: of the same shape, bf16 or float32.
-            copy: where the new weights go as well, rounded to its dtype; laid out in memory as the
-                parameter. Whoever still reads the old copy must be waited for: the gradient of a
-                layer's input needs it, and may come after the gradient of its weights.
         """
-        assert copy is None or _lies_as(parameter, copy)
         gradient = _laid_out_as(parameter, gradient)
         state, group = self.optimizer.state[parameter], self._group_of[parameter]
         if backends.prefers_triton(parameter):
             from negchain.layers.adam_triton import update_triton
 
-            update_triton(parameter, gradient, copy, state, group)
+            update_triton(parameter, gradient, state, group)
         else:
-            update_torch(parameter, gradient, copy, state, group)
+            update_torch(parameter, gradient, state, group)
 
 
 def update_torch(
     parameter: Tensor,
     gradient: Tensor,
-    copy: Tensor | None,
     state: Mapping[str, Tensor],
     group: Mapping[str, Any],
 ) -> None:
@@ -127,7 +121,6 @@ def update_torch(
     Args:
         parameter: w.
         gradient: g.
-        copy: written from the new w; None for no copy.
         state: torch's of this parameter: `exp_avg` (m), `exp_avg_sq` (v) and `step` (t, from 1).
         group: torch's parameter group with the settings.
     """
@@ -144,8 +137,6 @@ def update_torch(
     correction1, correction2 = (1 - beta1**step).float(), (1 - beta2**step).float()
     deviation = exp_avg_sq.sqrt() / correction2.sqrt() + group["eps"]
     parameter.sub_(lr / correction1 * exp_avg / deviation)
-    if copy is not None:
-        copy.copy_(parameter)
 
 
 def rounded_betas(group: Mapping[str, Any]) -> tuple[float, float]:

@@ -1,8 +1,8 @@
 """Adam's step of one tensor in one pass over memory.
 
 Per number it reads the gradient (bf16 or float32), the weight and both moments, and writes the
-weight, the moments and the weight's bf16 copy: 28 bytes, where a cast of the gradient, torch's
-fused step and a cast of the weight move 40 in three passes. The formula is in
+weight and the moments: 26 bytes from a bf16 gradient, where a cast of it and torch's fused step
+move 34 in two passes. The formula is in
 `negchain.layers.adam`, whose `update_torch` is the readable twin. Arithmetic is float32, the betas
 rounded to it, as in torch's CUDA kernel; only the root and the quotient are the GPU's short forms,
 off by at most three units in the last place of what is subtracted from a weight.
@@ -32,7 +32,6 @@ def update_kernel(
     weight_ptr,  # [numel] float32, in and out
     exp_avg_ptr,  # [numel] float32, in and out
     exp_avg_sq_ptr,  # [numel] float32, in and out
-    copy_ptr,  # [numel] out, or None
     gradient_ptr,  # [numel]
     step_ptr,  # [] float32: t, counted from 1
     lr_ptr,  # [] float32
@@ -72,14 +71,11 @@ def update_kernel(
     tl.store(weight_ptr + at, weight, mask=some)
     tl.store(exp_avg_ptr + at, exp_avg, mask=some)
     tl.store(exp_avg_sq_ptr + at, exp_avg_sq, mask=some)
-    if copy_ptr is not None:
-        tl.store(copy_ptr + at, weight.to(copy_ptr.dtype.element_ty), mask=some)
 
 
 def update_triton(
     parameter: Tensor,
     gradient: Tensor,
-    copy: Tensor | None,
     state: Mapping[str, Tensor],
     group: Mapping[str, Any],
 ) -> None:
@@ -87,7 +83,7 @@ def update_triton(
     beta1, beta2 = rounded_betas(group)
     log2_beta1, log2_beta2 = (math.log2(b) if b > 0 else -math.inf for b in (beta1, beta2))
     update_kernel[(triton.cdiv(parameter.numel(), BLOCK),)](
-        parameter, state["exp_avg"], state["exp_avg_sq"], copy, gradient, state["step"],
+        parameter, state["exp_avg"], state["exp_avg_sq"], gradient, state["step"],
         group["lr"], parameter.numel(), beta1, beta2, log2_beta1, log2_beta2,
         float(group["eps"]), float(group["weight_decay"]),
         DECOUPLED=group["decoupled_weight_decay"], BLOCK=BLOCK, num_warps=4,

@@ -65,7 +65,9 @@ class Sizes:
 
 @functools.cache
 def _zeros(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.zeros(count, dtype=dtype, device=device)
+    zeros = torch.zeros(count, dtype=dtype, device=device)
+    torch.cuda.synchronize(device)  # once, before any capture: every stream may read it
+    return zeros
 
 
 class Convolution(torch.autograd.Function):

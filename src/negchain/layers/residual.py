@@ -131,16 +131,29 @@ def _convolutions(block: nn.Module) -> tuple[list[nn.Conv2d], nn.Conv2d | None] 
     norms = [getattr(block, f"bn{i + 1}") for i in range(count)]
     down = None
     if block.downsample is not None:
-        down, norm = block.downsample  # type: ignore[misc]
+        steps = list(block.downsample.children())  # type: ignore[union-attr]
+        if type(block.downsample) is not nn.Sequential or len(steps) != 2:
+            return None
+        down, norm = steps
         norms.append(norm)
     convolutions = [*layers, *([] if down is None else [down])]
     plain = all(
-        layer.bias is None
+        type(layer) is nn.Conv2d
+        and layer.bias is None
         and layer.padding_mode == "zeros"
         and layer.padding not in ("same", "valid")
         for layer in convolutions
     )
     return (layers, down) if plain and all(type(norm) is nn.Identity for norm in norms) else None
+
+
+_WATCHED = (
+    "forward",
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
 
 
 def _sizes(layer: nn.Conv2d) -> Sizes:
@@ -149,10 +162,10 @@ def _sizes(layer: nn.Conv2d) -> Sizes:
 
 def _chain(network: ResNet) -> list[tuple[list[nn.Conv2d], nn.Conv2d | None]] | None:
     """The convolutions of all blocks; None where one of them is of another kind, or watched."""
-    stages = [network.layer1, network.layer2, network.layer3, network.layer4]
-    found = [_convolutions(block) for stage in stages for block in stage]
-    parts = [part for stage in (*stages, network.avgpool) for part in stage.modules()]
-    watched = any(part._forward_hooks or part._forward_pre_hooks for part in parts)
+    *stages, _ = _parts(network)
+    found = [_convolutions(block) for stage in stages for block in stage.children()]
+    parts = [part for stage in _parts(network) for part in stage.modules()]
+    watched = any(part.__dict__.get(name) for part in parts for name in _WATCHED)
     pools = isinstance(network.avgpool, nn.AdaptiveAvgPool2d)
     if watched or not pools or network.avgpool.output_size not in (1, (1, 1)) or None in found:
         return None
@@ -171,15 +184,16 @@ def fused_blocks(
         gradients: where their gradients go.
     """
     patched: list[nn.Module] = []
-    for network in [module for module in encoder.modules() if type(module) is ResNet]:
-        chain = _chain(network)
-        if chain is not None:
-            patched += _patch(network, chain, weights, gradients)
     try:
+        for network in [module for module in encoder.modules() if type(module) is ResNet]:
+            chain = _chain(network)
+            if chain is not None:
+                patched += _parts(network)
+                _patch(network, chain, weights, gradients)
         yield
     finally:
-        for module in patched:
-            del module.forward
+        for part in patched:
+            part.__dict__.pop("forward", None)
 
 
 def _patch(
@@ -187,13 +201,13 @@ def _patch(
     chain: list[tuple[list[nn.Conv2d], nn.Conv2d | None]],
     weights: set[Tensor],
     gradients: WeightGradients,
-) -> list[nn.Module]:
+) -> None:
     """The first stage runs all of them and the pooling; the others pass on what they get."""
     blocks = tuple(
         Block(tuple(map(_sizes, layers)), None if down is None else _sizes(down))
         for layers, down in chain
     )
-    parts = [network.layer1, network.layer2, network.layer3, network.layer4, network.avgpool]
+    parts = _parts(network)
 
     def run(x: Tensor) -> Tensor:
         # Weights are looked up now: the call may be one of `functional_call`.
@@ -211,7 +225,10 @@ def _patch(
 
     for part in parts:
         part.forward = run if part is network.layer1 else _same
-    return parts
+
+
+def _parts(network: ResNet) -> list[nn.Module]:
+    return [network.layer1, network.layer2, network.layer3, network.layer4, network.avgpool]
 
 
 def _same(x: Tensor) -> Tensor:

@@ -70,8 +70,10 @@ class WeightGradients:
             self._kept, self._kept_bytes = [], 0
 
     def add_now(self, weight: Tensor, gradient: Tensor) -> None:
-        """A gradient computed on the current stream; its weight is used in no other layer."""
+        """A gradient computed on the current stream."""
         earlier = self._found.get(weight)
+        if earlier is not None and self.stream is not None:  # perhaps it is on its way over there
+            torch.cuda.current_stream().wait_stream(self.stream)
         # Parts are added in float32, as autograd adds what autocast has cast back.
         self._found[weight] = gradient if earlier is None else earlier.float().add_(gradient)
         self._expected[weight] -= 1

@@ -147,9 +147,11 @@ class OverlappedPass(PlainPass):
             # Parameters of norm layers get gradients from two streams; autograd orders them.
             warnings.filterwarnings("ignore", "The AccumulateGrad node's stream", UserWarning)
             self._into = self._apart
-            with _forked(self._beside):
-                self.backward(*apart())
-            self._into = self._gradients
+            try:
+                with _forked(self._beside):
+                    self.backward(*apart())
+            finally:
+                self._into = self._gradients
             self.backward(value, grad)
         _join(self._beside)
 
@@ -166,7 +168,7 @@ class OverlappedPass(PlainPass):
             return
         self._kept.append(grad)
         with _forked(self._steps):
-            self._adam.update(self._original_of[copy], self._whole(copy, grad), None)
+            self._adam.update(self._original_of[copy], self._whole(copy, grad))
 
     def _whole(self, copy: Tensor, grad: Tensor) -> Tensor:
         """The gradient of the batch's pass, and of the one beside it."""
@@ -185,7 +187,7 @@ class OverlappedPass(PlainPass):
         found = {copy: self._whole(copy, grad) for copy, grad in answered.items()}
         if self._adam is not None:  # an embedding was not used, so that a part is still expected
             for copy in self._early & found.keys():
-                self._adam.update(self._original_of[copy], found.pop(copy), None)
+                self._adam.update(self._original_of[copy], found.pop(copy))
         for copy in self._original_of:  # used by something else than our layers
             if copy.grad is not None:
                 found[copy] = copy.grad if copy not in found else found[copy] + copy.grad
@@ -195,7 +197,8 @@ class OverlappedPass(PlainPass):
             torch._foreach_copy_(wide, list(found.values()))
         for weight, grad in zip(weights, wide, strict=True):
             weight.grad = grad
-        self._apart.join()
+        unused = self._apart.join()
+        assert not unused, "a part of a gradient beside the batch's is missing"
         self._kept, self._parts, self._late = [], {}, {}
         self.optimizer.step()
         if self._adam is None and adam.supports(self.optimizer):
@@ -228,10 +231,17 @@ def _stream(device: torch.device, priority: int) -> torch.cuda.Stream | None:
 
 
 def _cast_by_autocast(encoder: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters of the layers autocast runs in bf16, by name."""
+    """Weights and biases that go as they are into a convolution or a product, by name.
+
+    Not those of layers that first work on them (weight standardisation): autocast rounds later.
+    """
     found = {}
     for prefix, module in encoder.named_modules():
-        if isinstance(module, (nn.Conv2d, nn.Linear)):
-            for name, parameter in module.named_parameters(prefix, recurse=False):
-                found[name] = parameter
+        convolves = isinstance(module, nn.Conv2d) and (
+            type(module).forward is nn.Conv2d.forward
+            and type(module)._conv_forward is nn.Conv2d._conv_forward
+        )
+        multiplies = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+        if convolves or multiplies:
+            found.update(module.named_parameters(prefix, recurse=False))
     return found

@@ -41,9 +41,9 @@ class Clock:
         self._first = step
         self._began = self._lapped = time.perf_counter()
 
-    def lap(self) -> float:
-        """Seconds since the last lap."""
-        before, self._lapped = self._lapped, time.perf_counter()
+    def lap(self, at: float | None = None) -> float:
+        """Seconds since the last lap, until now or until `at` that time."""
+        before, self._lapped = self._lapped, time.perf_counter() if at is None else at
         return self._lapped - before
 
     def steps_per_second(self, step: int, at: float) -> float:

@@ -129,7 +129,8 @@ class TrainStep:
     def capture(self) -> None:
         """Record the step as a CUDA graph; parameters and state end as they began."""
         kept = {id(tensor): (tensor, tensor.detach().clone()) for tensor in self._state()}
-        if self.autocast is not None:
+        # Before compute capability 8, bf16 convolutions have a fallback that the fused ones lack.
+        if self.autocast is not None and torch.cuda.get_device_capability(self.device)[0] >= 8:
             self.passes = OverlappedPass(self.encoder, self.optimizer, self.autocast)
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())

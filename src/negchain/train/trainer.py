@@ -102,12 +102,11 @@ class Run:
             self.done += 1
             last = self.done == self.total_steps
             evaluates = self._evaluates() and not last
-            due = config.checkpoint_every and self.done % config.checkpoint_every == 0
-            saves = self.stop or (due and not last)
+            due = config.checkpoint_every and self.done % config.checkpoint_every == 0 and not last
             if self.done % config.log_every == 0 or last:
                 self._read(clock, progress)
                 self._reading = Reading(self.step, self.done)
-            if last or evaluates or saves or self.device.type != "cuda":
+            if last or evaluates or self.device.type != "cuda":
                 self._read(clock, progress)
             if evaluates:
                 if self.device.type == "cuda":
@@ -115,12 +114,14 @@ class Run:
                 self.seconds += clock.lap()
                 self._log(self.judge.quick(self.encoder))
                 clock = Clock(self.done)
-            if saves:
+            stopping = self.stop  # asked once: a signal from here on ends the run a step later
+            if stopping or due:
+                self._read(clock, progress)
                 self.seconds += clock.lap()
                 self._save()
                 clock.lap()
                 last_saved = self.done
-            if self.stop:
+            if stopping:
                 raise Interrupted(f"stopped after step {last_saved} of {self.total_steps}")
 
     def _read(self, clock: Clock, progress: Progress) -> None:
@@ -132,7 +133,7 @@ class Run:
         if reading is None:
             return
         loss, info = reading.numbers()
-        self.seconds += clock.lap()
+        self.seconds += clock.lap(reading.at)
         rate = clock.steps_per_second(reading.step, reading.at) * self.config.batch_size
         if not np.isfinite(loss):
             raise Diverged(
