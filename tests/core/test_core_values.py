@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -269,3 +270,10 @@ def test_a_corpus_of_keys(pair) -> None:
         loss_fn(pair[0], z_b, INDEX, carried=pair[0])
     with pytest.raises(ValueError, match="key_index"):
         loss_fn(pair[0], z_b, INDEX, **{**call, "key_index": keys + 60})
+
+
+def test_beta_may_be_a_number_of_numpy() -> None:
+    z = torch.randn(2, 6, 4)
+    losses = [InfoNCELoss(beta)(z[0], z[1]) for beta in (np.float32(5), 5, 5.0)]
+    assert losses[0] == losses[1] == losses[2]
+    assert type(InfoNCELoss(np.float32(5)).beta) is float  # kernels take it as it is

@@ -8,8 +8,8 @@ the whole augmentation can be captured in a CUDA graph. `negchain.augment.refere
 same pixels with torchvision, one image at a time.
 
 On a GPU each of the torch operations here is a launch: simclr-stl10 took 0.73 ms for 96 images of
-96 pixels on an H200 (records/2026-11-15_trainer-step_h200.md), `fused_triton` 0.045 ms for 64
-(records/2026-11-15_bench_h200.md), so CUDA tensors take that.
+96 pixels on an H200 (records/2026-11-15_trainer-step_h200.md), `fused_triton` 0.023 ms for 64
+(records/2026-11-15_bench_h200-steps.md), so CUDA tensors take that.
 """
 
 from collections.abc import Sequence

@@ -52,7 +52,7 @@ class Case:
         """MH: steps from counted state to counted state; i-SIR: columns one speaks for."""
         if self.kernel == "mh":
             return max(TILE, size // COUNTED)
-        return 1 if self.all_weights else max(2 * TILE, size // GROUPS)
+        return 1 if self.all_weights else max(2, -(-size // (GROUPS * TILE))) * TILE
 
     def loss(self, size: int, *, stream: bool) -> negchain.EMC2Loss:
         """The loss for B = size; stream=False is the dense, readable twin."""

@@ -99,7 +99,8 @@ class ContrastiveLoss(LazyState):
                 "num_keys (the size of a corpus of keys) needs views='paired' and at least 2 keys, "
                 f"got num_keys={num_keys} and views={views!r}"
             )
-        self.beta = beta  # a Parameter is registered by nn.Module, and may be learned
+        # a Parameter is registered by nn.Module, and may be learned; a number may be numpy's
+        self.beta = beta if isinstance(beta, Tensor) else float(beta)
         self.views: Views = views
         # A corpus of keys has no anchors of its own to run the other direction from.
         self.symmetric = symmetric and num_keys is None

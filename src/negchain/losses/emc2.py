@@ -84,7 +84,7 @@ class EMC2Loss(ContrastiveLoss):
         count_every: 1 counts the state after every step past the burn-in (the paper). c > 1 counts
             every c-th state only: at most B / c columns per row have weight, for large batches.
             kernel="isir": one column of every c has weight, drawn from the softmax of the c, with
-            the weight of all of them. Unbiased for any c, for both kernels.
+            the weight of all of them. For both kernels a larger c adds variance and no bias.
         stream: for large batches: never store the B x B similarities. On a GPU in tiles, if
             count_every is a multiple of 128 (or 1 with kernel="isir"); else in panels of rows. With
             shared views the value (and 1 - p+ of denominator="all") then counts one copy of every
