@@ -17,9 +17,7 @@ from torch import Tensor
 from negchain import draws
 from negchain.fused import ranks_triton
 
-MOST_PAIRED = (
-    16384  # items; beyond, they are sorted: pairs grow as the square (chosen, not measured)
-)
+MOST_PAIRED = 16384  # chosen, not measured; beyond, items are sorted: pairs grow as the square
 THREADS = 128
 
 
