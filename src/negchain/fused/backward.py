@@ -21,8 +21,6 @@ def backward(
     a: Tensor,
     b: Tensor,
     carried: Tensor | None,
-    beta: Tensor,
-    step: Tensor,
     grad: Tensor,
     plan: Plan,
     walked: Walked,
@@ -39,7 +37,7 @@ def backward(
     elif walked.visits is not None:
         grad_queries, grad_pool = _sparse_products(plan, walked)
     else:
-        grad_queries, grad_pool = _panel_products(beta, plan, walked)
+        grad_queries, grad_pool = _panel_products(plan, walked)
     if plan.stream:
         walked.queries, walked.pool = walked.queries.new_empty(0), walked.pool.new_empty(0)
     size, dim = a.shape
@@ -56,7 +54,7 @@ def backward(
         walked.pull,
         walked.carried_weight,
         grad,
-        step,
+        walked.step,
         grad_a,
         grad_b,
         given(grad_carried, grad_a),
@@ -137,7 +135,7 @@ def _sorted_entries(
     return grad_queries, entries, ends
 
 
-def _panel_products(beta: Tensor, plan: Plan, walked: Walked) -> tuple[Tensor, Tensor]:
+def _panel_products(plan: Plan, walked: Walked) -> tuple[Tensor, Tensor]:
     """i-SIR's weights are dense: a panel of rows at a time."""
     queries, pool, size, columns = walked.queries, walked.pool, len(plan.index), plan.num_columns
     grad_queries = torch.empty(queries.shape, device=queries.device)
@@ -155,7 +153,7 @@ def _panel_products(beta: Tensor, plan: Plan, walked: Walked) -> tuple[Tensor, T
                 walked.penalty,
                 walked.joint,
                 walked.pull,
-                beta,
+                walked.beta,
                 weights,
                 first,
                 count,

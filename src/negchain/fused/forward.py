@@ -55,15 +55,14 @@ def walk(
 ) -> tuple[Walked, Tensor]:
     """What the backward pass needs, and the value, []; in training mode state changes."""
     walked, start_logit, start_similarity, positive, valid = _prepare(a, b, carried, beta, plan)
-    beta, step = walked.beta, walked.step
     same = plan.index  # unused where it is not counted
     if plan.chains is None:
-        _in_batch(walked, positive, beta, plan)
+        _in_batch(walked, positive, plan)
     elif plan.stream:
         same = ranks.num_equal(plan.index, valid)
-        walk_tiles(walked, start_logit, start_similarity, positive, valid, same, beta, step, plan)
+        walk_tiles(walked, start_logit, start_similarity, positive, valid, same, plan)
     else:
-        _rows(walked, start_logit, start_similarity, positive, beta, step, plan)
+        _rows(walked, start_logit, start_similarity, positive, plan)
     return walked, _commit(walked, valid, same, plan)
 
 
@@ -227,7 +226,7 @@ def _prepare(
     return walked, start_logit, start_similarity, positive, valid
 
 
-def _in_batch(walked: Walked, positive: Tensor, beta: Tensor, plan: Plan) -> None:
+def _in_batch(walked: Walked, positive: Tensor, plan: Plan) -> None:
     size, rows, columns = len(plan.index), len(walked.pull), plan.num_columns
     similarity = walked.queries @ walked.pool.T
     walked.weights = torch.empty_like(similarity)
@@ -240,7 +239,7 @@ def _in_batch(walked: Walked, positive: Tensor, beta: Tensor, plan: Plan) -> Non
         walked.penalty,
         positive,
         given(plan.running, walked.pull),
-        beta,
+        walked.beta,
         walked.weights,
         walked.pull,
         walked.running,
@@ -266,8 +265,6 @@ def _rows(
     start_logit: Tensor,
     start_similarity: Tensor,
     positive: Tensor,
-    beta: Tensor,
-    step: Tensor,
     plan: Plan,
 ) -> None:
     size, rows, columns = len(plan.index), len(walked.pull), plan.num_columns
@@ -284,8 +281,8 @@ def _rows(
         start_logit,
         start_similarity,
         given(plan.running, walked.pull),
-        beta,
-        step,
+        walked.beta,
+        walked.step,
         walked.weights,
         walked.pull,
         walked.carried_weight,

@@ -54,14 +54,15 @@ class _Loss(torch.autograd.Function):
         walked, value = walk(a, b, carried, beta, plan)
         report.update(walked.report(plan))
         ctx.plan, ctx.walked = plan, walked
-        ctx.save_for_backward(a, b, carried, walked.beta, walked.step)
+        # beta too, though it is read from `walked`: a learned one must not change in between
+        ctx.save_for_backward(a, b, carried, walked.beta)
         return value
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> Any:
-        a, b, carried, beta, step = ctx.saved_tensors
+        a, b, carried, _ = ctx.saved_tensors
         plan, walked = ctx.plan, ctx.walked
-        grads = backward(a, b, carried, beta, step, grad, plan, walked)
+        grads = backward(a, b, carried, grad, plan, walked)
         grad_beta = walked.stats[6].mean() * grad if ctx.needs_input_grad[3] else None
         return *grads, grad_beta, None, None
