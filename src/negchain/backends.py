@@ -1,11 +1,13 @@
-"""Where Triton kernels can run: the one place that asks."""
+"""Where Triton kernels can run, and how they multiply: the one place that asks."""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
 import os
+from typing import Literal
 
+import torch
 from torch import Tensor
 
 
@@ -33,3 +35,8 @@ def triton_error(like: Tensor) -> str | None:
     if not like.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         return f"a CUDA tensor or TRITON_INTERPRET=1, got a tensor on {like.device}"
     return None
+
+
+def float32_products() -> Literal["ieee", "tf32"]:
+    """How a kernel multiplies float32 matrices: as torch was told to."""
+    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"

@@ -282,9 +282,10 @@ def test_then_gets_each_weight_once_after_all_its_parts() -> None:
     events: list[tuple[str, Tensor]] = []
     given: dict[Tensor, Tensor] = {}
 
-    def then(weight: Tensor, grad: Tensor) -> None:
+    def then(weight: Tensor, grad: Tensor) -> bool:
         events.append(("then", weight))
         given[weight] = grad
+        return True
 
     gradients = WeightGradients(None, then)
     add_now = gradients.add_now

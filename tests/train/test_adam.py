@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from interpreter import run_under_interpreter
-from negchain.layers import adam
-from negchain.layers.adam import AdamUpdate, supports
-from negchain.optim import build_optimizer, load_optimizer, set_lr
+from negchain.optim import build_optimizer, laid_out_as, load_optimizer, set_lr
+from negchain.train import adam
+from negchain.train.adam import AdamUpdate, supports
 
 KINDS = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -162,7 +162,7 @@ def test_a_1x1_kernel_is_not_copied() -> None:
     weight = torch.empty_strided((5, 8, 1, 1), (8, 1, 8, 8))  # channels-last
     gradient = torch.zeros(5, 8, 1, 1)
     assert weight.stride() != gradient.stride()
-    assert adam._laid_out_as(weight, gradient) is gradient
+    assert laid_out_as(weight, gradient) is gradient
 
 
 def test_only_the_parameters_given_are_counted() -> None:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from negchain.encoders import build_encoder
 from negchain.layers import residual
-from negchain.layers.adam import AdamUpdate
 from negchain.optim import build_optimizer, load_optimizer
+from negchain.train.adam import AdamUpdate
 from negchain.train.passes import OverlappedPass, PlainPass
 
 BF16 = torch.bfloat16

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
+from negchain.streams import forked, join, new_stream
+
 Call = Callable[[], object]
 
 WARM_UP = 3  # calls: libraries initialise, kernels compile, caches fill
@@ -40,12 +42,11 @@ def graphed(call: Call, device: torch.device, calls: int = 1) -> Timed:
     """
     if device.type != "cuda":
         return Timed(call, device)
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
+    side = new_stream(device)
+    with forked(side):
         for _ in range(WARM_UP):
             call()
-    torch.cuda.current_stream().wait_stream(side)
+    join(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(calls):

@@ -13,6 +13,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from negchain import draws
+from negchain.backends import float32_products
 from negchain.fused import tile_rows_triton, tiles_triton
 from negchain.fused.plan import Plan, Walked, given
 from negchain.fused.ranks import num_equal
@@ -147,13 +148,12 @@ def operands(walked: Walked) -> tuple[Any, Any]:
 
 def shape(walked: Walked) -> dict[str, Any]:
     """Tile sizes and how to launch them."""
-    exact = torch.get_float32_matmul_precision() == "highest"
     return {
         "STRIDE": walked.pool.shape[1],
         "ROWS": tiles_triton.ROWS,
         "TILE": tiles_triton.TILE,
         "DEPTH": tiles_triton.DEPTH,
-        "PRECISION": "ieee" if exact else "tf32",
+        "PRECISION": float32_products(),
         "TMA": _uses_tma(walked.pool),
         "num_warps": tiles_triton.NUM_WARPS,
         "num_stages": tiles_triton.NUM_STAGES if walked.pool.element_size() == 2 else 2,

@@ -2,7 +2,8 @@
 
     weight_gradients  gradients of weights on a stream of their own
     convolution       convolutions that use it
-    residual          a residual block without normalisation, ReLUs inside the convolutions
+    residual          a ResNet's blocks without normalisation, ReLUs inside the convolutions
+    masked            a kernel of their backward pass
     few_channels      kernels of a first layer
     max_pool          kernels of max-pooling
     faster            the context in which an encoder's own layers are answered by these

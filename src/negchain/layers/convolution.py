@@ -56,6 +56,12 @@ class Sizes:
         found: Tensor = self._gradient(grad, x, weight, (False, True, False))[1]
         return found
 
+    def add_weight_gradient(
+        self, found: WeightGradients, weight: Tensor, grad: Tensor, x: Tensor
+    ) -> None:
+        """The same, on its own way."""
+        found.add(weight, lambda: self.weight_gradient(grad, x, weight), (grad, x))
+
     def _gradient(
         self, grad: Tensor, x: Tensor, weight: Tensor, wanted: tuple[bool, bool, bool]
     ) -> Any:
@@ -92,7 +98,7 @@ class Convolution(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Gradient of the images; those of weights and bias take their own way."""
         (x, weight), sizes = ctx.saved_tensors, ctx.sizes
-        ctx.gradients.add(weight, lambda: sizes.weight_gradient(grad, x, weight), (grad, x))
+        sizes.add_weight_gradient(ctx.gradients, weight, grad, x)
         if ctx.bias is not None:
             ctx.gradients.add(ctx.bias, lambda: grad.sum((0, 2, 3)), (grad,))
         wanted = ctx.needs_input_grad[0]

@@ -24,6 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from negchain.backends import float32_products
+
 FOLDED = tl.constexpr(16)  # channels
 PIXELS, GRADIENT_PIXELS = 128, 64  # per product
 PROGRAMS, STAGES = 132, 3  # of the gradient: one program per multiprocessor of an H200
@@ -231,11 +233,6 @@ def _width(out: int) -> int:
     return max(16, int(triton.next_power_of_2(out)))
 
 
-def _precision(x: Tensor) -> str:
-    exact = x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
-    return "ieee" if exact else "tf32"
-
-
 def few_channels_forward(x: Tensor, weight: Tensor, padding: int) -> tuple[Tensor, Tensor]:
     """[N,C,H,W] [O,C,K,K], both channels-last -> [N,O,OH,OW], channels-last; folded images."""
     fold = fold_of(x, weight, padding)
@@ -262,7 +259,8 @@ def few_channels_forward(x: Tensor, weight: Tensor, padding: int) -> tuple[Tenso
     num_pixels = fold.count * height * width
     forward_kernel[(triton.cdiv(num_pixels, PIXELS),)](
         y, folded, kernels, num_pixels, height, width,
-        O=fold.out, F=fold.window, OUT=out, PIXELS=PIXELS, PRECISION=_precision(x), num_warps=4,
+        O=fold.out, F=fold.window, OUT=out, PIXELS=PIXELS, PRECISION=float32_products(),
+        num_warps=4,
     )  # fmt: skip
     return y, folded
 
@@ -276,7 +274,7 @@ def few_channels_gradient(folded: Tensor, weight: Tensor, grad: Tensor, fold: Fo
     partial = torch.empty(programs, fold.window**2 * 16, out, device=folded.device)
     gradient_kernel[(programs,)](
         partial, folded, grad, num_pixels, height, width,
-        O=fold.out, F=fold.window, OUT=out, PIXELS=GRADIENT_PIXELS, PRECISION=_precision(folded),
+        O=fold.out, F=fold.window, OUT=out, PIXELS=GRADIENT_PIXELS, PRECISION=float32_products(),
         num_warps=8, num_stages=STAGES,
     )  # fmt: skip
     grad_weight = torch.empty_like(weight)

@@ -56,16 +56,12 @@ class Block:
         for i in reversed(range(len(self.sizes))):
             if i < len(self.sizes) - 1:
                 through = masked(through, inputs[i + 1])
-            _add(found, weights[i], self.sizes[i], through, inputs[i])
+            self.sizes[i].add_weight_gradient(found, weights[i], through, inputs[i])
             through = self.sizes[i].image_gradient(through, inputs[i], weights[i])
         if self.down is not None:
-            _add(found, weights[-1], self.down, grad, inputs[0])
+            self.down.add_weight_gradient(found, weights[-1], grad, inputs[0])
             grad = self.down.image_gradient(grad, inputs[0], weights[-1])
         return through, grad
-
-
-def _add(found: WeightGradients, weight: Tensor, size: Sizes, grad: Tensor, x: Tensor) -> None:
-    found.add(weight, lambda: size.weight_gradient(grad, x, weight), (grad, x))
 
 
 def masked(grad: Tensor, rectified: Tensor, added: Tensor | None = None) -> Tensor:

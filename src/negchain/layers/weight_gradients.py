@@ -13,6 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from negchain.streams import forked, join
+
 MOST_KEPT = 2**30  # bytes
 
 
@@ -25,7 +27,7 @@ class WeightGradients:
     Args:
         stream: where gradients are computed.
         then: called with a weight and its gradient as soon as all expected parts of it have come,
-            on the stream they come from. None: `join` returns them.
+            on the stream they come from; says whether it took it. `join` returns the others.
 
     Example:
         >>> found = WeightGradients(None)
@@ -40,7 +42,7 @@ class WeightGradients:
     def __init__(
         self,
         stream: torch.cuda.Stream | None,
-        then: Callable[[Tensor, Tensor], None] | None = None,
+        then: Callable[[Tensor, Tensor], bool] | None = None,
     ) -> None:
         self.stream = stream
         self.then = then
@@ -56,35 +58,36 @@ class WeightGradients:
 
     def add(self, weight: Tensor, compute: Callable[[], Tensor], reads: tuple[Tensor, ...]) -> None:
         """Compute a gradient of `weight` from the tensors it `reads`, beside what comes next."""
+        with forked(self.stream):
+            self.add_now(weight, compute())
         if self.stream is None:
-            self.add_now(weight, compute())
             return
-        current = torch.cuda.current_stream()
-        self.stream.wait_stream(current)
-        with torch.cuda.stream(self.stream):
-            self.add_now(weight, compute())
         self._kept.append(reads)
         self._kept_bytes += sum(tensor.nbytes for tensor in reads)
         if self._kept_bytes > MOST_KEPT:
-            current.wait_stream(self.stream)
-            self._kept, self._kept_bytes = [], 0
+            self._meet()
 
     def add_now(self, weight: Tensor, gradient: Tensor) -> None:
         """A gradient computed on the current stream."""
         earlier = self._found.get(weight)
-        if earlier is not None and self.stream is not None:  # perhaps it is on its way over there
-            torch.cuda.current_stream().wait_stream(self.stream)
+        if earlier is not None:
+            join(self.stream)  # perhaps it is on its way over there
         # Parts are added in float32, as autograd adds what autocast has cast back.
         self._found[weight] = gradient if earlier is None else earlier.float().add_(gradient)
         self._expected[weight] -= 1
-        if self._expected[weight] == 0 and self.then is not None:
-            self.then(weight, self._found.pop(weight))
+        if self.then is None or self._expected[weight] != 0:
+            return
+        if self.then(weight, self._found[weight]):
+            del self._found[weight]
 
     def join(self) -> dict[Tensor, Tensor]:
-        """Wait for all gradients; returns those not given to `then`."""
-        if self.stream is not None:
-            torch.cuda.current_stream().wait_stream(self.stream)
+        """Wait for all gradients; returns those `then` did not take."""
+        self._meet()
         found, self._found = self._found, {}
-        self._kept, self._kept_bytes = [], 0
         self._expected.clear()
         return found
+
+    def _meet(self) -> None:
+        """Nobody reads any more what was kept."""
+        join(self.stream)
+        self._kept, self._kept_bytes = [], 0

@@ -12,13 +12,14 @@ with fewer and concurrent launches:
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
-from negchain.layers import FasterLayers, WeightGradients, adam
+from negchain.layers import FasterLayers, WeightGradients
+from negchain.streams import forked, join, new_stream
+from negchain.train import adam
 
 
 class PlainPass:
@@ -101,14 +102,13 @@ class OverlappedPass(PlainPass):
         self._original_of = {copy: weight for weight, copy in copy_of.items()}
         self._trained = {copy for copy in self._original_of if copy.requires_grad}
         self._adam: adam.AdamUpdate | None = None  # known after a first step: what has gradients
-        self._gradients = WeightGradients(_stream(self.device, 0))
+        self._gradients = WeightGradients(new_stream(self.device))
         self._parts: dict[Tensor, tuple[Tensor, torch.cuda.Event | None]] = {}
         self._apart = WeightGradients(None, then=self._note)
         self._into = self._gradients
-        self._beside = _stream(self.device, -2)  # of passes beside the batch's
-        self._steps = _stream(self.device, 0)  # of Adam's
+        self._beside = new_stream(self.device, -2)  # of passes beside the batch's
+        self._steps = new_stream(self.device)  # of Adam's
         self._early: set[Tensor] = set()
-        self._late: dict[Tensor, Tensor] = {}
         self._copied: torch.cuda.Event | None = None
         self._kept: list[Tensor] = []
 
@@ -118,7 +118,7 @@ class OverlappedPass(PlainPass):
         for copy in self._original_of:
             copy.grad = None
         side = self._gradients.stream
-        with _forked(side), torch.no_grad():
+        with forked(side), torch.no_grad():
             torch._foreach_copy_(list(self._original_of), list(self._original_of.values()))
             if self._adam is not None:
                 self._adam.begin()
@@ -133,10 +133,10 @@ class OverlappedPass(PlainPass):
 
     def embed_both(self, pixels: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
         """The same, side by side."""
-        with _forked(self._beside), torch.no_grad():
+        with forked(self._beside), torch.no_grad():
             apart = self.embed(others)
         embeddings = self.embed(pixels)
-        _join(self._beside)
+        join(self._beside)
         return embeddings, apart
 
     def backward_both(
@@ -148,27 +148,28 @@ class OverlappedPass(PlainPass):
             warnings.filterwarnings("ignore", "The AccumulateGrad node's stream", UserWarning)
             self._into = self._apart
             try:
-                with _forked(self._beside):
+                with forked(self._beside):
                     self.backward(*apart())
             finally:
                 self._into = self._gradients
             self.backward(value, grad)
-        _join(self._beside)
+        join(self._beside)
 
-    def _note(self, copy: Tensor, grad: Tensor) -> None:
-        """The gradient from the pass beside the batch's is there, or will be."""
+    def _note(self, copy: Tensor, grad: Tensor) -> bool:
+        """Take the gradient from the pass beside the batch's: it is there, or will be."""
         event = None if self._beside is None else torch.cuda.current_stream().record_event()
         self._parts[copy] = grad, event
+        return True
 
-    def _step_now(self, copy: Tensor, grad: Tensor) -> None:
-        """Step one weight beside the backward pass."""
+    def _step_now(self, copy: Tensor, grad: Tensor) -> bool:
+        """Step a weight beside the backward pass, if it is one that may be."""
         assert self._adam is not None
         if copy not in self._early:
-            self._late[copy] = grad
-            return
+            return False
         self._kept.append(grad)
-        with _forked(self._steps):
+        with forked(self._steps):
             self._adam.update(self._original_of[copy], self._whole(copy, grad))
+        return True
 
     def _whole(self, copy: Tensor, grad: Tensor) -> Tensor:
         """The gradient of the batch's pass, and of the one beside it."""
@@ -181,9 +182,9 @@ class OverlappedPass(PlainPass):
 
     def finish(self) -> None:
         """Step what has not been stepped."""
-        answered = {**self._gradients.join(), **self._late}
+        answered = self._gradients.join()
         if self._kept:
-            _join(self._steps)
+            join(self._steps)
         found = {copy: self._whole(copy, grad) for copy, grad in answered.items()}
         if self._adam is not None:  # an embedding was not used, so that a part is still expected
             for copy in self._early & found.keys():
@@ -199,35 +200,13 @@ class OverlappedPass(PlainPass):
             weight.grad = grad
         unused = self._apart.join()
         assert not unused, "a part of a gradient beside the batch's is missing"
-        self._kept, self._parts, self._late = [], {}, {}
+        self._kept, self._parts = [], {}
         self.optimizer.step()
         if self._adam is None and adam.supports(self.optimizer):
             self._early = {copy for copy in answered if copy.grad is None}
             early = [self._original_of[copy] for copy in self._early]
             self._adam = adam.AdamUpdate(self.optimizer, early)
             self._gradients.then = self._step_now
-
-
-@contextmanager
-def _forked(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """What is launched inside runs on another stream, after what the current one has."""
-    if stream is not None:
-        stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        yield
-
-
-def _join(stream: torch.cuda.Stream | None) -> None:
-    """The current stream goes on after what another one has."""
-    if stream is not None:
-        torch.cuda.current_stream().wait_stream(stream)
-
-
-def _stream(device: torch.device, priority: int) -> torch.cuda.Stream | None:
-    """A stream; the smaller the number, the sooner its launches get a free multiprocessor."""
-    if device.type != "cuda":
-        return None
-    return torch.cuda.Stream(device, priority)  # type: ignore[no-untyped-call]
 
 
 def _cast_by_autocast(encoder: nn.Module) -> dict[str, nn.Parameter]:

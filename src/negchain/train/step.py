@@ -26,6 +26,7 @@ from negchain.losses import DCLLoss, EMC2Loss, InfoNCELoss, NegativeCacheLoss, S
 from negchain.losses.base import ContrastiveLoss
 from negchain.losses.table import StaleTable
 from negchain.pool import Draw
+from negchain.streams import forked, join, new_stream
 from negchain.train.config import ConfigError, TrainConfig
 from negchain.train.passes import OverlappedPass, PlainPass
 
@@ -132,18 +133,16 @@ class TrainStep:
         # Before compute capability 8, bf16 convolutions have a fallback that the fused ones lack.
         if self.autocast is not None and torch.cuda.get_device_capability(self.device)[0] >= 8:
             self.passes = OverlappedPass(self.encoder, self.optimizer, self.autocast)
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        stream = new_stream(self.device)
+        with forked(stream):
             # cuDNN times its algorithms in the first step, where nothing may run beside.
             overlapped, self.passes = self.passes, self.plain
             for _ in range(WARM_UP_STEPS):
                 self._run(None)
                 self.passes = overlapped
-        torch.cuda.current_stream().wait_stream(stream)
+        join(stream)
         graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream(priority=MAIN_PRIORITY)  # type: ignore[no-untyped-call]
-        with torch.cuda.graph(graph, stream=stream):
+        with torch.cuda.graph(graph, stream=new_stream(self.device, MAIN_PRIORITY)):
             self._run(None)
         with torch.no_grad():
             for tensor, value in kept.values():

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from negchain import backends
+from negchain.optim import laid_out_as, lies_as
 
 
 def supports(optimizer: torch.optim.Optimizer) -> bool:
@@ -89,7 +90,7 @@ class AdamUpdate:
                 state["exp_avg"] = torch.zeros_like(parameter)
                 state["exp_avg_sq"] = torch.zeros_like(parameter)
             # as `load_optimizer` left them: one replaced here would escape a capture's restore
-            assert all(_lies_as(parameter, state[name]) for name in ("exp_avg", "exp_avg_sq"))
+            assert all(lies_as(parameter, state[name]) for name in ("exp_avg", "exp_avg_sq"))
         torch._foreach_add_([state["step"] for state in states], 1)
 
     @torch.no_grad()
@@ -100,10 +101,10 @@ class AdamUpdate:
             parameter: float32, any shape.
             gradient: of the same shape, bf16 or float32.
         """
-        gradient = _laid_out_as(parameter, gradient)
+        gradient = laid_out_as(parameter, gradient)
         state, group = self.optimizer.state[parameter], self._group_of[parameter]
         if backends.prefers_triton(parameter):
-            from negchain.layers.adam_triton import update_triton
+            from negchain.train.adam_triton import update_triton
 
             update_triton(parameter, gradient, state, group)
         else:
@@ -146,16 +147,3 @@ def rounded_betas(group: Mapping[str, Any]) -> tuple[float, float]:
     """
     beta1, beta2 = (float(np.float32(beta)) for beta in group["betas"])
     return beta1, beta2
-
-
-def _lies_as(like: Tensor, other: Tensor) -> bool:
-    """Whether the numbers of both follow each other in memory in the same order."""
-    sides = [dim for dim, size in enumerate(like.shape) if size > 1]
-    return like.shape == other.shape and all(like.stride(d) == other.stride(d) for d in sides)
-
-
-def _laid_out_as(like: Tensor, other: Tensor) -> Tensor:
-    """`other`, or where its memory has another order a copy that has that of `like`."""
-    if _lies_as(like, other):
-        return other
-    return torch.empty_like(like, dtype=other.dtype).copy_(other)
