@@ -2,10 +2,10 @@
 
 Per number it reads the gradient (bf16 or float32), the weight and both moments, and writes the
 weight and the moments: 26 bytes from a bf16 gradient, where a cast of it and torch's fused step
-move 34 in two passes. The formula is in
-`negchain.train.adam`, whose `update_torch` is the readable twin. Arithmetic is float32, the betas
-rounded to it, as in torch's CUDA kernel; only the root and the quotient are the GPU's short forms,
-off by at most three units in the last place of what is subtracted from a weight.
+move 34 in two passes. The formula is in `negchain.train.adam`, whose `update_torch` is the readable
+twin. Arithmetic is float32, the betas rounded to it, as in torch's CUDA kernel; only the root and
+the quotient are the GPU's short forms, so what is subtracted from a weight differs in its last
+bits.
 
 The kernel works in memory order, so all tensors must lie in memory alike.
 """
