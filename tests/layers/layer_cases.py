@@ -28,6 +28,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
+from recorded_cases import check_move_rows, check_recorded_encoder
 from torch import Tensor
 from torchvision.models.resnet import BasicBlock, ResNet
 
@@ -37,6 +38,7 @@ from negchain.layers import (
     few_channels_triton,
     masked_triton,
     max_pool_triton,
+    recorded_triton,
 )
 
 LAST = torch.channels_last
@@ -289,6 +291,17 @@ PLANTED: dict[str, tuple[ModuleType, str, str, Callable[[ModuleType], Iterator[s
                 "another pixel's channel": ("at % channels", "at // 2 % channels"),
             },
         ),
+        (
+            recorded_triton,
+            check_move_rows,
+            {
+                "nothing moves": ("if source != row:", "if False:"),
+                "from the first row on": ("(first + source) * width", "source * width"),
+                "to the first row on": ("(first + row) * width", "row * width"),
+                "one block per program": ("width, PARTS * BLOCK)", "width, width)"),
+                "all but the last number": ("), mask=at < width)", "), mask=at < width - 1)"),
+            },
+        ),
     )
     for name, (old, new) in bugs.items()
 }
@@ -346,7 +359,9 @@ CHECKS: tuple[Callable[[], Iterator[str]], ...] = (
     check_max_pool,
     check_small_blocks,
     check_masked,
+    check_move_rows,
     check_encoder,
+    check_recorded_encoder,
 )
 
 if __name__ == "__main__":

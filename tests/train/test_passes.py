@@ -95,8 +95,6 @@ def test_blocks_are_fused_in_the_overlapped_pass(monkeypatch) -> None:
     passes = OverlappedPass(encoder, build_optimizer(encoder, "sgd", lr=0.1), BF16)
     one_step(passes, normal(2, 3, 32, 32))
     assert calls == [8]
-    passes.embed_both(normal(2, 3, 32, 32), normal(2, 3, 32, 32))
-    assert calls == [8] * 3
 
 
 # ------------------------------------------------------------------------- networks of every kind
@@ -299,57 +297,3 @@ def test_the_state_is_torchs() -> None:
     net.load_state_dict(saved[1])
     one_step(passes, normal(3, 3, 8, 8, seed=7))
     assert_equal(weights_of(net), once)
-
-
-# ------------------------------------------------------------------------------- two passes at once
-
-
-def step_of_both(passes: PlainPass, pixels: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
-    passes.begin()
-    z, held = passes.embed_both(pixels, others)
-    assert z.requires_grad and not held.requires_grad
-
-    def apart() -> tuple[Tensor, Tensor]:
-        again = passes.embed(others)
-        return again, normal(*again.shape, seed=4).to(again)
-
-    passes.backward_both(z, normal(*z.shape, seed=3).to(z), apart)
-    passes.finish()
-    return z.detach(), held
-
-
-@all_nets
-@pytest.mark.parametrize("adam", [False, True], ids=["sgd", "adam"])
-def test_backward_both_is_two_backwards(make, adam) -> None:
-    """From the same weights every step; two bf16 gradients are added in bf16, not in float32."""
-    nets = {kind: make() for kind in KINDS}
-    steps: dict[str, PlainPass] = {}
-    for kind, net in nets.items():
-        # a large eps: Adam's steps are then in proportion to gradients
-        trained = [p for p in net.parameters() if p.requires_grad]
-        sgd = torch.optim.SGD(trained, lr=1e-2)
-        steps[kind] = KINDS[kind](net, captured_adam(net, eps=10.0) if adam else sgd, BF16)
-    for step in range(3):
-        nets["overlapped"].load_state_dict(nets["plain"].state_dict())
-        before = weights_of(nets["plain"])
-        x, others = normal(3, 3, 8, 8, seed=step), normal(2, 3, 8, 8, seed=10 + step)
-        z, again = (step_of_both(passes, x, others) for passes in steps.values())
-        assert z[0].equal(again[0]) and z[1].equal(again[1])
-        actual, expected = (weights_of(nets[kind]) for kind in ("overlapped", "plain"))
-        for name in expected:
-            far = (actual[name] - expected[name]).norm()
-            assert far <= 2**-6 * (expected[name] - before[name]).norm(), name
-
-
-def test_backward_both_without_the_second_is_caught(monkeypatch) -> None:
-    net, x, others = Net(), normal(3, 3, 8, 8), normal(2, 3, 8, 8, seed=1)
-    before, changes = weights_of(net), []
-    for both in (True, False):
-        net.load_state_dict(before)
-        passes = OverlappedPass(net, torch.optim.SGD(net.parameters(), lr=1e-2), BF16)
-        if not both:
-            first = passes.backward
-            monkeypatch.setattr(passes, "backward_both", lambda z, grad, _, f=first: f(z, grad))
-        step_of_both(passes, x, others)
-        changes.append(net.first.weight.detach() - before["first.weight"])
-    assert (changes[0] - changes[1]).norm() > 0.05 * changes[0].norm()

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from negchain import backends
+from negchain.layers.recorded import Recorded, recorded_result
 from negchain.layers.weight_gradients import WeightGradients
 
 aten = torch.ops.aten
@@ -87,11 +88,13 @@ class Convolution(torch.autograd.Function):
         bias: Tensor | None,
         sizes: Sizes,
         gradients: WeightGradients,
+        recorded: Recorded | None,
     ) -> Tensor:
         """[N,C,H,W] [O,C,KH,KW] [O] -> [N,O,OH,OW]."""
         ctx.save_for_backward(x, weight)
         ctx.bias, ctx.sizes, ctx.gradients = bias, sizes, gradients
-        return sizes.convolve(x, weight, bias)
+        (y,) = recorded_result(recorded, lambda: (sizes.convolve(x, weight, bias),))
+        return y
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
@@ -102,7 +105,8 @@ class Convolution(torch.autograd.Function):
         if ctx.bias is not None:
             ctx.gradients.add(ctx.bias, lambda: grad.sum((0, 2, 3)), (grad,))
         wanted = ctx.needs_input_grad[0]
-        return sizes.image_gradient(grad, x, weight) if wanted else None, None, None, None, None
+        given = sizes.image_gradient(grad, x, weight) if wanted else None
+        return given, None, None, None, None, None
 
 
 class FewChannels(torch.autograd.Function):
@@ -110,19 +114,24 @@ class FewChannels(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, padding: int, gradients: WeightGradients
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        padding: int,
+        gradients: WeightGradients,
+        recorded: Recorded | None,
     ) -> Tensor:
         """[N,C,H,W] [O,C,K,K] -> [N,O,OH,OW]."""
         from negchain.layers.few_channels_triton import few_channels_forward, fold_of
 
-        y, folded = few_channels_forward(x, weight, padding)
+        y, folded = recorded_result(recorded, lambda: few_channels_forward(x, weight, padding))
         ctx.save_for_backward(folded, weight)
         ctx.fold, ctx.gradients = fold_of(x, weight, padding), gradients
         return y
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None, None]:
         """Gradient of the weights."""
         from negchain.layers.few_channels_triton import few_channels_gradient
 
@@ -130,7 +139,7 @@ class FewChannels(torch.autograd.Function):
         grad = grad.contiguous(memory_format=torch.channels_last)
         # The backward pass ends here: there is nothing to run beside.
         ctx.gradients.add_now(weight, few_channels_gradient(folded, weight, grad, ctx.fold))
-        return None, None, None, None
+        return None, None, None, None, None
 
 
 def has_few_channels(x: Tensor, weight: Tensor, sizes: Sizes) -> bool:

@@ -25,6 +25,7 @@ from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet  # type: ig
 
 from negchain import backends
 from negchain.layers.convolution import Sizes
+from negchain.layers.recorded import Recorded, recorded_result
 from negchain.layers.weight_gradients import WeightGradients
 
 
@@ -87,16 +88,26 @@ class Residuals(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, blocks: tuple[Block, ...], found: WeightGradients, *weights: Tensor
+        ctx: Any,
+        x: Tensor,
+        blocks: tuple[Block, ...],
+        found: WeightGradients,
+        recorded: Recorded | None,
+        *weights: Tensor,
     ) -> Tensor:
         """[N,C,H,W] -> [N,O,1,1]."""
-        states, left = [x], list(weights)
-        for block in blocks:
-            states += block.forward(states[-1], left[: block.num_weights])
-            left = left[block.num_weights :]
-        ctx.save_for_backward(*states, *weights)
+
+        def compute() -> tuple[Tensor, ...]:
+            states, left = [x], list(weights)
+            for block in blocks:
+                states += block.forward(states[-1], left[: block.num_weights])
+                left = left[block.num_weights :]
+            return *states[1:], states[-1].mean((2, 3), keepdim=True)
+
+        *states, pooled = recorded_result(recorded, compute)
+        ctx.save_for_backward(x, *states, *weights)
         ctx.blocks, ctx.found = blocks, found
-        return states[-1].mean((2, 3), keepdim=True)
+        return pooled
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
@@ -113,7 +124,7 @@ class Residuals(torch.autograd.Function):
             through, around = block.backward(grad, inputs, own, ctx.found)
             # below a block is a ReLU of ours, except below the first
             grad = masked(through, inputs[0], around) if number else through.add_(around)
-        return grad, None, None, *(None for _ in range(num_weights))
+        return grad, None, None, None, *(None for _ in range(num_weights))
 
 
 # ---------------------------------------------------------------------- finding the blocks
@@ -169,9 +180,26 @@ def _chain(network: ResNet) -> list[tuple[list[nn.Conv2d], nn.Conv2d | None]] | 
     return [layers for layers in found if layers is not None]
 
 
+_PLAIN = (nn.Conv2d, nn.Linear, nn.ReLU, nn.MaxPool2d, nn.AdaptiveAvgPool2d, nn.Identity)
+
+
+def is_fused(encoder: nn.Module) -> bool:
+    """Whether the encoder is such a network, with nothing but linear layers and ReLUs behind it.
+
+    An image's embedding then depends on no other image, and on no draw.
+    """
+    networks = [module for module in encoder.modules() if type(module) is ResNet]
+    leaves = [module for module in encoder.modules() if not any(True for _ in module.children())]
+    plain = all(type(leaf) in _PLAIN for leaf in leaves)
+    return plain and len(networks) == 1 and _chain(networks[0]) is not None
+
+
 @contextmanager
 def fused_blocks(
-    encoder: nn.Module, weights: set[Tensor], gradients: WeightGradients
+    encoder: nn.Module,
+    weights: set[Tensor],
+    gradients: WeightGradients,
+    recorded: Recorded | None = None,
 ) -> Iterator[None]:
     """Inside, torchvision's ResNets without normalisation run their blocks as `Residuals`.
 
@@ -179,6 +207,7 @@ def fused_blocks(
         encoder: where they are looked for.
         weights: a network runs so if all its blocks' weights are among these when it is called.
         gradients: where their gradients go.
+        recorded: to be asked for their results, if given.
     """
     patched: list[nn.Module] = []
     try:
@@ -186,7 +215,7 @@ def fused_blocks(
             chain = _chain(network)
             if chain is not None:
                 patched += _parts(network)
-                _patch(network, chain, weights, gradients)
+                _patch(network, chain, weights, gradients, recorded)
         yield
     finally:
         for part in patched:
@@ -198,6 +227,7 @@ def _patch(
     chain: list[tuple[list[nn.Conv2d], nn.Conv2d | None]],
     weights: set[Tensor],
     gradients: WeightGradients,
+    recorded: Recorded | None,
 ) -> None:
     """The first stage runs all of them and the pooling; the others pass on what they get."""
     blocks = tuple(
@@ -217,7 +247,7 @@ def _patch(
             return x
         for weight in own:
             gradients.expect(weight)
-        y: Tensor = Residuals.apply(x.to(own[0].dtype), blocks, gradients, *own)
+        y: Tensor = Residuals.apply(x.to(own[0].dtype), blocks, gradients, recorded, *own)
         return y
 
     for part in parts:

@@ -52,8 +52,8 @@ class TrainConfig:
     """emc2: share of the proposals discarded before visits count (P/R in the paper)."""
     carried: Literal["encode", "cached", "score"] = "encode"
     """emc2, isir: carried negatives are re-encoded (exact), kept as embeddings, or as scores."""
-    carried_gradient: Literal["all", "sampled"] = "all"
-    """emc2, carried encode: train all carried images with weight, or a sample (faster, noisier)."""
+    carried_gradient: Literal["survivors", "all"] = "survivors"
+    """emc2, carried encode: which carried images have a backward pass; survivors have weight."""
     walk: Literal["parallel", "sequential"] = "parallel"
     """emc2: how an image's two views share its chain; sequential is biased to the batch."""
     denominator: Literal["negatives", "all"] = "negatives"
@@ -328,13 +328,9 @@ def _refuse_contradictions(config: TrainConfig, given: Mapping[str, object]) -> 
             f"--method {config.method} has --denominator {built_in} built in and --denominator "
             f"{config.denominator} was given; choose --method {other} for that"
         )
-    kept = (config.carried, config.augmentations, config.norm == "batch")
-    if config.carried_gradient == "sampled" and kept != ("encode", None, False):
-        raise ConfigError(
-            "--carried-gradient sampled needs --carried encode, --norm none or group and no "
-            f"--augmentations, got --carried {config.carried}, --norm {config.norm} and "
-            f"--augmentations {config.augmentations}; leave it out or change these"
-        )
+    if "carried_gradient" in given and config.carried != "encode":
+        reason = "only there are carried images encoded"
+        _refuse("carried_gradient", "--carried encode", "carried", config.carried, reason)
     if "epochs" in given and "steps" in given:
         raise ConfigError("--epochs and --steps both set the length of the run; give one of them")
     if "warmup_epochs" in given and config.steps is None and config.warmup_epochs > config.epochs:

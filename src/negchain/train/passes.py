@@ -11,13 +11,10 @@ with fewer and concurrent launches:
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
-from negchain.layers import FasterLayers, WeightGradients
+from negchain.layers import FasterLayers, Recorded, WeightGradients, is_fused
 from negchain.streams import forked, join, new_stream
 from negchain.train import adam
 
@@ -30,7 +27,8 @@ class PlainPass:
         optimizer: over its parameters.
         autocast: dtype of the encoder's arithmetic, None for its own.
 
-    A step is `begin`, any number of `embed` and `backward`, then `finish`.
+    A step is `begin`, any number of `embed` and `backward` (or `score` and `backward_rows`), then
+    `finish`.
     """
 
     def __init__(
@@ -41,6 +39,7 @@ class PlainPass:
         self.autocast = autocast
         self.device = next(encoder.parameters()).device
         self._one = torch.ones((), device=self.device)
+        self._scored: Tensor | None = None
 
     def begin(self) -> None:
         """Forget the last step's gradients."""
@@ -57,22 +56,29 @@ class PlainPass:
         embeddings: Tensor = self.encoder(pixels)
         return embeddings
 
-    def embed_both(self, pixels: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
-        """Embeddings of some images, and of others without gradient."""
-        with torch.no_grad():
-            apart = self.embed(others)
-        return self.embed(pixels), apart
+    def score(self, pixels: Tensor) -> Tensor:  # [R,C,H,W] -> [R,D]
+        """Embeddings apart from their graph; `backward_rows` may follow, once."""
+        self._scored = self.embed(pixels)
+        return self._scored.detach()
 
     def backward(self, value: Tensor, grad: Tensor | None = None) -> None:
         """Add the gradients of `value` to those of this step."""
         torch.autograd.backward(value, self._one if grad is None else grad)
 
-    def backward_both(
-        self, value: Tensor, grad: Tensor, apart: Callable[[], tuple[Tensor, Tensor]]
-    ) -> None:
-        """`backward` of a value, and of another that `apart` returns with its gradient."""
-        self.backward(value, grad)
-        self.backward(*apart())
+    def backward_rows(self, first: int, source: Tensor, grad: Tensor) -> None:
+        """`backward` of some embeddings that `score` returned.
+
+        Args:
+            first: the rows before this are among them.
+            source: [K] of the rows from `first` on, as in `layers.recorded.move_rows`.
+            grad: [first+K,D] their gradients.
+        """
+        assert self._scored is not None
+        whole = torch.zeros_like(self._scored)
+        whole[:first] = grad[:first]
+        whole.index_copy_(0, first + source, grad[first:])
+        self.backward(self._scored, whole)
+        self._scored = None
 
     def finish(self) -> None:
         """Step the optimizer."""
@@ -87,7 +93,8 @@ class OverlappedPass(PlainPass):
         optimizer: over its parameters.
         autocast: as in `PlainPass`; the copies have this dtype.
 
-    A step has one `backward` or one `backward_both`: Adam does not wait for more.
+    A step has one backward pass: Adam does not wait for more. `backward_rows` takes the time of the
+    rows it is given where the encoder is a ResNet of ours (`layers.recorded`), else that of all.
     """
 
     def __init__(
@@ -103,10 +110,9 @@ class OverlappedPass(PlainPass):
         self._trained = {copy for copy in self._original_of if copy.requires_grad}
         self._adam: adam.AdamUpdate | None = None  # known after a first step: what has gradients
         self._gradients = WeightGradients(new_stream(self.device))
-        self._parts: dict[Tensor, tuple[Tensor, torch.cuda.Event | None]] = {}
-        self._apart = WeightGradients(None, then=self._note)
-        self._into = self._gradients
-        self._beside = new_stream(self.device, -2)  # of passes beside the batch's
+        everything = all(w in copy_of and w.requires_grad for w in encoder.parameters())
+        self._records = is_fused(encoder) and everything
+        self._recorded: Recorded | None = None
         self._steps = new_stream(self.device)  # of Adam's
         self._early: set[Tensor] = set()
         self._copied: torch.cuda.Event | None = None
@@ -127,39 +133,29 @@ class OverlappedPass(PlainPass):
     def _encode(self, pixels: Tensor) -> Tensor:
         if self._copied is not None:
             torch.cuda.current_stream().wait_event(self._copied)
-        with FasterLayers(self.encoder, self._trained, self._into):
+        with FasterLayers(self.encoder, self._trained, self._gradients, self._recorded):
             embeddings: Tensor = torch.func.functional_call(self.encoder, self._copies, (pixels,))
         return embeddings
 
-    def embed_both(self, pixels: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
-        """The same, side by side."""
-        with forked(self._beside), torch.no_grad():
-            apart = self.embed(others)
-        embeddings = self.embed(pixels)
-        join(self._beside)
-        return embeddings, apart
+    def score(self, pixels: Tensor) -> Tensor:
+        """The same, with what the backward pass needs recorded instead of a graph."""
+        if not self._records:
+            return super().score(pixels)
+        if self.device.type == "cuda":
+            pixels = pixels.contiguous(memory_format=torch.channels_last)
+        self._recorded = Recorded(pixels)
+        with torch.no_grad():
+            return self.embed(pixels).detach()  # that one may require a gradient, not the recorded
 
-    def backward_both(
-        self, value: Tensor, grad: Tensor, apart: Callable[[], tuple[Tensor, Tensor]]
-    ) -> None:
-        """The same, side by side."""
-        with warnings.catch_warnings():
-            # Parameters of norm layers get gradients from two streams; autograd orders them.
-            warnings.filterwarnings("ignore", "The AccumulateGrad node's stream", UserWarning)
-            self._into = self._apart
-            try:
-                with forked(self._beside):
-                    self.backward(*apart())
-            finally:
-                self._into = self._gradients
-            self.backward(value, grad)
-        join(self._beside)
-
-    def _note(self, copy: Tensor, grad: Tensor) -> bool:
-        """Take the gradient from the pass beside the batch's: it is there, or will be."""
-        event = None if self._beside is None else torch.cuda.current_stream().record_event()
-        self._parts[copy] = grad, event
-        return True
+    def backward_rows(self, first: int, source: Tensor, grad: Tensor) -> None:
+        """The same; overwrites rows of what `score` was given and of what it returned."""
+        if self._recorded is None:
+            super().backward_rows(first, source, grad)
+            return
+        embeddings = self.embed(self._recorded.keep(first, source))
+        self._recorded.end()
+        self._recorded = None
+        self.backward(embeddings, grad)
 
     def _step_now(self, copy: Tensor, grad: Tensor) -> bool:
         """Step a weight beside the backward pass, if it is one that may be."""
@@ -168,24 +164,15 @@ class OverlappedPass(PlainPass):
             return False
         self._kept.append(grad)
         with forked(self._steps):
-            self._adam.update(self._original_of[copy], self._whole(copy, grad))
+            self._adam.update(self._original_of[copy], grad)
         return True
-
-    def _whole(self, copy: Tensor, grad: Tensor) -> Tensor:
-        """The gradient of the batch's pass, and of the one beside it."""
-        if copy not in self._parts:
-            return grad
-        part, event = self._parts[copy]
-        if event is not None:
-            torch.cuda.current_stream().wait_event(event)
-        return grad.float().add_(part)
 
     def finish(self) -> None:
         """Step what has not been stepped."""
         answered = self._gradients.join()
         if self._kept:
             join(self._steps)
-        found = {copy: self._whole(copy, grad) for copy, grad in answered.items()}
+        found = dict(answered)
         if self._adam is not None:  # an embedding was not used, so that a part is still expected
             for copy in self._early & found.keys():
                 self._adam.update(self._original_of[copy], found.pop(copy))
@@ -198,9 +185,7 @@ class OverlappedPass(PlainPass):
             torch._foreach_copy_(wide, list(found.values()))
         for weight, grad in zip(weights, wide, strict=True):
             weight.grad = grad
-        unused = self._apart.join()
-        assert not unused, "a part of a gradient beside the batch's is missing"
-        self._kept, self._parts = [], {}
+        self._kept = []
         self.optimizer.step()
         if self._adam is None and adam.supports(self.optimizer):
             self._early = {copy for copy in answered if copy.grad is None}

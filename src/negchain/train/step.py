@@ -22,18 +22,20 @@ from torch import Tensor, nn
 from negchain import draws
 from negchain.augment import Augmentation, Draws
 from negchain.encoders import Encoder
+from negchain.layers import is_fused
 from negchain.losses import DCLLoss, EMC2Loss, InfoNCELoss, NegativeCacheLoss, SogCLRLoss
 from negchain.losses.base import ContrastiveLoss
 from negchain.losses.table import StaleTable
 from negchain.pool import Draw
 from negchain.streams import forked, join, new_stream
-from negchain.train.config import ConfigError, TrainConfig
+from negchain.train.config import TrainConfig
 from negchain.train.passes import OverlappedPass, PlainPass
+from negchain.train.survivors import gradient_of_survivors
 
 STREAM_AUGMENT = 32
 STREAM_STORED = 33  # which stored augmentations a step uses
 STREAM_SURVIVORS = 34  # which carried images are trained when there are too many
-SURVIVORS = 8  # one in so many carried images can be trained
+SURVIVORS = 2  # one in so many carried images can be trained
 MAIN_PRIORITY = -1  # of the graph's stream, above the weight gradients'
 WARM_UP_STEPS = 3  # before capture: libraries initialise and allocate
 
@@ -107,12 +109,7 @@ class TrainStep:
         self._inputs = torch.zeros(size + 1, dtype=torch.int64, device=self.device)
         self.index, self.step = self._inputs[:size], self._inputs[size]  # [B], []
         self.loss = torch.zeros((), device=self.device)
-        self.score_first = config.carried_gradient == "sampled"
-        if self.score_first and _couples_samples(encoder):
-            raise ConfigError(
-                "--carried-gradient sampled needs an encoder without batch norm and dropout, got "
-                f"--encoder {config.encoder}; leave out --carried-gradient"
-            )
+        self.score_first = _scores_first(config, encoder)
         self.plain = PlainPass(encoder, optimizer, autocast)
         self.passes = self.plain
         self._graph: tuple[torch.cuda.CUDAGraph, Any] | None = None  # and its numbers for `info`
@@ -199,42 +196,19 @@ class TrainStep:
         return loss_fn(z_a, z_b, index, **extra)
 
     def _train_survivors(self, batch: Tensor | None) -> Tensor:
-        """Score the carried images without gradient; train those that got weight. The loss.
-
-        Few chains still hold their carried state after the burn-in. Their images are encoded again,
-        with gradient, beside the backward pass of the batch. There is room for one in `SURVIVORS`;
-        of more, some are chosen by priority sampling (Duffield, Lund and Thorup 2007): with u
-        uniform and g the gradient of an image's embedding, those of largest |g| / u, each weighted
-        by max(|g|, t) / |g| where t is the largest |g| / u left out. The expected gradient is that
-        of all, and equal to it where all have room.
-        """
+        """Score the carried images with the batch, train those that got weight. The loss."""
         loss_fn, index, size = self.loss_fn, self.index, len(self.index)
         assert isinstance(loss_fn, EMC2Loss)
         ids = loss_fn.carried(index)
         assert isinstance(ids, Tensor)
-        pixels = self.pixels((index, index, ids), batch)
-        carried = pixels[2 * size :]
-        z, held = self.passes.embed_both(pixels[: 2 * size], carried)
-        views, held = (t.detach().float().requires_grad_() for t in (z, held))
-        z_a, z_b = torch.split(views, size)
+        z = self.passes.score(self.pixels((index, index, ids), batch)).requires_grad_()
+        z_a, z_b, held = torch.split(z, size)
         loss = loss_fn(z_a, z_b, index, carried=held)
         torch.autograd.backward(loss)
-        assert held.grad is not None and views.grad is not None
-        grad = held.grad
-        row = torch.zeros(1, dtype=torch.int64, device=self.device)
-        u = draws.uniform(self.config.seed, self.step, STREAM_SURVIVORS, row, size, torch.float32)
-        capacity = -(-size // SURVIVORS)
-        length = grad.norm(dim=1)
-        priority, chosen = (length / u[0]).topk(min(capacity + 1, size))
-        left_out = priority[capacity] if capacity < size else priority.new_zeros(())
-        chosen = chosen[:capacity]
-        weight = length[chosen].maximum(left_out) / length[chosen].clamp(min=1e-30)
-
-        def survivors() -> tuple[Tensor, Tensor]:
-            again = self.passes.embed(carried[chosen])
-            return again, (grad[chosen] * weight[:, None]).to(again.dtype)
-
-        self.passes.backward_both(z, views.grad.to(z.dtype), survivors)
+        assert z.grad is not None
+        drawn = Draws(self.config.seed, self.step, STREAM_SURVIVORS)
+        room = -(-size // SURVIVORS)
+        self.passes.backward_rows(2 * size, *gradient_of_survivors(z.grad, 2 * size, room, drawn))
         return loss
 
     def _forward_stored(self) -> Tensor:
@@ -304,7 +278,11 @@ class TrainStep:
         return self.passes.embed(self.augment.plain(images))
 
 
-def _couples_samples(encoder: nn.Module) -> bool:
-    """Whether an image's embedding depends on who else is encoded with it, or on a coin."""
-    coupled = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
-    return any(isinstance(module, coupled) for module in encoder.modules())
+def _scores_first(config: TrainConfig, encoder: nn.Module) -> bool:
+    """Whether carried images are scored with the batch, and only those with weight trained.
+
+    With i-SIR all of them have weight; with other encoders it would not be faster.
+    """
+    encodes = config.method == "emc2" and config.carried == "encode"
+    plain = config.proposal == "batch" and config.augmentations is None
+    return config.carried_gradient == "survivors" and encodes and plain and is_fused(encoder)
