@@ -28,7 +28,6 @@ METHODS: dict[str, dict[str, object]] = {
     "EMC², score": {"method": "emc2", "carried": "score"},
     "EMC², cached": {"method": "emc2", "carried": "cached"},
     "EMC², encode": {"method": "emc2", "carried": "encode"},
-    "EMC², encode, no burn-in": {"method": "emc2", "burn_in": 0.0},
     "EMC², encode, all trained": {"method": "emc2", "carried_gradient": "all"},
     "EMC², informed proposals": {"method": "emc2", "proposal": "cache"},
     "EMC² i-SIR, encode": {"method": "isir", "carried": "encode"},

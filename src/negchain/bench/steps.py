@@ -78,8 +78,8 @@ def table(settings: Settings) -> Table:
         notes=(
             f"{setting(settings)}.{graph}",
             "Negative Cache and informed proposals re-encode a share of the data set per step.",
-            "On random pictures few carried images get weight; without burn-in all do, and as many "
-            "as there is room for are moved and trained.",
+            "On random pictures no carried image gets weight, so that none of the results recorded "
+            "for the backward pass are moved.",
         ),
     )
 
