@@ -57,7 +57,7 @@ def table(settings: Settings) -> Table:
         notes=(
             f"`negchain train` EMC², b = 32, in processes of its own; one window of {seconds:g} s "
             "in which all train, so there is no spread.",
-            *(said if settings.on_gpu else ()),
+            *(said if settings.on_gpu and all(row.sharing != "mps" for row in found) else ()),
         ),
     )
 
