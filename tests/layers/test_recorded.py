@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from test_layers import normal, small_resnet
-from torch import nn
+from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock, Bottleneck
 
 from negchain.encoders import build_encoder
@@ -111,6 +111,21 @@ def _hook(encoder: nn.Module) -> None:
     encoder.backbone.layer2[0].conv1.register_forward_hook(lambda *given: None)
 
 
+def _hook_of_the_stem(encoder: nn.Module) -> None:
+    encoder.backbone.conv1.register_forward_hook(lambda *given: None)
+
+
+class Centred(nn.Sequential):
+    """Looks at the other images."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - x.mean(0))
+
+
+def _centred(encoder: nn.Module) -> None:
+    encoder.projector = Centred(encoder.projector)
+
+
 def _two_networks(encoder: nn.Module) -> None:
     encoder.projector = nn.Sequential(small_resnet(BasicBlock), encoder.projector)
 
@@ -119,10 +134,13 @@ def _dropout(encoder: nn.Module) -> None:
     encoder.backbone.fc.append(nn.Dropout(0.1))
 
 
-@pytest.mark.parametrize("change", [_tanh, _leaky, _hook, _two_networks, _dropout])
+CHANGES = [_tanh, _leaky, _hook, _hook_of_the_stem, _centred, _two_networks, _dropout]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_what_is_no_fused_encoder(change) -> None:
     """`test_passes` has the encoders that `build_encoder` makes."""
     encoder = build_encoder("resnet18", image_size=32)
-    assert is_fused(encoder)
+    assert is_fused(encoder.backbone, encoder.projector)
     change(encoder)
-    assert not is_fused(encoder)
+    assert not is_fused(encoder.backbone, encoder.projector)

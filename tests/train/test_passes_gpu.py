@@ -10,8 +10,12 @@ from test_passes import BF16, captured_adam, normal, weights_of
 from torch import Tensor
 
 from negchain.augment import Draws
+from negchain.bench import runs, steps
+from negchain.data import DataBundle, ImageSet
 from negchain.encoders import build_encoder
 from negchain.optim import build_optimizer, set_lr
+from negchain.train import step as step_module
+from negchain.train.config import resolve
 from negchain.train.passes import OverlappedPass, PlainPass
 from negchain.train.survivors import gradient_of_survivors
 
@@ -132,28 +136,37 @@ def test_gpu_gradient_of_survivors(share) -> None:
         torch.testing.assert_close(trained.cpu(), weighted, rtol=2**-7, atol=0.0)
 
 
-@pytest.mark.parametrize(
-    "method",
-    [
-        {"method": "infonce"},
-        {"method": "emc2", "carried": "encode"},
-        {"method": "emc2", "carried": "encode", "carried_gradient": "all"},
-    ],
-    ids=["infonce", "encode", "encode, all"],
-)
-def test_gpu_captured_training_steps(method) -> None:
-    """As near to float32 as an eager run, by the check of `negchain bench`, and counted once."""
-    from negchain.bench import runs, steps
-    from negchain.data import DataBundle, ImageSet
-    from negchain.train.config import resolve
-
-    given = {**method, "batch_size": 32, "eval_every": 0, "checkpoint_every": 0, "device": "cuda"}
-    config = resolve("stl10-b32", given)
+def few_pictures(noise: int) -> DataBundle:
+    """500 pictures, each of one colour with noise."""
     generator = torch.Generator().manual_seed(0)
-    pixels = torch.randint(256, (500, 3, 96, 96), dtype=torch.uint8, generator=generator)
-    images = ImageSet(tuple(map(str, range(500))), None, pixels.cuda())
-    data = DataBundle("random", images, None, None, (), (), "0" * 16)
-    with runs.prepared(config, data) as run:
+    colour = torch.randint(256, (500, 3, 1, 1), generator=generator)
+    noisy = colour + torch.randint(-noise, noise + 1, (500, 3, 96, 96), generator=generator)
+    images = ImageSet(tuple(map(str, range(500))), None, (noisy % 256).byte().cuda())
+    return DataBundle("colours", images, None, None, (), (), "0" * 16)
+
+
+@pytest.mark.parametrize(
+    "method, noise",
+    [
+        ({"method": "infonce"}, 128),
+        ({"method": "emc2", "carried": "encode"}, 128),
+        ({"method": "emc2", "carried": "encode", "carried_gradient": "all"}, 128),
+        ({"method": "emc2", "beta": 100.0, "burn_in": 0.0}, 20),
+    ],
+    ids=["infonce", "encode", "encode, all", "encode, with survivors"],
+)
+def test_gpu_captured_training_steps(method, noise, monkeypatch) -> None:
+    """As near to float32 as an eager run, by the check of `negchain bench`, and counted once."""
+    survivors = torch.zeros((), dtype=torch.int64, device="cuda")
+
+    def counted(grad: Tensor, first: int, room: int, drawn: Draws) -> tuple[Tensor, Tensor]:
+        survivors.add_((grad[first:] != 0).any(1).sum())
+        return gradient_of_survivors(grad, first, room, drawn)
+
+    monkeypatch.setattr(step_module, "gradient_of_survivors", counted)
+    given = {**method, "batch_size": 32, "eval_every": 0, "checkpoint_every": 0, "device": "cuda"}
+    data = few_pictures(noise)
+    with runs.prepared(resolve("stl10-b32", given), data) as run:
         begun = weights_of(run.encoder)
         run.step.capture()
         assert type(run.step.passes) is OverlappedPass
@@ -162,6 +175,7 @@ def test_gpu_captured_training_steps(method) -> None:
         )  # parameters end as they began
         check = steps._checked("captured", run, data)
         assert check.ok, check.found
+        assert survivors > 0 or noise > 20
         counts = {float(state["step"]) for state in run.step.optimizer.state.values()}
         assert counts == {float(steps.CHECKED_STEPS)}
         moved = sum(float((w - begun[n]).norm() ** 2) for n, w in weights_of(run.encoder).items())

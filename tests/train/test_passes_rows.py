@@ -124,6 +124,19 @@ def _with_batch_norm_behind() -> nn.Module:
     return encoder
 
 
+class Noisy(Encoder):
+    """An encoder with a forward pass of its own."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        return nn.functional.dropout(super().forward(images))
+
+
+def _noisy() -> nn.Module:
+    encoder = resnet()
+    encoder.__class__ = Noisy
+    return encoder
+
+
 RECORDS: dict[str, tuple[bool, Callable[[], nn.Module]]] = {
     "resnet18, 32 px": (True, resnet),
     "resnet18, 66 px, mlp": (True, lambda: resnet(66, projection="mlp")),
@@ -133,6 +146,7 @@ RECORDS: dict[str, tuple[bool, Callable[[], nn.Module]]] = {
     "small-cnn": (False, lambda: build_encoder("small-cnn", image_size=8)),
     "ViT": (False, lambda: build_encoder("vit_tiny_patch16_224", image_size=32)),
     "dropout": (False, _with_dropout),
+    "dropout in forward": (False, _noisy),
     "batch norm behind": (False, _with_batch_norm_behind),
     "a frozen kernel": (False, lambda: _with_frozen("backbone.layer3.0.conv1.weight")),
     "a frozen bias": (False, lambda: _with_frozen("projector.bias")),

@@ -128,6 +128,9 @@ def interpreted_kernel_is_the_twin() -> None:
             cases += [(grad, 2, room, 0), (torch.zeros_like(grad), 2, room, 0)]
     cases.append((torch.randn(80, 1, generator=torch.Generator().manual_seed(0)), 3, 30, 0))
     cases.append((torch.randn(5, 1500, generator=torch.Generator().manual_seed(0)), 1, 2, 7))
+    diverged = torch.randn(34, 3, generator=torch.Generator().manual_seed(1))
+    diverged[[3, 20, 30]] = torch.nan  # takes no room from others
+    cases.append((diverged, 2, 16, 0))
     for number, (grad, first, room, first_row) in enumerate(cases):
         draws, given = drawn(number, first_row), grad.bfloat16() if number % 4 == 3 else grad
         # a weight off by float32's rounding may round to bf16's neighbour
@@ -135,7 +138,7 @@ def interpreted_kernel_is_the_twin() -> None:
         source, trained = gradient_of_survivors(given.clone(), first, room, draws)
         found = gradient_of_survivors_triton(given.clone(), first, room, draws)
         assert found[0].equal(source), (number, first, room)
-        torch.testing.assert_close(found[1], trained, rtol=rtol, atol=1e-6)
+        torch.testing.assert_close(found[1], trained, rtol=rtol, atol=1e-6, equal_nan=True)
 
 
 def interpreted_kernel_takes_as_many_as_fit_one_program() -> None:
@@ -309,6 +312,8 @@ def test_a_resnets_step_with_the_recorded_pass(resnet_runs, monkeypatch) -> None
             ("--carried encode", "--carried is 'score'", "change --carried"),
         ),
         ({"carried": "cached"}, ("--carried encode", "--carried is 'cached'")),
+        ({"proposal": "cache"}, ("--proposal batch", "--proposal is 'cache'")),
+        ({"augmentations": 2}, ("--augmentations 0", "--augmentations is 2")),
     ],
 )
 def test_refused_where_it_means_nothing(settings, words, value) -> None:

@@ -102,7 +102,7 @@ class FasterLayers(TorchFunctionMode):
         encoder: whose blocks are fused.
         weights: of layers (and biases) whose gradients go to `gradients`, not to their `.grad`.
         gradients: where they go.
-        recorded: to be asked for every layer's result, if given; for encoders that `is_fused`.
+        recorded: to be asked for every layer's result, if given; for networks that `is_fused`.
 
     Example:
         >>> layer = torch.nn.Conv2d(4, 8, 3, bias=False)

@@ -181,17 +181,19 @@ def _chain(network: ResNet) -> list[tuple[list[nn.Conv2d], nn.Conv2d | None]] | 
 
 
 _PLAIN = (nn.Conv2d, nn.Linear, nn.ReLU, nn.MaxPool2d, nn.AdaptiveAvgPool2d, nn.Identity)
+_MADE_OF = (*_PLAIN, nn.Sequential, BasicBlock, Bottleneck, ResNet)
 
 
-def is_fused(encoder: nn.Module) -> bool:
-    """Whether the encoder is such a network, with nothing but linear layers and ReLUs behind it.
+def is_fused(*parts: nn.Module) -> bool:
+    """Whether modules, run in turn, are such a network and nothing but linear layers and ReLUs.
 
     An image's embedding then depends on no other image, and on no draw.
     """
-    networks = [module for module in encoder.modules() if type(module) is ResNet]
-    leaves = [module for module in encoder.modules() if not any(True for _ in module.children())]
-    plain = all(type(leaf) in _PLAIN for leaf in leaves)
-    return plain and len(networks) == 1 and _chain(networks[0]) is not None
+    modules = [module for part in parts for module in part.modules()]
+    plain = all(type(module) in _MADE_OF for module in modules)
+    watched = any(module.__dict__.get(name) for module in modules for name in _WATCHED)
+    networks = [module for module in modules if type(module) is ResNet]
+    return plain and not watched and len(networks) == 1 and _chain(networks[0]) is not None
 
 
 @contextmanager

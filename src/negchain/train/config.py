@@ -53,7 +53,7 @@ class TrainConfig:
     carried: Literal["encode", "cached", "score"] = "encode"
     """emc2, isir: carried negatives are re-encoded (exact), kept as embeddings, or as scores."""
     carried_gradient: Literal["survivors", "all"] = "survivors"
-    """emc2, carried encode: which carried images have a backward pass; survivors have weight."""
+    """emc2, carried encode: carried images with a backward pass: those with weight, or all."""
     walk: Literal["parallel", "sequential"] = "parallel"
     """emc2: how an image's two views share its chain; sequential is biased to the batch."""
     denominator: Literal["negatives", "all"] = "negatives"
@@ -328,9 +328,11 @@ def _refuse_contradictions(config: TrainConfig, given: Mapping[str, object]) -> 
             f"--method {config.method} has --denominator {built_in} built in and --denominator "
             f"{config.denominator} was given; choose --method {other} for that"
         )
-    if "carried_gradient" in given and config.carried != "encode":
-        reason = "only there are carried images encoded"
-        _refuse("carried_gradient", "--carried encode", "carried", config.carried, reason)
+    for name, value in {"carried": "encode", "proposal": "batch", "augmentations": None}.items():
+        if "carried_gradient" in given and getattr(config, name) != value:
+            owner = f"{_option(name)} {value or 0}"
+            reason = "it is about images encoded with the batch"
+            _refuse("carried_gradient", owner, name, getattr(config, name), reason)
     if "epochs" in given and "steps" in given:
         raise ConfigError("--epochs and --steps both set the length of the run; give one of them")
     if "warmup_epochs" in given and config.steps is None and config.warmup_epochs > config.epochs:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from negchain.encoders import Encoder
 from negchain.layers import FasterLayers, Recorded, WeightGradients, is_fused
 from negchain.streams import forked, join, new_stream
 from negchain.train import adam
@@ -47,10 +48,13 @@ class PlainPass:
 
     def embed(self, pixels: Tensor) -> Tensor:  # [R,C,H,W] -> [R,D]
         """Embeddings, with a graph where gradients are enabled."""
-        if self.device.type == "cuda":
-            pixels = pixels.contiguous(memory_format=torch.channels_last)
+        pixels = self._laid_out(pixels)
         with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
             return self._encode(pixels)
+
+    def _laid_out(self, pixels: Tensor) -> Tensor:
+        on_gpu = self.device.type == "cuda"
+        return pixels.contiguous(memory_format=torch.channels_last) if on_gpu else pixels
 
     def _encode(self, pixels: Tensor) -> Tensor:
         embeddings: Tensor = self.encoder(pixels)
@@ -94,7 +98,7 @@ class OverlappedPass(PlainPass):
         autocast: as in `PlainPass`; the copies have this dtype.
 
     A step has one backward pass: Adam does not wait for more. `backward_rows` takes the time of the
-    rows it is given where the encoder is a ResNet of ours (`layers.recorded`), else that of all.
+    rows it is given where `can_record`, else that of all.
     """
 
     def __init__(
@@ -110,8 +114,7 @@ class OverlappedPass(PlainPass):
         self._trained = {copy for copy in self._original_of if copy.requires_grad}
         self._adam: adam.AdamUpdate | None = None  # known after a first step: what has gradients
         self._gradients = WeightGradients(new_stream(self.device))
-        everything = all(w in copy_of and w.requires_grad for w in encoder.parameters())
-        self._records = is_fused(encoder) and everything
+        self._records = can_record(encoder)
         self._recorded: Recorded | None = None
         self._steps = new_stream(self.device)  # of Adam's
         self._early: set[Tensor] = set()
@@ -141,8 +144,7 @@ class OverlappedPass(PlainPass):
         """The same, with what the backward pass needs recorded instead of a graph."""
         if not self._records:
             return super().score(pixels)
-        if self.device.type == "cuda":
-            pixels = pixels.contiguous(memory_format=torch.channels_last)
+        pixels = self._laid_out(pixels)
         self._recorded = Recorded(pixels)
         with torch.no_grad():
             return self.embed(pixels).detach()  # that one may require a gradient, not the recorded
@@ -192,6 +194,13 @@ class OverlappedPass(PlainPass):
             early = [self._original_of[copy] for copy in self._early]
             self._adam = adam.AdamUpdate(self.optimizer, early)
             self._gradients.then = self._step_now
+
+
+def can_record(encoder: nn.Module) -> bool:
+    """Whether a backward pass can go over some rows of a forward pass: our ResNets, all trained."""
+    if type(encoder) is not Encoder or not is_fused(encoder.backbone, encoder.projector):
+        return False
+    return all(parameter.requires_grad for parameter in encoder.parameters())
 
 
 def _cast_by_autocast(encoder: nn.Module) -> dict[str, nn.Parameter]:

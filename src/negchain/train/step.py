@@ -22,14 +22,13 @@ from torch import Tensor, nn
 from negchain import draws
 from negchain.augment import Augmentation, Draws
 from negchain.encoders import Encoder
-from negchain.layers import is_fused
 from negchain.losses import DCLLoss, EMC2Loss, InfoNCELoss, NegativeCacheLoss, SogCLRLoss
 from negchain.losses.base import ContrastiveLoss
 from negchain.losses.table import StaleTable
 from negchain.pool import Draw
 from negchain.streams import forked, join, new_stream
 from negchain.train.config import TrainConfig
-from negchain.train.passes import OverlappedPass, PlainPass
+from negchain.train.passes import OverlappedPass, PlainPass, can_record
 from negchain.train.survivors import gradient_of_survivors
 
 STREAM_AUGMENT = 32
@@ -132,7 +131,7 @@ class TrainStep:
             self.passes = OverlappedPass(self.encoder, self.optimizer, self.autocast)
         stream = new_stream(self.device)
         with forked(stream):
-            # cuDNN times its algorithms in the first step, where nothing may run beside.
+            # cuDNN times its algorithms for most shapes in the first step, with nothing beside.
             overlapped, self.passes = self.passes, self.plain
             for _ in range(WARM_UP_STEPS):
                 self._run(None)
@@ -204,7 +203,7 @@ class TrainStep:
         z = self.passes.score(self.pixels((index, index, ids), batch)).requires_grad_()
         z_a, z_b, held = torch.split(z, size)
         loss = loss_fn(z_a, z_b, index, carried=held)
-        torch.autograd.backward(loss)
+        self.passes.backward(loss)
         assert z.grad is not None
         drawn = Draws(self.config.seed, self.step, STREAM_SURVIVORS)
         room = -(-size // SURVIVORS)
@@ -285,4 +284,4 @@ def _scores_first(config: TrainConfig, encoder: nn.Module) -> bool:
     """
     encodes = config.method == "emc2" and config.carried == "encode"
     plain = config.proposal == "batch" and config.augmentations is None
-    return config.carried_gradient == "survivors" and encodes and plain and is_fused(encoder)
+    return config.carried_gradient == "survivors" and encodes and plain and can_record(encoder)

@@ -73,7 +73,7 @@ def choose(grad: Tensor, u: Tensor, room: int) -> tuple[Tensor, Tensor]:
         >>> choose(grad, torch.full((4,), 0.5), room=2)
         (tensor([3, 1]), tensor([1., 1.]))
     """
-    length = grad.float().norm(dim=1)
+    length = grad.float().norm(dim=1).nan_to_num(0.0, posinf=torch.inf)
     priority, order = (length / u).sort(descending=True, stable=True)
     left_out = priority[room] if room < len(grad) else priority.new_zeros(())
     chosen = (order.argsort() < room) & (length > 0)

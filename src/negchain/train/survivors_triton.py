@@ -97,6 +97,7 @@ def gradient_of_survivors_triton(
     grad: Tensor, first: int, room: int, drawn: Draws
 ) -> tuple[Tensor, Tensor]:
     """`survivors.gradient_of_survivors`, in place."""
+    assert grad.is_contiguous()
     count, dim = len(grad) - first, grad.shape[1]
     width = min(1024, int(triton.next_power_of_2(dim)))
     length = torch.empty(count, device=grad.device)
