@@ -180,8 +180,8 @@ def _chain(network: ResNet) -> list[tuple[list[nn.Conv2d], nn.Conv2d | None]] | 
     return [layers for layers in found if layers is not None]
 
 
-_PLAIN = (nn.Conv2d, nn.Linear, nn.ReLU, nn.MaxPool2d, nn.AdaptiveAvgPool2d, nn.Identity)
-_MADE_OF = (*_PLAIN, nn.Sequential, BasicBlock, Bottleneck, ResNet)
+_LAYERS = (nn.Conv2d, nn.Linear, nn.ReLU, nn.MaxPool2d, nn.AdaptiveAvgPool2d, nn.Identity)
+_CONTAINERS = (nn.Sequential, BasicBlock, Bottleneck, ResNet)
 
 
 def is_fused(*parts: nn.Module) -> bool:
@@ -190,7 +190,7 @@ def is_fused(*parts: nn.Module) -> bool:
     An image's embedding then depends on no other image, and on no draw.
     """
     modules = [module for part in parts for module in part.modules()]
-    plain = all(type(module) in _MADE_OF for module in modules)
+    plain = all(type(module) in (*_LAYERS, *_CONTAINERS) for module in modules)
     watched = any(module.__dict__.get(name) for module in modules for name in _WATCHED)
     networks = [module for module in modules if type(module) is ResNet]
     return plain and not watched and len(networks) == 1 and _chain(networks[0]) is not None

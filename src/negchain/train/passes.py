@@ -124,6 +124,7 @@ class OverlappedPass(PlainPass):
     def begin(self) -> None:
         """Forget the last step's gradients; copy the weights beside what comes first."""
         super().begin()
+        self._recorded = None  # of a step that did not end
         for copy in self._original_of:
             copy.grad = None
         side = self._gradients.stream
