@@ -15,7 +15,8 @@ import negchain
 from negchain import bench
 from negchain.augment import augmentation
 from negchain.bench import docs, equality, record, runs, scan, steps, stream, timing, usual
-from negchain.layers import WeightGradients
+from negchain.layers import WeightGradients, recorded
+from negchain.train import survivors
 from negchain.train.passes import OverlappedPass
 from negchain.weights.metropolis import Scan, mh_scan
 
@@ -382,6 +383,29 @@ def test_everything_is_measured_on_a_gpu(tmp_path: Path) -> None:
     found = record.read(next(tmp_path.glob("*.json")))
     assert [table.subject for table in found.tables] == only.split(",")
     assert not found.mismatches and not found.failed
+
+
+def test_survivors_elsewhere_are_found() -> None:
+    """The second time, as on a GPU, rows are moved wrongly or gradients not weighted."""
+    settings = bench.Settings(device=torch.device("cpu"))
+    assert steps._compared_survivors(settings, 32, dim=8).ok
+    choose, calls = survivors.choose, []
+
+    def unweighted(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        source, weight = choose(*given)
+        calls.append(1)
+        return source, weight if len(calls) % 2 else weight.sign()
+
+    def unmoved(tensors: list[torch.Tensor], first: int, source: torch.Tensor) -> None:
+        calls.append(1)
+        if len(calls) % 2:
+            recorded.move_rows(tensors, first, source)
+
+    for place, name, planted in ((survivors, "choose", unweighted), (steps, "move_rows", unmoved)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(place, name, planted)
+            assert not steps._compared_survivors(settings, 32, dim=8).ok
+        assert calls and not len(calls) % 2
 
 
 @pytest.mark.parametrize(

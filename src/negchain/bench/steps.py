@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from negchain.augment import Draws
 from negchain.bench.runs import (
     METHODS,
     batch_sizes,
@@ -21,7 +22,10 @@ from negchain.bench.runs import (
 from negchain.bench.table import Bar, Check, Row, Settings, Table
 from negchain.bench.timing import Timed, graphed, interleaved, release
 from negchain.data import DataBundle
+from negchain.layers.recorded import move_rows
 from negchain.train import trainer
+from negchain.train.step import SURVIVORS
+from negchain.train.survivors import gradient_of_survivors
 
 BASE = "InfoNCE"
 AUGMENTATION = "augmentation alone"
@@ -100,6 +104,8 @@ def _measured(settings: Settings, batch: int, data: DataBundle) -> tuple[list[Ro
                 checks.append(_checked(f"{name}, b = {batch}", run, data))
                 release()
             timed[name] = Timed(stepper(run), settings.device)
+            if settings.on_gpu and run.step.score_first:
+                checks.append(_compared_survivors(settings, batch))
             if name == BASE:
                 timed[AUGMENTATION] = _augmentation(run)
                 if settings.on_gpu:
@@ -227,6 +233,32 @@ def _copy_state(source: trainer.Run, target: trainer.Run) -> None:
     for given, taken in pairs:
         for name, value in source.step.optimizer.state[given].items():
             target.step.optimizer.state[taken][name].copy_(value)
+
+
+def _compared_survivors(settings: Settings, batch: int, dim: int = 512) -> Check:
+    """Who survives, their gradients and the rows moved for them, as on the CPU.
+
+    The steps checked above have no survivors: see `MOVED`.
+    """
+    generator, first, room = settings.generator(), 2 * batch, -(-batch // SURVIVORS)
+    grad, rows = torch.randn(2, first + batch, dim, generator=generator)
+    grad[first:][torch.rand(batch, generator=generator) < 0.3] = (
+        0  # so that there is no room for all
+    )
+    found = []
+    for device in (torch.device("cpu"), settings.device):
+        drawn = Draws(settings.seed, torch.tensor(0, device=device), stream=0)
+        chosen = gradient_of_survivors(grad.clone().to(device), first, room, drawn)
+        moved = rows.clone().to(device)
+        move_rows([moved], first, chosen[0])
+        found.append([tensor.cpu() for tensor in (*chosen, moved)])
+    apart = float((found[0][1] - found[1][1]).norm() / found[0][1].norm())
+    differing = int((found[0][0] != found[1][0]).sum())
+    return Check(
+        name=f"survivors = their readable twin, b = {batch}",
+        ok=differing == 0 and apart < 1e-5 and found[0][2].equal(found[1][2]),
+        found=f"{differing} of {room} places differ, gradients within {apart:.1g} of their norm",
+    )
 
 
 def _compared_pixels(settings: Settings, run: trainer.Run) -> Check:
