@@ -11,6 +11,12 @@ from torch import Tensor
 torch.set_num_threads(1)  # the tests' tensors are small: a second thread only adds waiting
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Tests with the mark `gpu` are for machines that have one."""
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+
+
 @pytest.fixture
 def rng() -> torch.Generator:
     """A generator of its own for every test."""

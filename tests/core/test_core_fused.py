@@ -88,17 +88,6 @@ def test_every_combination() -> None:
 
 # ---------------------------------------------------------------------------- on a GPU
 
-gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
-
-def on_a_gpu(test):
-    for mark in gpu:
-        test = mark(test)
-    return test
-
 
 LARGE = [
     emc2("256", size=256, num_samples=300, dim=100, beta=12.0, repeats=True, learned=True),
@@ -129,31 +118,31 @@ LARGE = [
 ]  # fmt: skip
 
 
-@on_a_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("case", [*CASES, *TILES, *SLOW, *LARGE], ids=lambda case: case.name)
 def test_on_a_gpu_equals_its_twin(case) -> None:
     assert compare(case, "cuda") == []
 
 
-@on_a_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("case", INVALID, ids=lambda case: case.name)
 def test_on_a_gpu_a_bad_row_changes_no_state(case, fault) -> None:
     assert invalid_row(case, fault, "cuda") == []
 
 
-@on_a_gpu
+@pytest.mark.gpu
 def test_draws_on_a_gpu() -> None:
     assert draw_bits("cuda") == []
     assert draw_logarithms("cuda") == []
 
 
-@on_a_gpu
+@pytest.mark.gpu
 def test_a_thinned_scan_on_a_gpu() -> None:
     assert thinned_scan("cuda") == []
 
 
-@on_a_gpu
+@pytest.mark.gpu
 def test_half_precision_at_unit_length_stays_close() -> None:
     """Rows rounded to bfloat16 after normalising: values agree to its rounding."""
     values = []
@@ -206,7 +195,7 @@ class Trainer:
             value.copy_(state[name])
 
 
-@on_a_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("case", STEPS, ids=lambda case: case.name)
 def test_a_step_never_waits_for_the_device(case, no_synchronisation) -> None:
     trainer = Trainer(case)
@@ -217,7 +206,7 @@ def test_a_step_never_waits_for_the_device(case, no_synchronisation) -> None:
     no_synchronisation(False)
 
 
-@on_a_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("case", STEPS, ids=lambda case: case.name)
 def test_a_captured_step_replays_as_if_run(case) -> None:
     """Three replays of a CUDA graph, with new inputs each, equal three steps run one by one."""
@@ -255,7 +244,7 @@ def test_a_captured_step_replays_as_if_run(case) -> None:
             assert torch.allclose(a, b, rtol=0, atol=1e-6, equal_nan=True), name
 
 
-@on_a_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("case", STEPS, ids=lambda case: case.name)
 def test_auto_takes_the_fused_path(case, monkeypatch) -> None:
     fused_loss, calls = function.fused_loss, []
@@ -273,7 +262,7 @@ def test_auto_takes_the_fused_path(case, monkeypatch) -> None:
     assert calls == []
 
 
-@on_a_gpu
+@pytest.mark.gpu
 def test_a_learned_beta_trains() -> None:
     for kind in (InfoNCELoss, lambda beta: EMC2Loss(90, beta, carried="score"), SogCLRLoss):
         beta = torch.nn.Parameter(torch.tensor(5.0))

@@ -49,18 +49,13 @@ def test_a_planted_bug_is_caught(found, bug) -> None:
 # ---------------------------------------------------------------------------- on a GPU
 
 
-def on_a_gpu(test):
-    missing = not torch.cuda.is_available()
-    return pytest.mark.gpu(pytest.mark.skipif(missing, reason="needs a CUDA device")(test))
-
-
-@on_a_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_on_a_gpu(case) -> None:
     assert check(case, "cuda") == []
 
 
-@on_a_gpu
+@pytest.mark.gpu
 def test_a_bad_row_has_no_entries_on_a_gpu() -> None:
     assert bad_rows("cuda") == []
 
@@ -84,7 +79,7 @@ def added(positions: Tensor, weights: Tensor, queries: Tensor, pool: Tensor) -> 
     return [rows, columns]
 
 
-@on_a_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
 @pytest.mark.parametrize("spread", SPREADS)
 def test_a_large_batch_on_a_gpu(spread, dtype) -> None:

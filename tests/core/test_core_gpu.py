@@ -22,10 +22,7 @@ from scan_cases import disagreement
 
 from negchain import SogCLRLoss, draws
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 INDEX = torch.tensor([3, 14, 20, 7, 0])
 every_case = pytest.mark.parametrize("case", battery(), ids=case_name)
 

@@ -99,12 +99,7 @@ def test_large_batches_are_sorted(monkeypatch) -> None:
 # ---------------------------------------------------------------------------- on a GPU
 
 
-def on_a_gpu(test):
-    missing = not torch.cuda.is_available()
-    return pytest.mark.gpu(pytest.mark.skipif(missing, reason="needs a CUDA device")(test))
-
-
-@on_a_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("paired", [True, False])
 @pytest.mark.parametrize("size", [1, 33, 1025, 8192, 20_000])
 def test_on_a_gpu(size, paired, monkeypatch) -> None:
@@ -119,7 +114,7 @@ def _keys(step: int, size: int) -> Tensor:
     return draws.bits(0, torch.tensor(step), draws.STREAM_ORDER, row, size)[0]
 
 
-@on_a_gpu
+@pytest.mark.gpu
 def test_equal_keys_on_a_gpu() -> None:
     """One step in 32 at B = 16,384 has two equal keys."""
     size = ranks.MOST_PAIRED

@@ -31,10 +31,7 @@ from negchain.layers.few_channels_triton import (  # noqa: E402
     fold_of,
 )
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 # images, channels, height, width and kernels of a ResNet's first layer
 FIRST_LAYERS = [(64, 3, 96, 96, 64), (8, 3, 224, 224, 64), (7, 1, 97, 95, 64), (5, 4, 65, 96, 128)]
 

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from recorded_cases import MOVES
 from test_layers import normal, small_resnet
 from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock, Bottleneck
@@ -13,8 +14,6 @@ from torchvision.models.resnet import BasicBlock, Bottleneck
 from negchain.encoders import build_encoder
 from negchain.layers import FasterLayers, Recorded, WeightGradients, is_fused
 from negchain.layers.recorded import move_rows
-
-MOVES = [(3, [4, 1, 5]), (3, [3, 5, 4]), (3, [0, 1, 2]), (0, [5]), (1, [0, 1, 2, 3, 4, 5])]
 
 
 @pytest.mark.parametrize("first, source", MOVES)

@@ -19,10 +19,7 @@ from negchain.train.config import resolve
 from negchain.train.passes import OverlappedPass, PlainPass
 from negchain.train.survivors import gradient_of_survivors
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 SIDE, COUNT, STEPS = 96, 16, 5
 SOURCE = (15, 1, 8, 3, 12, 9, 6, 10)  # of 16 images: some move, some are at their own place
 # (SGD, Adam): in five steps weights change by 0.3 to 5 % of themselves, which a stale copy would

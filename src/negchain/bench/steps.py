@@ -24,7 +24,7 @@ from negchain.bench.timing import Timed, graphed, interleaved, release
 from negchain.data import DataBundle
 from negchain.layers.recorded import move_rows
 from negchain.train import trainer
-from negchain.train.step import SURVIVORS
+from negchain.train.step import survivors_room
 from negchain.train.survivors import gradient_of_survivors
 
 BASE = "InfoNCE"
@@ -240,7 +240,7 @@ def _compared_survivors(settings: Settings, batch: int, dim: int = 512) -> Check
 
     The steps checked above have no survivors: see `MOVED`.
     """
-    generator, first, room = settings.generator(), 2 * batch, -(-batch // SURVIVORS)
+    generator, first, room = settings.generator(), 2 * batch, survivors_room(batch)
     grad, rows = torch.randn(2, first + batch, dim, generator=generator)
     grad[first:][torch.rand(batch, generator=generator) < 0.3] = (
         0  # so that there is no room for all

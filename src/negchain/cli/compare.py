@@ -109,7 +109,7 @@ def _refuse_another(path: Path, config: TrainConfig) -> None:
 def _for_method(method: str, settings: dict[str, Any]) -> dict[str, Any]:
     """The options a method knows."""
     kept = dict(settings)
-    for name, (decider, values, _) in _BELONGS.items():
+    for name, decider, values, _ in _BELONGS:
         if decider == "method" and method not in values:
             kept.pop(name, None)
     if method != "negcache" and kept.get("proposal") != "cache":

@@ -164,6 +164,11 @@ _WATCHED = (
 )
 
 
+def _watched(modules: list[nn.Module]) -> bool:
+    """Whether somebody looks at what goes in or out of a module, or has changed what it does."""
+    return any(module.__dict__.get(name) for module in modules for name in _WATCHED)
+
+
 def _sizes(layer: nn.Conv2d) -> Sizes:
     return Sizes(layer.stride, layer.padding, layer.dilation, layer.groups)  # type: ignore[arg-type]
 
@@ -173,9 +178,13 @@ def _chain(network: ResNet) -> list[tuple[list[nn.Conv2d], nn.Conv2d | None]] | 
     *stages, _ = _parts(network)
     found = [_convolutions(block) for stage in stages for block in stage.children()]
     parts = [part for stage in _parts(network) for part in stage.modules()]
-    watched = any(part.__dict__.get(name) for part in parts for name in _WATCHED)
     pools = isinstance(network.avgpool, nn.AdaptiveAvgPool2d)
-    if watched or not pools or network.avgpool.output_size not in (1, (1, 1)) or None in found:
+    if (
+        _watched(parts)
+        or not pools
+        or network.avgpool.output_size not in (1, (1, 1))
+        or None in found
+    ):
         return None
     return [layers for layers in found if layers is not None]
 
@@ -191,9 +200,10 @@ def is_fused(*parts: nn.Module) -> bool:
     """
     modules = [module for part in parts for module in part.modules()]
     plain = all(type(module) in (*_LAYERS, *_CONTAINERS) for module in modules)
-    watched = any(module.__dict__.get(name) for module in modules for name in _WATCHED)
     networks = [module for module in modules if type(module) is ResNet]
-    return plain and not watched and len(networks) == 1 and _chain(networks[0]) is not None
+    return (
+        plain and not _watched(modules) and len(networks) == 1 and _chain(networks[0]) is not None
+    )
 
 
 @contextmanager

@@ -185,18 +185,22 @@ _RULES: dict[str, _Rule] = {
 
 _ZERO_IS_NONE = ("augmentations", "embedding_dim", "image_size", "subset")
 
-# Which choice an option belongs to: option -> (deciding field, values it goes with, what it is).
-_BELONGS: dict[str, tuple[str, tuple[str, ...], str]] = {
-    "carried": ("method", ("emc2", "isir"), "only chains carry a negative"),
-    "proposal": ("method", ("emc2", "isir"), "only chains have proposals"),
-    "carried_gradient": ("method", ("emc2",), "i-SIR gives every carried image weight"),
-    "walk": ("method", ("emc2",), "i-SIR and the others have no order to walk in"),
-    "burn_in": ("method", ("emc2",), "i-SIR and the others discard no steps"),
-    "gamma": ("method", ("sogclr",), "the rate of its moving average"),
-    "momentum": ("optimizer", ("sgd", "lars"), "Adam has its own"),
-    "download": ("data", ("cifar10", "stl10"), "nothing else can be downloaded"),
-    "root": ("data", ("cifar10", "stl10"), "other data is not stored there"),
-}
+# Which choices an option belongs to: option, deciding field, values it goes with, what it is.
+_WITH_BATCH = "it is about images encoded with the batch"
+_BELONGS: tuple[tuple[str, str, tuple[str | None, ...], str], ...] = (
+    ("carried", "method", ("emc2", "isir"), "only chains carry a negative"),
+    ("proposal", "method", ("emc2", "isir"), "only chains have proposals"),
+    ("carried_gradient", "method", ("emc2",), "i-SIR gives every carried image weight"),
+    ("carried_gradient", "carried", ("encode",), _WITH_BATCH),
+    ("carried_gradient", "proposal", ("batch",), _WITH_BATCH),
+    ("carried_gradient", "augmentations", (None,), _WITH_BATCH),
+    ("walk", "method", ("emc2",), "i-SIR and the others have no order to walk in"),
+    ("burn_in", "method", ("emc2",), "i-SIR and the others discard no steps"),
+    ("gamma", "method", ("sogclr",), "the rate of its moving average"),
+    ("momentum", "optimizer", ("sgd", "lars"), "Adam has its own"),
+    ("download", "data", ("cifar10", "stl10"), "nothing else can be downloaded"),
+    ("root", "data", ("cifar10", "stl10"), "other data is not stored there"),
+)
 
 # Fields that may change when a run is continued: where and how it runs, never what it computes.
 _FREE = frozenset({"out", "device", "graph", "eval_every", "checkpoint_every",
@@ -311,10 +315,11 @@ def _fit(config: TrainConfig, base: dict[str, Any], given: dict[str, Any]) -> Tr
 
 
 def _refuse_contradictions(config: TrainConfig, given: Mapping[str, object]) -> None:
-    for name, (decider, values, reason) in _BELONGS.items():
+    for name, decider, values, reason in _BELONGS:
         actual = getattr(config, decider)
         if name in given and given[name] is not False and actual not in values:
-            _refuse(name, f"{_option(decider)} {' or '.join(values)}", decider, actual, reason)
+            owners = " or ".join(value or "0" for value in values)
+            _refuse(name, f"{_option(decider)} {owners}", decider, actual, reason)
     cached = config.method == "negcache" or (
         config.method in ("emc2", "isir") and config.proposal == "cache"
     )
@@ -328,11 +333,6 @@ def _refuse_contradictions(config: TrainConfig, given: Mapping[str, object]) -> 
             f"--method {config.method} has --denominator {built_in} built in and --denominator "
             f"{config.denominator} was given; choose --method {other} for that"
         )
-    for name, value in {"carried": "encode", "proposal": "batch", "augmentations": None}.items():
-        if "carried_gradient" in given and getattr(config, name) != value:
-            owner = f"{_option(name)} {value or 0}"
-            reason = "it is about images encoded with the batch"
-            _refuse("carried_gradient", owner, name, getattr(config, name), reason)
     if "epochs" in given and "steps" in given:
         raise ConfigError("--epochs and --steps both set the length of the run; give one of them")
     if "warmup_epochs" in given and config.steps is None and config.warmup_epochs > config.epochs:

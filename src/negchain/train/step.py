@@ -206,8 +206,8 @@ class TrainStep:
         self.passes.backward(loss)
         assert z.grad is not None
         drawn = Draws(self.config.seed, self.step, STREAM_SURVIVORS)
-        room = -(-size // SURVIVORS)
-        self.passes.backward_rows(2 * size, *gradient_of_survivors(z.grad, 2 * size, room, drawn))
+        trained = gradient_of_survivors(z.grad, 2 * size, survivors_room(size), drawn)
+        self.passes.backward_rows(2 * size, *trained)
         return loss
 
     def _forward_stored(self) -> Tensor:
@@ -275,6 +275,11 @@ class TrainStep:
 
     def _encode_plain(self, images: Tensor) -> Tensor:
         return self.passes.embed(self.augment.plain(images))
+
+
+def survivors_room(size: int) -> int:
+    """How many of `size` carried images can be trained."""
+    return -(-size // SURVIVORS)
 
 
 def _scores_first(config: TrainConfig, encoder: nn.Module) -> bool:
