@@ -118,8 +118,9 @@ def test_a_state_of_another_size_is_refused(case) -> None:
     if case[0] in ("infonce", "dcl"):
         return  # no state per sample
     other = METHODS[case[0]].build(5.0, num_samples=M + 1, **case[1])
-    with pytest.raises(RuntimeError, match="size mismatch"):
+    with pytest.raises(RuntimeError, match="size mismatch") as told:
         other.load_state_dict(loss_fn.state_dict())
+    assert str(told.value).count("another data set") == 1 and "build the loss as" in str(told.value)
 
 
 def test_another_width_is_refused() -> None:

@@ -49,6 +49,12 @@ def full_precision(method: Method) -> Method:
     return cast(Method, wrapped)
 
 
+OTHER_STATE = (
+    "this is the state of a loss for another data set, or with other settings; build the loss as "
+    "it was built when the state was saved, or start without it"
+)
+
+
 class LazyState(nn.Module):
     """A module with buffers whose last dimension is 0 until the first batch gives their width."""
 
@@ -63,7 +69,11 @@ class LazyState(nn.Module):
             waiting = 0 in (saved.shape[-1], buffer.shape[-1])
             if waiting and saved.shape[:-1] == buffer.shape[:-1]:
                 setattr(self, name, buffer.new_zeros(saved.shape))
+        errors: list[str] = args[-1]
+        known = len(errors)
         super()._load_from_state_dict(state_dict, prefix, *args)
+        if len(errors) > known and OTHER_STATE not in errors:
+            errors.append(OTHER_STATE)
 
 
 class ContrastiveLoss(LazyState):
