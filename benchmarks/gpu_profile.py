@@ -26,13 +26,13 @@ from negchain import bench
 from negchain.augment import Draws
 from negchain.bench import runs
 from negchain.bench.timing import Timed, graphed, interleaved
-from negchain.layers.convolution import Sizes
-from negchain.layers.few_channels_triton import (
+from negchain.fast.layers.convolution import Sizes
+from negchain.fast.layers.few_channels_triton import (
     few_channels_forward,
     few_channels_gradient,
     fold_of,
 )
-from negchain.layers.max_pool_triton import max_pool_backward, max_pool_forward
+from negchain.fast.layers.max_pool_triton import max_pool_backward, max_pool_forward
 from negchain.train import step as step_module
 from negchain.train.survivors import gradient_of_survivors
 

@@ -21,7 +21,7 @@ import functools
 import torch
 from torch import Tensor
 
-from negchain.backends import prefers_triton
+from negchain.fast.backends import prefers_triton
 
 GOLDEN = -1640531527  # 0x9E3779B9 as int32: the odd constant nearest 2^32 / golden ratio
 MIX_A = 0x21F0AAAD
@@ -85,7 +85,7 @@ def bits(seed: int, step: Tensor, stream: int, rows: Tensor, num_columns: int) -
         True
     """
     if step.is_cuda and prefers_triton(rows):
-        from negchain.draws_triton import bits_triton
+        from negchain.fast.draws_triton import bits_triton
 
         return bits_triton(seed_key(seed), step, stream, rows, num_columns)
     return _bits_torch(seed, step, stream, rows, num_columns)

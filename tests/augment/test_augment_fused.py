@@ -204,7 +204,7 @@ def interpreted_pixels_from_draws() -> None:
 def interpreted_dtype_and_memory_format(
     dtype: torch.dtype, channels_last: bool, channels: int
 ) -> None:
-    from negchain.augment.fused_triton import augment_fused
+    from negchain.fast.augment.fused_triton import augment_fused
 
     augment = for_channels(ALL, channels)
     images, uniforms = batch(3, channels, 17, 23), draws(augment, 3)
@@ -217,7 +217,7 @@ def interpreted_dtype_and_memory_format(
 
 
 def interpreted_index_gathers() -> None:
-    from negchain.augment.fused_triton import augment_fused
+    from negchain.fast.augment.fused_triton import augment_fused
 
     table, index = batch(7, 3, 17, 23), torch.tensor([6, 0, 3, 3, 5])
     uniforms = draws(ALL, 5)
@@ -228,7 +228,7 @@ def interpreted_index_gathers() -> None:
 
 @pytest.mark.parametrize("num_parts", [1, 2, 3])
 def interpreted_index_in_parts(num_parts: int) -> None:
-    from negchain.augment.fused_triton import augment_fused
+    from negchain.fast.augment.fused_triton import augment_fused
 
     augment = Augmentation(size=12, crop_scale=(0.5, 1.0), flip=True)
     table, drawn = batch(7, 3, 17, 23), Draws(0, torch.tensor(1), 32)
@@ -325,7 +325,7 @@ def test_gpu_params() -> None:
 
 @pytest.mark.gpu
 def test_gpu_graph_replays_bf16_channels_last_of_a_table() -> None:
-    from negchain.augment.fused_triton import augment_fused
+    from negchain.fast.augment.fused_triton import augment_fused
 
     augment = augmentation("simclr-stl10", size=96)
     table = batch(50, 3, 96, 96).cuda()

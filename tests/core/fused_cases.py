@@ -27,7 +27,7 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from negchain import EMC2Loss
-from negchain.fused import function, layout_triton, tiles
+from negchain.fast.fused import function, layout_triton, tiles
 
 
 def emc2(name: str, *, size: int = 6, steps: int = 3, **options: Any) -> Case:

@@ -22,8 +22,8 @@ from rank_cases import changed
 from torch import Tensor
 
 from negchain import EMC2Loss
-from negchain.fused import backward, gather_triton
-from negchain.fused.plan import Plan, Walked
+from negchain.fast.fused import backward, gather_triton
+from negchain.fast.fused.plan import Plan, Walked
 
 Draw = Callable[["Case", torch.Generator], Tensor]
 

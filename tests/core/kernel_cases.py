@@ -8,7 +8,8 @@ import triton.language as tl
 from scan_cases import scan_cases
 from torch import Tensor
 
-from negchain import draws, draws_triton, mh_scan
+from negchain import draws, mh_scan
+from negchain.fast import draws_triton
 
 
 def thinned_scan(device: str = "cpu") -> list[str]:

@@ -19,7 +19,7 @@ from fused_cases import _hurry
 from torch import Tensor
 
 from negchain import draws
-from negchain.fused import ranks, ranks_triton
+from negchain.fast.fused import ranks, ranks_triton
 
 SIZES = (1, 2, 31, 32, 33, 127, 129, 500, 1025)
 DRAWS = ((0, 0, 1), (2**40 + 5, 7, 1 + 16), (3, 2**31 + 9, 1))  # seed, step, stream

@@ -33,7 +33,7 @@ from fused_play import Case, build, compare, invalid_row  # noqa: E402
 from kernel_cases import draw_bits, draw_logarithms, thinned_scan  # noqa: E402
 
 from negchain import EMC2Loss, InfoNCELoss, SogCLRLoss  # noqa: E402
-from negchain.fused import function  # noqa: E402
+from negchain.fast.fused import function  # noqa: E402
 
 
 def names(cases: list[Case]) -> list[str]:

@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 
 from gather_cases import BUGS, CASES, bad_rows, check  # noqa: E402
 
-from negchain.fused import backward  # noqa: E402
+from negchain.fast.fused import backward  # noqa: E402
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ from rank_cases import (  # noqa: E402
 )
 
 from negchain import draws  # noqa: E402
-from negchain.fused import ranks  # noqa: E402
+from negchain.fast.fused import ranks  # noqa: E402
 
 
 @pytest.fixture(scope="module")

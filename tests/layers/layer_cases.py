@@ -32,7 +32,7 @@ from recorded_cases import check_move_rows, check_recorded_encoder
 from torch import Tensor
 from torchvision.models.resnet import BasicBlock, ResNet
 
-from negchain.layers import (
+from negchain.fast.layers import (
     FasterLayers,
     WeightGradients,
     few_channels_triton,
@@ -208,7 +208,7 @@ def check_encoder() -> Iterator[str]:
     z.backward(grad)
     gradients, called = WeightGradients(None), []
     with (
-        mock.patch("negchain.backends.prefers_triton", lambda like: True),
+        mock.patch("negchain.fast.backends.prefers_triton", lambda like: True),
         _counting(few_channels_triton, "few_channels_forward", called),
         _counting(few_channels_triton, "few_channels_gradient", called),
         _counting(max_pool_triton, "max_pool_forward", called),

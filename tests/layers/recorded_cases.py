@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torchvision.models.resnet import BasicBlock, ResNet
 
-from negchain.layers import (
+from negchain.fast.layers import (
     FasterLayers,
     Recorded,
     WeightGradients,
@@ -89,7 +89,9 @@ def check_recorded_encoder() -> Iterator[str]:
     recorded = Recorded(x)
     layers = FasterLayers(fast, set(fast.parameters()), gradients, recorded)
     with contextlib.ExitStack() as patches:
-        patches.enter_context(mock.patch("negchain.backends.prefers_triton", lambda like: True))
+        patches.enter_context(
+            mock.patch("negchain.fast.backends.prefers_triton", lambda like: True)
+        )
         calls = [
             patches.enter_context(mock.patch.object(module, name, wraps=getattr(module, name)))
             for module, name in KERNELS

@@ -20,7 +20,7 @@ from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
 from interpreter import interpreted
 from negchain.encoders import build_encoder
-from negchain.layers import FasterLayers, WeightGradients, residual
+from negchain.fast.layers import FasterLayers, WeightGradients, residual
 
 ENCODERS = [
     ("resnet18", "none", 32),

@@ -20,12 +20,12 @@ from recorded_cases import check_move_rows, differing_move  # noqa: E402
 from test_layers import assert_untouched, normal, results  # noqa: E402
 
 from negchain.encoders import build_encoder  # noqa: E402
-from negchain.layers import (  # noqa: E402
+from negchain.fast.layers import (  # noqa: E402
     few_channels_triton,
     max_pool_triton,
     recorded_triton,
 )
-from negchain.layers.few_channels_triton import (  # noqa: E402
+from negchain.fast.layers.few_channels_triton import (  # noqa: E402
     few_channels_forward,
     few_channels_gradient,
     fold_of,

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock, Bottleneck
 
 from negchain.encoders import build_encoder
-from negchain.layers import FasterLayers, Recorded, WeightGradients, is_fused
-from negchain.layers.recorded import move_rows
+from negchain.fast.layers import FasterLayers, Recorded, WeightGradients, is_fused
+from negchain.fast.layers.recorded import move_rows
 
 
 @pytest.mark.parametrize("first, source", MOVES)

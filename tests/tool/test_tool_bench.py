@@ -15,7 +15,7 @@ import negchain
 from negchain import bench
 from negchain.augment import augmentation
 from negchain.bench import docs, equality, record, runs, scan, steps, stream, timing, usual
-from negchain.layers import WeightGradients, recorded
+from negchain.fast.layers import WeightGradients, recorded
 from negchain.train import survivors
 from negchain.train.passes import OverlappedPass
 from negchain.weights.metropolis import Scan, mh_scan

@@ -248,7 +248,7 @@ def test_planted_bugs_are_caught(kind: str, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """`AdamUpdate` takes the kernel on a CPU as well."""
-    monkeypatch.setattr("negchain.backends.prefers_triton", lambda like: True)
+    monkeypatch.setattr("negchain.fast.backends.prefers_triton", lambda like: True)
     monkeypatch.setattr(adam, "update_torch", None)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from negchain.encoders import build_encoder
-from negchain.layers import residual
+from negchain.fast.layers import residual
 from negchain.optim import build_optimizer, load_optimizer
 from negchain.train.adam import AdamUpdate
 from negchain.train.passes import OverlappedPass, PlainPass

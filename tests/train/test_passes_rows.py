@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from negchain.encoders import Encoder, build_encoder
-from negchain.layers import Recorded, recorded
+from negchain.fast.layers import Recorded, recorded
 from negchain.train.passes import OverlappedPass, PlainPass
 
 FIRST, COUNT = 2, 7  # images that are always trained, and all

@@ -144,7 +144,7 @@ def interpreted_kernel_is_the_twin() -> None:
 def interpreted_kernel_takes_as_many_as_fit_one_program() -> None:
     calls = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("negchain.backends.prefers_triton", lambda like: True)
+        patch.setattr("negchain.fast.backends.prefers_triton", lambda like: True)
         patch.setattr(
             "negchain.train.survivors_triton.gradient_of_survivors_triton",
             lambda grad, *given: (calls.append(len(grad)), (grad, grad))[1],

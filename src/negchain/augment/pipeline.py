@@ -22,7 +22,7 @@ from torch import Tensor
 
 from negchain import draws
 from negchain.augment import blur, colour, crop
-from negchain.backends import prefers_triton, triton_error
+from negchain.fast.backends import prefers_triton, triton_error
 
 
 class Params(NamedTuple):
@@ -220,7 +220,7 @@ class Augmentation:
             reason = triton_error(images)
             if reason is not None:
                 raise ValueError(f"backend='triton' needs {reason}; use backend='torch'")
-            from negchain.augment.fused_triton import augment_fused
+            from negchain.fast.augment.fused_triton import augment_fused
 
             return augment_fused(self, images, uniforms)
         raise ValueError(f"backend must be 'auto', 'torch' or 'triton', got {backend!r}")
@@ -249,7 +249,7 @@ class Augmentation:
         if not prefers_triton(table):
             whole = index if isinstance(index, Tensor) else torch.cat([*index])
             return self(table[whole], uniforms)
-        from negchain.augment.fused_triton import augment_fused
+        from negchain.fast.augment.fused_triton import augment_fused
 
         return augment_fused(self, table, uniforms, index=index, dtype=dtype, channels_last=True)
 

@@ -22,7 +22,7 @@ from negchain.bench.runs import (
 from negchain.bench.table import Bar, Check, Row, Settings, Table
 from negchain.bench.timing import Timed, graphed, interleaved, release
 from negchain.data import DataBundle
-from negchain.layers.recorded import move_rows
+from negchain.fast.layers.recorded import move_rows
 from negchain.train import trainer
 from negchain.train.step import survivors_room
 from negchain.train.survivors import gradient_of_survivors

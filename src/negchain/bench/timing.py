@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from negchain.streams import forked, join, new_stream
+from negchain.fast.streams import forked, join, new_stream
 
 Call = Callable[[], object]
 

@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from negchain import fused
+from negchain.fast import fused
 from negchain.losses.base import (
     ContrastiveLoss,
     detached_logits,

@@ -1,8 +1,8 @@
 """Large batches on any device: the rows of a few items at a time against all columns.
 
-The readable twin of `negchain.fused`'s tiles: a panel's similarities are computed, walked over,
-differentiated and forgotten, so that memory grows with B times the panel and not with B^2. The
-gradient of the loss is linear in what comes after it, so each panel's gradient can be taken at
+The readable twin of `negchain.fast.fused`'s tiles: a panel's similarities are computed, walked
+over, differentiated and forgotten, so that memory grows with B times the panel and not with B^2.
+The gradient of the loss is linear in what comes after it, so each panel's gradient can be taken at
 once and handed to the encoder later (GradCache, arXiv:2101.06983).
 
 Shapes: `B` batch, `D` embedding.

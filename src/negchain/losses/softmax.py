@@ -12,7 +12,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from negchain import fused
+from negchain.fast import fused
 from negchain.losses.base import (
     ContrastiveLoss,
     detached_logits,

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from negchain import backends
+from negchain.fast import backends
 from negchain.optim import laid_out_as, lies_as
 
 

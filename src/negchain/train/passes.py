@@ -5,7 +5,7 @@ with fewer and concurrent launches:
 
 * the weights of convolutions and linear layers are copied to bf16 all at once, where autocast casts
   them one by one, and their gradients come back the same way;
-* layers are those of `negchain.layers`: weight gradients run beside the gradients of activations;
+* layers are those of `negchain.fast.layers`: weight gradients run beside those of activations;
 * Adam steps a weight as soon as its gradient is there, while the backward pass goes on.
 """
 
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from negchain.encoders import Encoder
-from negchain.layers import FasterLayers, Recorded, WeightGradients, is_fused
-from negchain.streams import forked, join, new_stream
+from negchain.fast.layers import FasterLayers, Recorded, WeightGradients, is_fused
+from negchain.fast.streams import forked, join, new_stream
 from negchain.train import adam
 
 

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from negchain import draws
 from negchain.augment import Augmentation, Draws
 from negchain.encoders import Encoder
+from negchain.fast.streams import forked, join, new_stream
 from negchain.losses import DCLLoss, EMC2Loss, InfoNCELoss, NegativeCacheLoss, SogCLRLoss
 from negchain.losses.base import ContrastiveLoss
 from negchain.losses.table import StaleTable
 from negchain.pool import Draw
-from negchain.streams import forked, join, new_stream
 from negchain.train.config import TrainConfig
 from negchain.train.passes import OverlappedPass, PlainPass, can_record
 from negchain.train.survivors import gradient_of_survivors

@@ -17,8 +17,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from negchain import backends
 from negchain.augment import Draws
+from negchain.fast import backends
 
 MOST_FUSED = 1024  # carried images that one program compares with each other
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from negchain import draws
 from negchain.augment import Draws
-from negchain.draws_triton import hash_column, hash_row, stream_key, uniform
+from negchain.fast.draws_triton import hash_column, hash_row, stream_key, uniform
 
 CHUNK = 32  # images compared with all others at once
 

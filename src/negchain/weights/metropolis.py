@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from negchain.backends import prefers_triton, triton_error
+from negchain.fast.backends import prefers_triton, triton_error
 
 Backend = Literal["auto", "reference", "torch", "triton"]
 
@@ -93,7 +93,7 @@ def mh_scan(
         reason = triton_error(logits)
         if reason is not None:
             raise ValueError(f"backend='triton' needs {reason}; use backend='torch'")
-        from negchain.weights.scan_triton import scan_triton
+        from negchain.fast.scan_triton import scan_triton
 
         return scan_triton(logits, start_logit, log_u, burn_in, count_every)
     raise ValueError(f"backend must be 'auto', 'reference', 'torch' or 'triton', got {backend!r}")

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
-from negchain import backends
-from negchain.layers.convolution import Convolution, FewChannels, Sizes, has_few_channels
-from negchain.layers.recorded import Recorded, recorded_result
-from negchain.layers.residual import fused_blocks
-from negchain.layers.weight_gradients import WeightGradients
+from negchain.fast import backends
+from negchain.fast.layers.convolution import Convolution, FewChannels, Sizes, has_few_channels
+from negchain.fast.layers.recorded import Recorded, recorded_result
+from negchain.fast.layers.residual import fused_blocks
+from negchain.fast.layers.weight_gradients import WeightGradients
 
 
 class MaxPool(torch.autograd.Function):
@@ -28,7 +28,7 @@ class MaxPool(torch.autograd.Function):
         ctx: Any, x: Tensor, size: int, stride: int, padding: int, recorded: Recorded | None
     ) -> Tensor:
         """[N,C,H,W] -> [N,C,OH,OW]."""
-        from negchain.layers.max_pool_triton import max_pool_forward
+        from negchain.fast.layers.max_pool_triton import max_pool_forward
 
         y, winner = recorded_result(recorded, lambda: max_pool_forward(x, size, stride, padding))
         ctx.save_for_backward(winner)
@@ -39,7 +39,7 @@ class MaxPool(torch.autograd.Function):
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         """Gradient of the images."""
-        from negchain.layers.max_pool_triton import max_pool_backward
+        from negchain.fast.layers.max_pool_triton import max_pool_backward
 
         (winner,) = ctx.saved_tensors
         grad = grad.contiguous(memory_format=torch.channels_last)

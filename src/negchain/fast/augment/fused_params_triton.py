@@ -22,7 +22,7 @@ from torch import Tensor
 from negchain.augment import crop
 from negchain.augment.pipeline import Augmentation, Draws
 from negchain.draws import seed_key
-from negchain.draws_triton import hash_column, hash_row, stream_key, uniform
+from negchain.fast.draws_triton import hash_column, hash_row, stream_key, uniform
 
 # Fields of an image's row of numbers.
 TOP = tl.constexpr(0)

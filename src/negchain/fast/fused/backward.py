@@ -10,9 +10,9 @@ import triton
 from torch import Tensor
 
 from negchain import draws
-from negchain.fused import gather_triton, layout_triton, tiles_triton
-from negchain.fused.plan import Plan, Walked, given
-from negchain.fused.tiles import operands, shape
+from negchain.fast.fused import gather_triton, layout_triton, tiles_triton
+from negchain.fast.fused.plan import Plan, Walked, given
+from negchain.fast.fused.tiles import operands, shape
 
 PANEL = 4096  # rows of i-SIR's weights at a time in its streaming backward pass
 

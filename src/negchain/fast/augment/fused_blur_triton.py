@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from negchain.augment import blur
-from negchain.augment.fused_params_triton import NUM_FIELDS, SIGMA
 from negchain.augment.pipeline import Augmentation
+from negchain.fast.augment.fused_params_triton import NUM_FIELDS, SIGMA
 
 PIXELS = 512  # pixels per program: 18 programs for an image of 96 x 96
 

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 
 from negchain import draws
-from negchain import draws_triton as hashed
-from negchain.fused.objective_triton import (
+from negchain.fast import draws_triton as hashed
+from negchain.fast.fused.objective_triton import (
     earlier_partition,
     log_add_exp,
     log_sum_exp,

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from negchain.streams import forked, join
+from negchain.fast.streams import forked, join
 
 MOST_KEPT = 2**30  # bytes
 

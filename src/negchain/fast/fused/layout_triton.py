@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from negchain import draws
-from negchain import draws_triton as hashed
+from negchain.fast import draws_triton as hashed
 
 STREAM_ORDER = tl.constexpr(draws.STREAM_ORDER)
 STREAM_INIT = tl.constexpr(draws.STREAM_INIT)

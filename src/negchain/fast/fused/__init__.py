@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from negchain.backends import prefers_triton, triton_error
+from negchain.fast.backends import prefers_triton, triton_error
 from negchain.losses.batch import as_ids, check_carried_shape, check_shapes, per_side
 
 if TYPE_CHECKING:
-    from negchain.fused.plan import Numbers
+    from negchain.fast.fused.plan import Numbers
     from negchain.losses.base import ContrastiveLoss
     from negchain.losses.chains import ChainTable
     from negchain.losses.emc2 import EMC2Loss
@@ -85,7 +85,7 @@ def _size_applies(loss_fn: EMC2Loss, size: int) -> bool:
 
 def carried_ids(loss_fn: EMC2Loss, side: int, index: Tensor) -> Tensor:  # [B] -> [B]
     """Ids of the carried states of a batch, for the caller to encode."""
-    from negchain.fused import forward
+    from negchain.fast.fused import forward
 
     return forward.carried_ids(loss_fn.chains, side, index)
 
@@ -145,7 +145,7 @@ def _both_sides(
     tables: Tensor | None,
     settings: dict[str, Any],
 ) -> tuple[Tensor, Numbers]:
-    from negchain.fused import function, plan
+    from negchain.fast.fused import function, plan
 
     check_shapes(z_a, z_b, key_index, loss_fn.num_keys)
     chains: ChainTable | None = getattr(loss_fn, "chains", None)

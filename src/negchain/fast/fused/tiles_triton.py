@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 
 from negchain import draws
-from negchain import draws_triton as hashed
+from negchain.fast import draws_triton as hashed
 
 TILE = 128  # columns of a tile
 ROWS = 64  # rows of a program

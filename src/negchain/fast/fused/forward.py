@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 
 from negchain import draws
-from negchain.fused import (
+from negchain.fast.fused import (
     MAX_COLUMNS,
     commit_triton,
     in_batch_triton,
@@ -22,8 +22,8 @@ from negchain.fused import (
     rows_triton,
     tiles_triton,
 )
-from negchain.fused.plan import Plan, Walked, given
-from negchain.fused.tiles import walk_tiles
+from negchain.fast.fused.plan import Plan, Walked, given
+from negchain.fast.fused.tiles import walk_tiles
 from negchain.losses.chains import ChainTable
 
 COMMITTED = 8  # items per program that stores: 8 x 1,024 pairs fit into its registers

@@ -13,7 +13,7 @@ from typing import Literal
 import triton
 from torch import Tensor
 
-from negchain.fused import tiles_triton
+from negchain.fast.fused import tiles_triton
 from negchain.losses.chains import ChainTable
 from negchain.objective import Denominator
 

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 
 from negchain import draws
-from negchain.fused.layout_triton import heads
-from negchain.fused.objective_triton import log_add_exp
+from negchain.fast.fused.layout_triton import heads
+from negchain.fast.fused.objective_triton import log_add_exp
 
 STREAM_VIEW = tl.constexpr(draws.STREAM_VIEW)
 

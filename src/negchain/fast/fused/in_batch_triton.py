@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from negchain.fused.objective_triton import log_add_exp, log_sum_exp, masked_logits
+from negchain.fast.fused.objective_triton import log_add_exp, log_sum_exp, masked_logits
 
 
 @triton.jit

@@ -12,9 +12,9 @@
 The encoder itself is not touched: outside the context it runs torch's layers, the readable twin.
 """
 
-from negchain.layers.faster import FasterLayers
-from negchain.layers.recorded import Recorded
-from negchain.layers.residual import is_fused
-from negchain.layers.weight_gradients import WeightGradients
+from negchain.fast.layers.faster import FasterLayers
+from negchain.fast.layers.recorded import Recorded
+from negchain.fast.layers.residual import is_fused
+from negchain.fast.layers.weight_gradients import WeightGradients
 
 __all__ = ["FasterLayers", "Recorded", "WeightGradients", "is_fused"]

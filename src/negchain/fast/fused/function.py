@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from negchain.fused.backward import backward
-from negchain.fused.forward import walk
-from negchain.fused.plan import Numbers, Plan
+from negchain.fast.fused.backward import backward
+from negchain.fast.fused.forward import walk
+from negchain.fast.fused.plan import Numbers, Plan
 
 
 def fused_loss(

@@ -13,10 +13,10 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from negchain import draws
-from negchain.backends import float32_products
-from negchain.fused import tile_rows_triton, tiles_triton
-from negchain.fused.plan import Plan, Walked, given
-from negchain.fused.ranks import num_equal
+from negchain.fast.backends import float32_products
+from negchain.fast.fused import tile_rows_triton, tiles_triton
+from negchain.fast.fused.plan import Plan, Walked, given
+from negchain.fast.fused.ranks import num_equal
 
 MAX_SPLIT_BLOCKS = 160  # of rows: beyond, there is enough to do without splitting the columns
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from negchain import draws_triton as hashed
+from negchain.fast import draws_triton as hashed
 
 LARGEST = tl.constexpr(2**31 - 1)
 NOBODY = tl.constexpr(-(2**31))

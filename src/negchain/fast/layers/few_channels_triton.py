@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from negchain.backends import float32_products
+from negchain.fast.backends import float32_products
 
 FOLDED = tl.constexpr(16)  # channels
 PIXELS, GRADIENT_PIXELS = 128, 64  # per product

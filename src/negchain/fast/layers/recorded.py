@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from negchain import backends
+from negchain.fast import backends
 
 
 class Recorded:
@@ -83,7 +83,7 @@ def move_rows(tensors: list[Tensor], first: int, source: Tensor) -> None:
         tensor([0, 4, 2, 3, 4])
     """
     if backends.prefers_triton(source):
-        from negchain.layers.recorded_triton import move_rows_triton
+        from negchain.fast.layers.recorded_triton import move_rows_triton
 
         move_rows_triton(tensors, first, source)
         return

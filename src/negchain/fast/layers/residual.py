@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet  # type: ignore[import-untyped]
 
-from negchain import backends
-from negchain.layers.convolution import Sizes
-from negchain.layers.recorded import Recorded, recorded_result
-from negchain.layers.weight_gradients import WeightGradients
+from negchain.fast import backends
+from negchain.fast.layers.convolution import Sizes
+from negchain.fast.layers.recorded import Recorded, recorded_result
+from negchain.fast.layers.weight_gradients import WeightGradients
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def masked(grad: Tensor, rectified: Tensor, added: Tensor | None = None) -> Tens
         (tensor([0., 1.]), tensor([0., 5.]))
     """
     if backends.prefers_triton(rectified):
-        from negchain.layers.masked_triton import masked_triton
+        from negchain.fast.layers.masked_triton import masked_triton
 
         return masked_triton(grad, rectified, added)
     if added is not None:

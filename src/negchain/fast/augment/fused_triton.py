@@ -29,7 +29,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from negchain.augment.fused_blur_triton import (
+from negchain.augment.pipeline import Augmentation, Draws, check_images
+from negchain.fast.augment.fused_blur_triton import (
     PIXELS,
     blur_radius,
     blurred,
@@ -37,7 +38,7 @@ from negchain.augment.fused_blur_triton import (
     store,
     unit,
 )
-from negchain.augment.fused_params_triton import (
+from negchain.fast.augment.fused_params_triton import (
     CONTRAST,
     CONTRAST_PLACE,
     FLIP,
@@ -57,7 +58,6 @@ from negchain.augment.fused_params_triton import (
     WIDTH,
     fused_params,
 )
-from negchain.augment.pipeline import Augmentation, Draws, check_images
 
 SATURATION = tl.constexpr(2)
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from negchain import backends
-from negchain.layers.recorded import Recorded, recorded_result
-from negchain.layers.weight_gradients import WeightGradients
+from negchain.fast import backends
+from negchain.fast.layers.recorded import Recorded, recorded_result
+from negchain.fast.layers.weight_gradients import WeightGradients
 
 aten = torch.ops.aten
 
@@ -122,7 +122,7 @@ class FewChannels(torch.autograd.Function):
         recorded: Recorded | None,
     ) -> Tensor:
         """[N,C,H,W] [O,C,K,K] -> [N,O,OH,OW]."""
-        from negchain.layers.few_channels_triton import few_channels_forward, fold_of
+        from negchain.fast.layers.few_channels_triton import few_channels_forward, fold_of
 
         y, folded = recorded_result(recorded, lambda: few_channels_forward(x, weight, padding))
         ctx.save_for_backward(folded, weight)
@@ -133,7 +133,7 @@ class FewChannels(torch.autograd.Function):
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None, None]:
         """Gradient of the weights."""
-        from negchain.layers.few_channels_triton import few_channels_gradient
+        from negchain.fast.layers.few_channels_triton import few_channels_gradient
 
         folded, weight = ctx.saved_tensors
         grad = grad.contiguous(memory_format=torch.channels_last)
@@ -148,7 +148,7 @@ def has_few_channels(x: Tensor, weight: Tensor, sizes: Sizes) -> bool:
         return False
     if x.is_cuda and x.element_size() != 2:  # float32 products of this size compile for minutes
         return False
-    from negchain.layers.few_channels_triton import fold_of
+    from negchain.fast.layers.few_channels_triton import fold_of
 
     padding = sizes.padding[0]
     plain = sizes == Sizes((2, 2), (padding, padding), (1, 1), 1)

@@ -15,7 +15,7 @@ import triton
 from torch import Tensor
 
 from negchain import draws
-from negchain.fused import ranks_triton
+from negchain.fast.fused import ranks_triton
 
 MOST_PAIRED = 16384  # chosen, not measured; beyond, items are sorted: pairs grow as the square
 THREADS = 128

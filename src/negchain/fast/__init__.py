@@ -1,0 +1,12 @@
+"""Everything that is fast and hard to read: Triton kernels, CUDA streams, fused layers.
+
+Each piece has a readable twin elsewhere in the package with the same results, and an `applies` (or
+the like) that says when it may take the twin's place. Nothing outside this folder imports Triton.
+
+    fused/      the losses in a dozen kernel launches; twin: `negchain.losses`
+    augment/    augmentation in four; twin: `negchain.augment`
+    layers/     layers of encoders; twin: the encoder itself
+    scan_triton, draws_triton    twins: `weights.scan_torch`, `negchain.draws`
+    backends    whether Triton can run here
+    streams     work beside other work on one GPU
+"""
