@@ -1,6 +1,6 @@
 """How long a captured training step takes with each strategy of `negchain.fast.encoder`.
 
-    PYTHONPATH=src python benchmarks/encoder_paths.py [--budget 400] [--strategies plain compile ...]
+    PYTHONPATH=src python benchmarks/encoder_paths.py [--budget 400] [--strategies plain ...]
         [--encoders resnet18-none resnet18-batch vit-tiny] [--batches 32 256]
 
 One row per encoder, batch size and loss, one column per strategy: ms per step, the median of rounds
