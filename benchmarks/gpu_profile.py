@@ -1,6 +1,6 @@
 """Where the time goes on a GPU: kernels of a training step, of the streaming loss, and layers.
 
-    PYTHONPATH=src python benchmarks/gpu_profile.py [step | timeline | layers | stream | survivors]
+    PYTHONPATH=src python benchmarks/gpu_profile.py [step | timeline | layers | stream]
 
 `negchain bench` says how long things take; this says which kernels it was. Records name it.
 """
@@ -9,23 +9,19 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 import sys
 import tempfile
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import negchain
 from negchain import bench
-from negchain.augment import Draws
 from negchain.bench import runs
-from negchain.bench.timing import Timed, graphed, interleaved
+from negchain.bench.timing import graphed, interleaved
 from negchain.fast.layers.convolution import Sizes
 from negchain.fast.layers.few_channels_triton import (
     few_channels_forward,
@@ -33,10 +29,7 @@ from negchain.fast.layers.few_channels_triton import (
     fold_of,
 )
 from negchain.fast.layers.max_pool_triton import max_pool_backward, max_pool_forward
-from negchain.train import step as step_module
-from negchain.train.survivors import gradient_of_survivors
 
-Choice = Callable[[Tensor, int, int, Draws], tuple[Tensor, Tensor]]
 DEVICE, CALLS = torch.device("cuda"), 5
 
 
@@ -155,40 +148,6 @@ def stream() -> None:
             kernels(f"streaming {name}, B = {size:,}", call)
 
 
-def all_moved(grad: Tensor, first: int, room: int, drawn: Draws) -> tuple[Tensor, Tensor]:
-    """`gradient_of_survivors` where nobody has weight, but with every row moved."""
-    source, trained = gradient_of_survivors(grad, first, room, drawn)
-    return source.add_(len(grad) - first - room), trained
-
-
-def survivors() -> None:
-    """EMC² encode with room for 1 in n carried images, against InfoNCE's step."""
-    settings = bench.Settings(device=DEVICE)
-    data = runs.on_device(runs.pictures(settings), DEVICE)
-    variants: dict[str, tuple[dict[str, object], int, Choice]] = {
-        "InfoNCE": ({"method": "infonce"}, 2, gradient_of_survivors),
-        "all trained": ({"method": "emc2", "carried_gradient": "all"}, 2, gradient_of_survivors),
-        "half, every row moved": ({"method": "emc2"}, 2, all_moved),
-        **{f"1 in {n}": ({"method": "emc2"}, n, gradient_of_survivors) for n in (1, 2, 4, 8)},
-    }
-    for batch in (32, 256):
-        with ExitStack() as stack:
-            timed = {}
-            for name, (method, room, choice) in variants.items():
-                step_module.SURVIVORS, step_module.gradient_of_survivors = room, choice
-                chosen = runs.config(settings, batch, method)
-                run = stack.enter_context(runs.prepared(chosen, data))
-                run.step.capture()
-                timed[name] = Timed(runs.stepper(run), DEVICE)
-            times = interleaved(timed, 15, window_ms=60.0)
-        for name, found in times.items():
-            ratios = [a / b for a, b in zip(found, times["InfoNCE"], strict=True)]
-            print(
-                f"b = {batch}, {name}: {statistics.median(found):.3f} ms, "
-                f"{statistics.median(ratios):.3f} of InfoNCE"
-            )
-
-
 if __name__ == "__main__":
     for what in sys.argv[1:] or ("step", "stream"):
         {
@@ -196,5 +155,4 @@ if __name__ == "__main__":
             "timeline": timeline,
             "layers": layers,
             "stream": stream,
-            "survivors": survivors,
         }[what]()

@@ -27,7 +27,8 @@ GOLDEN = -1640531527  # 0x9E3779B9 as int32: the odd constant nearest 2^32 / gol
 MIX_A = 0x21F0AAAD
 MIX_B = 0x735A2D97
 
-# One stream per purpose, so that no two purposes ever share a number.
+# The register of random streams: one number per purpose, here and nowhere else. The first seven are
+# used by every direction of a loss, direction k (or table k) adding 16 k.
 STREAM_ORDER = 1  # order in which the columns are proposed
 STREAM_ACCEPT = 2  # log u of the Metropolis-Hastings steps
 STREAM_GUMBEL = 3  # Gumbel noise of categorical draws (i-SIR, Negative Cache)
@@ -36,6 +37,9 @@ STREAM_PROPOSE = 5  # explicit draws from a proposal distribution
 STREAM_VIEW = 6  # which view's final state is stored
 STREAM_COPY = 7  # which copy of an item a row is offered
 STREAM_SLOT = 8  # which proposal a carried state takes the place of (i-SIR)
+STREAM_AUGMENT = 32  # the views of a step
+STREAM_STORED = 33  # which stored augmentations a step uses
+STREAM_PROBE = 34  # views of the fixed set the exact loss is computed on
 
 
 def _mix(x: Tensor) -> Tensor:

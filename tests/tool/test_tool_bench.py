@@ -15,9 +15,8 @@ import negchain
 from negchain import bench
 from negchain.augment import augmentation
 from negchain.bench import docs, equality, record, runs, scan, steps, stream, timing, usual
-from negchain.fast.layers import WeightGradients, recorded
-from negchain.train import survivors
-from negchain.train.passes import OverlappedPass
+from negchain.fast.encoder import accelerate
+from negchain.fast.layers import WeightGradients
 from negchain.weights.metropolis import Scan, mh_scan
 
 Capture = pytest.CaptureFixture[str]
@@ -385,29 +384,6 @@ def test_everything_is_measured_on_a_gpu(tmp_path: Path) -> None:
     assert not found.mismatches and not found.failed
 
 
-def test_survivors_elsewhere_are_found() -> None:
-    """The second time, as on a GPU, rows are moved wrongly or gradients not weighted."""
-    settings = bench.Settings(device=torch.device("cpu"))
-    assert steps._compared_survivors(settings, 32, dim=8).ok
-    choose, calls = survivors.choose, []
-
-    def unweighted(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        source, weight = choose(*given)
-        calls.append(1)
-        return source, weight if len(calls) % 2 else weight.sign()
-
-    def unmoved(tensors: list[torch.Tensor], first: int, source: torch.Tensor) -> None:
-        calls.append(1)
-        if len(calls) % 2:
-            recorded.move_rows(tensors, first, source)
-
-    for place, name, planted in ((survivors, "choose", unweighted), (steps, "move_rows", unmoved)):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(place, name, planted)
-            assert not steps._compared_survivors(settings, 32, dim=8).ok
-        assert calls and not len(calls) % 2
-
-
 @pytest.mark.parametrize(
     ("planted", "shape", "factor"),
     [
@@ -433,6 +409,6 @@ def test_a_fast_step_with_another_gradient_is_found(
     data = runs.pictures(settings)
     chosen = runs.config(settings, 32, {**runs.METHODS["EMC², score"], "precision": "bf16"})
     with runs.prepared(chosen, data) as fast:
-        fast.step.passes = OverlappedPass(fast.encoder, fast.step.optimizer, torch.bfloat16)
+        fast.step.embed = accelerate(fast.encoder, torch.bfloat16, "blocks")
         check = steps._checked("", fast, data)
     assert check.ok is (planted == "nothing"), check.found

@@ -324,7 +324,6 @@ def test_valid_settings_always_run(**overrides: Any) -> None:
 
 
 def test_every_setting_is_an_option_of_the_command_line() -> None:
-    """`carried_gradient` was once a setting nobody could give."""
     from negchain.cli.options import _GROUPS
 
     offered = [name for names in _GROUPS.values() for name in names]

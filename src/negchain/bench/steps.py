@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from negchain.augment import Draws
 from negchain.bench.runs import (
     METHODS,
     batch_sizes,
@@ -22,10 +21,7 @@ from negchain.bench.runs import (
 from negchain.bench.table import Bar, Check, Row, Settings, Table
 from negchain.bench.timing import Timed, graphed, interleaved, release
 from negchain.data import DataBundle
-from negchain.fast.layers.recorded import move_rows
 from negchain.train import trainer
-from negchain.train.step import survivors_room
-from negchain.train.survivors import gradient_of_survivors
 
 BASE = "InfoNCE"
 AUGMENTATION = "augmentation alone"
@@ -35,10 +31,6 @@ BARS = {
     "EMC², encode": Bar(ratio_at_most=1.30),
 }
 CHECKED_STEPS = 20
-MOVED = (
-    "On random pictures no carried image gets weight, so that none of the results recorded for the "
-    "backward pass are moved."
-)
 # How far from float32 the captured step may be: so many times as far as the eager one, and so much
 # beside. A gradient is many numbers, so the distances of two that round alike are nearly equal. A
 # loss is one, and of random pictures so exact in bf16 that what is allowed beside is the bound.
@@ -86,7 +78,6 @@ def table(settings: Settings) -> Table:
         notes=(
             f"{setting(settings)}.{graph}",
             "Negative Cache and informed proposals re-encode a share of the data set per step.",
-            *((MOVED,) if settings.on_gpu else ()),
         ),
     )
 
@@ -104,8 +95,6 @@ def _measured(settings: Settings, batch: int, data: DataBundle) -> tuple[list[Ro
                 checks.append(_checked(f"{name}, b = {batch}", run, data))
                 release()
             timed[name] = Timed(stepper(run), settings.device)
-            if settings.on_gpu and run.step.score_first:
-                checks.append(_compared_survivors(settings, batch))
             if name == BASE:
                 timed[AUGMENTATION] = _augmentation(run)
                 if settings.on_gpu:
@@ -233,32 +222,6 @@ def _copy_state(source: trainer.Run, target: trainer.Run) -> None:
     for given, taken in pairs:
         for name, value in source.step.optimizer.state[given].items():
             target.step.optimizer.state[taken][name].copy_(value)
-
-
-def _compared_survivors(settings: Settings, batch: int, dim: int = 512) -> Check:
-    """Who survives, their gradients and the rows moved for them, as on the CPU.
-
-    The steps checked above have no survivors: see `MOVED`.
-    """
-    generator, first, room = settings.generator(), 2 * batch, survivors_room(batch)
-    grad, rows = torch.randn(2, first + batch, dim, generator=generator)
-    grad[first:][torch.rand(batch, generator=generator) < 0.3] = (
-        0  # so that there is no room for all
-    )
-    found = []
-    for device in (torch.device("cpu"), settings.device):
-        drawn = Draws(settings.seed, torch.tensor(0, device=device), stream=0)
-        chosen = gradient_of_survivors(grad.clone().to(device), first, room, drawn)
-        moved = rows.clone().to(device)
-        move_rows([moved], first, chosen[0])
-        found.append([tensor.cpu() for tensor in (*chosen, moved)])
-    apart = float((found[0][1] - found[1][1]).norm() / found[0][1].norm())
-    differing = int((found[0][0] != found[1][0]).sum())
-    return Check(
-        name=f"survivors = their readable twin, b = {batch}",
-        ok=differing == 0 and apart < 1e-5 and found[0][2].equal(found[1][2]),
-        found=f"{differing} of {room} places differ, gradients within {apart:.1g} of their norm",
-    )
 
 
 def _compared_pixels(settings: Settings, run: trainer.Run) -> Check:

@@ -16,7 +16,7 @@ _GROUPS = {
     "The run": ("preset", "out", "seed", "device", "precision", "graph", "epochs", "steps"),
     "Data": ("data", "recipe", "image_size", "augmentations", "subset", "root", "download",
              "strict", "workers", "resident_gb"),
-    "Negatives": ("method", "batch_size", "beta", "burn_in", "carried", "carried_gradient", "walk",
+    "Negatives": ("method", "batch_size", "beta", "burn_in", "carried", "walk",
                   "denominator", "proposal", "gamma", "refresh"),
     "Encoder and optimizer": ("encoder", "norm", "embedding_dim", "projector", "optimizer", "lr",
                               "weight_decay", "momentum", "warmup_epochs"),

@@ -52,8 +52,6 @@ class TrainConfig:
     """emc2: share of the proposals discarded before visits count (P/R in the paper)."""
     carried: Literal["encode", "cached", "score"] = "encode"
     """emc2, isir: carried negatives are re-encoded (exact), kept as embeddings, or as scores."""
-    carried_gradient: Literal["survivors", "all"] = "survivors"
-    """emc2, carried encode: carried images with a backward pass: those with weight, or all."""
     walk: Literal["parallel", "sequential"] = "parallel"
     """emc2: how an image's two views share its chain; sequential is biased to the batch."""
     denominator: Literal["negatives", "all"] = "negatives"
@@ -186,14 +184,9 @@ _RULES: dict[str, _Rule] = {
 _ZERO_IS_NONE = ("augmentations", "embedding_dim", "image_size", "subset")
 
 # Which choices an option belongs to: option, deciding field, values it goes with, what it is.
-_WITH_BATCH = "it is about images encoded with the batch"
 _BELONGS: tuple[tuple[str, str, tuple[str | None, ...], str], ...] = (
     ("carried", "method", ("emc2", "isir"), "only chains carry a negative"),
     ("proposal", "method", ("emc2", "isir"), "only chains have proposals"),
-    ("carried_gradient", "method", ("emc2",), "i-SIR gives every carried image weight"),
-    ("carried_gradient", "carried", ("encode",), _WITH_BATCH),
-    ("carried_gradient", "proposal", ("batch",), _WITH_BATCH),
-    ("carried_gradient", "augmentations", (None,), _WITH_BATCH),
     ("walk", "method", ("emc2",), "i-SIR and the others have no order to walk in"),
     ("burn_in", "method", ("emc2",), "i-SIR and the others discard no steps"),
     ("gamma", "method", ("sogclr",), "the rate of its moving average"),

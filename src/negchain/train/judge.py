@@ -29,7 +29,6 @@ from negchain.losses import EMC2Loss
 from negchain.losses.base import ContrastiveLoss
 from negchain.train.config import TrainConfig
 
-STREAM_PROBE = 34  # views of the fixed set the exact loss is computed on
 ENCODE_BATCH = 512
 GALLERY = 12  # test images with neighbours, and anchors with negatives
 NEIGHBOURS = 6
@@ -220,6 +219,11 @@ class _Augmented:
         step = torch.tensor(self.view, device=images.device)
         rows = self._rows.to(images.device)
         u = draws.uniform(
-            judge.config.seed, step, STREAM_PROBE, rows, judge.augment.num_uniforms, torch.float32
+            judge.config.seed,
+            step,
+            draws.STREAM_PROBE,
+            rows,
+            judge.augment.num_uniforms,
+            torch.float32,
         )
         return judge.augment(images, u)

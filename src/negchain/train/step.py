@@ -22,19 +22,14 @@ from torch import Tensor, nn
 from negchain import draws
 from negchain.augment import Augmentation, Draws
 from negchain.encoders import Encoder
+from negchain.fast import encoder as fast_encoder
 from negchain.fast.streams import forked, join, new_stream
 from negchain.losses import DCLLoss, EMC2Loss, InfoNCELoss, NegativeCacheLoss, SogCLRLoss
 from negchain.losses.base import ContrastiveLoss
 from negchain.losses.table import StaleTable
 from negchain.pool import Draw
 from negchain.train.config import TrainConfig
-from negchain.train.passes import OverlappedPass, PlainPass, can_record
-from negchain.train.survivors import gradient_of_survivors
 
-STREAM_AUGMENT = 32
-STREAM_STORED = 33  # which stored augmentations a step uses
-STREAM_SURVIVORS = 34  # which carried images are trained when there are too many
-SURVIVORS = 2  # one in so many carried images can be trained
 MAIN_PRIORITY = -1  # of the graph's stream, above the weight gradients'
 WARM_UP_STEPS = 3  # before capture: libraries initialise and allocate
 
@@ -108,9 +103,9 @@ class TrainStep:
         self._inputs = torch.zeros(size + 1, dtype=torch.int64, device=self.device)
         self.index, self.step = self._inputs[:size], self._inputs[size]  # [B], []
         self.loss = torch.zeros((), device=self.device)
-        self.score_first = _scores_first(config, encoder)
-        self.plain = PlainPass(encoder, optimizer, autocast)
-        self.passes = self.plain
+        self.plain = fast_encoder.PlainEncoder(encoder, autocast)
+        self.embed = self.plain
+        self._one = torch.ones((), device=self.device)
         self._graph: tuple[torch.cuda.CUDAGraph, Any] | None = None  # and its numbers for `info`
 
     def __call__(self, step: int, index: Tensor, batch: Tensor | None = None) -> None:
@@ -123,19 +118,19 @@ class TrainStep:
             graph, self.loss_fn._info = self._graph
             graph.replay()
 
-    def capture(self) -> None:
-        """Record the step as a CUDA graph; parameters and state end as they began."""
+    def capture(self, fast: fast_encoder.PlainEncoder | None = None) -> None:
+        """Record the step as a CUDA graph; parameters and state end as they began.
+
+        `fast` is the encoder's fast path; None takes what `fast.encoder.accelerate` chooses.
+        """
         kept = {id(tensor): (tensor, tensor.detach().clone()) for tensor in self._state()}
-        # Before compute capability 8, bf16 convolutions have a fallback that the fused ones lack.
-        if self.autocast is not None and torch.cuda.get_device_capability(self.device)[0] >= 8:
-            self.passes = OverlappedPass(self.encoder, self.optimizer, self.autocast)
+        fast = fast or fast_encoder.accelerate(self.encoder, self.autocast)
         stream = new_stream(self.device)
         with forked(stream):
             # cuDNN times its algorithms for most shapes in the first step, with nothing beside.
-            overlapped, self.passes = self.passes, self.plain
             for _ in range(WARM_UP_STEPS):
                 self._run(None)
-                self.passes = overlapped
+                self.embed = fast
         join(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=new_stream(self.device, MAIN_PRIORITY)):
@@ -156,13 +151,11 @@ class TrainStep:
         return [*tensors, self.loss, *(t for t in held if isinstance(t, Tensor))]
 
     def _run(self, batch: Tensor | None) -> None:
-        self.passes.begin()
-        if self.score_first:
-            loss = self._train_survivors(batch)
-        else:
-            loss = self._forward(batch)
-            self.passes.backward(loss)
-        self.passes.finish()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.embed.begin()
+        loss = self._forward(batch)
+        torch.autograd.backward(loss, self._one)
+        self.optimizer.step()  # several GPUs would first sum the gradients, all in `.grad` by now
         if isinstance(self.loss_fn, (NegativeCacheLoss, EMC2Loss)):
             self._refresh()
         self.loss.copy_(loss.detach())
@@ -194,28 +187,12 @@ class TrainStep:
             return loss_fn(z_a, z_b, index, draw=draw, drawn=drawn, **extra)
         return loss_fn(z_a, z_b, index, **extra)
 
-    def _train_survivors(self, batch: Tensor | None) -> Tensor:
-        """Score the carried images with the batch, train those that got weight. The loss."""
-        loss_fn, index, size = self.loss_fn, self.index, len(self.index)
-        assert isinstance(loss_fn, EMC2Loss)
-        ids = loss_fn.carried(index)
-        assert isinstance(ids, Tensor)
-        z = self.passes.score(self.pixels((index, index, ids), batch)).requires_grad_()
-        z_a, z_b, held = torch.split(z, size)
-        loss = loss_fn(z_a, z_b, index, carried=held)
-        self.passes.backward(loss)
-        assert z.grad is not None
-        drawn = Draws(self.config.seed, self.step, STREAM_SURVIVORS)
-        trained = gradient_of_survivors(z.grad, 2 * size, survivors_room(size), drawn)
-        self.passes.backward_rows(2 * size, *trained)
-        return loss
-
     def _forward_stored(self) -> Tensor:
         """Two different ones of an item's k stored augmentations are its views."""
         k, index, size = self.config.augmentations, self.index, len(self.index)
         assert k is not None
         rows = torch.arange(size, device=self.device)
-        u = draws.uniform(self.config.seed, self.step, STREAM_STORED, rows, 2, torch.float64)
+        u = draws.uniform(self.config.seed, self.step, draws.STREAM_STORED, rows, 2, torch.float64)
         first = draws.integers_below(torch.full_like(rows, k), u[:, 0])
         other = draws.integers_below(torch.full_like(rows, k - 1), u[:, 1])
         chosen = (first, (first + 1 + other) % k)
@@ -247,7 +224,7 @@ class TrainStep:
             # In eval mode: a refresh is no training batch, and may be of one image.
             self.encoder.eval()
             with torch.no_grad():
-                z = self.plain.embed(self.augment.plain(self.images(ids * stored)))
+                z = self.plain(self.augment.plain(self.images(ids * stored)))
             self.encoder.train()
             table.refresh(ids, z, normalize=loss_fn.normalize)
 
@@ -255,13 +232,13 @@ class TrainStep:
         self, ids: Tensor | Sequence[Tensor], batch: Tensor | None = None, first_row: int = 0
     ) -> Tensor:
         """Embeddings of freshly augmented images, [R, D]; `batch`: images of the first ids."""
-        return self.passes.embed(self.pixels(ids, batch, first_row))
+        return self.embed(self.pixels(ids, batch, first_row))
 
     def pixels(
         self, ids: Tensor | Sequence[Tensor], batch: Tensor | None = None, first_row: int = 0
     ) -> Tensor:
         """The images at `ids`, whole or in parts, with this step's draws: [R, C, size, size]."""
-        drawn = Draws(self.config.seed, self.step, STREAM_AUGMENT, first_row)
+        drawn = Draws(self.config.seed, self.step, draws.STREAM_AUGMENT, first_row)
         if self.table is not None and batch is None:
             return self.augment.from_table(self.table, ids, drawn, self.autocast or torch.float32)
         whole = ids if isinstance(ids, Tensor) else torch.cat([*ids])
@@ -274,19 +251,4 @@ class TrainStep:
         return self.augment(torch.cat(given), drawn)
 
     def _encode_plain(self, images: Tensor) -> Tensor:
-        return self.passes.embed(self.augment.plain(images))
-
-
-def survivors_room(size: int) -> int:
-    """How many of `size` carried images can be trained."""
-    return -(-size // SURVIVORS)
-
-
-def _scores_first(config: TrainConfig, encoder: nn.Module) -> bool:
-    """Whether carried images are scored with the batch, and only those with weight trained.
-
-    With i-SIR all of them have weight; with other encoders it would not be faster.
-    """
-    encodes = config.method == "emc2" and config.carried == "encode"
-    plain = config.proposal == "batch" and config.augmentations is None
-    return config.carried_gradient == "survivors" and encodes and plain and can_record(encoder)
+        return self.embed(self.augment.plain(images))

@@ -3,7 +3,6 @@
     weight_gradients  gradients of weights on a stream of their own
     convolution       convolutions that use it
     residual          a ResNet's blocks without normalisation, ReLUs inside the convolutions
-    recorded          a pass whose backward pass goes over some of its images
     masked            a kernel of their backward pass
     few_channels      kernels of a first layer
     max_pool          kernels of max-pooling
@@ -13,8 +12,7 @@ The encoder itself is not touched: outside the context it runs torch's layers, t
 """
 
 from negchain.fast.layers.faster import FasterLayers
-from negchain.fast.layers.recorded import Recorded
 from negchain.fast.layers.residual import is_fused
 from negchain.fast.layers.weight_gradients import WeightGradients
 
-__all__ = ["FasterLayers", "Recorded", "WeightGradients", "is_fused"]
+__all__ = ["FasterLayers", "WeightGradients", "is_fused"]

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from negchain.fast import backends
-from negchain.fast.layers.recorded import Recorded, recorded_result
 from negchain.fast.layers.weight_gradients import WeightGradients
 
 aten = torch.ops.aten
@@ -88,13 +87,11 @@ class Convolution(torch.autograd.Function):
         bias: Tensor | None,
         sizes: Sizes,
         gradients: WeightGradients,
-        recorded: Recorded | None,
     ) -> Tensor:
         """[N,C,H,W] [O,C,KH,KW] [O] -> [N,O,OH,OW]."""
         ctx.save_for_backward(x, weight)
         ctx.bias, ctx.sizes, ctx.gradients = bias, sizes, gradients
-        (y,) = recorded_result(recorded, lambda: (sizes.convolve(x, weight, bias),))
-        return y
+        return sizes.convolve(x, weight, bias)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
@@ -106,7 +103,7 @@ class Convolution(torch.autograd.Function):
             ctx.gradients.add(ctx.bias, lambda: grad.sum((0, 2, 3)), (grad,))
         wanted = ctx.needs_input_grad[0]
         given = sizes.image_gradient(grad, x, weight) if wanted else None
-        return given, None, None, None, None, None
+        return given, None, None, None, None
 
 
 class FewChannels(torch.autograd.Function):
@@ -114,24 +111,19 @@ class FewChannels(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        padding: int,
-        gradients: WeightGradients,
-        recorded: Recorded | None,
+        ctx: Any, x: Tensor, weight: Tensor, padding: int, gradients: WeightGradients
     ) -> Tensor:
         """[N,C,H,W] [O,C,K,K] -> [N,O,OH,OW]."""
         from negchain.fast.layers.few_channels_triton import few_channels_forward, fold_of
 
-        y, folded = recorded_result(recorded, lambda: few_channels_forward(x, weight, padding))
+        y, folded = few_channels_forward(x, weight, padding)
         ctx.save_for_backward(folded, weight)
         ctx.fold, ctx.gradients = fold_of(x, weight, padding), gradients
         return y
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None]:
         """Gradient of the weights."""
         from negchain.fast.layers.few_channels_triton import few_channels_gradient
 
@@ -139,7 +131,7 @@ class FewChannels(torch.autograd.Function):
         grad = grad.contiguous(memory_format=torch.channels_last)
         # The backward pass ends here: there is nothing to run beside.
         ctx.gradients.add_now(weight, few_channels_gradient(folded, weight, grad, ctx.fold))
-        return None, None, None, None, None
+        return None, None, None, None
 
 
 def has_few_channels(x: Tensor, weight: Tensor, sizes: Sizes) -> bool:

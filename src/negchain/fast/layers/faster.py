@@ -15,7 +15,6 @@ from torch.overrides import TorchFunctionMode
 
 from negchain.fast import backends
 from negchain.fast.layers.convolution import Convolution, FewChannels, Sizes, has_few_channels
-from negchain.fast.layers.recorded import Recorded, recorded_result
 from negchain.fast.layers.residual import fused_blocks
 from negchain.fast.layers.weight_gradients import WeightGradients
 
@@ -24,44 +23,24 @@ class MaxPool(torch.autograd.Function):
     """`max_pool2d` with square windows."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, size: int, stride: int, padding: int, recorded: Recorded | None
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, size: int, stride: int, padding: int) -> Tensor:
         """[N,C,H,W] -> [N,C,OH,OW]."""
         from negchain.fast.layers.max_pool_triton import max_pool_forward
 
-        y, winner = recorded_result(recorded, lambda: max_pool_forward(x, size, stride, padding))
+        y, winner = max_pool_forward(x, size, stride, padding)
         ctx.save_for_backward(winner)
         ctx.shape, ctx.window = x.shape, (size, stride, padding)
         return y
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         """Gradient of the images."""
         from negchain.fast.layers.max_pool_triton import max_pool_backward
 
         (winner,) = ctx.saved_tensors
         grad = grad.contiguous(memory_format=torch.channels_last)
-        return max_pool_backward(grad, winner, ctx.shape, *ctx.window), None, None, None, None
-
-
-class Rectified(torch.autograd.Function):
-    """ReLU, recorded."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, recorded: Recorded) -> Tensor:
-        """Of x's shape."""
-        (y,) = recorded.result(lambda: (torch.relu(x),))
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """Gradient of x."""
-        (y,) = ctx.saved_tensors
-        return torch.ops.aten.threshold_backward(grad, y, 0), None
+        return max_pool_backward(grad, winner, ctx.shape, *ctx.window), None, None, None
 
 
 class Linear(torch.autograd.Function):
@@ -74,25 +53,22 @@ class Linear(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         gradients: WeightGradients,
-        recorded: Recorded | None,
     ) -> Tensor:
         """[..., I] [O,I] [O] -> [..., O]."""
         ctx.save_for_backward(x, weight)
         ctx.bias, ctx.gradients = bias, gradients
-        linear = torch.nn.functional.linear
-        (y,) = recorded_result(recorded, lambda: (linear(x, weight, bias),))
-        return y
+        return torch.nn.functional.linear(x, weight, bias)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
         """Gradient of x."""
         x, weight = ctx.saved_tensors
         rows, inputs = grad.flatten(0, -2), x.flatten(0, -2)
         ctx.gradients.add(weight, lambda: rows.T @ inputs, (rows, inputs))
         if ctx.bias is not None:
             ctx.gradients.add(ctx.bias, lambda: rows.sum(0), (rows,))
-        return grad @ weight if ctx.needs_input_grad[0] else None, None, None, None, None
+        return grad @ weight if ctx.needs_input_grad[0] else None, None, None, None
 
 
 class FasterLayers(TorchFunctionMode):
@@ -102,7 +78,6 @@ class FasterLayers(TorchFunctionMode):
         encoder: whose blocks are fused.
         weights: of layers (and biases) whose gradients go to `gradients`, not to their `.grad`.
         gradients: where they go.
-        recorded: to be asked for every layer's result, if given; for networks that `is_fused`.
 
     Example:
         >>> layer = torch.nn.Conv2d(4, 8, 3, bias=False)
@@ -114,24 +89,17 @@ class FasterLayers(TorchFunctionMode):
     """
 
     def __init__(
-        self,
-        encoder: nn.Module,
-        weights: set[Tensor],
-        gradients: WeightGradients,
-        recorded: Recorded | None = None,
+        self, encoder: nn.Module, weights: set[Tensor], gradients: WeightGradients
     ) -> None:
         super().__init__()
         self.weights = weights
         self.gradients = gradients
-        self.recorded = recorded
         self._encoder = encoder
         self._blocks = ExitStack()
 
     def __enter__(self) -> FasterLayers:
         """Begin to answer."""
-        self._blocks.enter_context(
-            fused_blocks(self._encoder, self.weights, self.gradients, self.recorded)
-        )
+        self._blocks.enter_context(fused_blocks(self._encoder, self.weights, self.gradients))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -149,20 +117,17 @@ class FasterLayers(TorchFunctionMode):
             call = _convolution(*args, **kwargs)
             if call is not None and self._expect(call.weight, call.bias):
                 x, weight, sizes = call.x.to(call.weight.dtype), call.weight, call.sizes
-                ways = self.gradients, self.recorded
                 if call.bias is None and has_few_channels(x, weight, sizes):
-                    return FewChannels.apply(x, weight, sizes.padding[0], *ways)
-                return Convolution.apply(x, weight, call.bias, sizes, *ways)
+                    return FewChannels.apply(x, weight, sizes.padding[0], self.gradients)
+                return Convolution.apply(x, weight, call.bias, sizes, self.gradients)
         if func is torch.nn.functional.max_pool2d:
             window = _pool_window(*args, **kwargs)
             if window is not None:
-                return MaxPool.apply(args[0], *window, self.recorded)
+                return MaxPool.apply(args[0], *window)
         if func is torch.nn.functional.linear:
             x, weight, bias = _linear(*args, **kwargs)
             if x.ndim > 1 and self._expect(weight, bias):
-                return Linear.apply(x.to(weight.dtype), weight, bias, self.gradients, self.recorded)
-        if func is torch.nn.functional.relu and self.recorded is not None:
-            return Rectified.apply(args[0], self.recorded)
+                return Linear.apply(x.to(weight.dtype), weight, bias, self.gradients)
         return func(*args, **kwargs)
 
     def _expect(self, weight: Tensor, bias: Tensor | None) -> bool:

@@ -25,7 +25,6 @@ from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet  # type: ig
 
 from negchain.fast import backends
 from negchain.fast.layers.convolution import Sizes
-from negchain.fast.layers.recorded import Recorded, recorded_result
 from negchain.fast.layers.weight_gradients import WeightGradients
 
 
@@ -92,22 +91,16 @@ class Residuals(torch.autograd.Function):
         x: Tensor,
         blocks: tuple[Block, ...],
         found: WeightGradients,
-        recorded: Recorded | None,
         *weights: Tensor,
     ) -> Tensor:
         """[N,C,H,W] -> [N,O,1,1]."""
-
-        def compute() -> tuple[Tensor, ...]:
-            states, left = [x], list(weights)
-            for block in blocks:
-                states += block.forward(states[-1], left[: block.num_weights])
-                left = left[block.num_weights :]
-            return *states[1:], states[-1].mean((2, 3), keepdim=True)
-
-        *states, pooled = recorded_result(recorded, compute)
-        ctx.save_for_backward(x, *states, *weights)
+        states, left = [x], list(weights)
+        for block in blocks:
+            states += block.forward(states[-1], left[: block.num_weights])
+            left = left[block.num_weights :]
+        ctx.save_for_backward(*states, *weights)
         ctx.blocks, ctx.found = blocks, found
-        return pooled
+        return states[-1].mean((2, 3), keepdim=True)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
@@ -124,7 +117,7 @@ class Residuals(torch.autograd.Function):
             through, around = block.backward(grad, inputs, own, ctx.found)
             # below a block is a ReLU of ours, except below the first
             grad = masked(through, inputs[0], around) if number else through.add_(around)
-        return grad, None, None, None, *(None for _ in range(num_weights))
+        return grad, None, None, *(None for _ in range(num_weights))
 
 
 # ---------------------------------------------------------------------- finding the blocks
@@ -189,21 +182,10 @@ def _chain(network: ResNet) -> list[tuple[list[nn.Conv2d], nn.Conv2d | None]] | 
     return [layers for layers in found if layers is not None]
 
 
-_LAYERS = (nn.Conv2d, nn.Linear, nn.ReLU, nn.MaxPool2d, nn.AdaptiveAvgPool2d, nn.Identity)
-_CONTAINERS = (nn.Sequential, BasicBlock, Bottleneck, ResNet)
-
-
-def is_fused(*parts: nn.Module) -> bool:
-    """Whether modules, run in turn, are such a network and nothing but linear layers and ReLUs.
-
-    An image's embedding then depends on no other image, and on no draw.
-    """
-    modules = [module for part in parts for module in part.modules()]
-    plain = all(type(module) in (*_LAYERS, *_CONTAINERS) for module in modules)
-    networks = [module for module in modules if type(module) is ResNet]
-    return (
-        plain and not _watched(modules) and len(networks) == 1 and _chain(networks[0]) is not None
-    )
+def is_fused(encoder: nn.Module) -> bool:
+    """Whether `fused_blocks` finds a network in it."""
+    networks = [module for module in encoder.modules() if type(module) is ResNet]
+    return any(_chain(network) is not None for network in networks)
 
 
 @contextmanager
@@ -211,7 +193,6 @@ def fused_blocks(
     encoder: nn.Module,
     weights: set[Tensor],
     gradients: WeightGradients,
-    recorded: Recorded | None = None,
 ) -> Iterator[None]:
     """Inside, torchvision's ResNets without normalisation run their blocks as `Residuals`.
 
@@ -219,7 +200,6 @@ def fused_blocks(
         encoder: where they are looked for.
         weights: a network runs so if all its blocks' weights are among these when it is called.
         gradients: where their gradients go.
-        recorded: to be asked for their results, if given.
     """
     patched: list[nn.Module] = []
     try:
@@ -227,7 +207,7 @@ def fused_blocks(
             chain = _chain(network)
             if chain is not None:
                 patched += _parts(network)
-                _patch(network, chain, weights, gradients, recorded)
+                _patch(network, chain, weights, gradients)
         yield
     finally:
         for part in patched:
@@ -239,7 +219,6 @@ def _patch(
     chain: list[tuple[list[nn.Conv2d], nn.Conv2d | None]],
     weights: set[Tensor],
     gradients: WeightGradients,
-    recorded: Recorded | None,
 ) -> None:
     """The first stage runs all of them and the pooling; the others pass on what they get."""
     blocks = tuple(
@@ -259,7 +238,7 @@ def _patch(
             return x
         for weight in own:
             gradients.expect(weight)
-        y: Tensor = Residuals.apply(x.to(own[0].dtype), blocks, gradients, recorded, *own)
+        y: Tensor = Residuals.apply(x.to(own[0].dtype), blocks, gradients, *own)
         return y
 
     for part in parts:

@@ -60,10 +60,21 @@ class WeightGradients:
         """Compute a gradient of `weight` from the tensors it `reads`, beside what comes next."""
         with forked(self.stream):
             self.add_now(weight, compute())
+        self._keep(reads)
+
+    def beside(self, compute: Callable[[], Tensor], reads: tuple[Tensor, ...]) -> Tensor:
+        """Compute a tensor that nobody reads before `join`."""
+        with forked(self.stream):
+            found = compute()
+        self._keep((*reads, found))
+        return found
+
+    def _keep(self, tensors: tuple[Tensor, ...]) -> None:
+        """The streams meet before these are freed."""
         if self.stream is None:
             return
-        self._kept.append(reads)
-        self._kept_bytes += sum(tensor.nbytes for tensor in reads)
+        self._kept.append(tensors)
+        self._kept_bytes += sum(tensor.nbytes for tensor in tensors)
         if self._kept_bytes > MOST_KEPT:
             self._meet()
 

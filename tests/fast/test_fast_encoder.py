@@ -1,4 +1,4 @@
-"""`OverlappedPass` gives the numbers of `PlainPass`, on a CPU to the bit where sums are alike."""
+"""Every strategy of `accelerate` gives the numbers of "plain"; "blocks" on a CPU to the bit."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from negchain.encoders import build_encoder
+from negchain.fast import beside
+from negchain.fast.adam import AdamUpdate
+from negchain.fast.encoder import PlainEncoder, accelerate, choose
 from negchain.fast.layers import residual
 from negchain.optim import build_optimizer, load_optimizer
-from negchain.train.adam import AdamUpdate
-from negchain.train.passes import OverlappedPass, PlainPass
 
 BF16 = torch.bfloat16
-KINDS = {"plain": PlainPass, "overlapped": OverlappedPass}
 BETAS = tuple(float(np.float32(beta)) for beta in (0.9, 0.999))  # as `AdamUpdate` takes them
 
 
@@ -30,16 +30,17 @@ def loss_of(z: Tensor) -> Tensor:
     return (z.float() * normal(*z.shape, seed=9).to(z.device)).sum() / len(z)
 
 
-def one_step(passes: PlainPass, pixels: Tensor) -> Tensor:
-    passes.begin()
-    z = passes.embed(pixels)
-    passes.backward(loss_of(z))
-    passes.finish()
+def one_step(fast: PlainEncoder, optimizer: torch.optim.Optimizer, pixels: Tensor) -> Tensor:
+    optimizer.zero_grad(set_to_none=True)
+    fast.begin()
+    z = fast(pixels)
+    loss_of(z).backward()
+    optimizer.step()
     return z.detach()
 
 
 def captured_adam(model: nn.Module, **settings: Any) -> torch.optim.Optimizer:
-    """An Adam whose tensors `OverlappedPass` steps one by one."""
+    """An Adam that can be overlapped with the backward pass."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     lr = torch.tensor(1e-3, device=parameters[0].device)
     given = {"betas": BETAS, "capturable": True, "fused": True, **settings}
@@ -72,11 +73,11 @@ ENCODERS = [
 @pytest.mark.parametrize("name, norm, size, optimizer", ENCODERS)
 def test_steps_of_an_encoder_to_the_bit(name, norm, size, optimizer) -> None:
     found = []
-    for kind in KINDS.values():
+    for strategy in ("plain", "blocks"):
         encoder = build_encoder(name, image_size=size, norm=norm)
         stepped = build_optimizer(encoder, optimizer, lr=1e-2)
-        passes = kind(encoder, stepped, BF16)
-        z = [one_step(passes, normal(3, 3, size, size, seed=step)) for step in range(2)]
+        fast = accelerate(encoder, BF16, strategy)
+        z = [one_step(fast, stepped, normal(3, 3, size, size, seed=step)) for step in range(2)]
         found.append(
             {"first": z[0], "second": z[1], **weights_of(encoder), **dict(encoder.named_buffers())}
         )
@@ -85,15 +86,15 @@ def test_steps_of_an_encoder_to_the_bit(name, norm, size, optimizer) -> None:
     assert not found[0]["first"].equal(found[0]["second"])
 
 
-def test_blocks_are_fused_in_the_overlapped_pass(monkeypatch) -> None:
+def test_blocks_are_fused(monkeypatch) -> None:
     """The layers see the copies of the weights, not the weights."""
     calls, apply = [], residual.Residuals.apply
     monkeypatch.setattr(
         residual.Residuals, "apply", lambda *given: (calls.append(len(given[1])), apply(*given))[1]
     )
     encoder = build_encoder("resnet18", image_size=32)
-    passes = OverlappedPass(encoder, build_optimizer(encoder, "sgd", lr=0.1), BF16)
-    one_step(passes, normal(2, 3, 32, 32))
+    optimizer = build_optimizer(encoder, "sgd", lr=0.1)
+    one_step(accelerate(encoder, BF16, "blocks"), optimizer, normal(2, 3, 32, 32))
     assert calls == [8]
 
 
@@ -172,11 +173,11 @@ all_nets = pytest.mark.parametrize("make", NETS)
 def test_gradients_of_networks(make) -> None:
     """With lr 1 an SGD step is the gradient; two parts of one are added in bf16, not float32."""
     found = []
-    for kind in KINDS.values():
+    for strategy in ("plain", "blocks"):
         net = make()
         before = weights_of(net)
-        trained = [p for p in net.parameters() if p.requires_grad]
-        z = one_step(kind(net, torch.optim.SGD(trained, lr=1.0), BF16), normal(3, 3, 8, 8))
+        optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=1.0)
+        z = one_step(accelerate(net, BF16, strategy), optimizer, normal(3, 3, 8, 8))
         found.append({"z": z.float(), **{n: before[n] - w for n, w in weights_of(net).items()}})
     for name, expected in found[0].items():
         rounding = 2**-8 if "weight" in name and "tied" in make.__name__ else 0.0
@@ -184,6 +185,74 @@ def test_gradients_of_networks(make) -> None:
         unmoved = "unused" in name or name == "alone" or make is frozen and name in (
             "first.weight", "hidden.bias")  # fmt: skip
         assert (expected.norm() == 0) == unmoved, name
+
+
+@pytest.mark.parametrize("strategy", ["compile", "copies+compile", "copies+compile+beside"])
+def test_compiled_networks(strategy, monkeypatch) -> None:
+    """Within bf16's rounding of "plain": embeddings, gradients, running statistics."""
+    moved, move = [], beside.move
+    monkeypatch.setattr(beside, "move", lambda *given: moved.append(move(*given)) or moved[-1])
+    found = []
+    for chosen in ("plain", strategy):
+        net = biased()
+        net.norm = nn.BatchNorm2d(6)
+        fast = accelerate(net, BF16, chosen)
+        fast.begin()
+        z = fast(normal(3, 3, 8, 8))
+        loss_of(z).backward()
+        gradients = {name: p.grad.clone() for name, p in net.named_parameters()}
+        found.append({"z": z.detach().float(), **gradients, **dict(net.named_buffers())})
+    assert list(found[1]) == list(found[0])
+    for name, expected in found[0].items():
+        apart = (found[1][name].double() - expected).norm()
+        assert apart <= 0.03 * expected.double().norm(), name
+    assert moved == ([0, 4] if strategy.endswith("beside") else [])  # four weights, no bias
+
+
+def test_results_of_a_forward_pass_are_not_moved() -> None:
+    """The last product leaves the graph as well, but the loss reads it at once."""
+    graph = torch.fx.symbolic_trace(lambda primals_1, w: torch.ops.aten.mm.default(primals_1, w))
+    assert beside.move(graph.graph, 0) == 0
+    graph = torch.fx.symbolic_trace(lambda tangents_1, x: torch.ops.aten.mm.default(tangents_1, x))
+    assert beside.move(graph.graph, 0) == 1
+
+
+def test_gradients_are_there_before_the_optimizer_steps() -> None:
+    """So that an all-reduce can come between."""
+    net = plain_net()
+    fast = accelerate(net, BF16, "blocks")
+    fast.begin()
+    loss_of(fast(normal(3, 3, 8, 8))).backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in net.parameters())
+
+
+def test_the_second_backward_pass_of_a_step_adds() -> None:
+    found = []
+    for times in (1, 2):
+        net = plain_net()
+        fast = accelerate(net, BF16, "blocks")
+        fast.begin()
+        for _ in range(times):
+            loss_of(fast(normal(3, 3, 8, 8))).backward()
+        found.append(net.first.weight.grad)
+    torch.testing.assert_close(found[1], 2 * found[0])
+
+
+def test_a_cpu_takes_the_plain_path() -> None:
+    assert choose(build_encoder("resnet18", image_size=32), BF16) == "plain"
+    with pytest.raises(ValueError, match="strategy must be one of plain, compile"):
+        accelerate(plain_net(), BF16, "fastest")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="give autocast"):
+        accelerate(plain_net(), None, "blocks")
+
+
+@pytest.mark.parametrize("norm, strategy", [("none", "blocks"), ("batch", "copies+compile")])
+def test_which_strategy_a_gpu_takes(norm, strategy, monkeypatch) -> None:
+    monkeypatch.setattr("negchain.fast.encoder.applies", lambda *given: True)
+    assert choose(build_encoder("resnet18", image_size=32, norm=norm), BF16) == strategy
+
+
+# ------------------------------------------------------------------------- Adam beside
 
 
 class Recorder:
@@ -220,11 +289,11 @@ def test_early_steps_are_torchs_adam(make, settings, monkeypatch) -> None:
     others = dict(zip(net.parameters(), twin.parameters(), strict=True))
     reference = captured_adam(twin, foreach=False, fused=False, capturable=False, **settings)
     recorder = Recorder(monkeypatch, optimizer)
-    passes = OverlappedPass(net, optimizer, BF16)
+    fast = accelerate(net, BF16, "blocks", optimizer)
     for step in range(5):
         recorder.given.clear()
         recorder.early = 0
-        one_step(passes, normal(3, 3, 8, 8, seed=step))
+        one_step(fast, optimizer, normal(3, 3, 8, 8, seed=step))
         assert (recorder.early > 0) == (step > 0)
         reference.zero_grad(set_to_none=True)
         for weight, grad in recorder.given.items():
@@ -245,42 +314,44 @@ def test_early_steps_are_torchs_adam(make, settings, monkeypatch) -> None:
 @all_nets
 def test_an_early_step_changes_what_a_late_one_would(make) -> None:
     """The second step of an Adam that is stepped early against torch's, one step's rounding."""
-    nets = {}
-    for kind in KINDS:
+    nets = []
+    for overlapped in (False, True):
         net = make()
-        passes = KINDS[kind](net, captured_adam(net), BF16)
+        optimizer = captured_adam(net)
+        fast = accelerate(net, BF16, "blocks", optimizer if overlapped else None)
         for step in range(2):
-            one_step(passes, normal(3, 3, 8, 8, seed=step))
-        nets[kind] = weights_of(net)
+            one_step(fast, optimizer, normal(3, 3, 8, 8, seed=step))
+        nets.append(weights_of(net))
     begun = weights_of(make())
-    for name, expected in nets["plain"].items():
+    for name, expected in nets[0].items():
         moved = (expected - begun[name]).norm()
-        assert (nets["overlapped"][name] - expected).norm() <= 0.02 * moved, name
+        assert (nets[1][name] - expected).norm() <= 0.02 * moved, name
 
 
 def test_an_embedding_nobody_uses() -> None:
     """A layer that expected a gradient and got none: its weights still step once per step."""
     net = Net()
     optimizer = captured_adam(net)
-    passes = OverlappedPass(net, optimizer, BF16)
+    fast = accelerate(net, BF16, "blocks", optimizer)
     for step in range(3):
-        passes.begin()
-        z = passes.embed(normal(3, 3, 8, 8, seed=step))
-        passes.embed(normal(3, 3, 8, 8))
-        passes.backward(loss_of(z))
-        passes.finish()
+        optimizer.zero_grad(set_to_none=True)
+        fast.begin()
+        z = fast(normal(3, 3, 8, 8, seed=step))
+        fast(normal(3, 3, 8, 8))
+        loss_of(z).backward()
+        optimizer.step()
     assert {float(state["step"]) for state in optimizer.state.values()} == {3.0}
 
 
 def test_the_state_is_torchs() -> None:
     found = []
-    for kind in KINDS.values():
+    for overlapped in (False, True):
         net = with_unused_parameters()
         optimizer = captured_adam(net)
-        passes = kind(net, optimizer, BF16)
+        fast = accelerate(net, BF16, "blocks", optimizer if overlapped else None)
         for step in range(3):
-            one_step(passes, normal(3, 3, 8, 8, seed=step))
-        found.append((optimizer.state_dict(), net, passes, optimizer))
+            one_step(fast, optimizer, normal(3, 3, 8, 8, seed=step))
+        found.append((optimizer.state_dict(), net, fast, optimizer))
     plain, early = found[0][0], found[1][0]
     assert early["param_groups"] == plain["param_groups"]
     assert early["state"].keys() == plain["state"].keys()
@@ -289,11 +360,11 @@ def test_the_state_is_torchs() -> None:
             n: (t.dtype, t.shape) for n, t in state.items()
         }
     # a state loaded between two steps is the one that is used
-    _, net, passes, optimizer = found[1]
+    _, net, fast, optimizer = found[1]
     saved = copy.deepcopy((early, net.state_dict()))
-    one_step(passes, normal(3, 3, 8, 8, seed=7))
+    one_step(fast, optimizer, normal(3, 3, 8, 8, seed=7))
     once = weights_of(net)
     load_optimizer(optimizer, saved[0])
     net.load_state_dict(saved[1])
-    one_step(passes, normal(3, 3, 8, 8, seed=7))
+    one_step(fast, optimizer, normal(3, 3, 8, 8, seed=7))
     assert_equal(weights_of(net), once)

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from interpreter import run_under_interpreter
+from negchain.fast import adam
+from negchain.fast.adam import AdamUpdate, supports
 from negchain.optim import build_optimizer, laid_out_as, load_optimizer, set_lr
-from negchain.train import adam
-from negchain.train.adam import AdamUpdate, supports
 
 KINDS = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -16,14 +16,12 @@ from layer_cases import (  # noqa: E402
     differing_pool,
     pooled_images,
 )
-from recorded_cases import check_move_rows, differing_move  # noqa: E402
 from test_layers import assert_untouched, normal, results  # noqa: E402
 
 from negchain.encoders import build_encoder  # noqa: E402
 from negchain.fast.layers import (  # noqa: E402
     few_channels_triton,
     max_pool_triton,
-    recorded_triton,
 )
 from negchain.fast.layers.few_channels_triton import (  # noqa: E402
     few_channels_forward,
@@ -72,28 +70,6 @@ def test_gpu_max_pool(shape, window, dtype) -> None:
 
 def test_gpu_masked() -> None:
     assert list(check_masked(device="cuda")) == []
-
-
-def test_gpu_move_rows() -> None:
-    """Small blocks and rows; then what a ResNet records of 256 images and 128 carried ones."""
-    assert list(check_move_rows(device="cuda")) == []
-    count, first = 128, 256
-    shapes = {
-        (3, 96, 96): torch.bfloat16,
-        (64, 48, 48): torch.bfloat16,
-        (64, 24, 24): torch.uint8,
-        (128, 12, 12): torch.bfloat16,
-        (512, 1, 1): torch.bfloat16,
-        (512,): torch.float32,
-    }
-    tensors = []
-    for shape, dtype in shapes.items():
-        rows = torch.randint(256, (first + count, *shape), device="cuda").to(dtype)
-        last = len(shape) == 3
-        tensors.append(rows.contiguous(memory_format=torch.channels_last) if last else rows)
-    room = count // 2
-    source = [n if n % 3 == 0 else count - 1 - n for n in range(room)]  # a third stays
-    assert differing_move(recorded_triton, tensors, first, source) == []
 
 
 @pytest.mark.parametrize("side", [True, False], ids=["own stream", "same stream"])

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from negchain.train.passes import OverlappedPass, PlainPass
+from negchain.train.survivors import gradient_of_survivors
 from test_passes import BF16, captured_adam, normal, weights_of
 from torch import Tensor
 
@@ -16,8 +18,6 @@ from negchain.encoders import build_encoder
 from negchain.optim import build_optimizer, set_lr
 from negchain.train import step as step_module
 from negchain.train.config import resolve
-from negchain.train.passes import OverlappedPass, PlainPass
-from negchain.train.survivors import gradient_of_survivors
 
 pytestmark = pytest.mark.gpu
 SIDE, COUNT, STEPS = 96, 16, 5

@@ -2,7 +2,7 @@
 
 Per number it reads the gradient (bf16 or float32), the weight and both moments, and writes the
 weight and the moments: 26 bytes from a bf16 gradient, where a cast of it and torch's fused step
-move 34 in two passes. The formula is in `negchain.train.adam`, whose `update_torch` is the readable
+move 34 in two passes. The formula is in `negchain.fast.adam`, whose `update_torch` is the readable
 twin. Arithmetic is float32, the betas rounded to it, as in torch's CUDA kernel; only the root and
 the quotient are the GPU's short forms, so what is subtracted from a weight differs in its last
 bits.
@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from negchain.train.adam import rounded_betas
+from negchain.fast.adam import rounded_betas
 
 BLOCK = 1024  # numbers per program
 TOGETHER = tl.constexpr(4)  # neighbours per thread and access: 16 bytes of float32
@@ -79,7 +79,7 @@ def update_triton(
     state: Mapping[str, Tensor],
     group: Mapping[str, Any],
 ) -> None:
-    """`negchain.train.adam.update_torch` in one launch; nothing asks the host."""
+    """`negchain.fast.adam.update_torch` in one launch; nothing asks the host."""
     beta1, beta2 = rounded_betas(group)
     log2_beta1, log2_beta2 = (math.log2(b) if b > 0 else -math.inf for b in (beta1, beta2))
     update_kernel[(triton.cdiv(parameter.numel(), BLOCK),)](

@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 
 from negchain.fast import backends
+from negchain.fast.layers.weight_gradients import WeightGradients
+from negchain.fast.streams import forked, join, new_stream
 from negchain.optim import laid_out_as, lies_as
 
 
@@ -75,7 +77,7 @@ class AdamUpdate:
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> None:
         self.optimizer = optimizer
-        self.parameters = list(parameters)
+        self.parameters = dict.fromkeys(parameters)
         self._group_of: dict[Tensor, dict[str, Any]] = {}
 
     @torch.no_grad()
@@ -104,11 +106,75 @@ class AdamUpdate:
         gradient = laid_out_as(parameter, gradient)
         state, group = self.optimizer.state[parameter], self._group_of[parameter]
         if backends.prefers_triton(parameter):
-            from negchain.train.adam_triton import update_triton
+            from negchain.fast.adam_triton import update_triton
 
             update_triton(parameter, gradient, state, group)
         else:
             update_torch(parameter, gradient, state, group)
+
+
+class OverlappedAdam:
+    """Steps weights while the backward pass goes on, as soon as their gradients are there.
+
+    Args:
+        optimizer: one that `supports` accepts.
+        gradients: where the gradients of the weights' copies come from.
+        device: of the weights.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, gradients: WeightGradients, device: torch.device
+    ) -> None:
+        if not supports(optimizer):
+            raise ValueError(
+                f"only capturable Adam and AdamW can be overlapped, got {type(optimizer).__name__} "
+                f"with {optimizer.defaults}; give no optimizer"
+            )
+        self.optimizer = optimizer
+        self.gradients = gradients
+        self._stream = new_stream(device)
+        self._update: AdamUpdate | None = None  # known after a first step: what has gradients
+        self._weight_of: dict[Tensor, Tensor] = {}
+        self._kept: list[Tensor] = []
+
+    def begin(self, weight_of: dict[Tensor, Tensor]) -> None:
+        """Count a step in which the weights have these copies."""
+        self._weight_of = weight_of
+        if self._update is not None:
+            with forked(self.gradients.stream):
+                self._update.begin()
+
+    def _take(self, copy: Tensor, grad: Tensor) -> bool:
+        """Step a weight beside the backward pass, if it is one that may be."""
+        assert self._update is not None
+        weight = self._weight_of[copy]
+        if weight not in self._update.parameters:
+            return False
+        self._kept.append(grad)
+        with forked(self._stream):
+            self._update.update(weight, grad)
+        return True
+
+    def not_stepped(
+        self, answered: dict[Tensor, Tensor], others: set[Tensor]
+    ) -> dict[Tensor, Tensor]:
+        """End the backward pass; of the gradients found beside, those the optimizer has to use."""
+        if self._kept:
+            join(self._stream)
+            self._kept = []
+        if self._update is None:
+            early = [self._weight_of[copy] for copy in answered if copy not in others]
+            self._update = AdamUpdate(self.optimizer, early)
+            self.gradients.then = self._take
+            return answered
+        left = {}
+        for copy, grad in answered.items():
+            weight = self._weight_of[copy]
+            if weight in self._update.parameters:  # an embedding was not used: a part is missing
+                self._update.update(weight, grad)
+            else:
+                left[copy] = grad
+        return left
 
 
 def update_torch(

@@ -1,7 +1,7 @@
 """The layers' kernels against torch; run as a script it does so without a GPU.
 
 Triton decides at its import whether it interprets, hence the process of its own:
-    TRITON_INTERPRET=1 python tests/layers/layer_cases.py
+    TRITON_INTERPRET=1 python tests/fast/layers/layer_cases.py
 prints {name of a case: [what differed, ...]} as JSON.
 
 Inputs are small integers: float32 sums of them are exact in any order, so results must be equal.
@@ -28,7 +28,6 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from recorded_cases import check_move_rows, check_recorded_encoder
 from torch import Tensor
 from torchvision.models.resnet import BasicBlock, ResNet
 
@@ -38,7 +37,6 @@ from negchain.fast.layers import (
     few_channels_triton,
     masked_triton,
     max_pool_triton,
-    recorded_triton,
 )
 
 LAST = torch.channels_last
@@ -291,17 +289,6 @@ PLANTED: dict[str, tuple[ModuleType, str, str, Callable[[ModuleType], Iterator[s
                 "another pixel's channel": ("at % channels", "at // 2 % channels"),
             },
         ),
-        (
-            recorded_triton,
-            check_move_rows,
-            {
-                "nothing moves": ("if source != row:", "if False:"),
-                "from the first row on": ("(first + source) * width", "source * width"),
-                "to the first row on": ("(first + row) * width", "row * width"),
-                "one block per program": ("width, PARTS * BLOCK)", "width, width)"),
-                "all but the last number": ("), mask=at < width)", "), mask=at < width - 1)"),
-            },
-        ),
     )
     for name, (old, new) in bugs.items()
 }
@@ -340,7 +327,7 @@ def main() -> None:
     """Check everything and print what was found."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    sys.path.append(str(Path(__file__).parents[1] / "core"))
+    sys.path.append(str(Path(__file__).parents[2] / "core"))
     from fused_cases import _hurry
 
     _hurry()
@@ -359,9 +346,7 @@ CHECKS: tuple[Callable[[], Iterator[str]], ...] = (
     check_max_pool,
     check_small_blocks,
     check_masked,
-    check_move_rows,
     check_encoder,
-    check_recorded_encoder,
 )
 
 if __name__ == "__main__":

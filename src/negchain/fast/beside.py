@@ -1,0 +1,145 @@
+"""Gradients of weights beside a compiled backward pass.
+
+A pass over the graph that `torch.compile` makes of a backward pass: products and convolutions whose
+result is nothing but a gradient (it leaves the graph as it is) become operators that run on a
+stream of their own. Whoever takes the gradients waits for that stream (`WeightGradients.join`).
+
+Nothing may overwrite what such an operator still reads, so Inductor must not reuse buffers, and the
+tensors are kept until `join`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+from negchain.fast.layers.weight_gradients import WeightGradients
+
+aten = torch.ops.aten
+_owners: dict[int, WeightGradients] = {}
+_numbers = itertools.count()
+
+
+@torch.library.custom_op("negchain::product_beside", mutates_args=())
+def product_beside(left: Tensor, right: Tensor, owner: int) -> Tensor:
+    """left @ right on the owner's stream."""
+    return _owners[owner].beside(lambda: left @ right, (left, right))
+
+
+@product_beside.register_fake
+def _(left: Tensor, right: Tensor, owner: int) -> Tensor:
+    return left.new_empty(left.shape[0], right.shape[1])
+
+
+@torch.library.custom_op("negchain::convolution_beside", mutates_args=())
+def convolution_beside(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    owner: int,
+) -> Tensor:
+    """Gradient of a convolution's weight on the owner's stream, laid out as the weight."""
+
+    def compute() -> Tensor:
+        sizes = (stride, padding, dilation, False, [0] * len(stride), groups)
+        found = aten.convolution_backward(grad, x, weight, None, *sizes, (False, True, False))[1]
+        return torch.empty_like(weight).copy_(found) if found.stride() != weight.stride() else found
+
+    return _owners[owner].beside(compute, (grad, x, weight))
+
+
+@convolution_beside.register_fake
+def _(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    owner: int,
+) -> Tensor:
+    return torch.empty_like(weight)
+
+
+def options(owner: WeightGradients) -> dict[str, Any]:
+    """`torch.compile`'s options that move gradients of weights to the owner's stream."""
+    number = next(_numbers)
+    _owners[number] = owner
+    return {
+        "post_grad_custom_post_pass": _Pass(number),
+        "allow_buffer_reuse": False,
+        "inplace_buffers": False,
+    }
+
+
+class _Pass(CustomGraphPass):
+    """`move` for one owner."""
+
+    def __init__(self, owner: int) -> None:
+        self.owner = owner
+
+    def __call__(self, graph: fx.Graph) -> None:
+        move(graph, self.owner)
+
+    def uuid(self) -> str:
+        """What the compiler's cache knows this by: its source and the owner."""
+        return f"{get_hash_for_files((__file__,)).hex()} {self.owner}"
+
+
+def move(graph: fx.Graph, owner: int) -> int:
+    """Replace what computes nothing but gradients that leave the graph; returns how many."""
+    done = 0
+    if not any(n.op == "placeholder" and n.name.startswith("tangents") for n in graph.nodes):
+        return 0  # a forward pass: its results are read at once
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        if node.target is aten.mm.default and _leaves(node):
+            with graph.inserting_before(node):
+                new = graph.call_function(product_beside._opoverload, (*node.args, owner))
+            new.meta.update(node.meta)
+            node.replace_all_uses_with(new)
+            graph.erase_node(node)
+            done += 1
+        elif node.target is aten.convolution_backward.default:
+            done += _split(graph, node, owner)
+    return done
+
+
+def _split(graph: fx.Graph, node: fx.Node, owner: int) -> int:
+    """The weight's part of a convolution's backward pass as an operator of its own."""
+    grad, x, weight, _, stride, padding, dilation, transposed, _, groups, wanted = node.args
+    parts = {user.args[1]: user for user in node.users}
+    part = parts.get(1)
+    if part is None or not _leaves(part) or transposed or not wanted[1]:  # type: ignore[index]
+        return 0
+    given = (grad, x, weight, stride, padding, dilation, groups, owner)
+    with graph.inserting_before(node):
+        new = graph.call_function(convolution_beside._opoverload, given)  # type: ignore[arg-type]
+    new.meta.update(part.meta)
+    part.replace_all_uses_with(new)
+    graph.erase_node(part)
+    if len(parts) == 1:
+        graph.erase_node(node)
+    else:
+        node.update_arg(10, [wanted[0], False, wanted[2]])  # type: ignore[index]
+    return 1
+
+
+_VIEWS = (aten.permute.default, aten.view.default, aten.t.default, aten.reshape.default)
+
+
+def _leaves(node: fx.Node) -> bool:
+    """Whether nothing inside the graph reads a result: it only leaves, perhaps as a view."""
+    return bool(node.users) and all(
+        user.op == "output" or (user.target in _VIEWS and _leaves(user)) for user in node.users
+    )

@@ -1,0 +1,287 @@
+"""One fast path for every encoder.
+
+`accelerate` takes an encoder and gives back a function with the same interface: pixels in,
+embeddings out, and after a backward pass the gradients are in `.grad` of the encoder's parameters.
+Who calls it does not know how it is done, and whatever comes between the backward pass and the
+optimizer's step (an all-reduce over several GPUs, clipping) finds all gradients there.
+
+| strategy | what it does |
+|---|---|
+| plain | the encoder as it is, under autocast: the readable twin of all others |
+| compile | `torch.compile` |
+| copies+compile | weights cast to bf16 all at once, where autocast casts them one by one |
+| copies+compile+beside | and gradients of weights on a stream of their own (`beside`) |
+| blocks | the layers of `negchain.fast.layers`, for ResNets without normalisation |
+
+`choose` says which one an encoder gets.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from negchain.fast import beside
+from negchain.fast.adam import OverlappedAdam
+from negchain.fast.layers import FasterLayers, WeightGradients, is_fused
+from negchain.fast.streams import forked, new_stream
+
+Strategy = Literal["plain", "compile", "copies+compile", "copies+compile+beside", "blocks"]
+
+
+def applies(device: torch.device, autocast: torch.dtype | None) -> bool:
+    """Whether anything but "plain" can be used: bf16 on a GPU that multiplies it."""
+    # Before compute capability 8, bf16 convolutions have a fallback that the fused ones lack.
+    on_gpu = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 8
+    return autocast is not None and on_gpu
+
+
+def choose(encoder: nn.Module, autocast: torch.dtype | None) -> Strategy:
+    """The fastest strategy for an encoder, by what benchmarks/encoder_paths.py measured.
+
+    Example:
+        >>> choose(nn.Linear(2, 2), None)
+        'plain'
+    """
+    if not applies(next(encoder.parameters()).device, autocast):
+        return "plain"
+    return "blocks" if is_fused(encoder) else "copies+compile"
+
+
+def accelerate(
+    encoder: nn.Module,
+    autocast: torch.dtype | None,
+    strategy: Strategy | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> PlainEncoder:
+    """A faster encoder with the same results up to rounding.
+
+    Args:
+        encoder: on its device, in training mode.
+        autocast: dtype of its arithmetic, None for its own.
+        strategy: one of the table above; None takes what `choose` says.
+        optimizer: one that `adam.supports`, of which the strategy "blocks" then steps weights
+            during the backward pass: their gradients are not left in `.grad`.
+
+    Example:
+        >>> encoder = nn.Linear(2, 3)
+        >>> fast = accelerate(encoder, autocast=None)
+        >>> fast.begin()
+        >>> fast(torch.ones(5, 2)).sum().backward()
+        >>> encoder.weight.grad
+        tensor([[5., 5.],
+                [5., 5.],
+                [5., 5.]])
+    """
+    chosen = strategy or choose(encoder, autocast)
+    if chosen not in get_args(Strategy):
+        known = ", ".join(get_args(Strategy))
+        raise ValueError(f"strategy must be one of {known}, got {chosen!r}")
+    if chosen == "plain":
+        return PlainEncoder(encoder, autocast)
+    if chosen == "compile":
+        return CompiledEncoder(encoder, autocast)
+    if autocast is None:
+        raise ValueError(f"strategy {chosen!r} copies weights to another dtype: give autocast")
+    if chosen == "blocks":
+        return BlockEncoder(encoder, autocast, optimizer)
+    return CompiledCopies(encoder, autocast, beside_gradients=chosen.endswith("beside"))
+
+
+class PlainEncoder:
+    """The encoder under autocast, as torch runs it.
+
+    A step is `begin`, calls, and one backward pass.
+    """
+
+    def __init__(self, encoder: nn.Module, autocast: torch.dtype | None) -> None:
+        self.encoder = encoder
+        self.autocast = autocast
+        self.device = next(encoder.parameters()).device
+
+    def begin(self) -> None:
+        """Do what need not wait for the pixels; the weights have their values of this step."""
+
+    def __call__(self, pixels: Tensor) -> Tensor:  # [R,C,H,W] -> [R,D]
+        """Embeddings, with a graph where gradients are enabled."""
+        if self.device.type == "cuda" and pixels.ndim == 4:
+            pixels = pixels.contiguous(memory_format=torch.channels_last)
+        with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
+            return self._run(pixels)
+
+    def _run(self, pixels: Tensor) -> Tensor:
+        embeddings: Tensor = self.encoder(pixels)
+        return embeddings
+
+
+class CompiledEncoder(PlainEncoder):
+    """The same through `torch.compile`; shapes are fixed, and CUDA graphs are the caller's."""
+
+    def __init__(self, encoder: nn.Module, autocast: torch.dtype | None) -> None:
+        super().__init__(encoder, autocast)
+        self._compiled = torch.compile(encoder, dynamic=False)
+
+    def _run(self, pixels: Tensor) -> Tensor:
+        with _all_compiled():
+            embeddings: Tensor = self._compiled(pixels)
+        return embeddings
+
+
+class CopyingEncoder(PlainEncoder):
+    """Runs with copies of the weights in autocast's dtype, made by one launch per step.
+
+    The gradients of the copies become those of the weights in one launch as well.
+    """
+
+    def __init__(self, encoder: nn.Module, autocast: torch.dtype) -> None:
+        super().__init__(encoder, autocast)
+        by_name = {n: w for n, w in cast_by_autocast(encoder).items() if w.requires_grad}
+        self._weights = list(dict.fromkeys(by_name.values()))  # one with two names: one copy
+        place = {weight: number for number, weight in enumerate(self._weights)}
+        self._place = {name: place[weight] for name, weight in by_name.items()}
+        self._copies: tuple[Tensor, ...] = ()
+        self._copied: torch.cuda.Event | None = None
+        self._gradients = WeightGradients(new_stream(self.device))
+
+    def begin(self) -> None:
+        """Copy the weights, beside what comes before the encoder."""
+        self._copies = _Cast.apply(self, *self._weights) if self._weights else ()
+        self._record()
+
+    def _record(self) -> None:
+        """Remember what the encoder waits for."""
+        side = self._gradients.stream
+        self._copied = None if side is None else side.record_event()
+
+    def copy(self, weights: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The copies; the current stream must wait for the gradients' stream to use them."""
+        copies = [torch.empty_like(weight, dtype=self.autocast) for weight in weights]
+        with forked(self._gradients.stream):
+            torch._foreach_copy_(copies, list(weights))
+        return tuple(copies)
+
+    def collect(self, given: tuple[Tensor | None, ...]) -> list[Tensor | None]:
+        """Gradients of the weights: those autograd has of the copies and those found beside."""
+        answered = self._answered(given)
+        found: list[Tensor | None] = []
+        for copy, grad in zip(self._copies, given, strict=True):
+            own = answered.get(copy)
+            found.append(grad if own is None else own if grad is None else own + grad)
+        wide = [
+            None if grad is None else torch.empty_like(weight)
+            for grad, weight in zip(found, self._weights, strict=True)
+        ]
+        there = [grad for grad in found if grad is not None]
+        if there:
+            torch._foreach_copy_([grad for grad in wide if grad is not None], there)
+        return wide
+
+    def _answered(self, given: tuple[Tensor | None, ...]) -> dict[Tensor, Tensor]:
+        """Gradients of copies that were found beside the backward pass."""
+        return self._gradients.join()
+
+    def _named_copies(self) -> dict[str, Tensor]:
+        """This step's copies by the names of their weights, ready to be used."""
+        if self._copied is not None:
+            torch.cuda.current_stream().wait_event(self._copied)
+        return {name: self._copies[number] for name, number in self._place.items()}
+
+
+class _Cast(torch.autograd.Function):
+    """`CopyingEncoder.copy`, and backward its `collect`."""
+
+    @staticmethod
+    def forward(ctx: Any, owner: CopyingEncoder, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.owner = owner
+        ctx.set_materialize_grads(False)  # None where a gradient is found beside
+        return owner.copy(weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, *ctx.owner.collect(grads)
+
+
+class CompiledCopies(CopyingEncoder):
+    """The encoder with copied weights through `torch.compile`."""
+
+    def __init__(
+        self, encoder: nn.Module, autocast: torch.dtype, *, beside_gradients: bool = False
+    ) -> None:
+        super().__init__(encoder, autocast)
+
+        def run(copies: dict[str, Tensor], pixels: Tensor) -> Tensor:
+            embeddings: Tensor = torch.func.functional_call(encoder, copies, (pixels,))
+            return embeddings
+
+        options = beside.options(self._gradients) if beside_gradients else None
+        self._compiled = torch.compile(run, dynamic=False, options=options)
+
+    def _run(self, pixels: Tensor) -> Tensor:
+        with _all_compiled():
+            return self._compiled(self._named_copies(), pixels)
+
+
+class BlockEncoder(CopyingEncoder):
+    """The encoder with the hand-written layers of `negchain.fast.layers`."""
+
+    def __init__(
+        self,
+        encoder: nn.Module,
+        autocast: torch.dtype,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
+        super().__init__(encoder, autocast)
+        self._adam = None
+        if optimizer is not None:
+            self._adam = OverlappedAdam(optimizer, self._gradients, self.device)
+
+    def begin(self) -> None:
+        """The same; count Adam's step, if it is overlapped."""
+        super().begin()
+        if self._adam is not None:
+            self._adam.begin(dict(zip(self._copies, self._weights, strict=True)))
+            self._record()
+
+    def _answered(self, given: tuple[Tensor | None, ...]) -> dict[Tensor, Tensor]:
+        answered = super()._answered(given)
+        if self._adam is not None:
+            others = {c for c, g in zip(self._copies, given, strict=True) if g is not None}
+            answered = self._adam.not_stepped(answered, others)
+        return answered
+
+    def _run(self, pixels: Tensor) -> Tensor:
+        copies = self._named_copies()
+        with FasterLayers(self.encoder, set(self._copies), self._gradients):
+            embeddings: Tensor = torch.func.functional_call(self.encoder, copies, (pixels,))
+        return embeddings
+
+
+def _all_compiled() -> AbstractContextManager[None]:
+    """Every encoder of a process is compiled, not the first eight and the others run as they are.
+
+    Torch counts by source line, and all encoders come through the same one.
+    """
+    import torch._dynamo.config
+
+    manager: AbstractContextManager[None] = torch._dynamo.config.patch(recompile_limit=1000)
+    return manager
+
+
+def cast_by_autocast(encoder: nn.Module) -> dict[str, nn.Parameter]:
+    """Weights and biases that go as they are into a convolution or a product, by name.
+
+    Not those of layers that first work on them (weight standardisation): autocast rounds later.
+    """
+    found = {}
+    for prefix, module in encoder.named_modules():
+        convolves = isinstance(module, nn.Conv2d) and (
+            type(module).forward is nn.Conv2d.forward
+            and type(module)._conv_forward is nn.Conv2d._conv_forward
+        )
+        multiplies = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+        if convolves or multiplies:
+            found.update(module.named_parameters(prefix, recurse=False))
+    return found
