@@ -147,9 +147,7 @@ def estimator_report(
     for name in names:
         if callable(progress):
             progress(name)
-        settings = LossSettings(
-            size, beta, dim, seed, denominator=denominator, normalize=False
-        )
+        settings = LossSettings(size, beta, dim, seed, denominator=denominator, normalize=False)
         loss_fn = build_loss(name, settings)
         count = _bar(name, warm_up + steps) if progress is True else range(warm_up + steps)
         rows.append(_measure(name, loss_fn, table, batch_size, count, warm_up, seed))
@@ -178,7 +176,11 @@ def exact_negative_gradient(
 
 
 def step_negative_gradient(
-    loss_fn: ContrastiveLoss, table: Tensor, index: Tensor, views: Tensor, generator: torch.Generator
+    loss_fn: ContrastiveLoss,
+    table: Tensor,
+    index: Tensor,
+    views: Tensor,
+    generator: torch.Generator,
 ) -> Tensor:
     """One step's gradient with respect to all embeddings, without its positive term.
 
@@ -252,7 +254,9 @@ def _measure(
     for step in count:
         index = torch.randperm(size, generator=generator)[:batch_size].to(table.device)
         first = torch.randint(0, num_views, (batch_size,), generator=generator)
-        hop = torch.randint(1, num_views, (batch_size,), generator=generator) if num_views > 1 else 0
+        hop = (
+            torch.randint(1, num_views, (batch_size,), generator=generator) if num_views > 1 else 0
+        )
         views = torch.stack([first, (first + hop) % num_views]).to(table.device)
         gradient = step_negative_gradient(loss_fn, table, index, views, generator)
         if step >= warm_up:

@@ -50,8 +50,10 @@ class Draw(NamedTuple):
 
     def log_q_of(self, ids: Tensor) -> Tensor | None:
         """Log-probability of ids, of their shape."""
-        return self.log_q if self.log_q is None else (
-            self.log_q(ids) if callable(self.log_q) else self.log_q.to(ids.device)[ids]
+        return (
+            self.log_q
+            if self.log_q is None
+            else (self.log_q(ids) if callable(self.log_q) else self.log_q.to(ids.device)[ids])
         )
 
 

@@ -39,7 +39,7 @@ from negchain.losses.batch import (
 from negchain.losses.request import Encode, Part, Request, Want
 from negchain.losses.settings import Given, InBatch, Informed, Proposals, Uniform
 from negchain.losses.state import Stateful
-from negchain.losses.table import StaleTable, Tables
+from negchain.losses.table import Tables
 from negchain.objective import Denominator, Estimate, contrastive_objective
 from negchain.pool import Draw, Kind, Side, matches
 
@@ -236,6 +236,12 @@ class ContrastiveLoss(Stateful):
         batch = self._checked(call)
         return self._sides(batch, use_batch=False)
 
+    def held(
+        self, index: Ids, augmentation: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, ...]:
+        """Ids of the negatives chains hold for a batch; nothing for a loss without chains."""
+        return ()
+
     @torch.no_grad()
     def fill(self, encode: Encode | tuple[Encode, Encode], chunk: int = 256) -> None:
         """Encode every key once into the stale tables; nothing to do for a loss without one."""
@@ -289,16 +295,18 @@ class ContrastiveLoss(Stateful):
             self._turn += 1
         return total
 
-    def _encoded(
-        self, call: Call, encode: Encode | tuple[Encode, Encode]
-    ) -> tuple[Request, ...]:
+    def _encoded(self, call: Call, encode: Encode | tuple[Encode, Encode]) -> tuple[Request, ...]:
         """Both requests of a call, answered by `encode`."""
         if call.index is None:
             return ()
         named = {"known": call.known, "augmentation": call.augmentation}
         first = self.request(call.index, **named).encode(encode)  # type: ignore[arg-type]
         second = self.request(
-            call.index, call.z_a, call.z_b, key_index=call.key_index, **named  # type: ignore[arg-type]
+            call.index,
+            call.z_a,
+            call.z_b,
+            key_index=call.key_index,
+            **named,  # type: ignore[arg-type]
         )
         return first, second.encode(encode)
 
@@ -501,9 +509,7 @@ class ContrastiveLoss(Stateful):
             self.key_counts.index_add_(0, batch.key_index, batch.valid.to(self.key_counts.dtype))
             self.key_counts[-1] += batch.valid.sum()
 
-    def _remember(
-        self, batch: Batch, sides: Sequence[Side], requests: Sequence[Request]
-    ) -> None:
+    def _remember(self, batch: Batch, sides: Sequence[Side], requests: Sequence[Request]) -> None:
         """Whatever this step encoded is the freshest the stale tables can hold."""
         for number, table in enumerate(self.tables):
             side = sides[number]

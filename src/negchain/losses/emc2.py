@@ -234,7 +234,9 @@ class EMC2Loss(ContrastiveLoss):
         self._check_held(call, requests)
         if fused.applies(self, call.z_a) and call.known is None and call.augmentation is None:
             carried = [
-                self._part(requests, "carried", side).embeddings if self.carried == "encode" else None
+                self._part(requests, "carried", side).embeddings
+                if self.carried == "encode"
+                else None
                 for side in range(self.num_sides)
             ]
             total, self._info = fused.emc2(self, call, carried)
@@ -264,9 +266,7 @@ class EMC2Loss(ContrastiveLoss):
                         "the chains of this batch have moved since its request was made; ask again"
                     )
 
-    def visit(
-        self, call: Call, requests: Sequence[Request], items: slice = slice(None)
-    ) -> Visit:
+    def visit(self, call: Call, requests: Sequence[Request], items: slice = slice(None)) -> Visit:
         """Loss and arrivals of the rows of some items against all columns; changes no chain."""
         index = as_ids("index", call.index, len(call.z_a), call.z_a.device)  # type: ignore[arg-type]
         slots = self._slots(index, call.augmentation)
@@ -415,9 +415,7 @@ class EMC2Loss(ContrastiveLoss):
         return moving_log_mean(old, log_partition, rate.to(log_partition.dtype))
 
 
-def _checked_augmentations(
-    augmentations: int | None, views: Views, proposals: Proposals
-) -> int:
+def _checked_augmentations(augmentations: int | None, views: Views, proposals: Proposals) -> int:
     if augmentations is None:
         return 1
     if augmentations < 1 or views != "shared" or isinstance(proposals, Informed):
@@ -426,4 +424,3 @@ def _checked_augmentations(
             f"other than Informed; got {augmentations}, {views!r}, {proposals}"
         )
     return augmentations
-

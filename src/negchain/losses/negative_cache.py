@@ -118,7 +118,9 @@ class NegativeCacheLoss(ContrastiveLoss):
             report["effective_negatives"].append(effective_negatives(weights))
             if self.training:
                 table = self.tables[number]
-                table.write(*((batch.key_index, batch.z_b) if number == 0 else (batch.index, batch.z_a)))
+                table.write(
+                    *((batch.key_index, batch.z_b) if number == 0 else (batch.index, batch.z_a))
+                )
                 table.write(ids, keys)
                 for request in requests:
                     due = request.part("refresh", number)

@@ -24,8 +24,7 @@ class MH:
         """Refuse what is out of range."""
         if not (0 <= self.burn_in < 1 or self.burn_in == int(self.burn_in) >= 1):
             raise ValueError(
-                "burn_in must be a share in [0, 1) or a whole number of steps, "
-                f"got {self.burn_in}"
+                f"burn_in must be a share in [0, 1) or a whole number of steps, got {self.burn_in}"
             )
         _check_count_every(self.count_every)
 

@@ -9,7 +9,6 @@ Bias        shrinks only with the batch size.
 from __future__ import annotations
 
 import dataclasses
-
 from collections.abc import Sequence
 from typing import Literal
 

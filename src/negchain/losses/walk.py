@@ -30,7 +30,7 @@ from torch import Tensor
 
 from negchain import draws
 from negchain.losses.base import effective_negatives
-from negchain.losses.chains import Arrival, ChainTable
+from negchain.losses.chains import Arrival
 from negchain.losses.settings import ISIR, MH, Kernel
 from negchain.pool import Kind, Side, first_writer
 from negchain.weights.isir import isir_weights

@@ -25,8 +25,7 @@ from negchain.evaluation import (
     nearest_neighbours,
 )
 from negchain.exact import global_loss
-from negchain.losses import EMC2Loss
-from negchain.losses.base import ContrastiveLoss
+from negchain.losses import ContrastiveLoss
 from negchain.train.config import TrainConfig
 
 ENCODE_BATCH = 512
@@ -105,7 +104,7 @@ class Judge:
         base_x, shown_x = self.embed(encoder, base), self.embed(encoder, shown)
         found |= self._neighbours(base, base_x, shown, shown_x)
         found |= self._map(shown, shown_x)
-        if isinstance(loss_fn, EMC2Loss):
+        if loss_fn is not None:
             found |= self._chains(encoder, loss_fn)
         return {name: value.cpu().numpy() for name, value in found.items()}
 
@@ -156,11 +155,15 @@ class Judge:
             "map_thumbs": shown.fetch(chosen),
         }
 
-    def _chains(self, encoder: Encoder, loss_fn: EMC2Loss) -> dict[str, Tensor]:
-        """Training images and the negatives their chains hold now."""
-        images, stored = self.data.pretrain, loss_fn.augmentations or 1
+    def _chains(self, encoder: Encoder, loss_fn: ContrastiveLoss) -> dict[str, Tensor]:
+        """Training images and the negatives their chains hold now, where the loss has chains."""
+        images, stored = self.data.pretrain, loss_fn.ids_per_item
         anchors = torch.linspace(0, len(images) - 1, min(GALLERY * 2, len(images))).long()
-        held = loss_fn.chains.ids(0, (anchors * stored).to(loss_fn.step.device)).cpu() // stored
+        first = torch.zeros_like(anchors)
+        found = loss_fn.held(anchors, (first, first) if stored > 1 else None)
+        if not found:
+            return {}
+        held = found[0].cpu() // stored
         both = self._embed(
             encoder, encoder, images.fetch(torch.cat([anchors, held])), plain=self.augment.plain
         )

@@ -31,7 +31,7 @@ from negchain.train.reading import Clock, Reading
 from negchain.train.run_folder import RunFolder
 from negchain.train.step import TrainStep, build_loss
 
-INFO_KEYS = ("acceptance_rate", "carried_mass", "dropped_mass", "effective_negatives", "chain_age")
+NOT_LOGGED = ("nonfinite_rows", "rows_without_negatives")  # zero, or somebody should know
 
 
 class Interrupted(Exception):
@@ -65,6 +65,8 @@ class Run:
         """Train to the end, evaluate, write summary and report; returns the summary."""
         if self.config.graph and self.device.type == "cuda" and self.data.pretrain.resident:
             self.step.capture()
+        if self.done == 0:
+            self.step.fill()
         with _stopping(self), progress:
             progress.start(self.total_steps, self.done, self.config.batch_size)
             self._loop(progress)
@@ -140,9 +142,8 @@ class Run:
                 f"the loss is {loss} at step {reading.step}; lower --lr (now {self.config.lr:g}), "
                 "raise --warmup-epochs, or use --precision float32"
             )
-        found = {name: info[name] for name in INFO_KEYS if name in info}
-        if "global_loss" in info:
-            found["estimated_global_loss"] = info["global_loss"]
+        found = {name: value for name, value in info.items() if value or name not in NOT_LOGGED}
+        found = {_metric(name): value for name, value in found.items()}
         self._log({"loss": loss, "images_per_second": rate, **found}, reading.step)
         progress.update(reading.step, loss, rate)
 
@@ -227,6 +228,11 @@ class Run:
         self.evaluated = bool(state["evaluated"])
         self.step.loss.fill_(state["last_loss"])
         return [f"continuing after step {self.done} of {self.total_steps}", *loaded.warnings]
+
+
+def _metric(name: str) -> str:
+    """What a number of `info` is called in metrics.jsonl, where exact ones stand beside it."""
+    return f"estimated_{name}" if name.startswith("global_loss") else name
 
 
 def load_images(config: TrainConfig, progress: bool) -> DataBundle:

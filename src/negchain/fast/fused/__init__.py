@@ -99,9 +99,7 @@ def carried_ids(loss_fn: EMC2Loss, side: int, index: Tensor) -> Tensor:  # [B] -
     return forward.carried_ids(loss_fn.chains, side, index)
 
 
-def emc2(
-    loss_fn: EMC2Loss, call: Call, carried: Sequence[Tensor | None]
-) -> tuple[Tensor, Numbers]:
+def emc2(loss_fn: EMC2Loss, call: Call, carried: Sequence[Tensor | None]) -> tuple[Tensor, Numbers]:
     """The EMC² loss of a batch, [], and its numbers for `info`; in training the chains move."""
     kernel = loss_fn.kernel
     settings = {
