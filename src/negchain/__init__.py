@@ -27,7 +27,7 @@ from negchain.losses import (
     Uniform,
     Want,
 )
-from negchain.losses.base import effective_negatives
+from negchain.losses.partition import effective_negatives
 from negchain.pool import Draw
 from negchain.weights.metropolis import Scan, mh_scan
 

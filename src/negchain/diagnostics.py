@@ -162,9 +162,8 @@ def exact_negative_gradient(
     flat, ids = table.flatten(0, 1), torch.arange(size, device=table.device).repeat(num_views)
     positive = beta * torch.linalg.vecdot(table, table.flip(0)).flatten()
     gradient = torch.zeros_like(flat)
-    for rows in torch.arange(len(flat), device=table.device).split(
-        max(1, CHUNK_ELEMENTS // len(flat))
-    ):
+    chunk = max(1, CHUNK_ELEMENTS // len(flat))
+    for rows in torch.split(torch.arange(len(flat), device=table.device), chunk):
         logits = (beta * flat[rows] @ flat.T).masked_fill_(ids[rows, None] == ids, -math.inf)
         log_sum = torch.logsumexp(logits, 1)
         if denominator == "all":

@@ -13,10 +13,10 @@ Shapes: `B` batch, `N` rows, `K` columns, `D` embedding.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +27,6 @@ from negchain.losses.batch import (
     Drawn,
     Draws,
     Ids,
-    Popularity,
     Views,
     as_ids,
     check_answer,
@@ -36,17 +35,19 @@ from negchain.losses.batch import (
     lay_out,
     per_side,
 )
+from negchain.losses.columns import popularity, with_draw
 from negchain.losses.request import Encode, Part, Request, Want
 from negchain.losses.settings import Given, InBatch, Informed, Proposals, Uniform
 from negchain.losses.state import Stateful
 from negchain.losses.table import Tables
 from negchain.objective import Denominator, Estimate, contrastive_objective
-from negchain.pool import Draw, Kind, Side, matches
+from negchain.pool import Draw, Side
 
 Report = dict[str, list[Tensor]]
 
 
-class Call(NamedTuple):
+@dataclass(frozen=True)
+class Call:
     """The arguments of one call of a loss."""
 
     z_a: Tensor
@@ -60,7 +61,7 @@ class Call(NamedTuple):
 
 
 class ContrastiveLoss(Stateful):
-    """Abstract base of the losses; see `negchain.EMC2Loss` and its siblings, and docs/own_method.md.
+    """Abstract base of the losses; docs/own_method.md makes one.
 
     A method implements `_loss(call, requests)`: the loss of a batch, []. What it wants encoded
     beyond draws from `proposals` it adds in `_parts` (before the batch is encoded) or
@@ -247,7 +248,7 @@ class ContrastiveLoss(Stateful):
         """Encode every key once into the stale tables; nothing to do for a loss without one."""
         of_anchors, of_keys = encode if isinstance(encode, tuple) else (encode, encode)
         for number, table in enumerate(self.tables):
-            for ids in torch.arange(table.size, device=self.step.device).split(chunk):
+            for ids in torch.split(torch.arange(table.size, device=self.step.device), chunk):
                 z = (of_keys if number == 0 else of_anchors)(ids)
                 table.refresh(ids, z, normalize=self.normalize)
 
@@ -322,7 +323,8 @@ class ContrastiveLoss(Stateful):
                 )
             if any(part.embeddings is None for part in request.parts):
                 raise ValueError(
-                    "this request was not answered: call request.answer(encoder(items[request.ids]))"
+                    "this request was not answered: call "
+                    "request.answer(encoder(items[request.ids]))"
                 )
             stale = [part for part in request.parts if part.purpose == "draw"]
             if stale and request.turn != self._turn:
@@ -354,7 +356,9 @@ class ContrastiveLoss(Stateful):
             num_positions=self.num_positions,
             multiplicity=self.multiplicity,
             ids_per_item=self.ids_per_item,
-            popularity=None if self.num_keys is None else self._popularity(batch),
+            popularity=None
+            if self.num_keys is None
+            else popularity(self.key_counts, batch, self.num_samples, self._counts_keys),
             **layout,
         )
 
@@ -371,7 +375,8 @@ class ContrastiveLoss(Stateful):
         else:
             draws_of = self._draws(call, requests)
             sides = [
-                self._with_draw(side, *pair) for side, pair in zip(sides, draws_of, strict=True)
+                with_draw(side, *pair, self.num_ids, self.normalize)
+                for side, pair in zip(sides, draws_of, strict=True)
             ]
         if not quiet and not is_traced(batch.z_a):
             lonely = sum((side.all_excluded().all(1).sum() for side in sides), 0 * batch.faults[0])
@@ -409,99 +414,6 @@ class ContrastiveLoss(Stateful):
             "encode=lambda ids: encoder(items[ids]), or pass loss_fn.request(index) and "
             "loss_fn.request(index, z_a, z_b), answered"
         )
-
-    def _with_draw(self, side: Side, draw: Draw, drawn: Tensor) -> Side:
-        """Append a draw's columns, shared ([R]) or private to each row ([N, C])."""
-        ids, shape = draw.ids.to(side.keys.device), tuple(draw.ids.shape)
-        if ids.dim() not in (1, 2) or ids.is_floating_point():
-            raise ValueError(f"draw.ids must be integers [R] or [N, C], got {ids.dtype} {shape}")
-        if ids.dim() == 2 and shape[0] not in (side.num_rows, side.num_rows // 2):
-            raise ValueError(f"draw.ids [N, C] must have {side.num_rows} rows, got {shape}")
-        dim, groups = side.keys.shape[2], side.keys.shape[0]
-        if tuple(drawn.shape) not in ((*shape, dim), (ids.numel(), dim)):
-            raise ValueError(
-                f"drawn must be the embeddings of draw.ids, [{ids.numel()}, {dim}], "
-                f"got {tuple(drawn.shape)}"
-            )
-        self._check_draw(draw, ids)
-        drawn = check_answer(drawn.reshape(-1, dim), side.queries, self.normalize)
-        width = side.keys.shape[1]
-        columns = shape[-1]
-        count = torch.full_like(side.positive_ids, columns)
-        kind = Kind(width, width + columns, count, self._log_q(side, draw))
-        if ids.dim() == 2:
-            repeat = side.num_rows // shape[0]
-            return dataclasses.replace(
-                side,
-                private_ids=ids.repeat(repeat, 1),
-                private_keys=drawn.view(*shape, -1).repeat(repeat, 1, 1),
-                kinds=(*side.kinds, kind),
-            )
-        items = ids // side.ids_per_item
-        excluded = matches(items, side.positive_ids, side.known)
-        excluded = excluded | ~torch.isfinite(drawn).all(1)[None, :]
-        return dataclasses.replace(
-            side,
-            keys=torch.cat([side.keys, drawn.expand(groups, -1, -1)], 1),
-            key_ids=torch.cat([side.key_ids, ids.expand(groups, -1)], 1),
-            excluded=torch.cat([side.excluded, excluded], 1),
-            kinds=(*side.kinds, kind),
-        )
-
-    def _check_draw(self, draw: Draw, ids: Tensor) -> None:
-        size = self.num_ids
-        if isinstance(draw.log_q, Tensor) and draw.log_q.shape != (size,):
-            raise ValueError(
-                f"draw.log_q must hold one log-probability per id, [{size}], "
-                f"got {tuple(draw.log_q.shape)}"
-            )
-        if draw.log_q is not None and size is None:
-            raise ValueError(
-                "a draw with probabilities needs the size of the data set to compare them with the "
-                "batch's; give num_samples= (or num_keys=) when the loss is constructed"
-            )
-        if ids.device.type == "cpu" and size is not None and ids.numel():
-            low, high = int(ids.min()), int(ids.max())
-            if low < 0 or high >= size:
-                raise ValueError(
-                    f"draw.ids must hold data set positions in [0, {size}), "
-                    f"got {low if low < 0 else high}"
-                )
-
-    def _log_q(self, side: Side, draw: Draw) -> Callable[[Tensor], Tensor] | None:
-        """ids -> log(q m_neg) of a draw over all ids, own positive included."""
-        log_m, num_ids = side.log_num_negatives(), self.num_ids
-        if log_m is None or num_ids is None:
-            return None
-        scale = log_m - math.log(side.multiplicity / side.ids_per_item)
-
-        def log_q(ids: Tensor) -> Tensor:
-            base = scale.view(-1, *[1] * (ids.dim() - 1))
-            log = draw.log_q_of(ids)
-            if log is None:
-                return (base - math.log(num_ids)).expand(ids.shape)
-            return log.to(scale.dtype) + base
-
-        return log_q
-
-    def _popularity(self, batch: Batch) -> Popularity:
-        """key ids -> log-probability that another sample of a batch has this key.
-
-        Pairs seen so far, with this batch's; before all samples were seen, each counts for one.
-        """
-        counts, kind = self.key_counts, batch.z_a.dtype
-        if not self._counts_keys:
-            log_q = (counts[:-1] / counts[-1]).log().to(kind)
-            return lambda ids: log_q[ids]
-        mine = torch.where(batch.valid, batch.key_index, -1).sort().values
-        total = (counts[-1] + batch.valid.sum()).clamp(min=self.num_samples)
-
-        def of(ids: Tensor) -> Tensor:
-            left = torch.searchsorted(mine, ids.contiguous())
-            here = torch.searchsorted(mine, ids.contiguous(), right=True) - left
-            return ((counts[ids] + here) / total).log().to(kind)
-
-        return of
 
     def _count_keys(self, batch: Batch) -> None:
         """Remember which keys were positives; part of changing state."""
@@ -620,60 +532,6 @@ def _first_counts(counts: Tensor | None, num_keys: int) -> Tensor:
             f"got {counts.dtype} {tuple(counts.shape)}"
         )
     return torch.cat([counts, counts.sum()[None]]).long()
-
-
-def detached_logits(side: Side, similarity: Tensor, beta: float | Tensor) -> Tensor:
-    """Corrected logits beta * s - log(q m_neg), [N, K+C]; -inf where excluded or not finite."""
-    beta = beta.detach() if isinstance(beta, Tensor) else beta
-    logits = similarity.detach() * beta
-    correction = None if len(side.kinds) == 0 else side.correction(side.column_ids())
-    if correction is not None:
-        logits = logits - correction
-    return logits.masked_fill(side.all_excluded() | ~torch.isfinite(logits), -math.inf)
-
-
-def global_log_partition(
-    side: Side, logits: Tensor, beta: float | Tensor = 1.0
-) -> Tensor | None:  # [N,K+C] -> [N]
-    """log( m_neg / n sum_j exp(l_ij) ) over all columns at hand; None if m_neg is unknown.
-
-    Columns at hand include the copies of the batch's items that rows are not offered as proposals
-    (`Side.hidden_keys`): a partition may count an item twice, a walk must not meet it twice.
-    """
-    log_num_negatives = side.log_num_negatives()
-    if log_num_negatives is None:
-        return None
-    log_sum, counts = log_sum_and_count(side, logits, beta)
-    return log_sum + log_num_negatives - counts.clamp(min=1).to(log_sum.dtype).log()
-
-
-def log_sum_and_count(
-    side: Side, logits: Tensor, beta: float | Tensor = 1.0
-) -> tuple[Tensor, Tensor]:  # [N,K+C] -> [N], [N]
-    """log sum_j exp(l_ij) over all columns at hand, and how many draws they stand for."""
-    log_sum, counts = torch.logsumexp(logits, 1), side.counts()
-    if side.hidden_keys is not None and len(side.kinds) == 1:
-        hidden = dataclasses.replace(side, keys=side.hidden_keys.detach())
-        beta = beta.detach() if isinstance(beta, Tensor) else beta
-        others = hidden.similarities().detach() * beta
-        others = others.masked_fill(side.excluded | ~torch.isfinite(others), -math.inf)
-        log_sum, counts = torch.logaddexp(log_sum, torch.logsumexp(others, 1)), 2 * counts
-    return log_sum, counts
-
-
-def effective_negatives(weights: Tensor, private: Tensor | None = None) -> Tensor:
-    """Mean over rows of (sum W)^2 / sum W^2: how many negatives share a row's weight; -> [].
-
-    Example:
-        >>> effective_negatives(torch.tensor([[0.5, 0.5, 0.0, 0.0]]))
-        tensor(2.)
-    """
-    total, squares = weights.sum(1), torch.linalg.vecdot(weights, weights)
-    if private is not None:
-        total, squares = total + private, squares + private * private
-    tiny = torch.finfo(weights.dtype).tiny
-    mean: Tensor = (total * total / squares.clamp(min=tiny)).mean()
-    return mean
 
 
 def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

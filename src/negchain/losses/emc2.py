@@ -23,15 +23,10 @@ import torch
 from torch import Tensor
 
 from negchain.fast import fused
-from negchain.losses.base import (
-    Call,
-    ContrastiveLoss,
-    detached_logits,
-    log_sum_and_count,
-    one_of,
-)
+from negchain.losses.base import Call, ContrastiveLoss, one_of
 from negchain.losses.batch import Batch, Ids, Views, as_ids, check_answer
 from negchain.losses.chains import Arrival, Carried, ChainTable, stored_slots
+from negchain.losses.partition import detached_logits, log_sum_and_count
 from negchain.losses.request import Part, Request, Want
 from negchain.losses.settings import (
     InBatch,

@@ -14,8 +14,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from negchain.losses.base import Call, ContrastiveLoss, Report, effective_negatives
+from negchain.losses.base import Call, ContrastiveLoss, Report
 from negchain.losses.batch import Views, check_answer
+from negchain.losses.partition import effective_negatives
 from negchain.losses.request import Part, Request, Want
 from negchain.losses.settings import check_refresh
 from negchain.losses.table import Tables

@@ -11,6 +11,7 @@ Shapes: `B` batch, `D` embedding.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Literal
 
@@ -42,7 +43,8 @@ class StreamingEMC2Loss(EMC2Loss):
     Example:
         >>> loss_fn = StreamingEMC2Loss(100, kernel=MH(count_every=128))
         >>> z_a, z_b = torch.randn(2, 8, 4).requires_grad_().unbind()
-        >>> loss_fn(z_a, z_b, torch.arange(8), encode=lambda ids: torch.randn(len(ids), 4)).backward()
+        >>> encode = lambda ids: torch.randn(len(ids), 4)
+        >>> loss_fn(z_a, z_b, torch.arange(8), encode=encode).backward()
     """
 
     streams = True
@@ -93,7 +95,7 @@ class StreamingEMC2Loss(EMC2Loss):
             leaves.append((z, leaf))
             return leaf
 
-        inner = call._replace(z_a=cut(call.z_a), z_b=cut(call.z_b))
+        inner = dataclasses.replace(call, z_a=cut(call.z_a), z_b=cut(call.z_b))
         with _answers_cut(requests, cut):
             panels, shares, grads = self._panels(inner, requests, size, leaves)
         whole = _joined(panels, shares)
@@ -135,7 +137,7 @@ class StreamingEMC2Loss(EMC2Loss):
 
 
 class _answers_cut:
-    """While panels are differentiated, answers are leaves of the graph: the caller's may share one."""
+    """While panels are differentiated answers are leaves: the caller's may share a graph."""
 
     def __init__(self, requests: Sequence[Request], cut: object) -> None:
         self.parts = [part for request in requests for part in request.parts]

@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from negchain import draws
-from negchain.losses.base import effective_negatives
 from negchain.losses.chains import Arrival
+from negchain.losses.partition import effective_negatives
 from negchain.losses.settings import ISIR, MH, Kernel
 from negchain.pool import Kind, Side, first_writer
 from negchain.weights.isir import isir_weights

@@ -167,7 +167,7 @@ class TrainStep:
         return ids * (self._per_item // loss_fn.ids_per_item)
 
     def _stored_views(self) -> tuple[Tensor, Tensor] | None:
-        """Two different ones of an item's k stored augmentations are its views; None: fresh ones."""
+        """Which two of an item's k stored augmentations are its views; None: fresh views."""
         k, size = self.config.augmentations, len(self.index)
         if k is None:
             return None

@@ -16,6 +16,7 @@ Metropolis-Hastings comparison within rounding of a tie may fall the other way.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -137,7 +138,9 @@ def in_batch(
         index = torch.searchsorted(index.sort().values, index)
     settings = {"weighting": "softmax" if tables is None else "sogclr", "gamma": gamma}
     none: list[Tensor | None] = [None] * loss_fn.num_sides
-    total, numbers = _both_sides(loss_fn, call._replace(index=index), none, tables, settings)
+    total, numbers = _both_sides(
+        loss_fn, dataclasses.replace(call, index=index), none, tables, settings
+    )
     if loss_fn.num_positions is None:
         del numbers["global_loss_low"]
     return total, numbers
