@@ -18,7 +18,9 @@ optimizer's step (an all-reduce over several GPUs, clipping) finds all gradients
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
 import torch
@@ -125,7 +127,7 @@ class CompiledEncoder(PlainEncoder):
         self._compiled = torch.compile(encoder, dynamic=False)
 
     def _run(self, pixels: Tensor) -> Tensor:
-        with _all_compiled():
+        with _compiling():
             embeddings: Tensor = self._compiled(pixels)
         return embeddings
 
@@ -220,7 +222,7 @@ class CompiledCopies(CopyingEncoder):
         self._compiled = torch.compile(run, dynamic=False, options=options)
 
     def _run(self, pixels: Tensor) -> Tensor:
-        with _all_compiled():
+        with _compiling():
             return self._compiled(self._named_copies(), pixels)
 
 
@@ -259,15 +261,18 @@ class BlockEncoder(CopyingEncoder):
         return embeddings
 
 
-def _all_compiled() -> AbstractContextManager[None]:
+@contextmanager
+def _compiling() -> Iterator[None]:
     """Every encoder of a process is compiled, not the first eight and the others run as they are.
 
     Torch counts by source line, and all encoders come through the same one.
     """
     import torch._dynamo.config
 
-    manager: AbstractContextManager[None] = torch._dynamo.config.patch(recompile_limit=1000)
-    return manager
+    with torch._dynamo.config.patch(recompile_limit=1000), warnings.catch_warnings():
+        # the compiler looks whether a copy has a gradient
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+        yield
 
 
 def cast_by_autocast(encoder: nn.Module) -> dict[str, nn.Parameter]:
