@@ -21,7 +21,7 @@ import time
 import traceback
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch._dynamo
@@ -44,15 +44,7 @@ LOSSES: dict[str, dict[str, object]] = {
     "InfoNCE": {"method": "infonce"},
     "EMC² encode": {"method": "emc2", "carried": "encode"},
 }
-# name of a column: the strategy, and whether Adam steps during the backward pass
-STRATEGIES: dict[str, tuple[fast_encoder.Strategy, bool]] = {
-    "plain": ("plain", False),
-    "compile": ("compile", False),
-    "copies+compile": ("copies+compile", False),
-    "copies+compile+beside": ("copies+compile+beside", False),
-    "blocks": ("blocks", False),
-    "blocks+adam": ("blocks", True),
-}
+STRATEGIES = get_args(fast_encoder.Strategy)
 IMAGES, SIDE = 4096, 96
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BEGIN = time.perf_counter()
@@ -75,11 +67,9 @@ def config(encoder: str, batch: int, loss: str) -> Any:
     return resolve(f"stl10-b{batch if batch in (32, 256) else 32}", given)
 
 
-def captured(run: trainer.Run, name: str) -> None:
+def captured(run: trainer.Run, name: fast_encoder.Strategy) -> None:
     """Record the run's step with a strategy (on a CPU: set it up and make a step)."""
-    strategy, overlapped = STRATEGIES[name]
-    optimizer = run.step.optimizer if overlapped else None
-    fast = fast_encoder.accelerate(run.encoder, run.step.autocast, strategy, optimizer)
+    fast = fast_encoder.accelerate(run.encoder, run.step.autocast, name)
     if DEVICE.type == "cuda":
         run.step.capture(fast)
     else:
@@ -127,7 +117,7 @@ def measured(
 
 def compile_ahead(cells: list[tuple[str, int, str]], names: list[str], processes: int) -> None:
     """Fill the compiler's cache: every process compiles its share."""
-    jobs = [(*cell, name) for name in names if "compile" in name for cell in cells]
+    jobs = [(*cell, name) for name in names if name == "compiled" for cell in cells]
     shares = [jobs[number::processes] for number in range(processes)]
     say(f"compiling {len(jobs)} graphs in {processes} processes")
     begun = [

@@ -10,7 +10,7 @@ tensors are kept until `join`.
 
 from __future__ import annotations
 
-import itertools
+import functools
 from typing import Any
 
 import torch
@@ -18,20 +18,25 @@ from torch import Tensor, fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
 from negchain.fast.layers.weight_gradients import WeightGradients
+from negchain.fast.streams import new_stream
 
 aten = torch.ops.aten
-_owners: dict[int, WeightGradients] = {}
-_numbers = itertools.count()
+
+
+@functools.cache
+def shared(device: torch.device) -> WeightGradients:
+    """The stream all compiled encoders of a device use; it keeps what its operators read."""
+    return WeightGradients(new_stream(device))
 
 
 @torch.library.custom_op("negchain::product_beside", mutates_args=())
-def product_beside(left: Tensor, right: Tensor, owner: int) -> Tensor:
-    """left @ right on the owner's stream."""
-    return _owners[owner].beside(lambda: left @ right, (left, right))
+def product_beside(left: Tensor, right: Tensor) -> Tensor:
+    """left @ right on the shared stream."""
+    return shared(left.device).beside(lambda: left @ right, (left, right))
 
 
 @product_beside.register_fake
-def _(left: Tensor, right: Tensor, owner: int) -> Tensor:
+def _(left: Tensor, right: Tensor) -> Tensor:
     return left.new_empty(left.shape[0], right.shape[1])
 
 
@@ -44,16 +49,15 @@ def convolution_beside(
     padding: list[int],
     dilation: list[int],
     groups: int,
-    owner: int,
 ) -> Tensor:
-    """Gradient of a convolution's weight on the owner's stream, laid out as the weight."""
+    """Gradient of a convolution's weight on the shared stream, laid out as the weight."""
 
     def compute() -> Tensor:
         sizes = (stride, padding, dilation, False, [0] * len(stride), groups)
         found = aten.convolution_backward(grad, x, weight, None, *sizes, (False, True, False))[1]
         return torch.empty_like(weight).copy_(found) if found.stride() != weight.stride() else found
 
-    return _owners[owner].beside(compute, (grad, x, weight))
+    return shared(x.device).beside(compute, (grad, x, weight))
 
 
 @convolution_beside.register_fake
@@ -65,37 +69,30 @@ def _(
     padding: list[int],
     dilation: list[int],
     groups: int,
-    owner: int,
 ) -> Tensor:
     return torch.empty_like(weight)
 
 
-def options(owner: WeightGradients) -> dict[str, Any]:
-    """`torch.compile`'s options that move gradients of weights to the owner's stream."""
-    number = next(_numbers)
-    _owners[number] = owner
-    return {
-        "post_grad_custom_post_pass": _Pass(number),
-        "allow_buffer_reuse": False,
-        "inplace_buffers": False,
-    }
-
-
 class _Pass(CustomGraphPass):
-    """`move` for one owner."""
-
-    def __init__(self, owner: int) -> None:
-        self.owner = owner
+    """`move` in the form the compiler wants."""
 
     def __call__(self, graph: fx.Graph) -> None:
-        move(graph, self.owner)
+        move(graph)
 
     def uuid(self) -> str:
-        """What the compiler's cache knows this by: its source and the owner."""
-        return f"{get_hash_for_files((__file__,)).hex()} {self.owner}"
+        """What the compiler's cache knows this pass by."""
+        return get_hash_for_files((__file__,)).hex()
 
 
-def move(graph: fx.Graph, owner: int) -> int:
+OPTIONS: dict[str, Any] = {
+    "post_grad_custom_post_pass": _Pass(),
+    "allow_buffer_reuse": False,
+    "inplace_buffers": False,
+}
+"""`torch.compile`'s options that move gradients of weights to the shared stream."""
+
+
+def move(graph: fx.Graph) -> int:
     """Replace what computes nothing but gradients that leave the graph; returns how many."""
     done = 0
     if not any(n.op == "placeholder" and n.name.startswith("tangents") for n in graph.nodes):
@@ -105,24 +102,24 @@ def move(graph: fx.Graph, owner: int) -> int:
             continue
         if node.target is aten.mm.default and _leaves(node):
             with graph.inserting_before(node):
-                new = graph.call_function(product_beside._opoverload, (*node.args, owner))
+                new = graph.call_function(product_beside._opoverload, node.args)
             new.meta.update(node.meta)
             node.replace_all_uses_with(new)
             graph.erase_node(node)
             done += 1
         elif node.target is aten.convolution_backward.default:
-            done += _split(graph, node, owner)
+            done += _split(graph, node)
     return done
 
 
-def _split(graph: fx.Graph, node: fx.Node, owner: int) -> int:
+def _split(graph: fx.Graph, node: fx.Node) -> int:
     """The weight's part of a convolution's backward pass as an operator of its own."""
     grad, x, weight, _, stride, padding, dilation, transposed, _, groups, wanted = node.args
     parts = {user.args[1]: user for user in node.users}
     part = parts.get(1)
     if part is None or not _leaves(part) or transposed or not wanted[1]:  # type: ignore[index]
         return 0
-    given = (grad, x, weight, stride, padding, dilation, groups, owner)
+    given = (grad, x, weight, stride, padding, dilation, groups)
     with graph.inserting_before(node):
         new = graph.call_function(convolution_beside._opoverload, given)  # type: ignore[arg-type]
     new.meta.update(part.meta)

@@ -7,29 +7,28 @@ optimizer's step (an all-reduce over several GPUs, clipping) finds all gradients
 
 | strategy | what it does |
 |---|---|
-| plain | the encoder as it is, under autocast: the readable twin of all others |
-| compile | `torch.compile` |
-| copies+compile | weights cast to bf16 all at once, where autocast casts them one by one |
-| copies+compile+beside | and gradients of weights on a stream of their own (`beside`) |
-| blocks | the layers of `negchain.fast.layers`, for ResNets without normalisation |
+| plain | the encoder as it is, under autocast: the readable twin of the others |
+| compiled | `torch.compile`, weight gradients on a CUDA stream of their own (`beside`) |
+| blocks | hand-written layers (`negchain.fast.layers`), for ResNets without normalisation |
 
-`choose` says which one an encoder gets.
+The two fast ones copy the weights to bf16 all at once, where autocast casts them one by one.
+`choose` says which one an encoder gets; benchmarks/encoder_paths.py measures them.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from negchain.fast import beside
-from negchain.fast.adam import OverlappedAdam
 from negchain.fast.layers import FasterLayers, WeightGradients, is_fused
 from negchain.fast.streams import forked, new_stream
 
-Strategy = Literal["plain", "compile", "copies+compile", "copies+compile+beside", "blocks"]
+Strategy = Literal["plain", "compiled", "blocks"]
 
 
 def applies(device: torch.device, autocast: torch.dtype | None) -> bool:
@@ -48,14 +47,13 @@ def choose(encoder: nn.Module, autocast: torch.dtype | None) -> Strategy:
     """
     if not applies(next(encoder.parameters()).device, autocast):
         return "plain"
-    return "blocks" if is_fused(encoder) else "copies+compile"
+    return "blocks" if is_fused(encoder) else "compiled"
 
 
 def accelerate(
     encoder: nn.Module,
     autocast: torch.dtype | None,
     strategy: Strategy | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
 ) -> PlainEncoder:
     """A faster encoder with the same results up to rounding.
 
@@ -63,8 +61,6 @@ def accelerate(
         encoder: on its device, in training mode.
         autocast: dtype of its arithmetic, None for its own.
         strategy: one of the table above; None takes what `choose` says.
-        optimizer: one that `adam.supports`, of which the strategy "blocks" then steps weights
-            during the backward pass: their gradients are not left in `.grad`.
 
     Example:
         >>> encoder = nn.Linear(2, 3)
@@ -82,13 +78,10 @@ def accelerate(
         raise ValueError(f"strategy must be one of {known}, got {chosen!r}")
     if chosen == "plain":
         return PlainEncoder(encoder, autocast)
-    if chosen == "compile":
-        return CompiledEncoder(encoder, autocast)
     if autocast is None:
         raise ValueError(f"strategy {chosen!r} copies weights to another dtype: give autocast")
-    if chosen == "blocks":
-        return BlockEncoder(encoder, autocast, optimizer)
-    return CompiledCopies(encoder, autocast, beside_gradients=chosen.endswith("beside"))
+    fast = CompiledEncoder if chosen == "compiled" else BlockEncoder
+    return fast(encoder, autocast)
 
 
 class PlainEncoder:
@@ -117,26 +110,18 @@ class PlainEncoder:
         return embeddings
 
 
-class CompiledEncoder(PlainEncoder):
-    """The same through `torch.compile`; shapes are fixed, and CUDA graphs are the caller's."""
-
-    def __init__(self, encoder: nn.Module, autocast: torch.dtype | None) -> None:
-        super().__init__(encoder, autocast)
-        self._compiled = torch.compile(encoder, dynamic=False)
-
-    def _run(self, pixels: Tensor) -> Tensor:
-        with _all_compiled():
-            embeddings: Tensor = self._compiled(pixels)
-        return embeddings
-
-
 class CopyingEncoder(PlainEncoder):
     """Runs with copies of the weights in autocast's dtype, made by one launch per step.
 
     The gradients of the copies become those of the weights in one launch as well.
     """
 
-    def __init__(self, encoder: nn.Module, autocast: torch.dtype) -> None:
+    def __init__(
+        self,
+        encoder: nn.Module,
+        autocast: torch.dtype,
+        gradients: WeightGradients | None = None,
+    ) -> None:
         super().__init__(encoder, autocast)
         by_name = {n: w for n, w in cast_by_autocast(encoder).items() if w.requires_grad}
         self._weights = list(dict.fromkeys(by_name.values()))  # one with two names: one copy
@@ -144,15 +129,11 @@ class CopyingEncoder(PlainEncoder):
         self._place = {name: place[weight] for name, weight in by_name.items()}
         self._copies: tuple[Tensor, ...] = ()
         self._copied: torch.cuda.Event | None = None
-        self._gradients = WeightGradients(new_stream(self.device))
+        self._gradients = gradients or WeightGradients(new_stream(self.device))
 
     def begin(self) -> None:
         """Copy the weights, beside what comes before the encoder."""
         self._copies = _Cast.apply(self, *self._weights) if self._weights else ()
-        self._record()
-
-    def _record(self) -> None:
-        """Remember what the encoder waits for."""
         side = self._gradients.stream
         self._copied = None if side is None else side.record_event()
 
@@ -165,23 +146,16 @@ class CopyingEncoder(PlainEncoder):
 
     def collect(self, given: tuple[Tensor | None, ...]) -> list[Tensor | None]:
         """Gradients of the weights: those autograd has of the copies and those found beside."""
-        answered = self._answered(given)
+        answered = self._gradients.join()
         found: list[Tensor | None] = []
         for copy, grad in zip(self._copies, given, strict=True):
             own = answered.get(copy)
             found.append(grad if own is None else own if grad is None else own + grad)
-        wide = [
-            None if grad is None else torch.empty_like(weight)
-            for grad, weight in zip(found, self._weights, strict=True)
-        ]
-        there = [grad for grad in found if grad is not None]
-        if there:
-            torch._foreach_copy_([grad for grad in wide if grad is not None], there)
-        return wide
-
-    def _answered(self, given: tuple[Tensor | None, ...]) -> dict[Tensor, Tensor]:
-        """Gradients of copies that were found beside the backward pass."""
-        return self._gradients.join()
+        narrow = {n: g for n, g in enumerate(found) if g is not None and g.dtype != torch.float32}
+        wide = {number: torch.empty_like(self._weights[number]) for number in narrow}
+        if narrow:
+            torch._foreach_copy_(list(wide.values()), list(narrow.values()))
+        return [wide.get(number, grad) for number, grad in enumerate(found)]
 
     def _named_copies(self) -> dict[str, Tensor]:
         """This step's copies by the names of their weights, ready to be used."""
@@ -204,53 +178,27 @@ class _Cast(torch.autograd.Function):
         return None, *ctx.owner.collect(grads)
 
 
-class CompiledCopies(CopyingEncoder):
-    """The encoder with copied weights through `torch.compile`."""
+class CompiledEncoder(CopyingEncoder):
+    """The encoder through `torch.compile`; shapes are fixed, and CUDA graphs are the caller's."""
 
-    def __init__(
-        self, encoder: nn.Module, autocast: torch.dtype, *, beside_gradients: bool = False
-    ) -> None:
-        super().__init__(encoder, autocast)
+    def __init__(self, encoder: nn.Module, autocast: torch.dtype) -> None:
+        from negchain.fast import beside  # imports the compiler
+
+        super().__init__(encoder, autocast, beside.shared(next(encoder.parameters()).device))
 
         def run(copies: dict[str, Tensor], pixels: Tensor) -> Tensor:
             embeddings: Tensor = torch.func.functional_call(encoder, copies, (pixels,))
             return embeddings
 
-        options = beside.options(self._gradients) if beside_gradients else None
-        self._compiled = torch.compile(run, dynamic=False, options=options)
+        self._compiled = torch.compile(run, dynamic=False, options=beside.OPTIONS)
 
     def _run(self, pixels: Tensor) -> Tensor:
-        with _all_compiled():
+        with _compiling():
             return self._compiled(self._named_copies(), pixels)
 
 
 class BlockEncoder(CopyingEncoder):
     """The encoder with the hand-written layers of `negchain.fast.layers`."""
-
-    def __init__(
-        self,
-        encoder: nn.Module,
-        autocast: torch.dtype,
-        optimizer: torch.optim.Optimizer | None = None,
-    ) -> None:
-        super().__init__(encoder, autocast)
-        self._adam = None
-        if optimizer is not None:
-            self._adam = OverlappedAdam(optimizer, self._gradients, self.device)
-
-    def begin(self) -> None:
-        """The same; count Adam's step, if it is overlapped."""
-        super().begin()
-        if self._adam is not None:
-            self._adam.begin(dict(zip(self._copies, self._weights, strict=True)))
-            self._record()
-
-    def _answered(self, given: tuple[Tensor | None, ...]) -> dict[Tensor, Tensor]:
-        answered = super()._answered(given)
-        if self._adam is not None:
-            others = {c for c, g in zip(self._copies, given, strict=True) if g is not None}
-            answered = self._adam.not_stepped(answered, others)
-        return answered
 
     def _run(self, pixels: Tensor) -> Tensor:
         copies = self._named_copies()
@@ -259,15 +207,18 @@ class BlockEncoder(CopyingEncoder):
         return embeddings
 
 
-def _all_compiled() -> AbstractContextManager[None]:
+@contextmanager
+def _compiling() -> Iterator[None]:
     """Every encoder of a process is compiled, not the first eight and the others run as they are.
 
     Torch counts by source line, and all encoders come through the same one.
     """
     import torch._dynamo.config
 
-    manager: AbstractContextManager[None] = torch._dynamo.config.patch(recompile_limit=1000)
-    return manager
+    with torch._dynamo.config.patch(recompile_limit=1000), warnings.catch_warnings():
+        # the compiler looks whether a copy has a gradient
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+        yield
 
 
 def cast_by_autocast(encoder: nn.Module) -> dict[str, nn.Parameter]:

@@ -275,41 +275,6 @@ def test_a_weight_used_in_several_layers_gets_the_sum() -> None:
     assert expected["conv.weight"].norm() > 1e-3 and expected["linear.bias"].norm() > 1e-3
 
 
-def test_then_gets_each_weight_once_after_all_its_parts() -> None:
-    torch.manual_seed(0)
-    module, x = Tied(), normal(2, 4, 6, 6)
-    expected = results(copy.deepcopy(module), x, False)
-    events: list[tuple[str, Tensor]] = []
-    given: dict[Tensor, Tensor] = {}
-
-    def then(weight: Tensor, grad: Tensor) -> bool:
-        events.append(("then", weight))
-        given[weight] = grad
-        return True
-
-    gradients = WeightGradients(None, then)
-    add_now = gradients.add_now
-
-    def added(weight: Tensor, grad: Tensor) -> None:
-        events.append(("add", weight))
-        add_now(weight, grad)
-
-    gradients.add_now = added  # type: ignore[method-assign]
-    for _ in range(2):  # a second step begins anew
-        events.clear()
-        with FasterLayers(module, set(module.parameters()), gradients):
-            with torch.no_grad():
-                module(x)  # expects nothing
-            module(x).backward(normal(2, 4, seed=1))
-        for name, weight in module.named_parameters():
-            mine = [what for what, whose in events if whose is weight]
-            assert mine == ["add"] * 3 + ["then"], name
-            torch.testing.assert_close(given[weight], expected[name], rtol=1e-6, atol=1e-7)
-        assert gradients.join() == {}
-    layers = [whose for what, whose in events if what == "then"]
-    assert layers[-1] is module.conv.weight  # the linear layers' were not waiting for it
-
-
 def test_without_gradients() -> None:
     encoder = build_encoder("resnet18", image_size=32)
     x, gradients = normal(2, 3, 32, 32), WeightGradients(None)

@@ -1,4 +1,4 @@
-"""Convolutions whose weights' and biases' gradients go to a `WeightGradients`.
+"""A convolution's parts, and a first layer whose weight gradient goes to a `WeightGradients`.
 
 Shapes: images [N,C,H,W], channels-last; weights [O,C,KH,KW].
 """
@@ -74,36 +74,6 @@ def _zeros(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     zeros = torch.zeros(count, dtype=dtype, device=device)
     torch.cuda.synchronize(device)  # once, before any capture: every stream may read it
     return zeros
-
-
-class Convolution(torch.autograd.Function):
-    """Any convolution."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        sizes: Sizes,
-        gradients: WeightGradients,
-    ) -> Tensor:
-        """[N,C,H,W] [O,C,KH,KW] [O] -> [N,O,OH,OW]."""
-        ctx.save_for_backward(x, weight)
-        ctx.bias, ctx.sizes, ctx.gradients = bias, sizes, gradients
-        return sizes.convolve(x, weight, bias)
-
-    @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradient of the images; those of weights and bias take their own way."""
-        (x, weight), sizes = ctx.saved_tensors, ctx.sizes
-        sizes.add_weight_gradient(ctx.gradients, weight, grad, x)
-        if ctx.bias is not None:
-            ctx.gradients.add(ctx.bias, lambda: grad.sum((0, 2, 3)), (grad,))
-        wanted = ctx.needs_input_grad[0]
-        given = sizes.image_gradient(grad, x, weight) if wanted else None
-        return given, None, None, None, None
 
 
 class FewChannels(torch.autograd.Function):

@@ -6,7 +6,7 @@ Shapes: images [N,C,H,W], channels-last; weights [O,C,KH,KW].
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 from negchain.fast import backends
-from negchain.fast.layers.convolution import Convolution, FewChannels, Sizes, has_few_channels
+from negchain.fast.layers.convolution import FewChannels, Sizes, has_few_channels
 from negchain.fast.layers.residual import fused_blocks
 from negchain.fast.layers.weight_gradients import WeightGradients
 
@@ -80,12 +80,12 @@ class FasterLayers(TorchFunctionMode):
         gradients: where they go.
 
     Example:
-        >>> layer = torch.nn.Conv2d(4, 8, 3, bias=False)
+        >>> layer = torch.nn.Linear(4, 8, bias=False)
         >>> found = WeightGradients(None)
         >>> with FasterLayers(layer, {layer.weight}, found):
-        ...     layer(torch.ones(1, 4, 5, 5)).sum().backward()
+        ...     layer(torch.ones(1, 4)).sum().backward()
         >>> layer.weight.grad is None, found.join()[layer.weight].shape
-        (True, torch.Size([8, 4, 3, 3]))
+        (True, torch.Size([8, 4]))
     """
 
     def __init__(
@@ -114,30 +114,19 @@ class FasterLayers(TorchFunctionMode):
         """Answer the calls we can answer."""
         kwargs = kwargs or {}
         if func is torch.conv2d:
-            call = _convolution(*args, **kwargs)
-            if call is not None and self._expect(call.weight, call.bias):
-                x, weight, sizes = call.x.to(call.weight.dtype), call.weight, call.sizes
-                if call.bias is None and has_few_channels(x, weight, sizes):
-                    return FewChannels.apply(x, weight, sizes.padding[0], self.gradients)
-                return Convolution.apply(x, weight, call.bias, sizes, self.gradients)
+            call = _first_layer(*args, **kwargs)
+            if call is not None and call[1] in self.weights:
+                return FewChannels.apply(*call, self.gradients)
         if func is torch.nn.functional.max_pool2d:
             window = _pool_window(*args, **kwargs)
             if window is not None:
                 return MaxPool.apply(args[0], *window)
         if func is torch.nn.functional.linear:
             x, weight, bias = _linear(*args, **kwargs)
-            if x.ndim > 1 and self._expect(weight, bias):
+            own = [weight] if bias is None else [weight, bias]
+            if x.ndim > 1 and all(tensor in self.weights for tensor in own):
                 return Linear.apply(x.to(weight.dtype), weight, bias, self.gradients)
         return func(*args, **kwargs)
-
-    def _expect(self, weight: Tensor, bias: Tensor | None) -> bool:
-        """Whether a layer's parameters are ours; then their gradients are expected."""
-        own = [weight] if bias is None else [weight, bias]
-        if not all(tensor in self.weights for tensor in own):
-            return False
-        for tensor in own:
-            self.gradients.expect(tensor)
-        return True
 
 
 def _linear(
@@ -146,14 +135,7 @@ def _linear(
     return input, weight, bias
 
 
-class _Call(NamedTuple):
-    x: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    sizes: Sizes
-
-
-def _convolution(
+def _first_layer(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -161,11 +143,13 @@ def _convolution(
     padding: Any = 0,
     dilation: Any = 1,
     groups: int = 1,
-) -> _Call | None:
-    """The arguments of a `conv2d` we can answer; None: torch's."""
-    if isinstance(padding, str) or input.ndim != 4:
+) -> tuple[Tensor, Tensor, int] | None:
+    """Images, weight and padding of a `conv2d` that `FewChannels` takes; None: torch's."""
+    if isinstance(padding, str) or input.ndim != 4 or bias is not None:
         return None
-    return _Call(input, weight, bias, Sizes(_pair(stride), _pair(padding), _pair(dilation), groups))
+    sizes = Sizes(_pair(stride), _pair(padding), _pair(dilation), groups)
+    x = input.to(weight.dtype)
+    return (x, weight, sizes.padding[0]) if has_few_channels(x, weight, sizes) else None
 
 
 def _pair(value: Any) -> tuple[int, int]:

@@ -7,7 +7,6 @@ second goes on: in a CUDA graph, a branch.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 
 import torch
@@ -16,57 +15,68 @@ from torch import Tensor
 from negchain.fast.streams import forked, join
 
 MOST_KEPT = 2**30  # bytes
+WIDENED_AT_ONCE = 2**23  # bytes: large enough to fill a GPU's memory bus
 
 
 class WeightGradients:
     """Gradients of weights, computed on a stream of their own, or (None) on the current one.
 
-    A tensor that one stream made and another reads must not be freed in between, so what
-    `add` is given lives until `join`, or until there is too much of it: then the streams meet.
-
-    Args:
-        stream: where gradients are computed.
-        then: called with a weight and its gradient as soon as all expected parts of it have come,
-            on the stream they come from; says whether it took it. `join` returns the others.
+    A tensor that one stream made and another reads must not be freed in between, so what `add` and
+    `beside` are given lives until `join`, or until there is too much of it: then the streams meet.
 
     Example:
         >>> found = WeightGradients(None)
         >>> weight = torch.zeros(2, requires_grad=True)
         >>> for _ in range(2):
-        ...     found.expect(weight)
         ...     found.add(weight, lambda: torch.ones(2), ())
         >>> found.join()[weight]
         tensor([2., 2.])
     """
 
-    def __init__(
-        self,
-        stream: torch.cuda.Stream | None,
-        then: Callable[[Tensor, Tensor], bool] | None = None,
-    ) -> None:
+    def __init__(self, stream: torch.cuda.Stream | None) -> None:
         self.stream = stream
-        self.then = then
         self._found: dict[Tensor, Tensor] = {}
+        self._narrow: list[Tensor] = []  # weights whose gradients are not float32 yet
         self._kept: list[tuple[Tensor, ...]] = []
         self._kept_bytes = 0
-        self._expected: Counter[Tensor] = Counter()
-
-    def expect(self, weight: Tensor) -> None:
-        """A layer uses the weight: if gradients are enabled, one is to come."""
-        if torch.is_grad_enabled():
-            self._expected[weight] += 1
 
     def add(self, weight: Tensor, compute: Callable[[], Tensor], reads: tuple[Tensor, ...]) -> None:
         """Compute a gradient of `weight` from the tensors it `reads`, beside what comes next."""
         with forked(self.stream):
             self.add_now(weight, compute())
+            self._widen(weight)
         self._keep(reads)
+
+    def add_now(self, weight: Tensor, gradient: Tensor) -> None:
+        """A gradient computed on the current stream."""
+        earlier = self._found.get(weight)
+        if earlier is not None:
+            join(self.stream)  # perhaps it is on its way over there
+        # Parts are added in float32, as autograd adds what autocast has cast back.
+        self._found[weight] = gradient if earlier is None else earlier.float().add_(gradient)
+
+    def _widen(self, weight: Tensor) -> None:
+        """Make gradients float32 beside the backward pass too, many in one launch."""
+        self._narrow.append(weight)
+        narrow = {w: self._found[w] for w in self._narrow if self._found[w].dtype != torch.float32}
+        if sum(gradient.nbytes for gradient in narrow.values()) < WIDENED_AT_ONCE:
+            return
+        wide = [torch.empty_like(g, dtype=torch.float32) for g in narrow.values()]
+        torch._foreach_copy_(wide, list(narrow.values()))
+        self._found.update(zip(narrow, wide, strict=True))
+        self._narrow = []
 
     def beside(self, compute: Callable[[], Tensor], reads: tuple[Tensor, ...]) -> Tensor:
         """Compute a tensor that nobody reads before `join`."""
         with forked(self.stream):
             found = compute()
         self._keep((*reads, found))
+        return found
+
+    def join(self) -> dict[Tensor, Tensor]:
+        """Wait for everything; returns the gradients that were added, by weight."""
+        self._meet()
+        found, self._found, self._narrow = self._found, {}, []
         return found
 
     def _keep(self, tensors: tuple[Tensor, ...]) -> None:
@@ -78,27 +88,7 @@ class WeightGradients:
         if self._kept_bytes > MOST_KEPT:
             self._meet()
 
-    def add_now(self, weight: Tensor, gradient: Tensor) -> None:
-        """A gradient computed on the current stream."""
-        earlier = self._found.get(weight)
-        if earlier is not None:
-            join(self.stream)  # perhaps it is on its way over there
-        # Parts are added in float32, as autograd adds what autocast has cast back.
-        self._found[weight] = gradient if earlier is None else earlier.float().add_(gradient)
-        self._expected[weight] -= 1
-        if self.then is None or self._expected[weight] != 0:
-            return
-        if self.then(weight, self._found[weight]):
-            del self._found[weight]
-
-    def join(self) -> dict[Tensor, Tensor]:
-        """Wait for all gradients; returns those `then` did not take."""
-        self._meet()
-        found, self._found = self._found, {}
-        self._expected.clear()
-        return found
-
     def _meet(self) -> None:
-        """Nobody reads any more what was kept."""
+        """The current stream waits for the other one; what was kept may be freed."""
         join(self.stream)
         self._kept, self._kept_bytes = [], 0
