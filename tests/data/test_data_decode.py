@@ -11,7 +11,8 @@ from PIL import Image
 from torchvision.transforms import functional as tvf
 
 from negchain.data import decode
-from negchain.data.decode import check_files, common_short_side, decode_files, read_image, try_read
+from negchain.data.decode import read_image
+from negchain.data.files import check_files, decode_files
 
 RNG = np.random.default_rng(0)
 

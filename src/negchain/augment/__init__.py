@@ -8,7 +8,7 @@ Images of different sizes come as `Pictures`: crops are cut from each as it is.
 `augment.plain(images)` is the evaluation view and `finite_views` stores k augmentations per image.
 """
 
-from negchain.augment.pictures import Images, Pictures, join
+from negchain.augment.pictures import Images, Pictures, joined
 from negchain.augment.pipeline import Augmentation, Draws, Params, finite_views
 from negchain.augment.recipes import RECIPES, augmentation
 
@@ -21,5 +21,5 @@ __all__ = [
     "Pictures",
     "augmentation",
     "finite_views",
-    "join",
+    "joined",
 ]

@@ -9,7 +9,7 @@ Choosing pictures (`pictures[positions]`) copies their offsets and sizes, never 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -90,26 +90,27 @@ class Pictures:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Pictures:
         """The same pictures on `device`."""
-        moved = (t.to(device, non_blocking=non_blocking) for t in self._tensors())
-        return Pictures(*moved, self.channels)
+        return self._each(lambda t: t.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Pictures:
         """The same pictures in pinned memory; a DataLoader asks for it by this name."""
-        return Pictures(*(t.pin_memory() for t in self._tensors()), self.channels)
+        return self._each(Tensor.pin_memory)
 
-    def _tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.pixels, self.offsets, self.sizes
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Pictures:
+        tensors = (self.pixels, self.offsets, self.sizes)
+        pixels, offsets, sizes = (change(tensor) for tensor in tensors)
+        return Pictures(pixels, offsets, sizes, self.channels)
 
 
 Images = Tensor | Pictures
 """uint8 images: [N,C,H,W] of one size, or `Pictures` of their own sizes."""
 
 
-def join(parts: Sequence[Images]) -> Images:
+def joined(parts: Sequence[Images]) -> Images:
     """Images of several parts, one part behind the other; all of one kind.
 
     >>> two = Pictures.pack([torch.zeros(1, 2, 3).byte(), torch.zeros(1, 1, 1).byte()])
-    >>> join([two, two]).offsets.tolist()
+    >>> joined([two, two]).offsets.tolist()
     [0, 6, 7, 13]
     """
     tensors = [part for part in parts if isinstance(part, Tensor)]

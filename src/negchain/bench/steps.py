@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from negchain.augment.pipeline import sides
 from negchain.bench.runs import (
     METHODS,
     batch_sizes,
@@ -231,7 +232,7 @@ def _compared_pixels(settings: Settings, run: trainer.Run) -> Check:
     generator = settings.generator()
     u = torch.rand(count, augment.num_uniforms, generator=generator).to(run.device)
     found = augment(images, u)
-    params = augment.sample(u, images.shape[2], images.shape[3])
+    params = augment.sample(u, *sides(images))
     tolerance = max(1e-3, 4 * torch.finfo(found.dtype).eps)
     apart = (found.float() - augment.apply(images, params).float()).abs().amax((1, 2, 3))
     differing = int((apart > tolerance).sum())

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from negchain import draws
-from negchain.augment import Augmentation, Draws
+from negchain.augment import Augmentation, Draws, Images, joined
 from negchain.encoders import Encoder
 from negchain.fast import encoder as fast_encoder
 from negchain.fast.streams import forked, join, new_stream
@@ -71,10 +71,10 @@ class TrainStep:
         loss_fn: on the training device.
         optimizer: over the encoder's parameters; capturable if the step is to be graphed.
         augment: uint8 images and uniforms to pixels.
-        images: positions [R] -> uint8 images [R, C, H, W] on the device; with stored augmentations
-            ids `item * k + augmentation`.
+        images: positions [R] -> uint8 images on the device, of one size or `Pictures`; with stored
+            augmentations ids `item * k + augmentation`.
         autocast: dtype of the encoder's arithmetic, None for its own.
-        table: [M, C, H, W] all images, where they are on the device.
+        table: all M images, where they are on the device.
 
     After a call `loss` holds the step's loss (a tensor on the device).
     """
@@ -86,9 +86,9 @@ class TrainStep:
         loss_fn: ContrastiveLoss,
         optimizer: torch.optim.Optimizer,
         augment: Augmentation,
-        images: Callable[[Tensor], Tensor],
+        images: Callable[[Tensor], Images],
         autocast: torch.dtype | None,
-        table: Tensor | None = None,
+        table: Images | None = None,
     ) -> None:
         self.config = config
         self.encoder = encoder
@@ -108,7 +108,7 @@ class TrainStep:
         self._one = torch.ones((), device=self.device)
         self._graph: tuple[torch.cuda.CUDAGraph, Any] | None = None  # and its numbers for `info`
 
-    def __call__(self, step: int, index: Tensor, batch: Tensor | None = None) -> None:
+    def __call__(self, step: int, index: Tensor, batch: Images | None = None) -> None:
         """Run step number `step` on the positions `index`, [B]; `batch` their images if at hand."""
         number = torch.full((1,), step, dtype=torch.int64)
         self._inputs.copy_(torch.cat([index.cpu(), number]), non_blocking=True)
@@ -150,7 +150,7 @@ class TrainStep:
         held = [s for state in self.optimizer.state.values() for s in state.values()]
         return [*tensors, self.loss, *(t for t in held if isinstance(t, Tensor))]
 
-    def _run(self, batch: Tensor | None) -> None:
+    def _run(self, batch: Images | None) -> None:
         self.optimizer.zero_grad(set_to_none=True)
         self.embed.begin()
         loss = self._forward(batch)
@@ -162,7 +162,7 @@ class TrainStep:
 
     # ------------------------------------------------------------------ forward, per kind of loss
 
-    def _forward(self, batch: Tensor | None) -> Tensor:
+    def _forward(self, batch: Images | None) -> Tensor:
         loss_fn, index = self.loss_fn, self.index
         if self.config.augmentations is not None:
             return self._forward_stored()
@@ -229,13 +229,13 @@ class TrainStep:
             table.refresh(ids, z, normalize=loss_fn.normalize)
 
     def _encode(
-        self, ids: Tensor | Sequence[Tensor], batch: Tensor | None = None, first_row: int = 0
+        self, ids: Tensor | Sequence[Tensor], batch: Images | None = None, first_row: int = 0
     ) -> Tensor:
         """Embeddings of freshly augmented images, [R, D]; `batch`: images of the first ids."""
         return self.embed(self.pixels(ids, batch, first_row))
 
     def pixels(
-        self, ids: Tensor | Sequence[Tensor], batch: Tensor | None = None, first_row: int = 0
+        self, ids: Tensor | Sequence[Tensor], batch: Images | None = None, first_row: int = 0
     ) -> Tensor:
         """The images at `ids`, whole or in parts, with this step's draws: [R, C, size, size]."""
         drawn = Draws(self.config.seed, self.step, draws.STREAM_AUGMENT, first_row)
@@ -245,10 +245,11 @@ class TrainStep:
         if batch is None:
             return self.augment(self.images(whole), drawn)
         views = batch.to(self.device, non_blocking=True)
-        given = [views, views]
-        if len(whole) > 2 * len(views):
+        places = torch.arange(len(whole) - len(views), device=self.device)
+        given = [views]
+        if len(whole) > 2 * len(views):  # what follows the two views of the batch
             given.append(self.images(whole[2 * len(views) :]))
-        return self.augment(torch.cat(given), drawn)
+        return self.augment(joined(given)[torch.cat([places[: len(views)], places])], drawn)
 
-    def _encode_plain(self, images: Tensor) -> Tensor:
+    def _encode_plain(self, images: Images) -> Tensor:
         return self.embed(self.augment.plain(images))

@@ -210,9 +210,7 @@ def _crop_kernel(
         stride = tl.load(sizes_ptr + 2 * place + 1)
         plane = tl.load(sizes_ptr + 2 * place) * stride
         taps_y, taps_x = _taps(tl.load(row + STEP_Y)), _taps(tl.load(row + STEP_X))
-        red, green, blue = _resample(
-            bytes_ptr, y, x, row, stride, plane, taps_y, taps_x, CHANNELS
-        )
+        red, green, blue = _resample(bytes_ptr, y, x, row, stride, plane, taps_y, taps_x, CHANNELS)
     else:
         bytes_ptr = images_ptr + place * (CHANNELS * H * W)
         red, green, blue = _resample(bytes_ptr, y, x, row, W, H * W, TAPS_Y, TAPS_X, CHANNELS)
