@@ -115,9 +115,9 @@ def _grey_range(image: Image.Image) -> tuple[float, float]:
 
 def _strip_to_rgb(image: Image.Image, limits: tuple[float, float] | None) -> Image.Image:
     if limits is not None:
-        values = np.nan_to_num(np.asarray(image).astype(np.float64))
+        values = np.nan_to_num(np.asarray(image).astype(np.float64)).clip(*limits)
         scaled = (values - limits[0]) * (255.0 / (limits[1] - limits[0]))
-        grey = np.rint(scaled).clip(0, 255).astype(np.uint8)
+        grey = np.rint(scaled).astype(np.uint8)
         return Image.fromarray(grey).convert("RGB")
     if image.has_transparency_data:
         layer = image.convert("RGBA")
@@ -191,7 +191,7 @@ def _square(decoded: _Decoded, side: int) -> Bytes:
 
 
 def _whole(decoded: _Decoded, short: int) -> Bytes:
-    # Lanczos keeps the detail that the crop's own resampling is to see; bilinear would take it.
+    # Lanczos keeps the detail that crops are to show; bilinear would take a tenth of it.
     rgb, size = decoded.rgb, stored_size(decoded.size, short)
     if rgb.size != size:
         rgb = rgb.resize(size, Image.Resampling.LANCZOS)
