@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from negchain.data.printable import printable
 from negchain.report import write_report
 from negchain.train import checkpoint, trainer
 from negchain.train.config import ConfigError
@@ -43,9 +44,7 @@ def evaluate(
     """
     judge, encoder, step = _judge(run, data, device)
     if data is not None and not judge.data.labelled:
-        raise ConfigError(
-            f"{data} has no labelled train/ and test/ folders, so there is nothing to probe"
-        )
+        raise ConfigError(f"{printable(data)} cannot be probed: {judge.data.unprobed}")
     numbers: dict[str, Any] = {"step": step, "data": judge.config.data}
     numbers |= judge.thorough(encoder)
     table = Table("number", "value", box=None)

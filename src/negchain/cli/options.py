@@ -15,7 +15,7 @@ from negchain.train.presets import FOLDER_DEFAULTS, PRESET_HELP
 _GROUPS = {
     "The run": ("preset", "out", "seed", "device", "precision", "graph", "epochs", "steps"),
     "Data": ("data", "recipe", "image_size", "augmentations", "subset", "root", "download",
-             "strict", "workers", "resident_gb"),
+             "strict", "holdout", "workers", "resident_gb"),
     "Negatives": ("method", "batch_size", "beta", "burn_in", "carried", "denominator", "proposal",
                   "gamma", "refresh"),
     "Encoder and optimizer": ("encoder", "norm", "embedding_dim", "projector", "optimizer", "lr",

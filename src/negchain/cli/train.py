@@ -118,6 +118,8 @@ def record(config: TrainConfig, data: DataBundle) -> dict[str, Any]:
         "pretrain": len(data.pretrain),
         "train": 0 if data.train is None else len(data.train),
         "test": 0 if data.test is None else len(data.test),
+        "held_out": data.held_out,
+        "unprobed": None if data.labelled else data.unprobed,
         "classes": list(data.classes),
         "skipped": [list(pair) for pair in data.skipped],
         "fingerprint": data.fingerprint,
@@ -175,6 +177,6 @@ def _show(run: trainer.Run, summary: dict[str, Any]) -> None:
     console = Console(highlight=False)
     console.print(table)
     if not run.data.labelled:
-        console.print("nothing was probed: the data has no labels")
+        console.print(f"nothing was probed: {run.data.unprobed}", markup=False)
     print(f"report: {run.folder.path / 'report.html'}")
     sys.stdout.flush()

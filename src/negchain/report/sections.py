@@ -100,11 +100,12 @@ def notices(run: Run) -> str:
         where = f"the numbers are those after {seen} samples" if last else "nothing is recorded yet"
         said.append(f"<b>This run is unfinished:</b> {where}.")
     if run.final("knn1") is None and run.final("probe") is None:
-        said.append(
-            "Labels exist, but no evaluation was recorded."
-            if run.classes
-            else "<b>Nothing was probed,</b> because this data has no labels."
-        )
+        reason = run.data_info.get("unprobed")
+        if run.classes and not reason:
+            said.append("Labels exist, but no evaluation was recorded.")
+        else:
+            because = escape(str(reason or "this data has no labels"))
+            said.append(f"<b>Nothing was probed,</b> because {because}.")
     return "".join(f'<p class="notice">{sentence}</p>' for sentence in said)
 
 

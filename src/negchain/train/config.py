@@ -108,10 +108,12 @@ class TrainConfig:
     """Download cifar10 or stl10 into --root if it is not there."""
     strict: bool = False
     """Stop at the first unreadable image instead of leaving it out."""
+    holdout: float = 0.2
+    """Share of each class held out to test probes where the data has no test split; 0 for none."""
     workers: int = 2
     """Processes that decode images."""
     resident_gb: float = 8.0
-    """Keep the decoded images on the training device up to this size; stream larger sets."""
+    """Keep the pictures on the training device up to this size; stream larger sets."""
     log_every: int = 10
     """Steps between lines of metrics."""
     out: str | None = None
@@ -174,6 +176,7 @@ _RULES: dict[str, _Rule] = {
     "checkpoint_every": _between(0),
     "keep_checkpoints": _between(1),
     "probe_samples": _between(2),
+    "holdout": (lambda v: 0 <= v <= 0.9, "a share from 0 to 0.9"),
     "workers": _between(0, 1024),
     "resident_gb": _between(0, 10**6),
     "log_every": _between(1),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from negchain import draws
-from negchain.augment import Augmentation
+from negchain.augment import Augmentation, Images
 from negchain.data import DataBundle, ImageSet
 from negchain.encoders import Encoder
 from negchain.evaluation import (
@@ -212,11 +213,11 @@ class _Augmented:
     def __len__(self) -> int:
         return len(self.chosen)
 
-    def fetch(self, positions: Tensor) -> Tensor:
+    def fetch(self, positions: Tensor) -> Any:  # Images
         self._rows = positions
-        return self.judge.data.pretrain.fetch(self.chosen[positions])
+        return self.judge.data.pretrain.pictures(self.chosen[positions])
 
-    def pixels(self, images: Tensor) -> Tensor:
+    def pixels(self, images: Images) -> Tensor:
         """Augment the images fetched last."""
         judge = self.judge
         step = torch.tensor(self.view, device=images.device)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from negchain import draws, methods
-from negchain.augment import Augmentation, Draws
+from negchain.augment import Augmentation, Draws, Images, joined
 from negchain.encoders import Encoder
 from negchain.fast import encoder as fast_encoder
 from negchain.fast.streams import forked, join, new_stream
@@ -50,10 +50,10 @@ class TrainStep:
         loss_fn: on the training device.
         optimizer: over the encoder's parameters; capturable if the step is to be graphed.
         augment: uint8 images and uniforms to pixels.
-        images: positions [R] -> uint8 images [R, C, H, W] on the device; with stored augmentations
+        images: positions [R] -> uint8 images on the device; with stored augmentations
             ids `item * k + augmentation`.
         autocast: dtype of the encoder's arithmetic, None for its own.
-        table: [M, C, H, W] all images, where they are on the device.
+        table: all M images, where they are on the device.
 
     After a call `loss` holds the step's loss (a tensor on the device).
     """
@@ -65,9 +65,9 @@ class TrainStep:
         loss_fn: ContrastiveLoss,
         optimizer: torch.optim.Optimizer,
         augment: Augmentation,
-        images: Callable[[Tensor], Tensor],
+        images: Callable[[Tensor], Images],
         autocast: torch.dtype | None,
-        table: Tensor | None = None,
+        table: Images | None = None,
     ) -> None:
         self.config = config
         self.encoder = encoder
@@ -87,7 +87,7 @@ class TrainStep:
         self._one = torch.ones((), device=self.device)
         self._graph: tuple[torch.cuda.CUDAGraph, Any] | None = None  # and its numbers for `info`
 
-    def __call__(self, step: int, index: Tensor, batch: Tensor | None = None) -> None:
+    def __call__(self, step: int, index: Tensor, batch: Images | None = None) -> None:
         """Run step number `step` on the positions `index`, [B]; `batch` their images if at hand."""
         number = torch.full((1,), step, dtype=torch.int64)
         self._inputs.copy_(torch.cat([index.cpu(), number]), non_blocking=True)
@@ -130,7 +130,7 @@ class TrainStep:
         held = [s for state in self.optimizer.state.values() for s in state.values()]
         return [*tensors, self.loss, *(t for t in held if isinstance(t, Tensor))]
 
-    def _run(self, batch: Tensor | None) -> None:
+    def _run(self, batch: Images | None) -> None:
         self.optimizer.zero_grad(set_to_none=True)
         self.embed.begin()
         loss = self._forward(batch)
@@ -138,7 +138,7 @@ class TrainStep:
         self.optimizer.step()  # several GPUs would first sum the gradients, all in `.grad` by now
         self.loss.copy_(loss.detach())
 
-    def _forward(self, batch: Tensor | None) -> Tensor:
+    def _forward(self, batch: Images | None) -> Tensor:
         """The loss of the batch: what it asks for is encoded as the batch is."""
         loss_fn, index, stored = self.loss_fn, self.index, self._stored_views()
         first = loss_fn.request(index, augmentation=stored)
@@ -191,13 +191,13 @@ class TrainStep:
         self.loss_fn.fill(lambda ids: self._renewed(ids, 0))
 
     def _encode(
-        self, ids: Sequence[Tensor] | Tensor, batch: Tensor | None = None, first_row: int = 0
+        self, ids: Sequence[Tensor] | Tensor, batch: Images | None = None, first_row: int = 0
     ) -> Tensor:
         """Embeddings of freshly augmented (or stored) images; `batch`: images of the first ids."""
         return self.embed(self._pixels_of(ids, first_row, batch))
 
     def _pixels_of(
-        self, ids: Sequence[Tensor] | Tensor, first_row: int, batch: Tensor | None = None
+        self, ids: Sequence[Tensor] | Tensor, first_row: int, batch: Images | None = None
     ) -> Tensor:
         if self.config.augmentations is None:
             return self.pixels(ids, batch, first_row)
@@ -205,7 +205,7 @@ class TrainStep:
         return self.augment.plain(self.images(whole))
 
     def pixels(
-        self, ids: Tensor | Sequence[Tensor], batch: Tensor | None = None, first_row: int = 0
+        self, ids: Tensor | Sequence[Tensor], batch: Images | None = None, first_row: int = 0
     ) -> Tensor:
         """The images at `ids`, whole or in parts, with this step's draws: [R, C, size, size]."""
         drawn = Draws(self.config.seed, self.step, draws.STREAM_AUGMENT, first_row)
@@ -215,10 +215,11 @@ class TrainStep:
         if batch is None:
             return self.augment(self.images(whole), drawn)
         views = batch.to(self.device, non_blocking=True)
-        given = [views, views]
-        if len(whole) > 2 * len(views):
+        places = torch.arange(len(whole) - len(views), device=self.device)
+        given = [views]
+        if len(whole) > 2 * len(views):  # what follows the two views of the batch
             given.append(self.images(whole[2 * len(views) :]))
-        return self.augment(torch.cat(given), drawn)
+        return self.augment(joined(given)[torch.cat([places[: len(views)], places])], drawn)
 
 
 @contextmanager

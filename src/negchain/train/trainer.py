@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from negchain.augment import Augmentation, augmentation, finite_views
+from negchain.augment import Augmentation, Images, augmentation, finite_views
 from negchain.data import DataBundle, ImageSet, load_data, stream_batches
 from negchain.encoders import Encoder, build_encoder
 from negchain.optim import build_optimizer, load_optimizer, lr_at, set_lr
@@ -151,7 +151,7 @@ class Run:
         every = self.config.eval_every * self.order.steps_per_epoch
         return every > 0 and self.done % every == 0
 
-    def _batches(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+    def _batches(self) -> Iterator[tuple[Tensor, Images | None]]:
         """Positions, and images where they are not on the device already, from `done` on."""
         if self.data.pretrain.resident:
             for step in range(self.done, self.total_steps):
@@ -214,8 +214,9 @@ class Run:
         if state["fingerprint"] != self.data.fingerprint:
             raise ConfigError(
                 f"the checkpoint was made on another data set ({state['fingerprint']}) than --data "
-                f"holds now ({self.data.fingerprint}): files were added, removed or resized; "
-                "restore them, or start a new run in another --out"
+                f"holds now ({self.data.fingerprint}): files were added, removed or resized, or "
+                "--resident-gb keeps them at another size; restore what was, or start a new run in "
+                "another --out"
             )
         self.folder.truncate_after(loaded.step)
         self.encoder.load_state_dict(state["encoder"])
@@ -244,6 +245,7 @@ def load_images(config: TrainConfig, progress: bool) -> DataBundle:
         download=config.download,
         strict=config.strict,
         resident_bytes=int(config.resident_gb * 2**30),
+        holdout=config.holdout,
         num_workers=config.workers,
         progress=progress,
     )
@@ -330,21 +332,21 @@ def build_run_encoder(config: TrainConfig, data: DataBundle) -> Encoder:
 
 def _image_source(
     config: TrainConfig, images: ImageSet, augment: Augmentation, device: torch.device
-) -> tuple[Callable[[Tensor], Tensor], Tensor | None]:
+) -> tuple[Callable[[Tensor], Images], Images | None]:
     """positions -> uint8 images on the device (stored views by id), and all images if there."""
+    table = None if images.table is None else images.table.to(device)
     if config.augmentations is not None:
-        if images.images is None:
+        if table is None:
             raise ConfigError(
                 "--augmentations stores every view, which needs the images in memory: raise "
                 "--resident-gb or use --subset"
             )
-        views = finite_views(images.images.to(device), augment, config.augmentations, config.seed)
+        views = finite_views(table, augment, config.augmentations, config.seed)
         flat = views.flatten(0, 1)
         return lambda ids: flat[ids], None
-    if images.images is not None:
-        resident = images.images.to(device)
-        return lambda positions: resident[positions], resident
-    return lambda positions: images.fetch(positions.cpu()).to(device, non_blocking=True), None
+    if table is not None:
+        return lambda positions: table[positions], table
+    return lambda positions: images.pictures(positions.cpu()).to(device, non_blocking=True), None
 
 
 @contextmanager
