@@ -16,8 +16,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tool_runs import DIGITS, TINY, metrics_of, negchain, picture_folder
 
 from negchain.data import load_data
-from negchain.encoders import Encoder
+from negchain.encoders import Encoder, build_encoder
+from negchain.neighbours import knn_accuracy
 from negchain.train.export import load_trained
+from negchain.train.step import TrainStep
 
 Capture = pytest.CaptureFixture[str]
 
@@ -27,7 +29,8 @@ FIXED_KEYS = {
 }  # fmt: skip
 OUR_KEYS = {
     "lr", "dropped_mass", "effective_negatives", "chain_age", "estimated_global_loss",
-    "knn1_euclidean", "probe_l2", "probe_paper",
+    "knn1_euclidean", "probe_l2", "probe_paper", "knn20", "knn20_top5", "probe_top5", "probe_1pct",
+    "probe_10pct", "embedding_variance", "chance", "pixels_knn1", "pixels_probe",
 }  # fmt: skip
 
 
@@ -56,16 +59,62 @@ def test_a_run_folder_holds_what_was_promised(run: Path) -> None:
     assert {"knn1", "probe", "global_loss", "loss"} <= set(summary)
 
 
+def test_a_result_is_held_against_chance_pixels_and_the_untrained_encoder(run: Path) -> None:
+    summary = json.loads((run / "summary.json").read_text())
+    first = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
+    assert first["step"] == first["samples"] == 0
+    data, encoder = load_data("digits"), build_encoder("small-cnn", image_size=8, channels=1,
+                                                       norm="batch", seed=0).eval()  # fmt: skip
+    assert data.test is not None and data.test.labels is not None
+    base = data.pretrain.select(torch.arange(96))
+    assert base.images is not None and base.labels is not None and data.test.images is not None
+    counts = [int((data.test.labels == c).sum()) for c in range(10)]
+    assert summary["chance"] == pytest.approx(counts[int(base.labels.mode().values)] / 359)
+    pixels = [(x.float() / 255).flatten(1) for x in (base.images, data.test.images)]
+    expected = knn_accuracy(pixels[0], base.labels, pixels[1], data.test.labels)
+    assert summary["pixels_knn1"] == pytest.approx(expected)
+    fresh = [plain_features(encoder, x) for x in (base.images, data.test.images)]
+    expected = knn_accuracy(fresh[0], base.labels, fresh[1], data.test.labels)
+    assert summary["untrained_knn1"] == first["knn1"] == pytest.approx(expected)
+    assert 0 < summary["embedding_variance"] <= 1
+    with np.load(run / "artifacts.npz") as arrays:
+        assert arrays["right_knn1"].mean() == pytest.approx(summary["knn1"])
+        right = arrays["probe_predicted"] == arrays["test_labels"]
+        assert right.mean() == pytest.approx(summary["probe"])
+        assert str(arrays["map_method"]) == "t-SNE"
+        assert arrays["views_augmented"].shape == (6, 6, 1, 8, 8)
+
+
+def test_the_page_is_written_before_the_first_step_and_with_every_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, seen = tmp_path / "run", list[tuple[int, bool]]()
+    call = TrainStep.__call__
+
+    def looked_at(self: TrainStep, now: int, *inputs: Any) -> None:
+        text = (out / "report.html").read_text()
+        seen.append((text.count("<circle"), "This run is unfinished" in text))
+        call(self, now, *inputs)
+
+    monkeypatch.setattr(TrainStep, "__call__", looked_at)
+    options = DIGITS.replace("--eval-every 0", "--eval-every 1")
+    assert negchain("train", options, "--subset 64 --epochs 3 --out", out) == 0
+    counts = [count for count, _ in seen]
+    assert counts[0] == counts[1] < counts[2] == counts[3] < counts[4]
+    assert all(unfinished for _, unfinished in seen)
+    assert "This run is unfinished" not in (out / "report.html").read_text()
+
+
 def test_metrics_have_the_fixed_names(run: Path) -> None:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     seen = {key for line in lines for key in line}
     assert FIXED_KEYS <= seen <= FIXED_KEYS | OUR_KEYS
     assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4, 5, 6]
-    assert [line["step"] for line in lines if "knn1" in line] == [3, 6]
+    assert [line["step"] for line in lines if "knn1" in line] == [0, 3, 6]
     assert all(line["samples"] == 32 * line["step"] for line in lines)
     assert all(line["epoch"] == pytest.approx(line["step"] / 3) for line in lines)
     seconds = [line["seconds"] for line in lines]
-    assert seconds == sorted(seconds) and seconds[0] > 0
+    assert seconds == sorted(seconds) and seconds[0] == 0 < seconds[1]
     assert all(0 <= line["acceptance_rate"] <= 1 for line in lines if "acceptance_rate" in line)
 
 

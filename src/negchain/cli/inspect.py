@@ -47,7 +47,7 @@ def evaluate(
             f"{data} has no labelled train/ and test/ folders, so there is nothing to probe"
         )
     numbers: dict[str, Any] = {"step": step, "data": judge.config.data}
-    numbers |= judge.thorough(encoder)
+    numbers |= judge.thorough(encoder)[0]
     table = Table("number", "value", box=None)
     for name, value in numbers.items():
         table.add_row(name, f"{value:.4f}" if isinstance(value, float) else str(value))

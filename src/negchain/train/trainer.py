@@ -24,11 +24,11 @@ from negchain.optim import build_optimizer, load_optimizer, lr_at, set_lr
 from negchain.report import write_report
 from negchain.train import checkpoint
 from negchain.train.config import ConfigError, TrainConfig
-from negchain.train.judge import Judge
+from negchain.train.judge import Judge, baselines
 from negchain.train.order import DataOrder
 from negchain.train.progress import Progress
 from negchain.train.reading import Clock, Reading
-from negchain.train.run_folder import RunFolder
+from negchain.train.run_folder import RunFolder, read_metrics
 from negchain.train.step import TrainStep, build_loss
 
 INFO_KEYS = ("acceptance_rate", "carried_mass", "dropped_mass", "effective_negatives", "chain_age")
@@ -67,17 +67,17 @@ class Run:
             self.step.capture()
         with _stopping(self), progress:
             progress.start(self.total_steps, self.done, self.config.batch_size)
+            baseline = self._before(progress)
             self._loop(progress)
             progress.say("evaluating")
-            final = self.judge.thorough(self.encoder)
+            final, answers = self.judge.thorough(self.encoder)
             if not self.evaluated:
                 self._log(final)
                 self.evaluated = True
                 self._save()
             progress.say("reporting")
             artifacts = self.judge.artifacts(self.encoder, self.step.loss_fn)
-            with checkpoint.replacing(self.folder.path / "artifacts.npz") as file:
-                np.savez_compressed(file, **artifacts)  # type: ignore[arg-type]
+            self._keep_arrays({**artifacts, **answers})
         samples = self.done * self.config.batch_size
         summary = {
             "step": self.done,
@@ -85,11 +85,32 @@ class Run:
             "seconds": self.seconds,
             "images_per_second": samples / max(self.seconds, 1e-9),
             "loss": float(self.step.loss),
+            **baseline,
             **final,
         }
         self.folder.write_summary(summary)
-        write_report([self.folder.path], self.folder.path / "report.html")
+        self._page()
         return summary
+
+    def _before(self, progress: Progress) -> dict[str, float]:
+        """Judge the encoder before the first step, once; returns what the result must beat."""
+        lines = read_metrics(self.folder.path)
+        found = next((line for line in lines if line["step"] == 0 and "global_loss" in line), None)
+        if found is None and self.done == 0:
+            progress.say("evaluating")
+            found = {**self.judge.before(self.encoder)}
+            self._log(found)
+            self._keep_arrays(self.judge.views())
+            self._page()
+            progress.say("training")
+        return baselines(found or {})
+
+    def _keep_arrays(self, arrays: dict[str, Any]) -> None:
+        with checkpoint.replacing(self.folder.path / "artifacts.npz") as file:
+            np.savez_compressed(file, **arrays)
+
+    def _page(self) -> None:
+        write_report([self.folder.path], self.folder.path / "report.html")
 
     def _loop(self, progress: Progress) -> None:
         config, last_saved = self.config, self.done
@@ -113,6 +134,7 @@ class Run:
                     torch.cuda.synchronize()  # so that queued steps count as training time
                 self.seconds += clock.lap()
                 self._log(self.judge.quick(self.encoder))
+                self._page()
                 clock = Clock(self.done)
             stopping = self.stop  # asked once: a signal from here on ends the run a step later
             if stopping or due:
@@ -141,8 +163,7 @@ class Run:
                 "raise --warmup-epochs, or use --precision float32"
             )
         found = {name: info[name] for name in INFO_KEYS if name in info}
-        if "global_loss" in info:
-            found["estimated_global_loss"] = info["global_loss"]
+        found |= {f"estimated_{k}": v for k, v in info.items() if k.startswith("global_loss")}
         self._log({"loss": loss, "images_per_second": rate, **found}, reading.step)
         progress.update(reading.step, loss, rate)
 
