@@ -7,7 +7,7 @@ normalised. Nothing here touches a model: the caller puts it in `eval()` mode fi
 |---|---|---|
 | `linear_probe_paper` | the number the EMC² paper reports | 100 epochs of plain SGD, untuned |
 | `linear_probe` | what can a linear classifier read? | logistic regression, tuned L2 |
-| `few_label_probe` | ... from few labels? | the same at one strength, mean of 3 draws of the labels |
+| `few_label_probe` | ... from few labels? | one fixed strength, mean of 3 draws of labels |
 """
 
 from __future__ import annotations

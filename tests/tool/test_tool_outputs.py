@@ -29,7 +29,7 @@ FIXED_KEYS = {
 }  # fmt: skip
 OUR_KEYS = {
     "lr", "dropped_mass", "effective_negatives", "chain_age", "estimated_global_loss",
-    "knn1_euclidean", "probe_l2", "probe_paper", "knn20", "knn20_top5", "probe_top5", "probe_1pct",
+    "knn1_euclidean", "probe_l2", "probe_paper", "knn20", "knn20_top5", "probe_top5", "knn200", "knn200_top5", "probe_1pct",
     "probe_10pct", "embedding_variance", "chance", "pixels_knn1", "pixels_probe",
 }  # fmt: skip
 
@@ -66,8 +66,13 @@ def test_a_result_is_held_against_chance_pixels_and_the_untrained_encoder(run: P
     data, encoder = load_data("digits"), build_encoder("small-cnn", image_size=8, channels=1,
                                                        norm="batch", seed=0).eval()  # fmt: skip
     assert data.test is not None and data.test.labels is not None
-    base = data.pretrain.select(torch.arange(96))
-    assert base.images is not None and base.labels is not None and data.test.images is not None
+    base = data.train  # --subset is about pretraining
+    assert (
+        base is not None
+        and base.images is not None
+        and base.labels is not None
+        and data.test.images is not None
+    )
     counts = [int((data.test.labels == c).sum()) for c in range(10)]
     assert summary["chance"] == pytest.approx(counts[int(base.labels.mode().values)] / 359)
     pixels = [(x.float() / 255).flatten(1) for x in (base.images, data.test.images)]

@@ -285,10 +285,8 @@ def _accuracies(features: Features) -> dict[str, float]:
 def _judged(features: Features) -> tuple[dict[str, float], dict[str, Tensor]]:
     """Every accuracy of the features, and the answers behind them."""
     train_x, train_y, test_x, test_y = features
-    classes = train_y.unique()
-    votes = knn_votes(
-        train_x, train_y, test_x, ks=[1, *(k for k in KNN if k <= len(train_x))]
-    )
+    classes = torch.unique(train_y)
+    votes = knn_votes(train_x, train_y, test_x, ks=[1, *(k for k in KNN if k <= len(train_x))])
     probe = linear_probe(*features)
     right = {k: in_top(scores, classes, test_y, 1) for k, scores in votes.items()}
     numbers = {f"knn{k}": answers.double().mean().item() for k, answers in right.items()}

@@ -94,16 +94,18 @@ class Run:
 
     def _before(self, progress: Progress) -> dict[str, float]:
         """Judge the encoder before the first step, once; returns what the result must beat."""
-        lines = read_metrics(self.folder.path)
-        found = next((line for line in lines if line["step"] == 0 and "global_loss" in line), None)
-        if found is None and self.done == 0:
-            progress.say("evaluating")
-            found = {**self.judge.before(self.encoder)}
-            self._log(found)
-            self._keep_arrays(self.judge.views())
-            self._page()
-            progress.say("training")
-        return baselines(found or {})
+        for line in read_metrics(self.folder.path):
+            if line["step"] == 0:
+                return baselines(line)
+        if self.done > 0:
+            return {}
+        progress.say("evaluating")
+        found = self.judge.before(self.encoder)
+        self._log(found)
+        self._keep_arrays(self.judge.views())
+        self._page()
+        progress.say("training")
+        return baselines(found)
 
     def _keep_arrays(self, arrays: dict[str, Any]) -> None:
         with checkpoint.replacing(self.folder.path / "artifacts.npz") as file:
