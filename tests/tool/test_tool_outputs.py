@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as parquet
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -132,10 +131,13 @@ def test_tensorboard_has_the_same_numbers(run: Path) -> None:
 
 def test_evaluate_repeats_the_numbers_of_the_end(run: Path, capsys: Capture) -> None:
     assert negchain("evaluate", run) == 0
-    assert re.search(r"knn1 +0\.\d{4}", capsys.readouterr().out)
+    text = capsys.readouterr().out
+    assert re.search(r"1-NN accuracy +\d\d\.\d % +97\.2 % +98\.9 % +10\.0 %", text)
+    assert "raw pixels" in text and "untrained encoder" in text and "chance" in text
     found = json.loads((run / "evaluation.json").read_text())
     summary = json.loads((run / "summary.json").read_text())
-    for key in ("global_loss", "knn1", "knn1_euclidean", "probe", "probe_paper"):
+    for key in ("global_loss", "knn1", "knn1_euclidean", "probe", "probe_paper", "pixels_knn1",
+                "untrained_knn1", "chance", "knn20", "probe_1pct"):  # fmt: skip
         assert found[key] == pytest.approx(summary[key], abs=1e-9), key
 
 
@@ -147,18 +149,13 @@ def test_embed_writes_the_features_of_plain_images(run: Path, tmp_path: Path) ->
     images = [part.images for part in (data.pretrain, data.test)]
     labels = torch.cat([p.labels for p in (data.pretrain, data.test) if p.labels is not None])
     expected = torch.cat([plain_features(encoder, x) for x in images if x is not None]).numpy()
-    for suffix in ("npz", "parquet"):
-        out = tmp_path / "deep" / f"all.{suffix}"
-        assert negchain("embed", run, "--data digits --out", out) == 0
-        if suffix == "npz":
-            with np.load(out) as found:
-                got = (found["names"].tolist(), found["labels"].tolist(), found["embeddings"])
-        else:
-            table = parquet.read_table(out).to_pydict()
-            got = (table["name"], table["label"], np.array(table["embedding"], np.float32))
-        assert got[0] == names and got[1] == labels.tolist()
-        np.testing.assert_allclose(got[2], expected, atol=1e-5)
-        assert got[2].dtype == np.float32 and len(names) == 1797
+    out = tmp_path / "all.npz"
+    assert negchain("embed", run, "--data digits --out", out) == 0
+    with np.load(out) as found:
+        assert found["names"].tolist() == names
+        assert found["classes"].tolist() == [str(label) for label in labels.tolist()]
+        np.testing.assert_allclose(found["embeddings"], expected, atol=1e-5)
+        assert found["embeddings"].dtype == np.float32 and len(names) == 1797
 
 
 @pytest.mark.parametrize(
@@ -209,12 +206,14 @@ def test_report_of_several_runs(run: Path, tmp_path: Path, capsys: Capture) -> N
     assert not re.search(r"(src|href)=[\"']https?://", text)
 
 
-def test_compare_two_methods_and_two_seeds(tmp_path: Path) -> None:
+def test_compare_two_methods_and_two_seeds(tmp_path: Path, capsys: Capture) -> None:
     data = picture_folder(tmp_path / "pictures")
     out = tmp_path / "duel"
     options = TINY.replace("--quiet", "") + " --methods dcl,emc2 --seeds 2 --steps 4 --jobs 2"
     arguments = ("compare", options, "--burn-in 0.25 --data", data, "--out", out)
     assert negchain(*arguments) == 0
+    text = capsys.readouterr().out
+    assert "EMC² (2 seeds)" in text and "DCL (2 seeds)" in text and "Global loss, exact" in text
     runs = {f"{method}-seed{seed}" for method in ("dcl", "emc2") for seed in (0, 1)}
     assert {p.name for p in out.iterdir() if p.is_dir()} == runs
     configs = {name: json.loads((out / name / "config.json").read_text()) for name in runs}
@@ -239,9 +238,10 @@ TRAIN = """--data --method --batch-size --epochs --steps --beta --burn-in --carr
         ("train", TRAIN),
         ("evaluate", "RUN --data"),
         ("embed", "RUN --data --out --export"),
+        ("duplicates", "RUN --data --above --out"),
         ("report", "RUN --out"),
         ("compare", "--methods --seeds --jobs --data --out"),
-        ("", "train evaluate embed compare report"),
+        ("", "train evaluate embed duplicates compare report"),
     ],
 )
 def test_help_names_every_option(

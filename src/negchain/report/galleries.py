@@ -51,7 +51,8 @@ def data_uri(image: Image.Image, *, tiny: bool) -> str:
     return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
-def _img(pixels: Pictures, alt: str) -> str:
+def picture(pixels: Pictures, alt: str) -> str:
+    """An <img> with the pixels inside."""
     image = as_image(pixels)
     tiny = max(image.size) <= _TINY
     image.thumbnail((_LARGEST, _LARGEST))
@@ -108,7 +109,7 @@ def _query(run: Run, query: Pictures, wanted: int) -> str:
     name = class_name(run.classes, wanted) if wanted >= 0 else ""
     alt = ", ".join(text for text in (run.query_noun, name) if text)
     return (
-        f'<figure class="query" title="{escape(name)}">{_img(query, alt)}'
+        f'<figure class="query" title="{escape(name)}">{picture(query, alt)}'
         f"<figcaption>{escape(name)}</figcaption></figure>"
     )
 
@@ -133,7 +134,7 @@ def _found(
         similarity = f"{score:.2f}" if np.isfinite(score) else ""
         cells.append(
             f'<figure class="{verdict}" title="{escape(text)}">'
-            f"{_img(image, f'neighbour {text}{said}')}"
+            f"{picture(image, f'neighbour {text}{said}')}"
             f"<figcaption>{mark}{similarity}{name}</figcaption></figure>"
         )
     return "".join(cells)
@@ -185,9 +186,9 @@ def views(run: Run) -> str:
         return ""
     rows = [
         f'<div class="row" style="--n:{len(augmented)}"><figure class="query">'
-        f"{_img(image, 'training image')}"
+        f"{picture(image, 'training image')}"
         "<figcaption>as stored</figcaption></figure>"
-        + "".join(f"<figure>{_img(view, 'augmented view')}</figure>" for view in augmented)
+        + "".join(f"<figure>{picture(view, 'augmented view')}</figure>" for view in augmented)
         + "</div>"
         for image, augmented in zip(art["views_original"], art["views_augmented"], strict=True)
     ]
@@ -209,8 +210,8 @@ def chains(run: Run, *, limit: int = 24) -> str:
     anchors, negatives = art["chain_anchors"][:limit], art["chain_negatives"][:limit]
     scores = art.get("chain_similarities", np.full(len(anchors), np.nan))[:limit]
     pairs = [
-        f'<figure>{_img(anchor, "training image")}<span aria-hidden="true">→</span>'
-        f"{_img(negative, 'the negative its chain holds')}"
+        f'<figure>{picture(anchor, "training image")}<span aria-hidden="true">→</span>'
+        f"{picture(negative, 'the negative its chain holds')}"
         + (f"<figcaption>similarity {score:.2f}</figcaption>" if np.isfinite(score) else "")
         + "</figure>"
         for anchor, negative, score in zip(anchors, negatives, scores, strict=True)

@@ -50,8 +50,13 @@ def write_report(runs: Sequence[Path], out: Path) -> Path:
     else:
         title = "Comparison: " + ", ".join(dict.fromkeys(run.method for run in loaded))
         _comparison_page(page, groups, loaded, out)
-    _replace(out, _document(title, page, _numbers(page, groups)))
+    write_page(out, title, page, _numbers(page, groups))
     return out
+
+
+def write_page(out: Path, title: str, page: Page, numbers: dict[str, Any]) -> None:
+    """Write a page as one document, with `numbers` as its data."""
+    _replace(out, _document(title, page, numbers))
 
 
 def _run_page(page: Page, run: Run) -> None:

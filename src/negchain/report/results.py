@@ -7,15 +7,27 @@ is better than every other with 97.5 % probability (see `statistics`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.table import Table
 
 from .charts import number
-from .measures import BASELINES, FEW10, GLOBAL_LOSS, KNN1, KNN20, PROBE, THROUGHPUT, TIME, Metric
+from .measures import (
+    BASELINES,
+    FEW10,
+    GLOBAL_LOSS,
+    KNN1,
+    KNN20,
+    PROBE,
+    SECONDARY,
+    THROUGHPUT,
+    TIME,
+    Metric,
+)
 from .runs import Group, group_runs, load_run
 from .statistics import Estimate, estimates, winner
 
@@ -132,6 +144,30 @@ def comparison_table(paths: Sequence[Path]) -> Table:
     for name, texts in found.baselines:
         table.add_row(name, *(texts[i] for i in shown), style="dim")
     return table
+
+
+def summary_table(summary: Mapping[str, Any]) -> Table:
+    """The numbers of one run for the terminal, each accuracy beside what it must beat."""
+    table = Table(box=None)
+    table.add_column("")
+    own = [m for m in (KNN1, PROBE, *SECONDARY, GLOBAL_LOSS) if summary.get(m.key) is not None]
+    prefixes = {p: n for p, n in BASELINES.items() if any(_base(summary, p, m) for m in own)}
+    for heading in ("result", *(name.lower() for name in prefixes.values())):
+        table.add_column(heading, justify="right")
+    for metric in own:
+        found = [_base(summary, prefix, metric) for prefix in prefixes]
+        texts = [number(value, metric.unit) if value is not None else "" for value in found]
+        table.add_row(metric.name, number(summary[metric.key], metric.unit), *texts)
+    for metric in (THROUGHPUT, TIME):
+        if summary.get(metric.key) is not None:
+            table.add_row(metric.note or metric.name, number(summary[metric.key], metric.unit))
+    return table
+
+
+def _base(summary: Mapping[str, Any], prefix: str, metric: Metric) -> float | None:
+    if prefix == "chance":
+        return summary.get("chance") if metric in (KNN1, PROBE) else None
+    return summary.get(f"{prefix}_{metric.key}")
 
 
 def _plain(text: str) -> str:

@@ -326,8 +326,14 @@ def autocast_dtype(config: TrainConfig, device: torch.device) -> torch.dtype | N
 
 def run_augmentation(config: TrainConfig, data: DataBundle) -> Augmentation:
     """The run's augmentation at the size its encoder sees."""
-    augment = augmentation(config.recipe, size=config.image_size or data.pretrain.size[0])
-    if data.pretrain.channels == 1 and augment.normalize is not None:
+    size = config.image_size or data.pretrain.size[0]
+    return plain_augmentation(config.recipe, size, data.pretrain.channels)
+
+
+def plain_augmentation(recipe: str, size: int, channels: int) -> Augmentation:
+    """A recipe at the size and for the channels an encoder sees."""
+    augment = augmentation(recipe, size=size)
+    if channels == 1 and augment.normalize is not None:
         augment = replace(augment, normalize=None)  # the recipe's constants are for three channels
     return augment
 
