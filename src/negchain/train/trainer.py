@@ -24,11 +24,11 @@ from negchain.optim import build_optimizer, load_optimizer, lr_at, set_lr
 from negchain.report import write_report
 from negchain.train import checkpoint
 from negchain.train.config import ConfigError, TrainConfig
-from negchain.train.judge import Judge
+from negchain.train.judge import Judge, baselines
 from negchain.train.order import DataOrder
 from negchain.train.progress import Progress
 from negchain.train.reading import Clock, Reading
-from negchain.train.run_folder import RunFolder
+from negchain.train.run_folder import RunFolder, read_metrics
 from negchain.train.step import TrainStep, build_loss
 
 NOT_LOGGED = ("nonfinite_rows", "rows_without_negatives")  # zero, or somebody should know
@@ -69,17 +69,17 @@ class Run:
             self.step.fill()
         with _stopping(self), progress:
             progress.start(self.total_steps, self.done, self.config.batch_size)
+            baseline = self._before(progress)
             self._loop(progress)
             progress.say("evaluating")
-            final = self.judge.thorough(self.encoder)
+            final, answers = self.judge.thorough(self.encoder)
             if not self.evaluated:
                 self._log(final)
                 self.evaluated = True
                 self._save()
             progress.say("reporting")
             artifacts = self.judge.artifacts(self.encoder, self.step.loss_fn)
-            with checkpoint.replacing(self.folder.path / "artifacts.npz") as file:
-                np.savez_compressed(file, **artifacts)  # type: ignore[arg-type]
+            self._keep_arrays({**artifacts, **answers})
         samples = self.done * self.config.batch_size
         summary = {
             "step": self.done,
@@ -87,11 +87,34 @@ class Run:
             "seconds": self.seconds,
             "images_per_second": samples / max(self.seconds, 1e-9),
             "loss": float(self.step.loss),
+            **baseline,
             **final,
         }
         self.folder.write_summary(summary)
-        write_report([self.folder.path], self.folder.path / "report.html")
+        self._page()
         return summary
+
+    def _before(self, progress: Progress) -> dict[str, float]:
+        """Judge the encoder before the first step, once; returns what the result must beat."""
+        for line in read_metrics(self.folder.path):
+            if line["step"] == 0:
+                return baselines(line)
+        if self.done > 0:
+            return {}
+        progress.say("evaluating")
+        found = self.judge.before(self.encoder)
+        self._log(found)
+        self._keep_arrays(self.judge.views())
+        self._page()
+        progress.say("training")
+        return baselines(found)
+
+    def _keep_arrays(self, arrays: dict[str, Any]) -> None:
+        with checkpoint.replacing(self.folder.path / "artifacts.npz") as file:
+            np.savez_compressed(file, **arrays)
+
+    def _page(self) -> None:
+        write_report([self.folder.path], self.folder.path / "report.html")
 
     def _loop(self, progress: Progress) -> None:
         config, last_saved = self.config, self.done
@@ -115,6 +138,7 @@ class Run:
                     torch.cuda.synchronize()  # so that queued steps count as training time
                 self.seconds += clock.lap()
                 self._log(self.judge.quick(self.encoder))
+                self._page()
                 clock = Clock(self.done)
             stopping = self.stop  # asked once: a signal from here on ends the run a step later
             if stopping or due:
@@ -311,8 +335,14 @@ def autocast_dtype(config: TrainConfig, device: torch.device) -> torch.dtype | N
 
 def run_augmentation(config: TrainConfig, data: DataBundle) -> Augmentation:
     """The run's augmentation at the size its encoder sees."""
-    augment = augmentation(config.recipe, size=config.image_size or data.pretrain.size[0])
-    if data.pretrain.channels == 1 and augment.normalize is not None:
+    size = config.image_size or data.pretrain.size[0]
+    return plain_augmentation(config.recipe, size, data.pretrain.channels)
+
+
+def plain_augmentation(recipe: str, size: int, channels: int) -> Augmentation:
+    """A recipe at the size and for the channels an encoder sees."""
+    augment = augmentation(recipe, size=size)
+    if channels == 1 and augment.normalize is not None:
         augment = replace(augment, normalize=None)  # the recipe's constants are for three channels
     return augment
 
