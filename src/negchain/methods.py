@@ -9,21 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from torch import Tensor
+if TYPE_CHECKING:  # the command line reads names and options, and torch takes seconds
+    from torch import Tensor
 
-from negchain.losses import (
-    MH,
-    ContrastiveLoss,
-    DCLLoss,
-    EMC2Loss,
-    InBatch,
-    InfoNCELoss,
-    Informed,
-    NegativeCacheLoss,
-    SogCLRLoss,
-)
+    from negchain.losses import ContrastiveLoss
 
 Denominator = Literal["negatives", "all"]
 
@@ -79,8 +70,9 @@ def register(method: Method) -> Method:
     """Make a method known under its name; the last one of a name counts.
 
     Example:
+        >>> import negchain
         >>> def build(settings):
-        ...     return DCLLoss(settings.num_samples, settings.beta / 2)
+        ...     return negchain.DCLLoss(settings.num_samples, settings.beta / 2)
         >>> _ = register(Method("soft-dcl", "soft DCL", ("#888", "#aaa"), build))
         >>> METHODS.pop("soft-dcl").title
         'soft DCL'
@@ -102,6 +94,16 @@ def named(name: str) -> Method:
     raise ValueError(f"the method must be one of {', '.join(METHODS)}, got {name!r}")
 
 
+def trained() -> tuple[str, ...]:
+    """Names of the methods `train` and `compare` offer.
+
+    Example:
+        >>> trained()[:2]
+        ('infonce', 'dcl')
+    """
+    return tuple(name for name, method in METHODS.items() if method.trains)
+
+
 def build_loss(name: str, settings: LossSettings) -> ContrastiveLoss:
     """The loss of a method.
 
@@ -113,14 +115,20 @@ def build_loss(name: str, settings: LossSettings) -> ContrastiveLoss:
 
 
 def _infonce(s: LossSettings) -> ContrastiveLoss:
+    from negchain.losses import InfoNCELoss
+
     return InfoNCELoss(s.num_samples, s.beta, normalize=s.normalize)
 
 
 def _dcl(s: LossSettings) -> ContrastiveLoss:
+    from negchain.losses import DCLLoss
+
     return DCLLoss(s.num_samples, s.beta, normalize=s.normalize)
 
 
 def _sogclr(s: LossSettings) -> ContrastiveLoss:
+    from negchain.losses import SogCLRLoss
+
     return SogCLRLoss(
         s.num_samples,
         s.beta,
@@ -131,6 +139,8 @@ def _sogclr(s: LossSettings) -> ContrastiveLoss:
 
 
 def _negcache(s: LossSettings) -> ContrastiveLoss:
+    from negchain.losses import NegativeCacheLoss
+
     return NegativeCacheLoss(
         s.num_samples,
         s.beta,
@@ -142,7 +152,10 @@ def _negcache(s: LossSettings) -> ContrastiveLoss:
     )
 
 
-def _emc2(s: LossSettings, kernel: Any) -> ContrastiveLoss:
+def _emc2(s: LossSettings, isir: bool = False) -> ContrastiveLoss:
+    from negchain.losses import ISIR, MH, EMC2Loss, InBatch, Informed
+
+    kernel = ISIR() if isir else MH(burn_in=s.option("burn_in", 0.5))
     stored = s.option("augmentations", None)
     # Stored views have a chain each, so that both copies of an item are different states.
     proposals: Any = InBatch(copies=2 if stored else 1)
@@ -184,19 +197,21 @@ register(
         "emc2",
         "EMC²",
         ("#d55e00", "#f5823d"),
-        lambda s: _emc2(s, MH(burn_in=s.option("burn_in", 0.5))),
+        _emc2,
         options=("burn_in", *_CHAIN),
     )
 )
 register(
-    Method("isir", "EMC² i-SIR", ("#d99000", "#f2b63c"), lambda s: _emc2(s, "isir"), options=_CHAIN)
+    Method(
+        "isir", "EMC² i-SIR", ("#d99000", "#f2b63c"), lambda s: _emc2(s, isir=True), options=_CHAIN
+    )
 )
 register(
     Method(
         "emc2-cached",
         "EMC², cached",
         ("#8a5a2b", "#c99a6b"),
-        lambda s: _emc2(replace(s, options={**s.options, "carried": "cached"}), MH()),
+        lambda s: _emc2(replace(s, options={**s.options, "carried": "cached"})),
         trains=False,
     )
 )
@@ -205,7 +220,7 @@ register(
         "emc2-informed",
         "EMC², informed",
         ("#a8322d", "#e57373"),
-        lambda s: _emc2(replace(s, options={**s.options, "proposal": "informed"}), MH()),
+        lambda s: _emc2(replace(s, options={**s.options, "proposal": "informed"})),
         trains=False,
     )
 )

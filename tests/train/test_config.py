@@ -11,8 +11,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from negchain.methods import trained
 from negchain.train.config import (
-    METHODS,
     ConfigError,
     TrainConfig,
     from_json,
@@ -174,7 +174,7 @@ def test_contradictions_name_both_sides(overrides: dict[str, Any], named: tuple[
 
 def test_defaults_never_contradict() -> None:
     """Only what was given can: gamma, burn-in and the rest keep their defaults unused."""
-    for method in METHODS:
+    for method in trained():
         for preset in (None, "stl10-b32", "stl10-b256", "stl10-subset"):
             resolve(preset, {"method": method})
     assert resolve(None, {"proposal": "informed", "refresh": 0.1}).refresh == 0.1
@@ -315,7 +315,7 @@ def test_wild_settings_run_or_are_refused(preset: Any, overrides: dict[str, Any]
 
 @settings(max_examples=100, deadline=None)
 @given(
-    method=st.sampled_from(METHODS),
+    method=st.sampled_from(trained()),
     batch_size=st.integers(2, 4096),
     beta=st.floats(1e-3, 1000),
     seed=st.integers(0, 2**32 - 1),

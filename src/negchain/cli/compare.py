@@ -18,8 +18,9 @@ from rich.console import Console
 from negchain.cli.options import option, with_config_options
 from negchain.cli.terminal import Stopped, result, say
 from negchain.files import real_folder
+from negchain.methods import trained
 from negchain.train.concurrent import launch, progress_of, stop
-from negchain.train.config import METHODS, ConfigError, TrainConfig, flag, method_named, same_run
+from negchain.train.config import ConfigError, TrainConfig, flag, method_named, same_run
 from negchain.train.presets import choose
 from negchain.train.progress import Bar
 from negchain.train.resolve import for_method, resolve
@@ -40,7 +41,7 @@ through NVIDIA's MPS where that works (`--sharing auto`), else they take turns.
 
 @with_config_options(
     [
-        option("methods", str, ",".join(METHODS), "--methods", help="Comma-separated methods."),
+        option("methods", str, ",".join(trained()), "--methods", help="Comma-separated methods."),
         option("seeds", int, 1, "--seeds", help="Seeds 0 .. N-1 for each method."),
         option("jobs", int, 0, "--jobs", help="Runs at a time; 0: 4 on a GPU, 1 on a CPU."),
         option("sharing", str, "auto", "--sharing", help="auto|mps|off: share a GPU by MPS."),

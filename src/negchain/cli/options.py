@@ -57,7 +57,8 @@ _TEMPERATURE = option(
 def _option(name: str, hint: Any, known: Setting) -> inspect.Parameter:
     word, default, text = flag(name), getattr(TrainConfig, name), known.help
     settings: dict[str, Any] = {"rich_help_panel": known.panel, "show_default": False}
-    if choices := known.choices or (get_origin(hint) is Literal and get_args(hint)):
+    listed = known.choices() if known.choices else ()
+    if choices := listed or (get_origin(hint) is Literal and get_args(hint)):
         settings["metavar"] = "|".join(choices)
         kind: Any = str
     elif hint is bool:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 
+from negchain.methods import METHODS
+
 from .charts import number
 from .runs import Group, Run
 from .statistics import estimates
@@ -44,7 +46,7 @@ def advice(run: Run) -> list[str]:
             "that show the same thing, are no negatives (negchain duplicates finds them). If they "
             "are true negatives, lower --beta."
         )
-    if accepted is not None and accepted > RESTLESS and run.config.get("method") == "emc2":
+    if accepted is not None and accepted > RESTLESS and "burn_in" in _options(run):
         why = "because the embeddings have collapsed" if collapsed else "--beta is too small"
         said.append(
             f"The chains accept {number(accepted, 'percent')} of their proposals: all negatives "
@@ -86,3 +88,9 @@ def against_baselines(run: Run) -> list[str]:
 
 
 _NAMES = {"pixels": "raw pixels", "untrained": "the untrained encoder"}
+
+
+def _options(run: Run) -> tuple[str, ...]:
+    """Options of the run's method: what kind of chain it has, if any."""
+    name = str(run.config.get("method"))
+    return METHODS[name].options if name in METHODS else ()

@@ -17,7 +17,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from .runs import METHOD_NAMES, Curve, FloatArray
+from negchain.methods import METHODS
+
+from .runs import Curve, FloatArray
 
 Axis = Literal["samples", "seconds"]
 AXES: tuple[Axis, ...] = ("samples", "seconds")
@@ -59,7 +61,7 @@ def method_colour(method: str) -> str:
     >>> method_colour("emc2")
     'var(--emc2)'
     """
-    return f"var(--{method})" if method in METHOD_NAMES else "var(--other)"
+    return f"var(--{method})" if method in METHODS else "var(--other)"
 
 
 def dash(variant: int) -> str:

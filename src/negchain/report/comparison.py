@@ -24,7 +24,7 @@ from .measures import (
     THROUGHPUT,
 )
 from .results import Cell, compare
-from .runs import METHOD_NAMES, Group, Run, mean_curve
+from .runs import Group, Run, mean_curve, method_title
 from .sections import POINTS, Page, charts_section, notices, pictures, settings, tiles
 
 _GALLERIES = 8  # groups whose first run shows pictures: the page stays a few MB
@@ -82,7 +82,7 @@ def results(groups: Sequence[Group]) -> str:
     rows = []
     for i in found.order:
         group = groups[i]
-        method = METHOD_NAMES.get(group.method, group.method)
+        method = method_title(group.method)
         beside = "" if method in group.label else f" <small>{escape(method)}</small>"
         cells = [
             f'<th scope="row">{key_line(group)}{escape(group.label)}{beside}</th>',

@@ -18,6 +18,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from negchain.methods import METHODS
+
 from . import comparison, sections
 from .runs import Group, Run, group_runs, load_run
 from .sections import Page
@@ -101,7 +103,7 @@ def _run_numbers(run: Run) -> dict[str, Any]:
 
 def _document(title: str, page: Page, numbers: dict[str, Any]) -> str:
     here = files(__package__ or "negchain.report")
-    style = here.joinpath("page.css").read_text(encoding="utf-8")
+    style = _with_methods(here.joinpath("page.css").read_text(encoding="utf-8"))
     script = here.joinpath("page.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = (
@@ -136,3 +138,11 @@ def _replace(out: Path, text: str) -> None:
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+
+
+def _with_methods(style: str) -> str:
+    """The page's style with the colours of the registered methods, light and dark."""
+    for number, theme in enumerate(("light", "dark")):
+        colours = " ".join(f"--{name}: {m.colour[number]};" for name, m in METHODS.items())
+        style = style.replace(f"/*{theme}-methods*/", colours)
+    return style

@@ -22,18 +22,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from negchain.files import is_plain, read_arrays, read_object
+from negchain.methods import METHODS
 from negchain.train.run_folder import metric_lines
 
 FloatArray = NDArray[np.float64]
 
-METHOD_NAMES = {
-    "infonce": "InfoNCE",
-    "dcl": "DCL",
-    "sogclr": "SogCLR",
-    "negcache": "Negative Cache",
-    "emc2": "EMC²",
-    "isir": "EMC² i-SIR",
-}
+
+def method_title(name: str) -> str:
+    """What a method is called; a name nobody registered stands for itself.
+
+    >>> method_title("isir")
+    'EMC² i-SIR'
+    """
+    return METHODS[name].title if name in METHODS else name
+
 
 # What a run was called, when, where and how it ran: never an option that tells two groups apart.
 _BOOKKEEPING = frozenset(
@@ -90,7 +92,7 @@ class Run:
     def method(self) -> str:
         """The method's name as people write it."""
         key = str(self.config.get("method", "unknown"))
-        return METHOD_NAMES.get(key, key)
+        return method_title(key)
 
     @property
     def finished(self) -> bool:

@@ -11,14 +11,12 @@ from dataclasses import asdict, dataclass, field, fields
 from types import NoneType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
+from negchain import methods
 from negchain.train import presets
 from negchain.train.presets import ConfigError, choose, show
 
-__all__ = ["METHODS", "ConfigError", "Setting", "TrainConfig", "flag", "from_json", "hints",
+__all__ = ["ConfigError", "Setting", "TrainConfig", "flag", "from_json", "hints",
            "method_named", "same_run", "setting_of", "to_json"]  # fmt: skip
-
-METHODS = ("infonce", "dcl", "sogclr", "negcache", "emc2", "isir")
-SAME_METHOD = {"simclr": "infonce"}  # other names people know a method by
 
 Panel = Literal["The run", "Data", "Negatives", "Encoder and optimizer", "Watching"]
 Rule = tuple[Callable[[Any], bool], str]
@@ -34,8 +32,8 @@ class Setting:
     """Where `--help` shows it."""
     rule: Rule | None = None
     """What a value must fulfil, and that in words."""
-    choices: tuple[str, ...] = ()
-    """The names a text may be; a Literal has its own."""
+    choices: Callable[[], tuple[str, ...]] | None = None
+    """The names a text may be now; a Literal has its own."""
     free: bool = False
     """May change when a run is continued: where and how it runs, never what it computes."""
     zero_is_none: bool = False
@@ -148,7 +146,7 @@ class TrainConfig:
         "emc2",
         "Estimator of the negatives: infonce is SimCLR's; emc2 and isir keep a chain per image.",
         "Negatives",
-        choices=METHODS,
+        choices=methods.trained,
     )
     batch_size: int = _setting(
         64,
@@ -278,7 +276,7 @@ class TrainConfig:
             value, known = _typed(name, hint, getattr(self, name)), setting_of(name)
             object.__setattr__(self, name, value)
             if value is not None and known.choices:
-                choose(flag(name), value, known.choices)
+                choose(flag(name), value, known.choices())
             if value is not None and known.rule is not None and not known.rule[0](value):
                 raise ConfigError(f"{flag(name)} must be {known.rule[1]}, got {show(value)}")
         if self.preset is not None:
@@ -305,8 +303,9 @@ def method_named(option: str, value: object) -> str:
     >>> method_named("--method", "simclr")
     'infonce'
     """
-    known = SAME_METHOD.get(value, value) if isinstance(value, str) else value
-    return choose(option, known, METHODS)
+    other = {alias: name for name, m in methods.METHODS.items() for alias in m.aliases}
+    known = other.get(value, value) if isinstance(value, str) else value
+    return choose(option, known, methods.trained())
 
 
 @functools.cache

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from negchain import methods
 from negchain.train import presets
 from negchain.train.config import (
     ConfigError,
@@ -29,10 +30,6 @@ from negchain.train.presets import DATA_DEFAULTS, choose, show
 
 # Which choices an option belongs to: option, deciding field, values it goes with, what it is.
 _BELONGS: tuple[tuple[str, str, tuple[str | None, ...], str], ...] = (
-    ("carried", "method", ("emc2", "isir"), "only chains carry a negative"),
-    ("proposal", "method", ("emc2", "isir"), "only chains have proposals"),
-    ("burn_in", "method", ("emc2",), "i-SIR and the others discard no steps"),
-    ("gamma", "method", ("sogclr",), "the rate of its moving average"),
     ("momentum", "optimizer", ("sgd", "lars"), "Adam has its own"),
     ("download", "data", ("cifar10", "stl10"), "nothing else can be downloaded"),
     ("root", "data", ("cifar10", "stl10"), "other data is not stored there"),
@@ -118,14 +115,19 @@ def for_method(method: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     {'lr': 0.1}
     """
     kept = {name: value for name, value in settings.items() if value is not None}
-    for name, decider, values, _ in _BELONGS:
-        if decider == "method" and method not in values:
-            kept.pop(name, None)
-    if method != "negcache" and kept.get("proposal") != "informed":
+    known = methods.named(method)
+    for name in _method_options() - set(known.options):
+        kept.pop(name, None)
+    if "proposal" in known.options and kept.get("proposal") != "informed":
         kept.pop("refresh", None)
-    if method in ("infonce", "dcl"):
+    if known.denominator is not None:
         kept.pop("denominator", None)
     return kept
+
+
+def _method_options() -> set[str]:
+    """Options that belong to some methods and not to others."""
+    return {name for method in methods.METHODS.values() for name in method.options}
 
 
 def _given(overrides: Mapping[str, object]) -> dict[str, Any]:
@@ -161,8 +163,9 @@ def _fit(config: TrainConfig, base: dict[str, Any], given: dict[str, Any]) -> Tr
         changed["lr"] = presets.OPTIMIZER_LR.get(config.optimizer, lars)
     if "warmup_epochs" not in given:
         changed["warmup_epochs"] = min(config.warmup_epochs, config.epochs / 10)
-    if "denominator" not in given and config.method in ("infonce", "dcl"):
-        changed["denominator"] = "all" if config.method == "infonce" else "negatives"
+    built_in = methods.named(config.method).denominator
+    if "denominator" not in given and built_in is not None:
+        changed["denominator"] = built_in
     return replace(config, **changed)
 
 
@@ -172,18 +175,21 @@ def _refuse_contradictions(config: TrainConfig, given: Mapping[str, object]) -> 
         if name in given and given[name] is not False and actual not in values:
             owners = " or ".join(value or "0" for value in values)
             _refuse(name, f"{flag(decider)} {owners}", decider, actual, reason)
-    cached = config.method == "negcache" or (
-        config.method in ("emc2", "isir") and config.proposal == "informed"
-    )
-    if "refresh" in given and not cached:
-        owners = "--method negcache or --proposal informed"
-        _refuse("refresh", owners, "method", config.method, "only these keep a table")
-    built_in = {"infonce": "all", "dcl": "negatives"}.get(config.method, config.denominator)
-    if config.denominator != built_in:
-        other = "dcl" if config.method == "infonce" else "infonce"
+    method = methods.named(config.method)
+    for name in sorted(_method_options() & given.keys()):
+        if name not in method.options:
+            offered = [n for n in methods.trained() if name in methods.METHODS[n].options]
+            owners = f"--method {' or '.join(offered)}"
+            _refuse(name, owners, "method", config.method, "the other methods have none")
+    if "refresh" in given and "proposal" in method.options and config.proposal != "informed":
+        owners = "--proposal informed"
+        _refuse("refresh", owners, "proposal", config.proposal, "only this keeps a table")
+    if config.denominator != (method.denominator or config.denominator):
+        others = [n for n, m in methods.METHODS.items() if m.denominator == config.denominator]
         raise ConfigError(
-            f"--method {config.method} has --denominator {built_in} built in and --denominator "
-            f"{config.denominator} was given; choose --method {other} for that"
+            f"--method {config.method} has --denominator {method.denominator} built in and "
+            f"--denominator {config.denominator} was given; choose --method "
+            f"{' or '.join(others)} for that"
         )
     if "epochs" in given and "steps" in given:
         raise ConfigError("--epochs and --steps both set the length of the run; give one of them")
