@@ -64,7 +64,8 @@ def export_encoder(
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     record = {"encoder": dict(encoder.encoder_config), "training": json.loads(to_json(config))}
     (folder / "config.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    (folder / "README.md").write_text(_card(encoder, config, results), encoding="utf-8")
+    card = _card(encoder, config, results).encode("utf-8", "backslashreplace")
+    (folder / "README.md").write_bytes(card)
 
 
 def _card(encoder: Encoder, config: TrainConfig, results: dict[str, Any]) -> str:
