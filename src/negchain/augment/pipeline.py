@@ -22,6 +22,7 @@ from torch import Tensor
 
 from negchain import draws
 from negchain.augment import blur, colour, crop
+from negchain.fast import augment as fused
 from negchain.fast.backends import prefers_triton, triton_error
 
 
@@ -211,7 +212,7 @@ class Augmentation:
         or TRITON_INTERPRET=1; "auto" is triton for CUDA tensors where it is installed, else torch.
         """
         if backend == "auto":
-            backend = "triton" if prefers_triton(images) else "torch"
+            backend = "triton" if prefers_triton(images) and fused.applies(self) else "torch"
         if backend == "torch":
             if isinstance(uniforms, Draws):
                 uniforms = uniforms.uniforms(len(images), self.num_uniforms)
@@ -220,6 +221,11 @@ class Augmentation:
             reason = triton_error(images)
             if reason is not None:
                 raise ValueError(f"backend='triton' needs {reason}; use backend='torch'")
+            if not fused.applies(self):
+                raise ValueError(
+                    f"backend='triton' knows {', '.join(sorted(fused.KNOWN))}, got {self}; "
+                    "use backend='torch'"
+                )
             from negchain.fast.augment.fused_triton import augment_fused
 
             return augment_fused(self, images, uniforms)
@@ -246,7 +252,7 @@ class Augmentation:
         >>> augment.from_table(table, (index, index), drawn, torch.float32).shape
         torch.Size([6, 3, 8, 8])
         """
-        if not prefers_triton(table):
+        if not (prefers_triton(table) and fused.applies(self)):
             whole = index if isinstance(index, Tensor) else torch.cat([*index])
             return self(table[whole], uniforms)
         from negchain.fast.augment.fused_triton import augment_fused
