@@ -173,6 +173,7 @@ def test_gradients_of_networks(make) -> None:
 
 def test_compiled_networks(monkeypatch) -> None:
     """Within bf16's rounding of "plain": embeddings, gradients, running statistics."""
+    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
     moved, move = [], beside.move
     monkeypatch.setattr(beside, "move", lambda *given: moved.append(move(*given)) or moved[-1])
     found = []
