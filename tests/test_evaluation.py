@@ -9,12 +9,14 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.neighbors import KNeighborsClassifier, NearestNeighbors
 from torch import Tensor
 
-from negchain.evaluation import (
-    embed_all,
+from negchain.evaluation import embed_all, few_label_probe, linear_probe, linear_probe_paper
+from negchain.neighbours import (
+    KNN_TEMPERATURE,
+    in_top,
     knn_accuracy,
-    linear_probe,
-    linear_probe_paper,
+    knn_votes,
     nearest_neighbours,
+    similar_pairs,
 )
 
 Split = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -200,6 +202,55 @@ def test_embed_all_keeps_the_order_and_the_last_partial_batch() -> None:
     half = embed_all(encode, pictures, autocast=torch.bfloat16, **settings)
     assert half.dtype == torch.float32 and not torch.equal(half, expected)
     torch.testing.assert_close(half, expected, rtol=0.02, atol=0.02)
+
+
+def test_weighted_votes_equal_a_loop_over_neighbours() -> None:
+    train_x, train_y, test_x, test_y = clusters()
+    votes = knn_votes(train_x, train_y, test_x, ks=(1, 20, 200), chunk=7)
+    classes = train_y.unique()
+    unit_train, unit_test = F.normalize(train_x.double()), F.normalize(test_x.double())
+    for k in (1, 20, 200):
+        expected = torch.zeros(len(test_x), 4, dtype=torch.double)
+        for q, row in enumerate(unit_test):
+            cosine = unit_train @ row
+            for i in cosine.argsort(descending=True)[:k].tolist():
+                expected[q, classes == train_y[i]] += torch.exp(cosine[i] / KNN_TEMPERATURE)
+        torch.testing.assert_close(votes[k], expected / expected.sum(1, keepdim=True))
+    one = in_top(votes[1], classes, test_y, 1).double().mean().item()
+    assert one == pytest.approx(knn_accuracy(train_x, train_y, test_x, test_y))
+    assert in_top(votes[20], classes, test_y, 4).all()
+
+
+def test_the_probe_gives_its_predictions_and_the_share_among_five(digits: Split) -> None:
+    found = linear_probe(*digits)
+    assert (found.predicted == digits[3]).double().mean().item() == pytest.approx(found.accuracy)
+    assert found.accuracy < found.top5 < 1
+
+
+def test_few_labels_are_stratified_and_more_labels_help(digits: Split) -> None:
+    few, more, all_ = (few_label_probe(*digits, share=s) for s in (0.01, 0.1, 1.0))
+    assert 0.3 < few < more < all_ and all_ > 0.9
+    x, y = torch.eye(6).repeat(1, 2), torch.tensor([0, 1, 2, 3, 4, 5])
+    assert few_label_probe(x, y, x, y, share=0.01) == 1.0  # one of each class at least
+    with pytest.raises(ValueError, match="two classes"):
+        few_label_probe(x, torch.zeros_like(y), x, y, share=0.1)
+
+
+@pytest.mark.parametrize("chunk", [3, 64])
+def test_similar_pairs_equal_brute_force(chunk: int) -> None:
+    x = torch.randn(20, 3, generator=torch.Generator().manual_seed(0))
+    x[13] = 2 * x[4]
+    cosine = F.normalize(x.double()) @ F.normalize(x.double()).T
+    expected = [[i, j] for i in range(20) for j in range(i + 1, 20) if cosine[i, j] >= 0.8]
+    pairs, scores, count = similar_pairs(x, 0.8, chunk=chunk)
+    assert sorted(pairs.tolist()) == expected and count == len(expected) > 5
+    torch.testing.assert_close(scores, cosine[pairs[:, 0], pairs[:, 1]])
+    assert (scores.diff() <= 0).all() and pairs[0].tolist() == [4, 13]
+    kept, _, count = similar_pairs(x, 0.8, chunk=chunk, limit=2)
+    assert kept.tolist() == pairs[:2].tolist() and count == len(expected)
+    assert len(similar_pairs(x, -1.0, chunk=chunk)[0]) == 190  # a cosine of 0 or less counts too
+    with pytest.raises(ValueError, match="between -1 and 1"):
+        similar_pairs(x, 95)
 
 
 def test_refusals() -> None:

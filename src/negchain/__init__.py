@@ -3,33 +3,90 @@
 Losses that go where an InfoNCE loss was, each an estimate of the softmax over *all* negatives:
 
     loss_fn = negchain.EMC2Loss(num_samples=len(dataset))
-    ids = loss_fn.carried(index)
-    loss = loss_fn(z_a, z_b, index, carried=encoder(items[ids]))
+    loss = loss_fn(z_a, z_b, index, encode=lambda ids: encoder(items[ids]))
 
 See `negchain.weights` for the estimators themselves and `docs/design.md` for the idea.
 """
 
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 from negchain.diagnostics import EstimatorReport, estimator_report
 from negchain.exact import global_backward, global_loss
-from negchain.losses import DCLLoss, EMC2Loss, InfoNCELoss, NegativeCacheLoss, SogCLRLoss
-from negchain.losses.base import effective_negatives
+from negchain.losses import (
+    ISIR,
+    MH,
+    ContrastiveLoss,
+    DCLLoss,
+    EMC2Loss,
+    Given,
+    InBatch,
+    InfoNCELoss,
+    Informed,
+    NegativeCacheLoss,
+    Request,
+    SogCLRLoss,
+    StreamingEMC2Loss,
+    Uniform,
+    Want,
+)
+from negchain.losses.partition import effective_negatives
 from negchain.pool import Draw
 from negchain.weights.metropolis import Scan, mh_scan
 
+if TYPE_CHECKING:
+    from negchain.train.trained import Trained
+
 __version__ = "0.1.0"
 
+
+def load(run: str | Path, device: str = "auto") -> Trained:
+    """The trained encoder of a run folder.
+
+    `load(run).encode(what)` gives features [N,F] of files, folders, PIL images or uint8 tensors;
+    `.embed(what)` keeps file and class names beside them and writes .npz, .csv or .parquet.
+
+    Args:
+        run: a folder that `negchain train` wrote.
+        device: "auto", "cpu" or "cuda".
+
+    Example:
+        >>> load("/no/such/run").encode("photos/")
+        Traceback (most recent call last):
+        negchain.train.presets.ConfigError: /no/such/run holds no run (no config.json); \
+give a folder negchain train made
+    """
+    # imported here: losses in somebody's own loop need neither timm nor scikit-learn
+    from negchain.train.trained import load_run_encoder
+
+    return load_run_encoder(run, device)
+
+
 __all__ = [
+    "ISIR",
+    "MH",
+    "ContrastiveLoss",
     "DCLLoss",
     "Draw",
     "EMC2Loss",
     "EstimatorReport",
+    "Given",
+    "InBatch",
     "InfoNCELoss",
+    "Informed",
     "NegativeCacheLoss",
+    "Request",
     "Scan",
     "SogCLRLoss",
+    "StreamingEMC2Loss",
+    "Uniform",
+    "Want",
     "effective_negatives",
     "estimator_report",
     "global_backward",
     "global_loss",
+    "load",
     "mh_scan",
 ]

@@ -5,11 +5,16 @@ Running a loss over random batches gives one stochastic gradient per step; its l
 shows the bias, its spread the variance. Only the negative term differs between methods, so the
 batch's positive term is taken out of both sides.
 
-    relative_bias   | mean_t g_t - g |  /  |g|          (with the part that noise alone explains)
-    norm_ratio      <mean_t g_t, g>  /  |g|^2            1 = right length along the exact gradient
-    relative_std    sqrt( mean_t |g_t - mean g|^2 ) / |g|
+    bias          the part of | mean_t g_t - g | / |g| that noise does not explain: with the means
+                  m1, m2 of every other step each, sqrt( <m1 - g, m2 - g> ) / |g|
+    noise         standard error of that mean, relative to |g|
+    length        <mean_t g_t, g> / |g|^2            1 = right length along the exact gradient
+    std/step      sqrt( mean_t |g_t - mean g|^2 ) / |g|
 
-Shapes: `M` items, `B` batch, `D` embedding.
+Give several views of every item: chains serve all views of an item, and what they lose by that
+shows only if views differ.
+
+Shapes: `V` views, `M` items, `B` batch, `D` embedding.
 """
 
 from __future__ import annotations
@@ -21,15 +26,12 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from negchain.exact import global_loss
-from negchain.losses import DCLLoss, EMC2Loss, InfoNCELoss, NegativeCacheLoss, SogCLRLoss
-from negchain.losses.base import ContrastiveLoss
+from negchain.losses import ContrastiveLoss
 from negchain.losses.batch import as_embedding
-from negchain.losses.chains import Carried
+from negchain.methods import METHODS, LossSettings, build_loss
 from negchain.objective import Denominator
-from negchain.pool import Draw
 
-METHODS = ("infonce", "dcl", "sogclr", "negcache", "emc2", "emc2-cached", "emc2-score", "isir")
+CHUNK_ELEMENTS = 1 << 24  # logits held at a time
 
 
 @dataclass(frozen=True)
@@ -38,9 +40,9 @@ class EstimatorRow:
 
     method: str
     relative_bias: float
-    """Distance of the mean gradient from the exact one, relative to its norm."""
-    noise_floor: float
-    """The relative bias an unbiased estimator of this variance would show after as many steps."""
+    """What is wrong with the mean gradient beyond noise, relative to the exact one's norm."""
+    noise: float
+    """Standard error of the mean gradient, relative to the exact one's norm."""
     norm_ratio: float
     """Length of the mean gradient along the exact one."""
     relative_std: float
@@ -62,21 +64,23 @@ class EstimatorReport:
 
     rows: tuple[EstimatorRow, ...]
     num_samples: int
+    num_views: int
     batch_size: int
     beta: float
     steps: int
 
     def __str__(self) -> str:
         """The table as text, best first."""
-        head = f"{'method':<12} {'bias':>7} {'(noise)':>8} {'length':>7} {'std/step':>9}"
+        head = f"{'method':<14} {'bias':>7} {'noise':>8} {'length':>7} {'std/step':>9}"
         lines = [
             f"negative gradient against the exact one: M = {self.num_samples}, "
-            f"b = {self.batch_size}, beta = {self.beta:g}, {self.steps} steps",
+            f"{self.num_views} view{'s' * (self.num_views > 1)}, b = {self.batch_size}, "
+            f"beta = {self.beta:g}, {self.steps} steps",
             f"{head} {'bytes/sample':>13}",
         ]
         for row in sorted(self.rows, key=lambda r: r.relative_bias):
             lines.append(
-                f"{row.method:<12} {row.relative_bias:>7.3f} {row.noise_floor:>8.3f} "
+                f"{row.method:<14} {row.relative_bias:>7.3f} {row.noise:>8.3f} "
                 f"{row.norm_ratio:>7.2f} {row.relative_std:>9.2f} "
                 f"{row.state_bytes_per_sample:>13.1f}"
             )
@@ -95,24 +99,26 @@ def estimator_report(
     beta: float,
     steps: int = 2000,
     warm_up: int | None = None,
-    methods: Sequence[str] = METHODS,
+    methods: Sequence[str] | None = None,
     denominator: Denominator = "negatives",
     seed: int = 0,
-    progress: Callable[[str], None] | None = None,
+    progress: Callable[[str], None] | bool = False,
 ) -> EstimatorReport:
     """Bias and variance of every estimator's negative gradient on frozen embeddings.
 
     Args:
-        z_a: [M, D] embeddings of the data set.
-        z_b: [M, D] of a second view; None: the same.
+        z_a: [M, D] embeddings of the data set, or [V, M, D] of V views of every item.
+        z_b: [M, D] of a second view; None: no other than `z_a`'s.
         batch_size: b.
         beta: inverse temperature.
         steps: batches averaged over, after the warm-up.
         warm_up: batches before them, in which chains and averages settle; None: 10 visits each.
-        methods: which of `METHODS`.
-        denominator: the exact gradient's and the estimators' ("infonce" and "dcl" have their own).
+        methods: names of `negchain.methods.METHODS`; None: all of them.
+        denominator: the exact gradient's and the estimators' (InfoNCE and DCL have their own);
+            "all" takes at most two views.
         seed: of batches and samplers.
-        progress: called with each method's name before it runs.
+        progress: True shows a bar per method (with rich); a function is called with each method's
+            name before it runs.
 
     Returns:
         An `EstimatorReport`.
@@ -123,158 +129,149 @@ def estimator_report(
         >>> [row.method for row in report.rows]
         ['dcl', 'isir']
     """
-    unknown = sorted(set(methods) - set(METHODS))
+    names = list(METHODS) if methods is None else list(methods)
+    unknown = sorted(set(names) - set(METHODS))
     if unknown:
         raise ValueError(f"methods must be among {', '.join(METHODS)}, got {', '.join(unknown)}")
-    z_a = as_embedding(z_a.detach(), True)
-    z_b = z_a if z_b is None else as_embedding(z_b.detach(), True)
-    size = z_a.shape[0]
+    table = z_a.detach() if z_a.dim() == 3 else z_a.detach()[None]
+    if z_b is not None:
+        table = torch.cat([table, z_b.detach()[None]])
+    table = as_embedding(table, True)
+    num_views, size, dim = table.shape
     if not 2 <= batch_size <= size:
         raise ValueError(f"batch_size must be between 2 and the {size} samples, got {batch_size}")
+    if denominator == "all" and num_views > 2:
+        raise ValueError(f"denominator='all' takes at most two views per item, got {num_views}")
     warm_up = 10 * math.ceil(size / batch_size) if warm_up is None else warm_up
     rows = []
-    for method in methods:
-        if progress is not None:
-            progress(method)
-        loss_fn = _build(method, size, z_a.shape[1], beta, denominator, seed)
-        exact = exact_negative_gradient(z_a, z_b, beta, loss_fn.denominator)
-        pull = _pull(z_a, z_b, beta, loss_fn.denominator)
-        table = torch.stack([z_a, z_b])
-        rows.append(_measure(method, loss_fn, table, exact, pull, batch_size, steps, warm_up, seed))
-    return EstimatorReport(tuple(rows), size, batch_size, beta, steps)
+    for name in names:
+        if callable(progress):
+            progress(name)
+        settings = LossSettings(size, beta, dim, seed, denominator=denominator, normalize=False)
+        loss_fn = build_loss(name, settings)
+        count = _bar(name, warm_up + steps) if progress is True else range(warm_up + steps)
+        rows.append(_measure(name, loss_fn, table, batch_size, count, warm_up, seed))
+    return EstimatorReport(tuple(rows), size, num_views, batch_size, beta, steps)
 
 
 def exact_negative_gradient(
-    z_a: Tensor, z_b: Tensor, beta: float, denominator: Denominator = "negatives"
-) -> Tensor:
-    """Gradient of eq. (1)'s negative term with respect to both views' embeddings, [2, M, D]."""
-    table = torch.stack([z_a, z_b]).requires_grad_()
-    loss = global_loss(table[0], table[1], beta, denominator=denominator, normalize=False)
-    (gradient,) = torch.autograd.grad(loss, table)
-    index = torch.arange(len(z_a), device=z_a.device)
-    return gradient - _positive_gradient(
-        table.detach(), index, beta, _pull(z_a, z_b, beta, denominator)
-    )
+    table: Tensor, beta: float, denominator: Denominator = "negatives"
+) -> Tensor:  # [V,M,D] -> [V,M,D]
+    """Gradient of eq. (1)'s negative term: all views are anchors, all views of others negatives."""
+    num_views, size, dim = table.shape
+    flat, ids = table.flatten(0, 1), torch.arange(size, device=table.device).repeat(num_views)
+    positive = beta * torch.linalg.vecdot(table, table.flip(0)).flatten()
+    gradient = torch.zeros_like(flat)
+    chunk = max(1, CHUNK_ELEMENTS // len(flat))
+    for rows in torch.split(torch.arange(len(flat), device=table.device), chunk):
+        logits = (beta * flat[rows] @ flat.T).masked_fill_(ids[rows, None] == ids, -math.inf)
+        log_sum = torch.logsumexp(logits, 1)
+        if denominator == "all":
+            log_sum = torch.logaddexp(log_sum, positive[rows])
+        weights = torch.exp(logits - log_sum[:, None]) * (beta / len(flat))
+        gradient[rows] += weights @ flat
+        gradient += weights.T @ flat[rows]
+    return gradient.view(table.shape)
 
 
 def step_negative_gradient(
-    loss_fn: ContrastiveLoss, table: Tensor, index: Tensor, pull: Tensor, carried_view: Tensor
+    loss_fn: ContrastiveLoss,
+    table: Tensor,
+    index: Tensor,
+    views: Tensor,
+    generator: torch.Generator,
 ) -> Tensor:
     """One step's gradient with respect to all embeddings, without its positive term.
 
     Args:
         loss_fn: moves its state, as in training.
-        table: [2, M, D] unit embeddings of both views.
+        table: [V, M, D] unit embeddings.
         index: [B] the batch.
-        pull: [2, M] exact factor of each anchor's positive term.
-        carried_view: [B] which view of its item a carried or drawn negative is seen in.
+        views: [2, B] which views of its items it sees.
+        generator: says in which view a carried or drawn negative is seen.
 
     Returns:
-        [2, M, D]
+        [V, M, D]
     """
     table = table.detach().requires_grad_()
-    value = _call(loss_fn, table, index, carried_view)
+
+    def encode(ids: Tensor) -> Tensor:
+        view = torch.randint(0, len(table), (len(ids),), generator=generator)
+        return table[view.to(ids.device), ids]
+
+    pair = [table[view, index] for view in views]
+    value = loss_fn(*pair, index, encode=encode)
     (gradient,) = torch.autograd.grad(value, table)
     beta = loss_fn.beta
     assert isinstance(beta, float)
-    return gradient - _positive_gradient(table.detach(), index, beta, pull)
-
-
-def _call(loss_fn: ContrastiveLoss, table: Tensor, index: Tensor, view: Tensor) -> Tensor:
-    z_a, z_b = table[0, index], table[1, index]
-    if isinstance(loss_fn, EMC2Loss):
-        if loss_fn.carried_mode != "encode":
-            return loss_fn(z_a, z_b, index)
-        ids = loss_fn.carried(index)
-        assert isinstance(ids, Tensor)
-        return loss_fn(z_a, z_b, index, carried=table[view, ids])
-    if isinstance(loss_fn, NegativeCacheLoss):
-        draw = loss_fn.propose(z_a, index, z_b)
-        assert isinstance(draw, Draw)
-        seen = view.repeat(2)
-        return loss_fn(z_a, z_b, index, draw=draw, drawn=table[seen, draw.ids])
-    return loss_fn(z_a, z_b, index)
-
-
-def _pull(z_a: Tensor, z_b: Tensor, beta: float, denominator: Denominator) -> Tensor:  # [2,M]
-    """Exact factor of each anchor's positive term: 1, or 1 - p+."""
-    if denominator == "negatives":
-        return torch.ones(2, len(z_a), dtype=z_a.dtype, device=z_a.device)
-    both = torch.cat([z_a, z_b])
-    ids = torch.arange(len(z_a), device=z_a.device).repeat(2)
-    logits = (beta * both @ both.T).masked_fill_(ids[:, None] == ids[None, :], -math.inf)
-    positive = beta * torch.linalg.vecdot(z_a, z_b).repeat(2)
-    return torch.sigmoid(torch.logsumexp(logits, 1) - positive).view(2, -1)
-
-
-def _positive_gradient(table: Tensor, index: Tensor, beta: float, pull: Tensor) -> Tensor:
-    """Gradient of the batch's mean of -pull * beta * s(x, y), both views anchors, [2, M, D]."""
-    scale = -beta * pull[:, index].sum(0)[:, None] / (2 * len(index))
-    gradient = torch.zeros_like(table)
-    gradient[0, index] = scale * table[1, index]
-    gradient[1, index] = scale * table[0, index]
+    pull = _pull(table.detach(), index, views, beta, loss_fn.denominator)
+    scale = beta * pull[:, None] / (2 * len(index))
+    for mine, other in ((0, 1), (1, 0)):
+        positive = scale * pair[other].detach()
+        gradient.index_put_((views[mine], index), positive, accumulate=True)
     return gradient
 
 
-def _build(
-    method: str, size: int, dim: int, beta: float, denominator: Denominator, seed: int
-) -> ContrastiveLoss:
-    if method == "infonce":
-        return InfoNCELoss(beta, normalize=False)
-    if method == "dcl":
-        return DCLLoss(beta, normalize=False)
-    if method == "sogclr":
-        return SogCLRLoss(size, beta, denominator=denominator, normalize=False)
-    if method == "negcache":
-        return NegativeCacheLoss(
-            size, dim, beta, denominator=denominator, normalize=False, seed=seed
-        )
-    _, _, mode = method.partition("-")
-    return EMC2Loss(
-        size,
-        beta,
-        kernel="isir" if method == "isir" else "mh",
-        carried=_MODES[mode],
-        denominator=denominator,
-        normalize=False,
-        seed=seed,
-    )
+def _pull(
+    table: Tensor, index: Tensor, views: Tensor, beta: float, denominator: Denominator
+) -> Tensor:  # [B]
+    """Factor of each pair's positive term, summed over its two anchors: 2, or both 1 - p+."""
+    if denominator == "negatives":
+        return torch.full_like(index, 2, dtype=table.dtype)
+    flat = table.flatten(0, 1)
+    ids = torch.arange(table.shape[1], device=index.device).repeat(len(table))
+    total = torch.zeros_like(index, dtype=table.dtype)
+    positive = beta * torch.linalg.vecdot(table[views[0], index], table[views[1], index])
+    for view in views:
+        logits = beta * table[view, index] @ flat.T
+        log_sum = torch.logsumexp(logits.masked_fill(ids == index[:, None], -math.inf), 1)
+        total += torch.sigmoid(log_sum - positive)
+    return total
 
 
-_MODES: dict[str, Carried] = {"": "encode", "cached": "cached", "score": "score"}
+def _bar(name: str, count: int) -> Sequence[int]:
+    from rich.progress import track
+
+    return track(range(count), name)  # type: ignore[return-value]
 
 
 def _measure(
-    method: str,
+    name: str,
     loss_fn: ContrastiveLoss,
     table: Tensor,
-    exact: Tensor,
-    pull: Tensor,
     batch_size: int,
-    steps: int,
+    count: Sequence[int],
     warm_up: int,
     seed: int,
 ) -> EstimatorRow:
+    exact = exact_negative_gradient(table, float(loss_fn.beta), loss_fn.denominator)
     generator = torch.Generator().manual_seed(seed)
-    size = table.shape[1]
+    num_views, size, _ = table.shape
     loss_fn.to(table.device)
-    if isinstance(loss_fn, NegativeCacheLoss):
-        loss_fn.refresh(torch.arange(size), table[0])
-    mean, squares = torch.zeros_like(exact), 0.0
-    for step in range(warm_up + steps):
+    loss_fn.fill(lambda ids: table[0, ids])
+    halves, counts, squares = torch.zeros(2, *exact.shape, device=table.device), [0, 0], 0.0
+    for step in count:
         index = torch.randperm(size, generator=generator)[:batch_size].to(table.device)
-        view = torch.randint(0, 2, (batch_size,), generator=generator).to(table.device)
-        gradient = step_negative_gradient(loss_fn, table, index, pull, view)
+        first = torch.randint(0, num_views, (batch_size,), generator=generator)
+        hop = (
+            torch.randint(1, num_views, (batch_size,), generator=generator) if num_views > 1 else 0
+        )
+        views = torch.stack([first, (first + hop) % num_views]).to(table.device)
+        gradient = step_negative_gradient(loss_fn, table, index, views, generator)
         if step >= warm_up:
-            mean += gradient / steps
-            squares += float(gradient.square().sum()) / steps
-    variance = max(0.0, squares - float(mean.square().sum()))
-    norm = float(exact.norm())
-    state = sum(b.numel() * b.element_size() for b in loss_fn.buffers() if b.numel() >= size)
+            halves[step % 2] += gradient
+            counts[step % 2] += 1
+            squares += float(gradient.square().sum())
+    steps, norm = sum(counts), float(exact.norm())
+    mean = halves.sum(0) / max(steps, 1)
+    first_half, second_half = (h / max(c, 1) for h, c in zip(halves, counts, strict=True))
+    square = float(((first_half - exact) * (second_half - exact)).sum())
+    variance = max(0.0, squares / max(steps, 1) - float(mean.square().sum()))
+    state = sum(s.numel() * s.element_size() for s in loss_fn.state_tensors() if s.numel() >= size)
     return EstimatorRow(
-        method=method,
-        relative_bias=float((mean - exact).norm()) / norm,
-        noise_floor=math.sqrt(variance / steps) / norm,
+        method=name,
+        relative_bias=math.sqrt(max(0.0, square)) / norm,
+        noise=math.sqrt(variance / max(steps, 1)) / norm,
         norm_ratio=float((mean * exact).sum()) / norm**2,
         relative_std=math.sqrt(variance) / norm,
         state_bytes_per_sample=state / size,

@@ -36,6 +36,7 @@ STREAM_INIT = 4  # first state of each chain
 STREAM_PROPOSE = 5  # explicit draws from a proposal distribution
 STREAM_VIEW = 6  # which view's final state is stored
 STREAM_COPY = 7  # which copy of an item a row is offered
+STREAM_SLOT = 8  # which proposal a carried state takes the place of (i-SIR)
 STREAM_AUGMENT = 32  # the views of a step
 STREAM_STORED = 33  # which stored augmentations a step uses
 STREAM_PROBE = 34  # views of the fixed set the exact loss is computed on
@@ -68,7 +69,9 @@ def seed_key(seed: int) -> int:
     return int(_mix(torch.tensor(_to_int32(seed), dtype=torch.int32))) ^ _to_int32(seed >> 32)
 
 
-def bits(seed: int, step: Tensor, stream: int, rows: Tensor, num_columns: int) -> Tensor:
+def bits(
+    seed: int, step: Tensor, stream: int, rows: Tensor, num_columns: int, first_column: int = 0
+) -> Tensor:
     """31 random bits for every (row, column).
 
     Args:
@@ -77,6 +80,7 @@ def bits(seed: int, step: Tensor, stream: int, rows: Tensor, num_columns: int) -
         stream: one of the STREAM constants.
         rows: [N] integer row numbers, global over all processes.
         num_columns: K.
+        first_column: number of the first column.
 
     Returns:
         [N, K] int32 in [0, 2^31).
@@ -88,45 +92,67 @@ def bits(seed: int, step: Tensor, stream: int, rows: Tensor, num_columns: int) -
         >>> torch.equal(whole[2:], part)   # a row's draws do not depend on its neighbours
         True
     """
-    if step.is_cuda and prefers_triton(rows):
+    if step.is_cuda and first_column == 0 and prefers_triton(rows):
         from negchain.fast.draws_triton import bits_triton
 
         return bits_triton(seed_key(seed), step, stream, rows, num_columns)
-    return _bits_torch(seed, step, stream, rows, num_columns)
+    return _bits_torch(seed, step, stream, rows, num_columns, first_column)
 
 
-def _bits_torch(seed: int, step: Tensor, stream: int, rows: Tensor, num_columns: int) -> Tensor:
+def _bits_torch(
+    seed: int, step: Tensor, stream: int, rows: Tensor, num_columns: int, first_column: int = 0
+) -> Tensor:
     """The readable twin of `draws_triton.bits_triton`."""
     key = stream_key(seed, step, stream)
-    columns = torch.arange(num_columns, dtype=torch.int32, device=rows.device) * GOLDEN
+    last = first_column + num_columns
+    columns = torch.arange(first_column, last, dtype=torch.int32, device=rows.device) * GOLDEN
     row_hash, column_hash = _mix(rows.to(torch.int32) + key), _mix(columns ^ key)
     x = _mix(row_hash[:, None] + column_hash[None, :])
     return (x >> 1) & 0x7FFFFFFF
 
 
 def uniform(
-    seed: int, step: Tensor, stream: int, rows: Tensor, num_columns: int, dtype: torch.dtype
+    seed: int,
+    step: Tensor,
+    stream: int,
+    rows: Tensor,
+    num_columns: int,
+    dtype: torch.dtype,
+    first_column: int = 0,
 ) -> Tensor:
     """Uniforms in (0, 1], [N, K]: never 0, so that their logarithm is finite."""
-    return (bits(seed, step, stream, rows, num_columns).to(dtype)).add_(0.5).mul_(2.0**-31)
+    drawn = bits(seed, step, stream, rows, num_columns, first_column)
+    return drawn.to(dtype).add_(0.5).mul_(2.0**-31)
 
 
 def log_uniform(
-    seed: int, step: Tensor, stream: int, rows: Tensor, num_columns: int, dtype: torch.dtype
+    seed: int,
+    step: Tensor,
+    stream: int,
+    rows: Tensor,
+    num_columns: int,
+    dtype: torch.dtype,
+    first_column: int = 0,
 ) -> Tensor:
     """Logarithms of uniforms, [N, K], between -22.2 and 0."""
-    return uniform(seed, step, stream, rows, num_columns, dtype).log_()
+    return uniform(seed, step, stream, rows, num_columns, dtype, first_column).log_()
 
 
 def gumbel(
-    seed: int, step: Tensor, stream: int, rows: Tensor, num_columns: int, dtype: torch.dtype
+    seed: int,
+    step: Tensor,
+    stream: int,
+    rows: Tensor,
+    num_columns: int,
+    dtype: torch.dtype,
+    first_column: int = 0,
 ) -> Tensor:
     """Gumbel noise, [N, K]: `argmax(logits + gumbel)` is a draw from `softmax(logits)`.
 
     Written as -log(-log(1 - v)) because uniforms have their resolution near zero, and it is the
     large values of the noise (small v) that decide an argmax.
     """
-    v = uniform(seed, step, stream, rows, num_columns, dtype)
+    v = uniform(seed, step, stream, rows, num_columns, dtype, first_column)
     return v.neg_().log1p_().neg_().log_().neg_()
 
 

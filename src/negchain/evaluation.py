@@ -1,13 +1,13 @@
-"""How good are frozen features: nearest neighbours and linear probes.
+"""How good are frozen features for a linear classifier; for neighbours see `neighbours`.
 
 Shapes: M training rows, Q query rows, F features. Features are what `Encoder.features` gives, not
 normalised. Nothing here touches a model: the caller puts it in `eval()` mode first.
 
 | function | question | protocol |
 |---|---|---|
-| `knn_accuracy` | are neighbours of the same class? | exact; k = 1 by default, vote for k > 1 |
 | `linear_probe_paper` | the number the EMC² paper reports | 100 epochs of plain SGD, untuned |
 | `linear_probe` | what can a linear classifier read? | logistic regression, tuned L2 |
+| `few_label_probe` | ... from few labels? | one fixed strength, mean of 3 draws of labels |
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol, get_args
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -27,10 +27,13 @@ from sklearn.linear_model import LogisticRegression
 from threadpoolctl import threadpool_limits
 from torch import Tensor, nn
 
-Metric = Literal["cosine", "euclidean"]
+from negchain.neighbours import accuracy, check_features, check_labels, in_top
 
 L2_GRID = tuple(10.0**e for e in range(1, -6, -1))
 """Strengths the probe tries, strong to weak, in mean cross-entropy + l2/2 |W|^2."""
+
+FEW_LABELS_L2 = 1e-2  # a label or two per class leave none to choose a strength with
+FEW_LABELS_DRAWS = 3  # one draw of so few labels says more about the draw than the features
 
 HELD_OUT = 0.2  # share of each class's training rows that choose the strength
 
@@ -63,6 +66,10 @@ class ProbeResult:
     """Accuracy at that strength on the held-out training rows."""
     converged: bool
     """Whether the last fit met its tolerance within 500 iterations."""
+    predicted: Tensor = field(compare=False, repr=False)
+    """The class given to each test row, [Q] int64."""
+    top5: float
+    """Share of test rows whose class is among the five most likely."""
 
 
 def embed_all(
@@ -100,69 +107,6 @@ def embed_all(
     return torch.cat(rows)
 
 
-def nearest_neighbours(
-    train_x: Tensor, query_x: Tensor, *, k: int, metric: Metric = "cosine", chunk: int = 1024
-) -> Tensor:
-    """Positions of the k nearest training rows of each query, nearest first: -> [Q,k] int64.
-
-    Exact, `chunk` queries at a time, in float64: |q|^2 - 2 q.t + |t|^2 cancels badly in float32.
-
-    Example:
-        >>> train = torch.tensor([[0.0, 1.0], [1.0, 0.0]])
-        >>> nearest_neighbours(train, torch.tensor([[3.0, 1.0]]), k=2).tolist()
-        [[1, 0]]
-    """
-    _check_features(train_x, query_x)
-    if metric not in get_args(Metric):
-        raise ValueError(f"metric must be one of {', '.join(get_args(Metric))}, got {metric!r}")
-    if not 1 <= k <= len(train_x):
-        raise ValueError(
-            f"k must lie between 1 and the number of training rows, got k={k} and "
-            f"{len(train_x)} rows; lower k"
-        )
-    train, found = train_x.double(), []
-    if metric == "cosine":
-        train = F.normalize(train)
-    squares = train.square().sum(1)
-    for rows in torch.split(query_x, chunk):
-        query = F.normalize(rows.double()) if metric == "cosine" else rows.double()
-        closeness = 2 * query @ train.T - squares  # |q|^2 is the same for all training rows
-        found.append(closeness.topk(k).indices)
-    return torch.cat(found)
-
-
-def knn_accuracy(
-    train_x: Tensor,
-    train_y: Tensor,
-    test_x: Tensor,
-    test_y: Tensor,
-    *,
-    k: int = 1,
-    metric: Metric = "cosine",
-    chunk: int = 1024,
-) -> float:
-    """Share of test rows whose k nearest training rows vote for their class.
-
-    A tied vote goes to the tied class with the nearest member.
-
-    Example:
-        >>> x, y = torch.tensor([[0.0, 1.0], [1.0, 0.0]]), torch.tensor([7, 9])
-        >>> knn_accuracy(x, y, torch.tensor([[0.1, 2.0], [0.2, 3.0]]), torch.tensor([7, 9]))
-        0.5
-    """
-    _check_labels(train_x, train_y)
-    _check_labels(test_x, test_y)
-    neighbours = nearest_neighbours(train_x, test_x, k=k, metric=metric, chunk=chunk)
-    classes, labels = torch.unique(train_y.to(train_x.device), return_inverse=True)
-    voters = labels[neighbours]  # [Q,k]
-    votes = torch.zeros(len(voters), len(classes), dtype=torch.long, device=voters.device)
-    votes.scatter_add_(1, voters, torch.ones_like(voters))
-    # k votes - rank: fewer votes never win, and among equal votes the nearest voter does
-    score = votes.gather(1, voters) * k - torch.arange(k, device=voters.device)
-    winner = voters.gather(1, score.argmax(1, keepdim=True)).squeeze(1)
-    return _accuracy(classes[winner], test_y)
-
-
 def linear_probe_paper(
     train_x: Tensor,
     train_y: Tensor,
@@ -180,9 +124,9 @@ def linear_probe_paper(
     no schedule, the last epoch's weights. `seed` sets the initial weights. Under-trained by
     design: it depends on the scale of the features, so compare it only with itself.
     """
-    _check_labels(train_x, train_y)
-    _check_labels(test_x, test_y)
-    _check_features(train_x, test_x)
+    check_labels(train_x, train_y)
+    check_labels(test_x, test_y)
+    check_features(train_x, test_x)
     device = train_x.device
     classes, labels = torch.unique(train_y.to(device), return_inverse=True)
     with torch.random.fork_rng(devices=[]):
@@ -198,7 +142,7 @@ def linear_probe_paper(
                 torch.autograd.backward(F.cross_entropy(probe(features), targets))
                 optimizer.step()
     with torch.no_grad():
-        return _accuracy(classes[probe(test_x.float()).argmax(1)], test_y)
+        return accuracy(classes[probe(test_x.float()).argmax(1)], test_y)
 
 
 def linear_probe(
@@ -221,9 +165,9 @@ def linear_probe(
         >>> linear_probe(x, (x[:, 0] > 9).long(), torch.tensor([[2.0]]), torch.tensor([0])).accuracy
         1.0
     """
-    _check_labels(train_x, train_y)
-    _check_labels(test_x, test_y)
-    _check_features(train_x, test_x)
+    check_labels(train_x, train_y)
+    check_labels(test_x, test_y)
+    check_features(train_x, test_x)
     x, y, x_test, y_test = (t.cpu().numpy() for t in (train_x, train_y, test_x, test_y))
     held = _held_out(y, seed)
     model = LogisticRegression(max_iter=500, tol=1e-4, warm_start=True)
@@ -237,12 +181,65 @@ def linear_probe(
         best = int(np.argmax(scores))
         all_x, x_test = _standardised(x, x_test)
         model.set_params(C=1 / (grid[best] * len(x)), warm_start=False).fit(all_x, y)
+    predicted = torch.from_numpy(model.predict(x_test))
+    likely = torch.from_numpy(model.predict_proba(x_test))
+    top5 = in_top(likely, torch.from_numpy(model.classes_), torch.from_numpy(y_test), 5)
     return ProbeResult(
-        accuracy=float(model.score(x_test, y_test)),
+        accuracy=float((predicted.numpy() == y_test).mean()),
         l2=grid[best],
         held_out_accuracy=scores[best],
         converged=int(model.n_iter_[0]) < 500,
+        predicted=predicted,
+        top5=top5.double().mean().item(),
     )
+
+
+def few_label_probe(
+    train_x: Tensor,
+    train_y: Tensor,
+    test_x: Tensor,
+    test_y: Tensor,
+    *,
+    share: float,
+    seed: int = 0,
+) -> float:
+    """Test accuracy of logistic regression on a stratified share of the labels, mean of 3 draws.
+
+    Each class keeps `share` of its training rows, at least one. Features are standardised by all
+    training rows (that takes no label); the strength is fixed.
+
+    Example:
+        >>> x = torch.arange(20.0)[:, None]
+        >>> few_label_probe(x, (x[:, 0] > 9).long(), torch.tensor([[2.0]]), torch.tensor([0]),
+        ...                 share=0.1)
+        1.0
+    """
+    check_labels(train_x, train_y)
+    check_labels(test_x, test_y)
+    check_features(train_x, test_x)
+    x, y, x_test, y_test = (t.cpu().numpy() for t in (train_x, train_y, test_x, test_y))
+    if len(np.unique(y)) < 2:
+        raise ValueError(f"a probe needs two classes, got {len(np.unique(y))}; label more images")
+    x, x_test = _standardised(x, x_test)
+    generator, found = np.random.default_rng(seed), []
+    with threadpool_limits(1), warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        for _ in range(FEW_LABELS_DRAWS):
+            rows = _stratified(y, share, generator)
+            model = LogisticRegression(C=1 / (FEW_LABELS_L2 * len(rows)), max_iter=200, tol=1e-3)
+            found.append(float(model.fit(x[rows], y[rows]).score(x_test, y_test)))
+    return float(np.mean(found))
+
+
+def _stratified(
+    labels: NDArray[Any], share: float, generator: np.random.Generator
+) -> NDArray[np.int64]:
+    """Rows of a random share of each class, at least one of each."""
+    drawn = []
+    for label in np.unique(labels):
+        rows = generator.permutation(np.flatnonzero(labels == label))
+        drawn.append(rows[: max(1, round(share * len(rows)))])
+    return np.concatenate(drawn)
 
 
 def _held_out(labels: NDArray[Any], seed: int) -> NDArray[np.bool_]:
@@ -268,30 +265,3 @@ def _standardised(
     spread = fit.std(0, dtype=np.float64)
     spread[spread == 0] = 1
     return ((fit - mean) / spread).astype(np.float32), ((other - mean) / spread).astype(np.float32)
-
-
-def _accuracy(predicted: Tensor, truth: Tensor) -> float:
-    return (predicted.cpu() == truth.cpu()).double().mean().item()
-
-
-def _check_labels(x: Tensor, y: Tensor) -> None:
-    if y.shape != x.shape[:1]:
-        raise ValueError(
-            f"there must be one label per row of features, got labels of shape {list(y.shape)} "
-            f"and features of shape {list(x.shape)}"
-        )
-
-
-def _check_features(train_x: Tensor, query_x: Tensor) -> None:
-    for x in (train_x, query_x):
-        if x.ndim != 2 or x.shape[1] != train_x.shape[1] or len(x) == 0:
-            raise ValueError(
-                "features must be two non-empty matrices of equal width, got shapes "
-                f"{list(train_x.shape)} and {list(query_x.shape)}"
-            )
-        if not x.isfinite().all():
-            bad = int((~x.isfinite()).sum())
-            raise ValueError(
-                f"features must be finite, got {bad} values that are not; the encoder has "
-                "diverged: lower the learning rate"
-            )

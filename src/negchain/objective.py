@@ -25,7 +25,7 @@ class Estimate(NamedTuple):
     """What a method says about the negatives of N rows."""
 
     weights: Tensor  # [N,K], never differentiated
-    log_partition: Tensor  # [N] log of the sum over the negatives, for the value
+    log_partition: Tensor  # [N] log of the sum over the negatives, for the value; -inf: none
     log_saturation: Tensor | None = None  # [N] the same for 1 - p+; None: as log_partition
     carried_weight: Tensor | None = None  # [N] weight of the row's own carried negative
 

@@ -2,12 +2,15 @@
 
 A *side* is one direction of comparison: anchors (rows) against a pool of keys (columns).
 `views="shared"` has one side whose rows are both views of the batch and whose columns are both
-views of the batch; `views="paired"` has one side per direction. Columns drawn by the caller
-from beyond the batch are appended. Every column carries its id, so that equal ids and known
-positives are never negatives, and the logarithm of the probability it was drawn with.
+views of the batch; `views="paired"` has one side per direction. Columns drawn from beyond the batch
+are appended. Every column carries its id, so that equal ids and known positives are never
+negatives, and belongs to a *kind*: how it was drawn, and with what probability q.
 
-    corrected logit   l_ij = beta * s_ij - log( q(z_j) * m_neg )        (0 for in-batch columns)
-    log partition     log( m_neg / K sum_j exp(l_ij) )  estimates  log sum_{D_neg} exp(beta s)
+    corrected logit   l_ij = beta * s_ij - log( q(z_j) * m_neg )    (0: uniform over the negatives)
+    log partition     log( m_neg / n sum_j exp(l_ij) )  estimates  log sum_{D_neg} exp(beta s)
+
+With several kinds, of n_k draws each, q is their mixture sum_k n_k q_k / n (the balance heuristic):
+the partition is then unbiased whatever the kinds are.
 
 Rows may come in groups that are offered different columns (the two views of a batch, each offered
 one copy of every item); all other sides have one group.
@@ -19,7 +22,8 @@ per row, `D` embedding, `M` data set.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -27,29 +31,40 @@ from torch import Tensor
 
 
 class Draw(NamedTuple):
-    """Negatives from beyond the batch: which, and with what probability each was drawn.
+    """Negatives the caller drew from beyond the batch, and the distribution they came from.
 
     Attributes:
         ids: [R] data set positions offered to every row, or [N, C] private to each row.
-        log_q: log-probability of each draw over the whole data set, same shape as `ids`; None means
-            uniform.
-        log_q_all: [M] log-probability of *every* item. With it in-batch columns and carried states
-            are weighed by the same mixture as the draws (the balance heuristic); without it each
-            column keeps the probability it came with.
-        log_partition: [N] log partition of each row's negatives, where whoever drew knows it.
-        private: with ids [N]: the i-th draw belongs to row i alone.
+        log_q: [M] log-probability of *every* id under today's distribution, or a function from ids
+            to it; None means uniform. All of them, because a chain may hold any id, and its step is
+            only right if the state it holds is weighed by the same q as the proposals.
 
     Example:
-        >>> draw = Draw(torch.tensor([5, 9]), torch.tensor([0.01, 0.02]).log())
+        >>> draw = Draw(torch.tensor([5, 9]), torch.full((20,), 1 / 20).log())
         >>> draw.ids.shape
         torch.Size([2])
     """
 
     ids: Tensor
-    log_q: Tensor | None = None
-    log_q_all: Tensor | None = None
-    log_partition: Tensor | None = None
-    private: bool = False
+    log_q: Tensor | Callable[[Tensor], Tensor] | None = None
+
+    def log_q_of(self, ids: Tensor) -> Tensor | None:
+        """Log-probability of ids, of their shape."""
+        return (
+            self.log_q
+            if self.log_q is None
+            else (self.log_q(ids) if callable(self.log_q) else self.log_q.to(ids.device)[ids])
+        )
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Columns first .. last - 1 of every row, all drawn in one way."""
+
+    first: int
+    last: int
+    count: Tensor  # [N] draws they stand for, excluded ones included where q counts them
+    log_q: Callable[[Tensor], Tensor] | None  # ids [N, ...] -> log(q * m_neg); None: 0
 
 
 @dataclass(frozen=True)
@@ -64,14 +79,14 @@ class Side:
     keys: Tensor  # [G,K,D]
     key_ids: Tensor  # [G,K]
     excluded: Tensor  # [N,K] bool
-    num_batch_columns: int  # the first columns come from the batch, the rest from a draw
     multiplicity: int  # negatives of the target per item (two views, or k augmentations)
     ids_per_item: int  # ids an item goes by: k with k stored augmentations, else 1
     num_keys: int | None  # M, positions the key ids range over; None: unknown
     hidden_keys: Tensor | None = None  # [G,K',D] the other copies of the batch's items
     private_keys: Tensor | None = None  # [N,C,D]
     private_ids: Tensor | None = None  # [N,C]
-    draw: Draw | None = None
+    kinds: tuple[Kind, ...] = field(default=())
+    copies: int = 1  # how often every item of the batch is among the columns of a row
 
     @property
     def num_rows(self) -> int:
@@ -82,14 +97,16 @@ class Side:
         """log m_neg of each row, [N]; None when the size of the data set is unknown."""
         if self.num_keys is None:
             return None
-        count = torch.full_like(self.positive_ids, self.num_keys - 1)
-        if self.known is not None:
-            count = count - num_distinct(self.known, self.positive_ids)
-        return (count.clamp(min=1) * self.multiplicity).to(self.queries.dtype).log()
+        if self.known is None:
+            count = max(self.num_keys - 1, 1) * self.multiplicity
+            return self.queries.new_full((self.num_rows,), math.log(count))
+        numbers = self.num_keys - 1 - num_distinct(self.known, self.positive_ids)
+        return (numbers.clamp(min=1) * self.multiplicity).to(self.queries.dtype).log()
 
     def excludes(self, ids: Tensor) -> Tensor:  # [N] or [N,C] -> bool of the same shape
         """Whether an id given per row is the row's own positive or a known one."""
-        own, known, ids = self.positive_ids, self.known, ids // self.ids_per_item
+        own, known = self.positive_ids, self.known
+        ids = ids // self.ids_per_item if self.ids_per_item > 1 else ids
         if ids.dim() == 2:
             own, known = own[:, None], None if known is None else known[:, None, :]
         mask = ids == own
@@ -115,6 +132,12 @@ class Side:
         ids = self.key_ids.repeat_interleave(self.num_rows // len(self.key_ids), 0)
         return ids if self.private_ids is None else torch.cat([ids, self.private_ids], 1)
 
+    def ids_at(self, row: Tensor, column: Tensor) -> Tensor:  # [B] [B] -> [B]
+        """Ids of given columns of given rows."""
+        if self.private_ids is not None:
+            return self.column_ids()[row, column]
+        return self.key_ids[row // (self.num_rows // len(self.key_ids)), column]
+
     def keys_at(self, row: Tensor, column: Tensor) -> Tensor:  # [B] [B] -> [B,D]
         """Embeddings of given columns of given rows."""
         group, num_shared = row // (self.num_rows // len(self.keys)), self.keys.shape[1]
@@ -126,50 +149,26 @@ class Side:
         shared = self.keys[group, column.clamp(max=num_shared - 1)]
         return torch.where((column < num_shared)[:, None], shared, own)
 
-    def num_draws(self) -> int:
-        """Draws each row was offered, excluded ones included."""
-        shared = self.keys.shape[1] - self.num_batch_columns
-        return shared + (0 if self.private_ids is None else self.private_ids.shape[1])
-
     def counts(self) -> Tensor:
-        """Columns the partition estimate divides by, [N]: usable batch columns plus all draws."""
-        usable = (~self.excluded[:, : self.num_batch_columns]).sum(1)
-        return usable + self.num_draws()
+        """n, draws the partition estimate divides by, [N]."""
+        counts = self.kinds[0].count
+        for kind in self.kinds[1:]:
+            counts = counts + kind.count
+        return counts
 
-    def log_correction(self) -> Tensor | None:
-        """log(q * m_neg) of every column, [N, K+C]; None when all columns are uniform."""
-        draw = self.draw
-        if draw is None or (draw.log_q is None and draw.log_q_all is None):
+    def correction(self, ids: Tensor) -> Tensor | None:  # [N, ...] -> [N, ...]
+        """log(q m_neg) of ids under the mixture of all kinds; None where all are uniform."""
+        if all(kind.log_q is None for kind in self.kinds):
             return None
-        log_m = self.log_num_negatives()
-        if log_m is None:
-            raise ValueError(
-                "a draw with probabilities needs the size of the data set to compare them with the "
-                "batch's; give num_samples= (or num_keys=) when the loss is constructed"
-            )
-        scale = log_m - self._log_negatives_per_id()
-        if draw.log_q_all is not None:
-            return self.mixture_correction(self.column_ids())
-        assert draw.log_q is not None
-        log_q = draw.log_q.to(scale.dtype)
-        if log_q.dim() == 1:
-            log_q = log_q.expand(self.num_rows, -1)
-        batch = log_q.new_zeros(self.num_rows, self.num_batch_columns)
-        return torch.cat([batch, log_q + scale[:, None]], 1)
-
-    def _log_negatives_per_id(self) -> float:
-        return math.log(self.multiplicity / self.ids_per_item)
-
-    def mixture_correction(self, ids: Tensor) -> Tensor:  # [N, ...] -> [N, ...]
-        """log(q_mix(z) * m_neg) at `ids`, q_mix the mixture of uniform batch columns and draws."""
-        assert self.draw is not None and self.draw.log_q_all is not None
-        log_m = self.log_num_negatives()
-        assert log_m is not None
-        num_draws = self.num_draws()
-        total = self.counts().to(log_m.dtype)[:, None]
-        log_q = self.draw.log_q_all.to(log_m.dtype)[ids] - self._log_negatives_per_id()
-        informed = (log_q + log_m[:, None]).exp() * num_draws
-        return ((total - num_draws + informed) / total).log()
+        if len(self.kinds) == 1:
+            return self.kinds[0].log_q(ids)  # type: ignore[misc]
+        shape = (-1, *[1] * (ids.dim() - 1))
+        terms = []
+        for kind in self.kinds:
+            weight = kind.count.to(self.queries.dtype).log().view(shape).expand(ids.shape)
+            terms.append(weight if kind.log_q is None else weight + kind.log_q(ids))
+        total = self.counts().to(self.queries.dtype).log().view(shape)
+        return torch.logsumexp(torch.stack(terms), 0) - total
 
 
 def num_distinct(known: Tensor, own: Tensor) -> Tensor:  # [N,L] [N] -> [N] int64

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from interpreter import run_under_interpreter
-from negchain.augment import RECIPES, Augmentation, Draws, Params, augmentation
+from negchain.augment import RECIPES, Augmentation, Draws, Params, Pictures, augmentation
 
 STRONG = (0.8, 0.8, 0.8, 0.2)
 NORMALIZE = ((0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
@@ -64,9 +64,9 @@ def for_channels(augment: Augmentation, channels: int) -> Augmentation:
 
 def fused_sample(augment: Augmentation, uniforms: Tensor, height: int, width: int) -> Params:
     """The kernel's rows of numbers as `Augmentation.sample` returns them."""
-    from negchain.augment import fused_params_triton as fields
+    from negchain.fast.augment import fused_params_triton as fields
 
-    rows = fields.fused_params(augment, uniforms, len(uniforms), height, width)
+    rows = fields.fused_params(augment, uniforms, len(uniforms), (height, width))
     neutral = augment.sample(uniforms, height, width)
     order, gains = neutral.order, neutral.factors  # without jitter the kernel writes neither
     if augment.jitter is not None:
@@ -156,10 +156,10 @@ def interpreted_params(height: int, width: int) -> None:
 
 def hashed_equals_read(augment: Augmentation, hashed: Draws, read: Draws, count: int) -> bool:
     """Whether the kernel's rows are the same bits: draws hashed in it, or read from a tensor."""
-    from negchain.augment import fused_params_triton as fields
+    from negchain.fast.augment import fused_params_triton as fields
 
     uniforms = read.uniforms(count, augment.num_uniforms)
-    rows = [fields.fused_params(augment, drawn, count, 40, 60) for drawn in (hashed, uniforms)]
+    rows = [fields.fused_params(augment, drawn, count, (40, 60)) for drawn in (hashed, uniforms)]
     if augment.jitter is None:  # then these are not written
         for some in rows:
             some[:, fields.PLACES.value : fields.POSITION.value] = 0
@@ -241,6 +241,42 @@ def interpreted_index_in_parts(num_parts: int) -> None:
     assert same == (num_parts == 1)
 
 
+def ragged(channels: int = 3, seed: int = 0) -> Pictures:
+    """Noise of many shapes: one pixel, rows, columns, narrow, larger and smaller than a view."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(1, 1), (1, 9), (40, 3), (17, 23), (70, 45), (12, 12), (33, 90)]
+    noise = [torch.randint(256, (channels, *shape), generator=generator) for shape in shapes]
+    return Pictures.pack([pixels.to(torch.uint8) for pixels in noise])
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("name", [*ALONE, "all"])
+def interpreted_pictures_of_their_own_sizes(name: str, channels: int) -> None:
+    augment = for_channels(ALONE.get(name, ALL), channels)
+    pictures = ragged(channels)
+    uniforms = draws(augment, len(pictures))
+    actual = augment(pictures, uniforms, backend="triton")
+    expected = augment(pictures, uniforms, backend="torch")
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
+
+
+def interpreted_pictures_by_index() -> None:
+    from negchain.fast.augment.fused_triton import augment_fused
+
+    pictures, drawn = ragged(), Draws(0, torch.tensor(1), 32)
+    views, carried = torch.tensor([6, 0, 3]), torch.tensor([3, 5, 2])
+    actual = augment_fused(ALL, pictures, drawn, index=(views, views, carried))
+    chosen = pictures[torch.cat([views, views, carried])]
+    assert actual.equal(augment_fused(ALL, chosen, drawn))
+    torch.testing.assert_close(actual, ALL(chosen, drawn, backend="torch"), rtol=0, atol=1e-5)
+
+
+def interpreted_pictures_of_one_size_are_images() -> None:
+    images, uniforms = batch(5, 3, 70, 45), draws(ALL, 5)
+    pictures = Pictures.of(images)
+    assert ALL(pictures, uniforms, backend="triton").equal(ALL(images, uniforms, backend="triton"))
+
+
 def interpreted_inputs_are_kept_and_results_repeat() -> None:
     images, uniforms = batch(3, 3, 17, 23), draws(ALL, 3)
     kept = images.clone(), uniforms.clone()
@@ -307,6 +343,31 @@ def test_gpu_equals_torch(name: str, height: int, width: int) -> None:
     actual = augment(images, uniforms)[alike]
     expected = augment(images, uniforms, backend="torch")[alike]
     torch.testing.assert_close(actual, expected, rtol=0, atol=2e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", RECIPES)
+def test_gpu_pictures_equal_torch(name: str) -> None:
+    """Pictures of their own sizes, by index, and their evaluation view; captured in a graph."""
+    augment = augmentation(name, size=96)
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(40, 300), (96, 96), (288, 432), (500, 288), (300, 301), (20, 20), (97, 511)]
+    noise = [torch.randint(256, (3, *shape), generator=generator).byte() for shape in shapes]
+    pictures = Pictures.pack(noise).to("cuda")
+    index = torch.arange(56, device="cuda") % len(shapes)
+    uniforms = draws(augment, len(index)).cuda()
+    expected = augment(pictures[index], uniforms, backend="torch")
+    apart = (augment(pictures[index], uniforms) - expected).abs().amax((1, 2, 3))
+    assert (apart > 1e-3).sum() <= 1  # a crop whose side is rounded may fall the other way
+    torch.testing.assert_close(
+        augment.plain(pictures).cpu(), augment.plain(pictures.to("cpu")), rtol=0, atol=2e-4
+    )
+    call = augment.from_table(pictures, index, uniforms, torch.float32)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = augment.from_table(pictures, index, uniforms, torch.float32)
+    graph.replay()
+    assert replayed.equal(call)
 
 
 @pytest.mark.gpu

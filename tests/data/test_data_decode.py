@@ -1,6 +1,9 @@
 """What comes out of one file: every mode, orientation and kind of damage, against PIL and NumPy."""
 
 import io
+import os
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -10,8 +13,9 @@ import torch
 from PIL import Image
 from torchvision.transforms import functional as tvf
 
-from negchain.data import decode
-from negchain.data.decode import check_files, common_short_side, decode_files, read_image, try_read
+from negchain.data import decode, files
+from negchain.data.decode import read_both, read_image, read_picture
+from negchain.data.files import check_files, decode_files, read_sizes
 
 RNG = np.random.default_rng(0)
 
@@ -175,10 +179,12 @@ def test_reasons(tmp_path: Path) -> None:
     whole = io.BytesIO()
     smooth(64, 64).save(whole, "JPEG")
     (tmp_path / "half.jpg").write_bytes(whole.getvalue()[:-200])
-    assert try_read(str(tmp_path / "empty.jpg"), 8) == "empty file"
-    assert try_read(str(tmp_path / "text.jpg"), 8) == "not an image of a known format"
-    assert try_read(str(tmp_path / "script.jpg"), 8) == "not an image of a known format"
-    assert "truncated" in str(try_read(str(tmp_path / "half.jpg"), 8))
+    os.mkfifo(tmp_path / "pipe.jpg")
+    names = ("empty", "text", "script", "pipe", "half")
+    _, failed = decode_files([str(tmp_path / f"{name}.jpg") for name in names], 8, workers=1)
+    assert failed[0] == "empty file" and failed[3] == "not a regular file"
+    assert failed[1] == failed[2] == "not an image of a known format"
+    assert "truncated" in failed[4]
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "GIF", "WEBP", "TIFF", "BMP", "PPM"])
@@ -219,7 +225,8 @@ def test_gaps_are_closed_in_order(tmp_path: Path) -> None:
     assert sorted(failed) == [n for n in range(50) if n % 3 == 0]
     rows = torch.arange(40, dtype=torch.uint8).view(40, 1, 1, 1)
     keep = [n for n in range(40) if n not in (0, 7, 8, 39)]
-    assert decode._close_gaps(rows.clone(), keep, chunk=3).flatten().tolist() == keep
+    lost = dict.fromkeys((0, 7, 8, 39), "")
+    assert files._close_gaps(rows.clone(), lost, chunk=3).flatten().tolist() == keep
 
 
 def test_progress_goes_to_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -230,10 +237,94 @@ def test_progress_goes_to_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert captured.out == "" and captured.err.count("decoding pets") == 1
 
 
-def test_common_short_side(tmp_path: Path) -> None:
-    for number, size in enumerate([(20, 30), (20, 20), (45, 20), (21, 30)]):
-        Image.new("L", size).save(tmp_path / f"{number}.png")
+def test_sizes_come_from_headers(tmp_path: Path) -> None:
+    Image.new("L", (20, 30)).save(tmp_path / "a.png")
     (tmp_path / "broken.png").write_text("no")
-    paths = [str(tmp_path / f"{n}.png") for n in ("broken", 0, 1, 2, 3)]
-    assert common_short_side(paths[:4]) == 20
-    assert common_short_side(paths) is None
+    os.mkfifo(tmp_path / "pipe.png")
+    paths = [str(tmp_path / f"{n}.png") for n in ("a", "broken", "pipe")]
+    assert read_sizes(paths, workers=2) == [(20, 30), (0, 0), (0, 0)]
+
+
+def test_a_title_is_text_and_not_markup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Image.new("L", (4, 4)).save(tmp_path / "a.png")
+    decode_files([str(tmp_path / "a.png")], 4, workers=1, title="decoding [/] pets[red]")
+    assert "decoding [/] pets[red]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("bits", [8, 12, 16])
+@pytest.mark.parametrize("name", ["a.png", "a.tif"])
+def test_sixteen_bit_files_are_scaled_by_the_bits_they_use(
+    tmp_path: Path, bits: int, name: str
+) -> None:
+    white = 2**bits - 1
+    levels = np.linspace(0, white, 400).round().astype(np.uint16).reshape(20, 20)
+    Image.fromarray(levels).save(tmp_path / name)
+    expected = np.rint(levels * (255 / white)).astype(np.uint8)
+    assert np.array_equal(read_image(str(tmp_path / name), 20)[0], expected)
+    assert expected.max() == 255
+
+
+def test_float_tiff_with_values_that_are_no_numbers(tmp_path: Path) -> None:
+    ramp = np.linspace(0, 255, 64, dtype=np.float32).reshape(8, 8)
+    ramp[0, 0], ramp[7, 6] = np.nan, -np.inf
+    Image.fromarray(ramp).save(tmp_path / "a.tif")
+    pixels = read_image(str(tmp_path / "a.tif"), 8)[0]
+    assert pixels[7, 7] == 255 and pixels[0, 0] == pixels[7, 6] == 0 and pixels[0, 1] <= 4
+
+
+@pytest.mark.parametrize("mode", ["P", "RGBA", "L", "CMYK", "F", "I;16"])
+def test_large_pictures_are_converted_in_strips(
+    tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(tmp_path / "a.tif")
+    if mode in ("F", "I;16"):
+        values = RNG.uniform(0, 60_000, (31, 20))
+        Image.fromarray(values.astype(np.float32 if mode == "F" else np.uint16)).save(path)
+    else:
+        Image.fromarray(noise(20, 31)).convert(mode).save(path)
+    expected = read_image(path, 20)
+    monkeypatch.setattr(decode, "_STRIP_PIXELS", 100)
+    assert np.array_equal(read_image(path, 20), expected)
+
+
+MEASURE = """
+import resource, sys
+from negchain.data.files import decode_files
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+images, failed = decode_files(sys.argv[1:], 16, workers=6)
+assert not failed, failed
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+"""
+
+
+def test_huge_pictures_are_decoded_within_a_bound(tmp_path: Path) -> None:
+    """Six float TIFFs of 60 megapixels in six threads: took 6 x 1.8 GB, may take 1.2 in all."""
+    image = Image.new("F", (10_000, 6_000), 0.5)
+    image.putpixel((0, 0), 1.0)
+    image.save(tmp_path / "0.tif", compression="tiff_adobe_deflate")
+    paths = [str(tmp_path / f"{n}.tif") for n in range(6)]
+    for path in paths[1:]:
+        os.link(paths[0], path)
+    assert os.path.getsize(paths[0]) < 2**20
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, *paths], capture_output=True, text=True, check=True
+    )
+    assert int(done.stdout) < 1200
+
+
+@pytest.mark.parametrize("orientation", [1, 6])
+def test_whole_pictures_keep_their_proportions(tmp_path: Path, orientation: int) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    smooth(300, 200).save(tmp_path / "a.jpg", exif=exif, quality=95)
+    smooth(3000, 2000).save(tmp_path / "large.jpg", exif=exif, quality=95)
+    noisy = noise(40, 30)
+    Image.fromarray(noisy).save(tmp_path / "small.png", exif=exif)
+    for name in ("a.jpg", "large.jpg"):
+        square, picture = read_both(str(tmp_path / name), 16, 64)
+        assert picture.shape == ((3, 64, 96) if orientation == 1 else (3, 96, 64))
+        assert np.array_equal(square, read_image(str(tmp_path / name), 16, 64))
+        assert np.array_equal(picture, read_picture(str(tmp_path / name), 16, 64))
+    picture = read_picture(str(tmp_path / "small.png"), 16, 64)  # small ones are not enlarged
+    upright = noisy if orientation == 1 else np.rot90(noisy, -1)
+    assert np.array_equal(picture, upright.transpose(2, 0, 1))

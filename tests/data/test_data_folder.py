@@ -216,7 +216,8 @@ def test_train_without_classes_is_unlabelled(tmp_path: Path) -> None:
     bundle = load(tmp_path)
     assert len(bundle.pretrain) == 3 and bundle.pretrain.labels is None
     assert bundle.train is None and bundle.test is None and bundle.classes == ()
-    assert "nothing is probed" in bundle.notes[0]
+    assert "nothing is probed" in " ".join(bundle.notes)
+    assert bundle.unprobed == "train/ has 0 class folders with images, and probes need 2"
     picture(tmp_path / "train/cat/0.png")  # one class: still nothing to tell apart
     bundle = load(tmp_path)
     assert len(bundle.pretrain) == 4 and bundle.train is None and bundle.test is None
@@ -281,3 +282,176 @@ def test_default_size(tmp_path: Path, sizes: list, side: int, noted: bool) -> No
     bundle = load(tmp_path)
     assert bundle.pretrain.size == (side, side)
     assert any("--image-size" in note for note in bundle.notes) == noted
+
+
+# ------------------------------------------------------------------------------------- labels
+
+
+def classes(root: Path, counts: dict[str, int]) -> Path:
+    for name, count in counts.items():
+        for number in range(count):
+            picture(root / name / f"{number}.png")
+    return root
+
+
+def table(root: Path, counts: dict[str, int]) -> Path:
+    """The same pictures in a CSV file, in reverse."""
+    names = [f"{name}/{n}.png" for name, count in counts.items() for n in range(count)]
+    classes(root, counts)
+    rows = [f"{name},{name.split('/')[0]}" for name in reversed(names)]
+    (root / "labels.csv").write_text("path,label\n" + "\n".join(rows) + "\n")
+    return root / "labels.csv"
+
+
+PETS = {"cat": 10, "dog": 20}
+LAYOUTS = {
+    "folders": lambda root: classes(root, PETS),
+    "train alone": lambda root: classes(root / "train", PETS).parent,
+    "table": lambda root: table(root, PETS),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("budget", [8 << 30, 0], ids=["resident", "streamed"])
+def test_classes_without_a_test_split_have_one_held_out(
+    tmp_path: Path, layout: str, budget: int
+) -> None:
+    root = LAYOUTS[layout](tmp_path)
+    bundle = load(root, budget=budget)
+    assert bundle.labelled and bundle.classes == ("cat", "dog") and bundle.held_out == 6
+    assert bundle.train is not None and bundle.test is not None
+    assert bundle.train.labels is not None and bundle.test.labels is not None
+    assert bundle.train.labels.bincount().tolist() == [8, 16]
+    assert bundle.test.labels.bincount().tolist() == [2, 4]
+    assert not set(bundle.pretrain.names) & set(bundle.test.names)  # never seen by the encoder
+    assert len(bundle.pretrain) == 24
+    for part in (bundle.train, bundle.test):
+        named = ["cat" in name for name in part.names]
+        assert [label == 0 for label in part.labels.tolist()] == named
+    (note,) = [note for note in bundle.notes if "held out" in note]
+    assert "6 images, 20% of each of 2 classes" in note and "not pretrained on" in note
+    assert load(root, budget=budget).test.names == bundle.test.names
+    half = load_data(str(root), holdout=0.5, progress=False)
+    assert half.held_out == 15 and half.fingerprint != bundle.fingerprint
+    none = load_data(str(root), holdout=0.0, progress=False)
+    assert not none.labelled and len(none.pretrain) == 30 and "--holdout 0" in none.unprobed
+
+
+def test_an_added_picture_moves_few_others(tmp_path: Path) -> None:
+    before = load(classes(tmp_path, {"cat": 50, "dog": 50}))
+    picture(tmp_path / "cat/new.png")
+    after = load(tmp_path)
+    assert before.test is not None and after.test is not None
+    assert len(set(before.test.names) ^ set(after.test.names)) <= 2
+
+
+@pytest.mark.parametrize("split", ["val", "valid", "validation"])
+def test_train_and_val(tmp_path: Path, split: str) -> None:
+    classes(tmp_path / "train", {"cat": 3, "dog": 3})
+    classes(tmp_path / split, {"cat": 1, "dog": 2})
+    bundle = load(tmp_path)
+    assert bundle.labelled and bundle.held_out == 0 and len(bundle.pretrain) == 6
+    assert bundle.test is not None and bundle.test.names[0] == f"{split}/cat/0.png"
+    picture(tmp_path / "test/1.png")  # a test split without classes, as in competitions
+    bundle = load(tmp_path)
+    assert bundle.test is not None and bundle.test.names[0] == f"{split}/cat/0.png"
+    assert any("test (no class folders): not read" in note for note in bundle.notes)
+    classes(tmp_path / "test", {"cat": 1})
+    bundle = load(tmp_path)
+    assert bundle.test is not None and bundle.test.names == ("test/cat/0.png",)
+
+
+def test_loose_pictures_beside_folders_are_a_heap(tmp_path: Path) -> None:
+    classes(tmp_path, PETS)
+    picture(tmp_path / "loose.png")
+    bundle = load(tmp_path)
+    assert bundle.pretrain.labels is None and bundle.unprobed == "the data has no labels"
+
+
+@pytest.mark.parametrize("layout", ["folders", "split", "table"])
+def test_too_few_pictures_to_probe_are_noticed_at_once(tmp_path: Path, layout: str) -> None:
+    one = {"cat": 1, "dog": 1}
+    if layout == "split":
+        classes(tmp_path / "test", one)
+        root = classes(tmp_path / "train", one).parent
+    else:
+        root = (classes if layout == "folders" else table)(tmp_path, one)
+    bundle = load(root)
+    assert not bundle.labelled and len(bundle.pretrain) == 2
+    assert "a probe needs 2 classes and 3 training images" in bundle.unprobed
+    assert any(bundle.unprobed in note for note in bundle.notes)
+
+
+def test_damage_to_a_held_out_class_stops_nothing(tmp_path: Path) -> None:
+    classes(tmp_path, {"cat": 10, "dog": 10, "owl": 2})
+    bundle = load(tmp_path)
+    owl = next(n for n in bundle.pretrain.names if n.startswith("owl"))
+    (tmp_path / owl).write_text("no")
+    bundle = load(tmp_path)
+    assert bundle.labelled and bundle.classes == ("cat", "dog") and bundle.held_out == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "names the columns path and label, got nothing"),
+        ("file,class\na.png,cat\n", "got file, class; add `path,label` on top"),
+        ("path,label\na.png,cat\n./a.png,dog\n", "a.png is there twice"),
+        ("path,label\ngone.png,cat\n", "holds 0 and 1 unreadable .gone.png: no such file"),
+        ("path,label\n" + "x" * 200_000 + ",cat\n", "must be a CSV file in UTF-8, but"),
+    ],
+)
+def test_tables_that_are_none(tmp_path: Path, text: str, message: str) -> None:
+    picture(tmp_path / "a.png")
+    (tmp_path / "t.csv").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path / "t.csv")
+
+
+def test_tables_name_files_anywhere_and_need_no_label(tmp_path: Path) -> None:
+    paths = [picture(tmp_path / "else where" / f"{n}.png") for n in range(8)]
+    os.mkfifo(tmp_path / "pipe.png")
+    rows = [f'"{path}",{"ab"[n % 2]}' for n, path in enumerate(paths)]
+    extra = ["else where/../x.png,a", "pipe.png,a", "x2.png,"]
+    picture(tmp_path / "x.png")
+    picture(tmp_path / "x2.png")
+    text = "\ufeffpath,label\r\n" + "\r\n".join(rows + extra)
+    (tmp_path / "t, 1.csv").write_text(text, encoding="utf-8")
+    bundle = load(tmp_path / "t, 1.csv")
+    assert dict(bundle.skipped) == {"pipe.png": "not a regular file"}
+    assert bundle.labelled and bundle.classes == ("a", "b") and bundle.name == "t, 1.csv"
+    assert bundle.pretrain.labels is not None and bundle.pretrain.names[-1] == "x2.png"
+    assert bundle.pretrain.labels[-1] == -1
+
+
+# -------------------------------------------------------------------------- links and odd names
+
+
+def test_links_around_the_data_are_not_followed(tmp_path: Path) -> None:
+    data = classes(tmp_path / "data", {"a": 2})
+    picture(tmp_path / "secret.png")
+    elsewhere = classes(tmp_path / "else", {"b": 2}) / "b"
+    (data / "root").symlink_to("/", target_is_directory=True)
+    (data / "up").symlink_to(tmp_path, target_is_directory=True)
+    (data / "b").symlink_to(elsewhere, target_is_directory=True)
+    bundle = load(data)
+    assert bundle.pretrain.names == ("a/0.png", "a/1.png", "b/0.png", "b/1.png")
+    notes = " | ".join(bundle.notes)
+    assert "root leads to /, around the data: not followed" in notes and "up leads to" in notes
+    assert f"b leads out of the data, to {elsewhere}: read as well" in notes
+
+
+def test_escape_sequences_are_shown_and_not_obeyed(tmp_path: Path) -> None:
+    nasty = "a\x1b[2J\x9b31m\n\u202e.png"
+    picture(tmp_path / "fine.png")
+    picture(tmp_path / nasty)
+    (tmp_path / f"bad{nasty}").write_text("no")
+    for budget in (8 << 30, 0):
+        bundle = load(tmp_path, budget=budget)
+        said = [*bundle.pretrain.names, bundle.name, *(part for s in bundle.skipped for part in s)]
+        assert bundle.pretrain.names[0] == "a\\x1b[2J\\x9b31m\\n\\u202e.png"
+        assert not any(c in text for text in said for c in "\x1b\x9b\n\u202e")
+    (tmp_path / nasty).unlink()
+    with pytest.raises(ValueError) as caught:
+        bundle.pretrain.fetch(torch.tensor([0]))
+    assert "\x1b" not in str(caught.value) and "\\x1b[2J" in str(caught.value)

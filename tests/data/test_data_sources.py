@@ -122,23 +122,23 @@ def test_stl10(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_lists_run_source_after_source(tmp_path: Path) -> None:
     heap = pictures(tmp_path / "z heap", ["b.png", "a.png"])
-    split = ["train/x/1.png", "train/y/1.png", "train/y/2.png", "test/y/1.png", "unlabeled/1.png"]
+    names = [f"train/{n}.png" for n in ("x/1", "y/1", "y/2", "y/3")] + ["unlabeled/1.png"]
+    split = [*names, "test/y/1.png"]
     pets = pictures(tmp_path / "pets", split)
     for budget in (8 << 30, 0):
         bundle = load_data(f"{heap},{pets}", resident_bytes=budget, progress=False)
-        names = ["train/x/1.png", "train/y/1.png", "train/y/2.png", "unlabeled/1.png"]
         assert bundle.pretrain.names == (
             "z heap/a.png",
             "z heap/b.png",
             *(f"pets/{n}" for n in names),
         )
         assert bundle.pretrain.labels is not None
-        assert bundle.pretrain.labels.tolist() == [-1, -1, 0, 1, 1, -1]
-        assert bundle.train is not None and bundle.train.names == bundle.pretrain.names[2:5]
+        assert bundle.pretrain.labels.tolist() == [-1, -1, 0, 1, 1, 1, -1]
+        assert bundle.train is not None and bundle.train.names == bundle.pretrain.names[2:6]
         assert bundle.test is not None and bundle.test.names == ("pets/test/y/1.png",)
         assert bundle.classes == ("x", "y") and bundle.name == "z heap+pets"
-        alone = load_data(str(pets), progress=False).pretrain.fetch(torch.arange(4))
-        assert torch.equal(bundle.pretrain.fetch(torch.arange(2, 6)), alone)
+        alone = load_data(str(pets), progress=False).pretrain.fetch(torch.arange(5))
+        assert torch.equal(bundle.pretrain.fetch(torch.arange(2, 7)), alone)
     other = load_data(f"{pets},{heap}", progress=False)
     assert (
         other.fingerprint != bundle.fingerprint and other.pretrain.names[0] == "pets/train/x/1.png"
@@ -193,7 +193,7 @@ def test_near_folders_files_and_commas(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="did you mean .*photos, 2024?"):
         load_data(str(tmp_path / "fotos 2024"))
     (tmp_path / "photos.zip").touch()
-    with pytest.raises(ValueError, match="is a file; unpack it first"):
+    with pytest.raises(ValueError, match="is another file; unpack it first"):
         load_data(str(tmp_path / "photos.zip"))
     with pytest.raises(ValueError, match="image_size must be at least 1 pixel, got 0"):
         load_data("digits", image_size=0)

@@ -6,8 +6,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch import Tensor
 
+from negchain.augment import Pictures
 from negchain.data import DataBundle, ImageSet, load_data, stream_batches
+from negchain.data.decode import stored_size
+from negchain.data.storage import Storage, choose
 
 POSITIONS = torch.tensor([[5, 0, 5], [1, 2, 3], [6, 6, 6], [4, 0, 1]])
 
@@ -33,19 +37,54 @@ def test_streamed_equals_resident(folder: Path, workers: int, start: int) -> Non
     batches = list(stream_batches(streamed, POSITIONS[start:], workers, pin=True))
     assert torch.equal(torch.get_rng_state(), state)
     assert len(batches) == len(POSITIONS) - start
-    for row, batch in zip(POSITIONS[start:], batches, strict=True):
-        assert torch.equal(batch, resident.fetch(row))
-        assert torch.equal(batch, streamed.fetch(row))
     again = list(stream_batches(resident, POSITIONS[start:], workers))
-    assert all(torch.equal(a, b) for a, b in zip(again, batches, strict=True))
+    for row, batch, kept in zip(POSITIONS[start:], batches, again, strict=True):
+        assert isinstance(batch, Pictures) and batch.sizes.equal(kept.sizes)
+        for other in (kept, streamed.pictures(row), resident.pictures(row)):
+            assert all(a.equal(b) for a, b in zip(batch, other, strict=True))
+        assert torch.equal(streamed.fetch(row), resident.fetch(row))
+
+
+def test_squares_of_the_size_asked_for_are_all_there_is(tmp_path: Path) -> None:
+    pixels = torch.randint(256, (3, 16, 16, 3), dtype=torch.uint8)
+    for number, image in enumerate(pixels):
+        Image.fromarray(image.numpy()).save(tmp_path / f"{number}.png")
+    for budget in (8 << 30, 0):
+        images = load(tmp_path, budget).pretrain
+        assert images.whole is None and not images.short
+        (batch,) = stream_batches(images, torch.tensor([[2, 0]]), 0)
+        assert isinstance(batch, Tensor) and batch.equal(pixels[[2, 0]].permute(0, 3, 1, 2))
 
 
 def test_budget_decides(folder: Path) -> None:
-    exact = 7 * 3 * 16 * 16
-    assert load(folder, exact).pretrain.resident
+    """The pictures are 30 wide and 20 to 50 high: three, two, and no more than no times 16 px."""
+    shapes = [(h, 30) for h in range(20, 51, 5)]
+    twice = [stored_size(shape, 32) for shape in shapes]
+    thrice = [stored_size(shape, 48) for shape in shapes]
+    assert twice == thrice == shapes  # none is larger
+    exact = sum(3 * h * w for h, w in shapes)
+    kept = load(folder, exact)
+    assert isinstance(kept.pretrain.whole, Pictures)
+    assert kept.pretrain.whole.sizes.tolist() == [list(shape) for shape in shapes]
+    assert "shorter sides up to 48 px" in kept.notes[0]
     streamed = load(folder, exact - 1).pretrain
-    assert not streamed.resident and streamed.images is None
+    assert not streamed.resident and streamed.images is None and streamed.short == 48
     assert (streamed.channels, streamed.size, len(streamed)) == (3, (16, 16), 7)
+
+
+def test_a_smaller_budget_keeps_smaller_pictures() -> None:
+    photos = [(3000, 2000), (2000, 3000), (100, 100)]
+    three, two = (3 * 2 * 432 * 288 + 30_000, 3 * 2 * 288 * 192 + 30_000)
+    chosen = [choose(photos, 96, budget) for budget in (three, three - 1, two, two - 1)]
+    assert [(s.short, s.resident) for s in chosen] == [
+        (288, True),
+        (192, True),
+        (192, True),
+        (288, False),
+    ]
+    assert "from 25 % of the area on none of the 2 that are large enough" in chosen[1].note
+    assert "decoded anew for every crop" in chosen[3].note
+    assert choose([(96, 96), (0, 0)], 96, 3 * 96 * 96) == Storage(96, 0, True)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -53,7 +92,7 @@ def test_file_that_vanishes_stops_the_run_with_its_name(folder: Path, workers: i
     streamed = load(folder, 0).pretrain
     (folder / "3.jpg").unlink()
     batches = stream_batches(streamed, POSITIONS, workers)
-    assert next(batches).shape == (3, 3, 16, 16)
+    assert len(next(batches)) == 3
     with pytest.raises(ValueError, match="3.jpg was readable when the run began and is not now"):
         next(batches)
     with pytest.raises(ValueError, match="3.jpg was readable"):
@@ -63,7 +102,7 @@ def test_file_that_vanishes_stops_the_run_with_its_name(folder: Path, workers: i
 def test_stopping_early_and_nothing_to_do(folder: Path) -> None:
     streamed = load(folder, 0).pretrain
     for batch in stream_batches(streamed, POSITIONS.repeat(50, 1), 2):
-        assert batch.dtype == torch.uint8
+        assert len(batch) == 3
         break
     assert list(stream_batches(streamed, POSITIONS[4:], 2)) == []
     assert streamed.fetch(torch.empty(0, dtype=torch.int64)).shape == (0, 3, 16, 16)

@@ -79,7 +79,7 @@ def test_run_page_holds_numbers_curves_pictures_and_settings(tmp_path: Path) -> 
     assert "EMC² on digits" in page.text
     knn = [line["knn1"] for line in lines if "knn1" in line]
     assert f"{100 * knn[-1]:.1f} %" in page.text
-    assert page.count("svg", "chart") == 2 * 8
+    assert page.count("svg", "chart") == 2 * 9
     assert page.count("figure", "same") + page.count("figure", "other") == 16 * 8
     assert page.count("path", "dots") == 10
     assert "3.12.3" in page.text and "unfinished" not in page.text
@@ -133,9 +133,10 @@ def test_a_run_without_labels_and_one_cut_short_say_so(tmp_path: Path) -> None:
     lines = [{"step": 3, "samples": 96, "seconds": 1.0, "loss": 2.0}]
     run = write_run(tmp_path / "run", make_config(data_info=info), lines, finished=False)
     page = page_of([run], tmp_path / "page.html")
-    assert "Nothing was probed, because this data has no labels." in page.text
+    assert "Nothing was probed, because this data has no labels" in page.text
     assert "This run is unfinished: the numbers are those after 96 samples." in page.text
-    assert "Not recorded in this run: accuracy on test images, global loss" in page.text
+    assert "Not recorded in this run: global loss." in page.text
+    assert "accuracy" not in page.text.lower()
     assert page.count("svg", "chart") == 2  # one point is a chart too
 
 
@@ -169,7 +170,7 @@ def test_odd_artifacts_still_make_a_page(tmp_path: Path) -> None:
     }
     page = page_of([write_run(tmp_path / "r", make_config(), [], artifacts=art)], tmp_path / "p")
     assert page.count("figure", "unknown") == 6 and "✓" not in page.text
-    assert page.count("path", "dots") == 1 and "unlabelled 2" in page.text
+    assert page.count("path", "dots") == 1 and "unlabelled" not in page.text
 
 
 def test_a_page_of_photographs_stays_under_3_mb(tmp_path: Path) -> None:
@@ -195,19 +196,20 @@ def test_comparison_table_shows_mean_and_spread_and_every_run(tmp_path: Path) ->
     paths = write_comparison(tmp_path / "runs")
     (paths[0] / "report.html").write_text("a page")
     page = page_of(paths, tmp_path / "page.html")
-    assert "6 methods on digits" in page.text and "EMC² · carried=cached" in page.text
+    assert "6 methods on digits" in page.text and "emc2-cached" in page.text
     knn = [json.loads((p / "summary.json").read_text())["knn1"] for p in paths
            if p.name.startswith("sogclr")]  # fmt: skip
-    assert f"{100 * np.mean(knn):.1f} % ± {100 * np.std(knn, ddof=1):.2f}" in page.text
+    shown = re.search(rf"{100 * np.mean(knn):.1f} % \[([\d.]+), ([\d.]+)\]", page.text)
+    assert shown is not None
+    assert float(shown[1]) < 100 * min(knn) and 100 * max(knn) < float(shown[2])
     assert page.count("details", "run") == len(paths) == 21
     assert page.count("path", "band") > 0
     links = [a["href"] for t, a in page.tags if t == "a"]
     assert links == [f"runs/{paths[0].name}/report.html"]
     chart = page.data["charts"]["all-knn1-samples"]
     assert len(chart["series"]) == 7
-    assert {s["colour"] for s in chart["series"] if s["label"].startswith("EMC² ·")} == {
-        "var(--emc2)"
-    }
+    colours = {s["colour"] for s in chart["series"] if s["label"] in ("EMC²", "emc2-cached")}
+    assert colours == {"var(--emc2)"}
 
 
 def test_fifty_runs_make_one_page_of_bounded_size(tmp_path: Path) -> None:

@@ -138,3 +138,41 @@ def test_a_data_set_of_two(tmp_path: Path) -> None:
     for method in ("emc2", "negcache", "infonce"):
         arguments = (settings, f"--method {method} --steps 2 --data")
         assert negchain("train", *arguments, data, "--out", tmp_path / method) == 0
+
+
+@pytest.mark.parametrize("layout", ["folders", "table"])
+def test_classes_without_a_test_split_are_probed_on_a_holdout(
+    layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rng = np.random.default_rng(0)
+    rows = ["path,label"]
+    for kind in ("cat", "dog"):
+        (tmp_path / "pets" / kind).mkdir(parents=True)
+        for number in range(10):
+            _pixels(rng, *rng.integers(20, 60, 2)).save(tmp_path / f"pets/{kind}/{number}.png")
+            rows.append(f"pets/{kind}/{number}.png,{kind}")
+    (tmp_path / "pets.csv").write_text("\n".join(rows))
+    data = tmp_path / ("pets" if layout == "folders" else "pets.csv")
+    out = tmp_path / "run"
+    assert negchain("train", TINY, "--steps 2 --data", data, "--out", out) == 0
+    said = capsys.readouterr()
+    assert "held out" in said.err and "nothing was probed" not in said.out
+    info = json.loads((out / "config.json").read_text())["data_info"]
+    assert (info["pretrain"], info["train"], info["test"], info["held_out"]) == (16, 16, 4, 4)
+    assert any("crops are cut from whole pictures" in note for note in info["notes"])
+    assert "probe" in json.loads((out / "summary.json").read_text())
+    assert negchain("train", TINY, "--steps 2 --out", out, "--resume") == 0
+    assert negchain("train", TINY, "--steps 2 --out", out, "--resume --holdout 0.5") == 2
+
+
+def test_two_classes_of_one_picture_train_and_say_why_nothing_is_probed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("train/cat", "train/dog", "test/cat", "test/dog"):
+        picture_folder(tmp_path / "pets" / name, count=1)
+    settings = TINY.replace("--batch-size 8", "--batch-size 2")
+    out = tmp_path / "run"
+    assert negchain("train", settings, "--steps 2 --data", tmp_path / "pets", "--out", out) == 0
+    said = capsys.readouterr()
+    assert "3 training images" in said.err.replace("\n", " ") and "nothing was probed" in said.out
+    assert "has no labels" not in said.out + (out / "report.html").read_text()

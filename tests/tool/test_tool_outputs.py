@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as parquet
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tool_runs import DIGITS, TINY, metrics_of, negchain, picture_folder
 
 from negchain.data import load_data
-from negchain.encoders import Encoder
+from negchain.encoders import Encoder, build_encoder
+from negchain.neighbours import knn_accuracy
 from negchain.train.export import load_trained
+from negchain.train.step import TrainStep
 
 Capture = pytest.CaptureFixture[str]
 
@@ -27,7 +28,8 @@ FIXED_KEYS = {
 }  # fmt: skip
 OUR_KEYS = {
     "lr", "dropped_mass", "effective_negatives", "chain_age", "estimated_global_loss",
-    "knn1_euclidean", "probe_l2", "probe_paper",
+    "knn1_euclidean", "probe_l2", "probe_paper", "knn20", "knn20_top5", "probe_top5", "knn200",
+    "knn200_top5", "probe_1pct", "probe_10pct", "embedding_variance", "chance", "pixels_knn1", "pixels_probe",
 }  # fmt: skip
 
 
@@ -56,16 +58,67 @@ def test_a_run_folder_holds_what_was_promised(run: Path) -> None:
     assert {"knn1", "probe", "global_loss", "loss"} <= set(summary)
 
 
+def test_a_result_is_held_against_chance_pixels_and_the_untrained_encoder(run: Path) -> None:
+    summary = json.loads((run / "summary.json").read_text())
+    first = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
+    assert first["step"] == first["samples"] == 0
+    data, encoder = load_data("digits"), build_encoder("small-cnn", image_size=8, channels=1,
+                                                       norm="batch", seed=0).eval()  # fmt: skip
+    assert data.test is not None and data.test.labels is not None
+    base = data.train  # --subset is about pretraining
+    assert (
+        base is not None
+        and base.images is not None
+        and base.labels is not None
+        and data.test.images is not None
+    )
+    counts = [int((data.test.labels == c).sum()) for c in range(10)]
+    assert summary["chance"] == pytest.approx(counts[int(base.labels.mode().values)] / 359)
+    pixels = [(x.float() / 255).flatten(1) for x in (base.images, data.test.images)]
+    expected = knn_accuracy(pixels[0], base.labels, pixels[1], data.test.labels)
+    assert summary["pixels_knn1"] == pytest.approx(expected)
+    fresh = [plain_features(encoder, x) for x in (base.images, data.test.images)]
+    expected = knn_accuracy(fresh[0], base.labels, fresh[1], data.test.labels)
+    assert summary["untrained_knn1"] == first["knn1"] == pytest.approx(expected)
+    assert 0 < summary["embedding_variance"] <= 1
+    with np.load(run / "artifacts.npz") as arrays:
+        assert arrays["right_knn1"].mean() == pytest.approx(summary["knn1"])
+        right = arrays["probe_predicted"] == arrays["test_labels"]
+        assert right.mean() == pytest.approx(summary["probe"])
+        assert str(arrays["map_method"]) == "t-SNE"
+        assert arrays["views_augmented"].shape == (6, 6, 1, 8, 8)
+
+
+def test_the_page_is_written_before_the_first_step_and_with_every_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, seen = tmp_path / "run", list[tuple[int, bool]]()
+    call = TrainStep.__call__
+
+    def looked_at(self: TrainStep, now: int, *inputs: Any) -> None:
+        text = (out / "report.html").read_text()
+        seen.append((text.count("<circle"), "This run is unfinished" in text))
+        call(self, now, *inputs)
+
+    monkeypatch.setattr(TrainStep, "__call__", looked_at)
+    options = DIGITS.replace("--eval-every 0", "--eval-every 1")
+    assert negchain("train", options, "--subset 64 --epochs 3 --out", out) == 0
+    counts = [count for count, _ in seen]
+    assert counts[0] == counts[1] < counts[2] == counts[3] < counts[4]
+    assert all(unfinished for _, unfinished in seen)
+    assert "This run is unfinished" not in (out / "report.html").read_text()
+
+
 def test_metrics_have_the_fixed_names(run: Path) -> None:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     seen = {key for line in lines for key in line}
     assert FIXED_KEYS <= seen <= FIXED_KEYS | OUR_KEYS
     assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4, 5, 6]
-    assert [line["step"] for line in lines if "knn1" in line] == [3, 6]
+    assert [line["step"] for line in lines if "knn1" in line] == [0, 3, 6]
     assert all(line["samples"] == 32 * line["step"] for line in lines)
     assert all(line["epoch"] == pytest.approx(line["step"] / 3) for line in lines)
     seconds = [line["seconds"] for line in lines]
-    assert seconds == sorted(seconds) and seconds[0] > 0
+    assert seconds == sorted(seconds) and seconds[0] == 0 < seconds[1]
     assert all(0 <= line["acceptance_rate"] <= 1 for line in lines if "acceptance_rate" in line)
 
 
@@ -78,10 +131,13 @@ def test_tensorboard_has_the_same_numbers(run: Path) -> None:
 
 def test_evaluate_repeats_the_numbers_of_the_end(run: Path, capsys: Capture) -> None:
     assert negchain("evaluate", run) == 0
-    assert re.search(r"knn1 +0\.\d{4}", capsys.readouterr().out)
+    text = capsys.readouterr().out
+    assert re.search(r"1-NN accuracy +\d\d\.\d % +97\.2 % +98\.9 % +10\.0 %", text)
+    assert "raw pixels" in text and "untrained encoder" in text and "chance" in text
     found = json.loads((run / "evaluation.json").read_text())
     summary = json.loads((run / "summary.json").read_text())
-    for key in ("global_loss", "knn1", "knn1_euclidean", "probe", "probe_paper"):
+    for key in ("global_loss", "knn1", "knn1_euclidean", "probe", "probe_paper", "pixels_knn1",
+                "untrained_knn1", "chance", "knn20", "probe_1pct"):  # fmt: skip
         assert found[key] == pytest.approx(summary[key], abs=1e-9), key
 
 
@@ -93,18 +149,13 @@ def test_embed_writes_the_features_of_plain_images(run: Path, tmp_path: Path) ->
     images = [part.images for part in (data.pretrain, data.test)]
     labels = torch.cat([p.labels for p in (data.pretrain, data.test) if p.labels is not None])
     expected = torch.cat([plain_features(encoder, x) for x in images if x is not None]).numpy()
-    for suffix in ("npz", "parquet"):
-        out = tmp_path / "deep" / f"all.{suffix}"
-        assert negchain("embed", run, "--data digits --out", out) == 0
-        if suffix == "npz":
-            with np.load(out) as found:
-                got = (found["names"].tolist(), found["labels"].tolist(), found["embeddings"])
-        else:
-            table = parquet.read_table(out).to_pydict()
-            got = (table["name"], table["label"], np.array(table["embedding"], np.float32))
-        assert got[0] == names and got[1] == labels.tolist()
-        np.testing.assert_allclose(got[2], expected, atol=1e-5)
-        assert got[2].dtype == np.float32 and len(names) == 1797
+    out = tmp_path / "all.npz"
+    assert negchain("embed", run, "--data digits --out", out) == 0
+    with np.load(out) as found:
+        assert found["names"].tolist() == names
+        assert found["classes"].tolist() == [str(label) for label in labels.tolist()]
+        np.testing.assert_allclose(found["embeddings"], expected, atol=1e-5)
+        assert found["embeddings"].dtype == np.float32 and len(names) == 1797
 
 
 @pytest.mark.parametrize(
@@ -155,12 +206,14 @@ def test_report_of_several_runs(run: Path, tmp_path: Path, capsys: Capture) -> N
     assert not re.search(r"(src|href)=[\"']https?://", text)
 
 
-def test_compare_two_methods_and_two_seeds(tmp_path: Path) -> None:
+def test_compare_two_methods_and_two_seeds(tmp_path: Path, capsys: Capture) -> None:
     data = picture_folder(tmp_path / "pictures")
     out = tmp_path / "duel"
     options = TINY.replace("--quiet", "") + " --methods dcl,emc2 --seeds 2 --steps 4 --jobs 2"
     arguments = ("compare", options, "--burn-in 0.25 --data", data, "--out", out)
     assert negchain(*arguments) == 0
+    text = capsys.readouterr().out
+    assert "EMC² (2 seeds)" in text and "DCL (2 seeds)" in text and "Global loss, exact" in text
     runs = {f"{method}-seed{seed}" for method in ("dcl", "emc2") for seed in (0, 1)}
     assert {p.name for p in out.iterdir() if p.is_dir()} == runs
     configs = {name: json.loads((out / name / "config.json").read_text()) for name in runs}
@@ -185,9 +238,10 @@ TRAIN = """--data --method --batch-size --epochs --steps --beta --burn-in --carr
         ("train", TRAIN),
         ("evaluate", "RUN --data"),
         ("embed", "RUN --data --out --export"),
+        ("duplicates", "RUN --data --above --out"),
         ("report", "RUN --out"),
         ("compare", "--methods --seeds --jobs --data --out"),
-        ("", "train evaluate embed compare report"),
+        ("", "train evaluate embed duplicates compare report"),
     ],
 )
 def test_help_names_every_option(

@@ -173,7 +173,7 @@ def test_embed_refuses_before_it_writes(
 
 
 def test_evaluate_needs_labels(run: Path, pictures: Path, capsys: Capture) -> None:
-    assert "no labelled" in refusal(capsys, "evaluate", run, "--data", pictures)
+    assert "has no labels" in refusal(capsys, "evaluate", run, "--data", pictures)
 
 
 def test_compare_takes_no_other_run_for_its_own(

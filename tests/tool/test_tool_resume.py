@@ -73,6 +73,7 @@ def test_an_epoch_that_ends_in_the_middle_and_evaluations(
             assert negchain(*common, tmp_path / "parts", again) == 130
     assert negchain("train --quiet --resume --out", tmp_path / "parts") == 0
     assert [line["step"] for line in metrics_of(tmp_path / "parts") if "probe" in line] == [
+        0,
         4,
         8,
         12,

@@ -3,11 +3,23 @@
     augment = augmentation("simclr-stl10", size=96)
     pixels = augment(images, uniforms)       # uint8 [N,C,H,W], [N,num_uniforms] -> float32
 
+Images of different sizes come as `Pictures`: crops are cut from each as it is.
 `Draws` name a step's uniforms instead of holding them.
 `augment.plain(images)` is the evaluation view and `finite_views` stores k augmentations per image.
 """
 
+from negchain.augment.pictures import Images, Pictures, joined
 from negchain.augment.pipeline import Augmentation, Draws, Params, finite_views
 from negchain.augment.recipes import RECIPES, augmentation
 
-__all__ = ["RECIPES", "Augmentation", "Draws", "Params", "augmentation", "finite_views"]
+__all__ = [
+    "RECIPES",
+    "Augmentation",
+    "Draws",
+    "Images",
+    "Params",
+    "Pictures",
+    "augmentation",
+    "finite_views",
+    "joined",
+]

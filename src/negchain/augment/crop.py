@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from negchain.augment.pictures import Pictures
+
 NUM_TRIES = 10  # as torchvision.transforms.RandomResizedCrop.get_params
 NUM_UNIFORMS = 2 * NUM_TRIES + 2
 
@@ -35,10 +37,20 @@ def whole_image(uniforms: Tensor, height: int, width: int) -> Box:
     return Box(zero, zero, zero + height, zero + width)
 
 
+def central_square(height: Tensor, width: Tensor) -> Box:
+    """Return the largest square in the middle of each picture, sides float32 [N].
+
+    >>> [int(side) for side in central_square(torch.tensor([9.0]), torch.tensor([4.0]))]
+    [2, 0, 4, 4]
+    """
+    side = torch.minimum(height, width)
+    return Box(((height - side) / 2).floor(), ((width - side) / 2).floor(), side, side)
+
+
 def sample_box(
     uniforms: Tensor,  # [N,22]: 10 areas, 10 ratios, row offset, column offset
-    height: int,
-    width: int,
+    height: int | Tensor,  # of all images, or [N] float32
+    width: int | Tensor,
     *,
     scale: tuple[float, float],
     ratio: tuple[float, float],
@@ -53,6 +65,8 @@ def sample_box(
     >>> [int(side) for side in box]
     [13, 13, 71, 71]
     """
+    zero = uniforms.new_zeros(len(uniforms), 1)
+    height, width = (zero + (s[:, None] if isinstance(s, Tensor) else s) for s in (height, width))
     share = scale[0] + (scale[1] - scale[0]) * uniforms[:, :NUM_TRIES]
     area = height * width * share
     low, high = math.log(ratio[0]), math.log(ratio[1])
@@ -60,29 +74,32 @@ def sample_box(
 
     # The fallback is an eleventh try that always fits, so that one argmax picks the box.
     last_height, last_width = _central_box(height, width, ratio)
-    heights = F.pad((area / aspect).sqrt().round(), (0, 1), value=last_height)
-    widths = F.pad((area * aspect).sqrt().round(), (0, 1), value=last_width)
+    heights = torch.cat([(area / aspect).sqrt().round(), last_height], dim=1)
+    widths = torch.cat([(area * aspect).sqrt().round(), last_width], dim=1)
     fits = (heights > 0) & (heights <= height) & (widths > 0) & (widths <= width)
     first = fits.int().argmax(dim=1, keepdim=True)
-    box_height = heights.gather(1, first).squeeze(1)
-    box_width = widths.gather(1, first).squeeze(1)
+    box_height = heights.gather(1, first)
+    box_width = widths.gather(1, first)
 
-    central = first.squeeze(1) == NUM_TRIES
-    return Box(
-        _offset(uniforms[:, -2], height - box_height, central),
-        _offset(uniforms[:, -1], width - box_width, central),
+    central = first == NUM_TRIES
+    sides = (
+        _offset(uniforms[:, -2:-1], height - box_height, central),
+        _offset(uniforms[:, -1:], width - box_width, central),
         box_height,
         box_width,
     )
+    return Box(*(side.squeeze(1) for side in sides))
 
 
-def _central_box(height: int, width: int, ratio: tuple[float, float]) -> tuple[int, int]:
+def _central_box(
+    height: Tensor, width: Tensor, ratio: tuple[float, float]
+) -> tuple[Tensor, Tensor]:
     """Return (height, width) of the largest box whose width/height lies within `ratio`."""
-    if width / height < ratio[0]:
-        return round(width / ratio[0]), width
-    if width / height > ratio[1]:
-        return height, round(height * ratio[1])
-    return height, width
+    aspect = width / height
+    return (
+        torch.where(aspect < ratio[0], (width / ratio[0]).round(), height),
+        torch.where(aspect > ratio[1], (height * ratio[1]).round(), width),
+    )
 
 
 def _offset(uniform: Tensor, slack: Tensor, central: Tensor) -> Tensor:
@@ -134,6 +151,22 @@ def resample(images: Tensor, box: Box, flip: Tensor, *, size: int) -> Tensor:
         images.float().view(count, channels * height, width), columns.mul_(1 / 255).mT
     )
     return rows[:, None] @ across.view(count, channels, height, size)
+
+
+def resample_each(pictures: Pictures, box: Box, flip: Tensor, *, size: int) -> Tensor:
+    """`resample` for pictures of their own sizes, one at a time: float32 [N,C,size,size].
+
+    >>> pictures = Pictures.pack([torch.arange(8).byte().view(1, 2, 4)])
+    >>> box = Box(*torch.tensor([[0.0], [1.0], [2.0], [2.0]]))
+    >>> (resample_each(pictures, box, torch.tensor([True]), size=2) * 255).round().int().tolist()
+    [[[[2, 1], [6, 5]]]]
+    """
+    out = torch.empty(len(pictures), pictures.channels, size, size, device=pictures.device)
+    boxes = torch.stack(box, dim=1).int().tolist()
+    for n, (picture, (top, left, height, width)) in enumerate(zip(pictures, boxes, strict=True)):
+        cut = picture[:, top : top + height, left : left + width]
+        out[n] = resize(cut[None], size=size)[0]
+    return torch.where(flip[:, None, None, None], out.flip(3), out)
 
 
 def resize(images: Tensor, *, size: int) -> Tensor:

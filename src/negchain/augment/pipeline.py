@@ -22,6 +22,7 @@ from torch import Tensor
 
 from negchain import draws
 from negchain.augment import blur, colour, crop
+from negchain.augment.pictures import Images, Pictures
 from negchain.fast import augment as fused
 from negchain.fast.backends import prefers_triton, triton_error
 
@@ -138,8 +139,11 @@ class Augmentation:
                 f"{uniforms.shape[1]}; draw uniforms of shape [N, num_uniforms]"
             )
 
-    def sample(self, uniforms: Tensor, height: int, width: int) -> Params:
+    def sample(self, uniforms: Tensor, height: int | Tensor, width: int | Tensor) -> Params:
         """Turn uniforms [N,U] in [0,1) into what to do with N images of height x width.
+
+        Pictures of their own sizes have these as float32 [N]; without a random crop they are cut
+        to their central square.
 
         >>> params = Augmentation(size=8, flip=True).sample(torch.tensor([[0.2], [0.7]]), 9, 9)
         >>> params.flip
@@ -150,7 +154,10 @@ class Augmentation:
         for_crop, for_flip, for_jitter, for_grey, for_blur = uniforms.tensor_split(ends[:-1], dim=1)
         zero = uniforms.new_zeros(len(uniforms))
         never = torch.zeros_like(zero, dtype=torch.bool)
-        box = crop.whole_image(uniforms, height, width)
+        if isinstance(height, Tensor) and isinstance(width, Tensor):
+            box = crop.central_square(height, width)
+        else:
+            box = crop.whole_image(uniforms, int(height), int(width))
         order = torch.arange(4, device=uniforms.device).expand(len(uniforms), 4)
         factors = (order < colour.HUE).float()
         if self.crop_scale is not None:
@@ -173,8 +180,8 @@ class Augmentation:
             else zero,
         )
 
-    def apply(self, images: Tensor, params: Params) -> Tensor:
-        """Augment uint8 [N,C,H,W] as `params` say: float32 [N,C,size,size].
+    def apply(self, images: Images, params: Params) -> Tensor:
+        """Augment uint8 [N,C,H,W] or `Pictures` as `params` say: float32 [N,C,size,size].
 
         Pixels lie in [0,1] before the optional normalisation.
 
@@ -186,13 +193,16 @@ class Augmentation:
         """
         check_images(images)
         with torch.autocast(images.device.type, enabled=False):  # bf16 would cost 8-bit pixels
-            if self.crop_scale is not None or self.flip:
-                pixels = crop.resample(images, crop.Box(*params[:4]), params.flip, size=self.size)
+            box = crop.Box(*params[:4])
+            if isinstance(images, Pictures):
+                pixels = crop.resample_each(images, box, params.flip, size=self.size)
+            elif self.crop_scale is not None or self.flip:
+                pixels = crop.resample(images, box, params.flip, size=self.size)
             else:
                 pixels = crop.resize(images, size=self.size)
             if self.jitter is not None:
                 pixels = colour.jitter(pixels, params.order, params.factors)
-            if self.grey_p and images.shape[1] == 3:
+            if self.grey_p and pixels.shape[1] == 3:
                 pixels = colour.to_grey(pixels, params.grey)
             if self.blur_sigma is not None:
                 pixels = blur.blur(pixels, params.sigma)
@@ -200,25 +210,28 @@ class Augmentation:
 
     def __call__(
         self,
-        images: Tensor,
+        images: Images,
         uniforms: Tensor | Draws,
         *,
         backend: Literal["auto", "torch", "triton"] = "auto",
     ) -> Tensor:
-        """Augment uint8 [N,C,H,W] with uniforms [N,num_uniforms]: `sample`, then `apply`.
+        """Augment uint8 images with uniforms [N,num_uniforms]: `sample`, then `apply`.
+
+        `images` are [N,C,H,W] of one size, or `Pictures` of their own sizes.
 
         `Draws` stand for the uniforms they name.
         `backend` "triton" does both in four launches (`fused_triton.augment_fused`) and needs a GPU
         or TRITON_INTERPRET=1; "auto" is triton for CUDA tensors where it is installed, else torch.
         """
+        pixels = images.pixels if isinstance(images, Pictures) else images
         if backend == "auto":
-            backend = "triton" if prefers_triton(images) and fused.applies(self) else "torch"
+            backend = "triton" if prefers_triton(pixels) and fused.applies(self) else "torch"
         if backend == "torch":
             if isinstance(uniforms, Draws):
                 uniforms = uniforms.uniforms(len(images), self.num_uniforms)
-            return self.apply(images, self.sample(uniforms, images.shape[2], images.shape[3]))
+            return self.apply(images, self.sample(uniforms, *sides(images)))
         if backend == "triton":
-            reason = triton_error(images)
+            reason = triton_error(pixels)
             if reason is not None:
                 raise ValueError(f"backend='triton' needs {reason}; use backend='torch'")
             if not fused.applies(self):
@@ -233,14 +246,14 @@ class Augmentation:
 
     def from_table(
         self,
-        table: Tensor,
+        table: Images,
         index: Tensor | Sequence[Tensor],
         uniforms: Tensor | Draws,
         dtype: torch.dtype,
     ) -> Tensor:
-        """Augment `table[index]`, uint8 [M,C,H,W] and [N]: pixels [N,C,size,size].
+        """Augment `table[index]`, M uint8 images and positions [N]: pixels [N,C,size,size].
 
-        `index` may come in up to three parts of equal length, which are read where they are.
+        `index` may come in parts; up to three of equal length are read where they are.
         On a GPU with Triton they come as an encoder wants them, in `dtype` and channels last,
         without a copy of the images in between; elsewhere as from a call, float32.
 
@@ -252,20 +265,28 @@ class Augmentation:
         >>> augment.from_table(table, (index, index), drawn, torch.float32).shape
         torch.Size([6, 3, 8, 8])
         """
-        if not (prefers_triton(table) and fused.applies(self)):
+        pixels = table.pixels if isinstance(table, Pictures) else table
+        if not (prefers_triton(pixels) and fused.applies(self)):
             whole = index if isinstance(index, Tensor) else torch.cat([*index])
             return self(table[whole], uniforms)
         from negchain.fast.augment.fused_triton import augment_fused
 
+        if not isinstance(index, Tensor) and (len(index) > 3 or len(set(map(len, index))) > 1):
+            index = torch.cat([*index])
         return augment_fused(self, table, uniforms, index=index, dtype=dtype, channels_last=True)
 
-    def plain(self, images: Tensor) -> Tensor:
-        """Return the evaluation view of uint8 [N,C,H,W]: resized and normalised, nothing random.
+    def plain(self, images: Images) -> Tensor:
+        """Return the evaluation view of uint8 images: resized and normalised, nothing random.
+
+        Of `Pictures` it is that of their central squares.
 
         >>> Augmentation(size=8, flip=True).plain(torch.zeros(1, 3, 9, 9, dtype=torch.uint8)).shape
         torch.Size([1, 3, 8, 8])
         """
         check_images(images)
+        if isinstance(images, Pictures):
+            still = Augmentation(size=self.size, normalize=self.normalize)
+            return still(images, torch.empty(len(images), 0, device=images.device))
         return self._normalized(crop.resize(images, size=self.size).clamp(0, 1))
 
     def _normalized(self, pixels: Tensor) -> Tensor:
@@ -277,8 +298,22 @@ class Augmentation:
         return torch.stack([(channel - mean) / std for channel, mean, std in pairs], dim=1)
 
 
-def check_images(images: Tensor) -> None:
-    """Raise ValueError unless `images` is uint8 [N,1,H,W] or [N,3,H,W]."""
+def sides(images: Images) -> tuple[int, int] | tuple[Tensor, Tensor]:
+    """Height and width: of all images as numbers, or of each picture as float32 [N].
+
+    >>> sides(torch.zeros(2, 3, 4, 5).byte())
+    (4, 5)
+    """
+    if isinstance(images, Tensor):
+        return images.shape[2], images.shape[3]
+    height, width = images.sizes.float().unbind(1)
+    return height, width
+
+
+def check_images(images: Images) -> None:
+    """Raise ValueError unless `images` are uint8 [N,1,H,W], [N,3,H,W] or `Pictures`."""
+    if isinstance(images, Pictures):
+        return
     if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] not in (1, 3):
         raise ValueError(
             "images must be uint8 of shape [N,1,H,W] or [N,3,H,W], got "
@@ -289,8 +324,8 @@ def check_images(images: Tensor) -> None:
 _CHUNK_PIXELS = 2**23  # float32 values per intermediate tensor: 32 MiB
 
 
-def finite_views(images: Tensor, augment: Augmentation, k: int, seed: int) -> Tensor:
-    """Return k stored augmentations of each image: uint8 [M,C,H,W] -> uint8 [M,k,C,size,size].
+def finite_views(images: Images, augment: Augmentation, k: int, seed: int) -> Tensor:
+    """Return k stored augmentations of each image: M uint8 images -> uint8 [M,k,C,size,size].
 
     The views are stored before normalisation; `augment.plain(views[:, j])` normalises them. Equal
     seeds give equal draws on every device, whatever the chunk size.
@@ -301,15 +336,20 @@ def finite_views(images: Tensor, augment: Augmentation, k: int, seed: int) -> Te
     """
     check_images(images)
     augment = replace(augment, normalize=None)
-    count, channels, height, width = images.shape
+    count = len(images)
+    if isinstance(images, Pictures):  # cut one at a time, so the views are what takes memory
+        channels, height, width = images.channels, augment.size, augment.size
+    else:
+        channels, height, width = images.shape[1:]
     generator = torch.Generator().manual_seed(seed)
     uniforms = torch.rand(count, k, augment.num_uniforms, generator=generator)
-    views = images.new_empty(count, k, channels, augment.size, augment.size)
+    shape = (count, k, channels, augment.size, augment.size)
+    views = torch.empty(shape, dtype=torch.uint8, device=images.device)
     per_image = k * channels * max(height * width, augment.size**2)
     chunk = max(1, _CHUNK_PIXELS // per_image)
     for start in range(0, count, chunk):
         some = slice(start, start + chunk)
-        draws = uniforms[some].flatten(0, 1).to(images.device)
-        pixels = augment(images[some].repeat_interleave(k, dim=0), draws)
+        rows = torch.arange(count, device=images.device)[some].repeat_interleave(k)
+        pixels = augment(images[rows], uniforms[some].flatten(0, 1).to(images.device))
         views[some] = (pixels * 255).round_().to(torch.uint8).view_as(views[some])
     return views

@@ -9,13 +9,14 @@ import torchvision.transforms.v2.functional as ops  # type: ignore[import-untype
 from torch import Tensor
 
 from negchain.augment.blur import kernel_size
+from negchain.augment.pictures import Images
 from negchain.augment.pipeline import Augmentation, Params
 
 _JITTER = (ops.adjust_brightness, ops.adjust_contrast, ops.adjust_saturation, ops.adjust_hue)
 
 
-def reference_apply(augment: Augmentation, images: Tensor, params: Params) -> Tensor:
-    """Augment uint8 [N,C,H,W] as `params` say: what `augment.apply(images, params)` must equal.
+def reference_apply(augment: Augmentation, images: Images, params: Params) -> Tensor:
+    """Augment uint8 images as `params` say: what `augment.apply(images, params)` must equal.
 
     >>> augment = Augmentation(size=16, crop_scale=(0.2, 1.0), jitter=(0.4, 0.4, 0.4, 0.1))
     >>> images = torch.randint(256, (2, 3, 20, 24), dtype=torch.uint8)

@@ -9,6 +9,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from negchain import draws
+from negchain.augment import Draws, Pictures
+from negchain.augment.pipeline import sides
 from negchain.bench.runs import (
     DEFAULT_ENCODER,
     ENCODERS,
@@ -24,10 +27,13 @@ from negchain.bench.runs import (
 from negchain.bench.table import Bar, Check, Row, Settings, Table
 from negchain.bench.timing import Timed, graphed, interleaved, release
 from negchain.data import DataBundle
+from negchain.data.storage import TIMES
 from negchain.train import trainer
 
 BASE = "InfoNCE"
 AUGMENTATION = "augmentation alone"
+WHOLE = "augmentation alone, crops of whole pictures"
+NUM_WHOLE = 1024
 BARS = {
     "EMC², score": Bar(ratio_at_most=1.03),
     "EMC², cached": Bar(ratio_at_most=1.03),
@@ -83,6 +89,8 @@ def table(settings: Settings) -> Table:
         notes=(
             f"{setting(settings)}.{graph}",
             "Negative Cache and informed proposals re-encode a share of the data set per step.",
+            f"Whole pictures: {NUM_WHOLE:,} of different sizes, kept at up to {TIMES[0]} times the "
+            "side the encoder sees, as of a folder of photographs.",
         ),
     )
 
@@ -106,6 +114,7 @@ def _measured(
             timed[name] = Timed(stepper(run), settings.device)
             if name == BASE and usual:
                 timed[AUGMENTATION] = _augmentation(run)
+                timed[WHOLE] = _augmentation_of_whole(settings, run)
                 if settings.on_gpu:
                     checks.append(_compared_pixels(settings, run))
         settings.say(f"{label}: timing")
@@ -120,7 +129,8 @@ def _measured(
             bar=_bar(name, batch) if settings.on_gpu and usual else None,
             headline=usual and name in BARS,
         )
-        for name in sorted(timed, key=lambda name: name == AUGMENTATION)  # it stands last
+        for name in (*METHODS, AUGMENTATION, WHOLE)
+        if name in timed
     ]
     return rows, checks
 
@@ -137,6 +147,24 @@ def _augmentation(run: trainer.Run) -> Timed:
 
     def call() -> Tensor:
         return step.pixels((step.index, step.index))
+
+    return graphed(call, step.device, calls=10)
+
+
+def _augmentation_of_whole(settings: Settings, run: trainer.Run) -> Timed:
+    """The same of pictures of different sizes, as a folder of photographs is kept."""
+    step, short = run.step, TIMES[0] * run.step.augment.size
+    channels, generator = run.data.pretrain.channels, settings.generator()
+    longer = torch.randint(short, 2 * short, (NUM_WHOLE,), generator=generator).tolist()
+    shapes = [(short, side) if n % 2 else (side, short) for n, side in enumerate(longer)]
+    kept = [torch.randint(256, (channels, *s), generator=generator).byte() for s in shapes]
+    photos = Pictures.pack(kept).to(step.device)
+    index = torch.randperm(NUM_WHOLE, generator=generator)[: len(step.index)].to(step.device)
+    drawn = Draws(run.config.seed, step.step, draws.STREAM_AUGMENT)
+
+    def call() -> Tensor:
+        dtype = step.autocast or torch.float32
+        return step.augment.from_table(photos, (index, index), drawn, dtype)
 
     return graphed(call, step.device, calls=10)
 
@@ -240,7 +268,7 @@ def _compared_pixels(settings: Settings, run: trainer.Run) -> Check:
     generator = settings.generator()
     u = torch.rand(count, augment.num_uniforms, generator=generator).to(run.device)
     found = augment(images, u)
-    params = augment.sample(u, images.shape[2], images.shape[3])
+    params = augment.sample(u, *sides(images))
     tolerance = max(1e-3, 4 * torch.finfo(found.dtype).eps)
     apart = (found.float() - augment.apply(images, params).float()).abs().amax((1, 2, 3))
     differing = int((apart > tolerance).sum())

@@ -1,4 +1,4 @@
-"""The command line: `negchain train | evaluate | embed | compare | report | bench`.
+"""The command line: `negchain train | evaluate | embed | duplicates | compare | report | bench`.
 
 Exit status: 0 done, 1 failed, 2 refused before starting, 130 interrupted after a checkpoint.
 """
@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 
 from negchain.cli import bench, compare, inspect, train
+from negchain.cli.duplicates import duplicates
 from negchain.train.config import ConfigError
 
 app = typer.Typer(
@@ -32,6 +33,7 @@ app.command("train", help=train.HELP)(train.command)
 app.command("evaluate")(inspect.evaluate)
 app.command("embed")(inspect.embed)
 app.command("compare", help=compare.HELP)(compare.command)
+app.command("duplicates")(duplicates)
 app.command("report")(inspect.report)
 app.command("bench", help=bench.HELP)(bench.command)
 

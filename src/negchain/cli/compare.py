@@ -20,7 +20,7 @@ from rich.progress import Progress, TimeElapsedColumn
 
 from negchain.cli.options import option, with_config_options
 from negchain.cli.train import Stopped
-from negchain.report import write_report
+from negchain.report import comparison_table, write_report
 from negchain.train.concurrent import launch, stop
 from negchain.train.config import _BELONGS, ConfigError, TrainConfig, resolve, same_run
 from negchain.train.export import load_run_config
@@ -77,6 +77,7 @@ def command(methods: str, seeds: int, jobs: int, sharing: str, **settings: Any) 
         raise Stopped(f"the same command with --out {folder} continues the runs") from None
     runs = [path for path, _, _ in plans if is_run(path) and read_metrics(path)]
     if runs:
+        Console(highlight=False).print(comparison_table(runs))
         print(f"report: {write_report(runs, folder / 'report.html')}")
     for path in failed:
         print(f"failed: {path} (see {path}.log)", file=sys.stderr)

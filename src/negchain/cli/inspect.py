@@ -7,22 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Optional
 
-import torch
 import typer
 from rich.console import Console
-from rich.table import Table
 
-from negchain.report import write_report
+from negchain.data.printable import printable
+from negchain.encoders import rebuild_encoder
+from negchain.report import summary_table, write_report
 from negchain.train import checkpoint, trainer
 from negchain.train.config import ConfigError
-from negchain.train.export import (
-    check_embedding_file,
-    export_encoder,
-    load_run_config,
-    load_trained,
-    write_embeddings,
-)
-from negchain.train.judge import Judge
+from negchain.train.export import export_encoder, load_run_config, load_trained
+from negchain.train.judge import Judge, baselines
+from negchain.train.trained import check_embedding_file, load_run_encoder
 
 RunFolderArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
 
@@ -43,15 +38,13 @@ def evaluate(
     """
     judge, encoder, step = _judge(run, data, device)
     if data is not None and not judge.data.labelled:
-        raise ConfigError(
-            f"{data} has no labelled train/ and test/ folders, so there is nothing to probe"
-        )
+        raise ConfigError(f"{printable(data)} cannot be probed: {judge.data.unprobed}")
     numbers: dict[str, Any] = {"step": step, "data": judge.config.data}
-    numbers |= judge.thorough(encoder)
-    table = Table("number", "value", box=None)
-    for name, value in numbers.items():
-        table.add_row(name, f"{value:.4f}" if isinstance(value, float) else str(value))
-    Console(highlight=False).print(table)
+    fresh = rebuild_encoder(encoder.encoder_config).to(judge.device)
+    numbers |= baselines(judge.before(fresh)) | judge.thorough(encoder)[0]
+    console = Console(highlight=False)
+    console.print(f"step {step:,}, {judge.config.data}", markup=False)
+    console.print(summary_table(numbers))
     with checkpoint.replacing(run / "evaluation.json") as file:
         file.write(json.dumps(numbers, indent=2).encode() + b"\n")
     return 0
@@ -59,36 +52,40 @@ def evaluate(
 
 def embed(
     run: RunFolderArgument,
-    data: Annotated[str, typer.Option(help="Images to embed: a folder, or a data set's name.")],
-    out: Annotated[Path, typer.Option(help="File to write: .npz or .parquet.")],
+    data: Annotated[
+        list[str],
+        typer.Option(
+            help="Images: a folder, a data set's name, a file, a .txt with a path per line; "
+            "several times for several files."
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="File to write: .npz, .csv or .parquet.")],
     export: Annotated[
         Optional[Path],  # noqa: UP045 - typer reads it
         typer.Option(help="Also write the encoder (safetensors, model card) into this folder."),
     ] = None,
     device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where to encode.")] = "auto",
 ) -> int:
-    """Write embeddings of all images of a folder, and optionally export the encoder.
+    """Write embeddings of images with file and class names, and optionally export the encoder.
 
-    negchain embed runs/photos --data ./photos --out photos.npz --export model/
+    negchain embed runs/photos --data ./photos --out photos.csv --export model/
     """
     check_embedding_file(out)
-    judge, encoder, _ = _judge(run, data, device)
-    parts = [judge.data.pretrain, *([judge.data.test] if judge.data.test is not None else [])]
+    trained = load_run_encoder(run, device)
+    found = trained.read(data[0] if len(data) == 1 else data)
     if export is not None:
         summary = run / "summary.json"
         results = json.loads(summary.read_text()) if summary.exists() else {}
-        export_encoder(export, encoder, load_run_config(run), results)
-    features = torch.cat([judge.embed(encoder, part) for part in parts])
-    names = tuple(name for part in parts for name in part.names)
-    labels = [part.labels for part in parts if part.labels is not None]
-    out.parent.mkdir(parents=True, exist_ok=True)
-    write_embeddings(out, names, features, torch.cat(labels) if labels else None)
+        export_encoder(export, trained.encoder, load_run_config(run), results)
+    embedded = trained.embed_found(found)
+    embedded.save(out)
     console = Console(highlight=False, soft_wrap=True)
-    console.print(f"{len(names):,} embeddings of size {features.shape[1]}: {out}")
-    for name, reason in judge.data.skipped:
+    count, size = embedded.features.shape
+    console.print(f"{count:,} embeddings of size {size}: {out}", markup=False)
+    for name, reason in found.skipped:
         console.print(f"left out: {name} ({reason})", markup=False)
     if export is not None:
-        console.print(f"encoder: {export}")
+        console.print(f"encoder: {export}", markup=False)
     return 0
 
 

@@ -15,9 +15,9 @@ from negchain.train.presets import FOLDER_DEFAULTS, PRESET_HELP
 _GROUPS = {
     "The run": ("preset", "out", "seed", "device", "precision", "graph", "epochs", "steps"),
     "Data": ("data", "recipe", "image_size", "augmentations", "subset", "root", "download",
-             "strict", "workers", "resident_gb"),
-    "Negatives": ("method", "batch_size", "beta", "burn_in", "carried", "walk",
-                  "denominator", "proposal", "gamma", "refresh"),
+             "strict", "holdout", "workers", "resident_gb"),
+    "Negatives": ("method", "batch_size", "beta", "burn_in", "carried", "denominator", "proposal",
+                  "gamma", "refresh"),
     "Encoder and optimizer": ("encoder", "norm", "embedding_dim", "projector", "optimizer", "lr",
                               "weight_decay", "momentum", "warmup_epochs"),
     "Watching": ("eval_every", "probe_samples", "log_every", "checkpoint_every",

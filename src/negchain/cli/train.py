@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from negchain.cli.options import option, with_config_options
 from negchain.data import DataBundle
+from negchain.report import summary_table
 from negchain.train import trainer
 from negchain.train.config import ConfigError, TrainConfig, resolve, resume
 from negchain.train.export import load_run_config
@@ -118,6 +118,8 @@ def record(config: TrainConfig, data: DataBundle) -> dict[str, Any]:
         "pretrain": len(data.pretrain),
         "train": 0 if data.train is None else len(data.train),
         "test": 0 if data.test is None else len(data.test),
+        "held_out": data.held_out,
+        "unprobed": None if data.labelled else data.unprobed,
         "classes": list(data.classes),
         "skipped": [list(pair) for pair in data.skipped],
         "fingerprint": data.fingerprint,
@@ -159,22 +161,9 @@ def _announce(console: Console, run: trainer.Run, notes: list[str]) -> None:
 
 
 def _show(run: trainer.Run, summary: dict[str, Any]) -> None:
-    names = {
-        "knn1": "1-NN accuracy",
-        "probe": "linear probe",
-        "probe_paper": "linear probe, the paper's",
-        "global_loss": "exact global loss",
-        "images_per_second": "images per second",
-        "seconds": "seconds of training",
-    }
-    table = Table(show_header=False, box=None)
-    for key, text in names.items():
-        if key in summary:
-            value = summary[key]
-            table.add_row(text, f"{value:,.0f}" if value > 100 else f"{value:.4f}")
     console = Console(highlight=False)
-    console.print(table)
+    console.print(summary_table(summary))
     if not run.data.labelled:
-        console.print("nothing was probed: the data has no labels")
+        console.print(f"nothing was probed: {run.data.unprobed}", markup=False)
     print(f"report: {run.folder.path / 'report.html'}")
     sys.stdout.flush()

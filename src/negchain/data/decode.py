@@ -1,35 +1,29 @@
-"""Image files to uint8 RGB squares: one definition of "readable" for resident and streamed sets.
+"""Image files to uint8 RGB: one definition of "readable" for resident and streamed sets.
 
-`read_image` opens a file of a known format, turns it upright (EXIF), converts it to RGB (alpha
-composited on white, 16-bit scaled to 8), and samples its central square at side x side pixels:
-the same as resizing the shorter side to `side` and cropping the centre, without ever computing
-the pixels that the crop throws away (a 1 x 100,000 banner costs no more than its square).
-Colour profiles are ignored, and of an animation the first frame is read.
+A file of a known format is turned upright (EXIF) and converted to RGB: alpha composited on white,
+16-bit grey scaled to 8 by the bits it uses (8, 12 or 16), 32-bit grey by its own range. Colour
+profiles are ignored, 16-bit colour keeps its upper byte, and of an animation the first frame is
+read. Two things come out of it:
 
-Files are decoded by a pool of threads: PIL lets go of the interpreter lock while it decodes and
-resamples, and processes would have to send the pixels back.
+the picture   whole, its shorter side at most `short` pixels: what random crops are cut from;
+the square    its centre at side x side pixels, the evaluation view: as resizing the shorter side
+              to `side` and cropping the centre, without computing what the crop throws away.
+
+All threads of a process together decode at most `IN_FLIGHT` bytes at a time (or one picture),
+however large the pictures are.
 """
 
 import os
+import stat
 import sys
-import warnings
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from PIL import Image, ImageOps, UnidentifiedImageError, features
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-)
-from torch import Tensor
+from PIL import ExifTags, Image, UnidentifiedImageError, features
 
 _AVIF = bool(features.check("avif"))
 IMAGE_SUFFIXES = frozenset(
@@ -38,9 +32,25 @@ IMAGE_SUFFIXES = frozenset(
 )
 """File name endings (lower case) of what is read as an image; other files are not looked at."""
 
+IN_FLIGHT = 1 << 30
+"""Bytes of decoded pixels that all threads of a process hold at a time."""
+
 # A list keeps PIL from handing a disguised file to its other readers (EPS starts Ghostscript).
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM") + (("AVIF",) if _AVIF else ())
-_FILES_PER_TASK = 16
+_STRIP_PIXELS = 1 << 22  # converted at a time, so that intermediate arrays stay small
+_GREY_BITS = (8, 12, 16)
+_TURNS = {  # EXIF orientation -> what makes it upright
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+Size = tuple[int, int]  # width, height, as PIL has them
+Bytes = npt.NDArray[np.uint8]
 
 
 def num_cores() -> int:
@@ -54,16 +64,61 @@ def num_cores() -> int:
     return os.cpu_count() or 1
 
 
-def _to_rgb(image: Image.Image) -> Image.Image:
-    """Any PIL mode to RGB; raises where PIL knows no conversion (LAB)."""
+class _Room:
+    """Bytes in use by all threads; a picture larger than all of it waits until it is alone."""
+
+    def __init__(self) -> None:
+        self._used, self._changed = 0, threading.Condition()
+
+    @contextmanager
+    def take(self, num_bytes: int) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._used or self._used + num_bytes <= IN_FLIGHT)
+            self._used += num_bytes
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._used -= num_bytes
+                self._changed.notify_all()
+
+
+_room = _Room()
+
+
+# ------------------------------------------------------------------------------- from modes to RGB
+
+
+def _strips(image: Image.Image) -> Iterator[tuple[int, int, int, int]]:
+    """Boxes of whole rows that cover the image."""
+    width, height = image.size
+    rows = max(1, _STRIP_PIXELS // width)
+    for top in range(0, height, rows):
+        yield 0, top, width, min(top + rows, height)
+
+
+def _grey_range(image: Image.Image) -> tuple[float, float]:
+    """The values that become black and white: of 16 bits those it uses, else the image's own."""
+    low, high = np.inf, -np.inf
+    for box in _strips(image):
+        values = np.asarray(image.crop(box))
+        values = values[np.isfinite(values)]
+        if values.size:
+            low, high = min(low, float(values.min())), max(high, float(values.max()))
     if image.mode.startswith("I;16"):
-        levels = np.asarray(image).astype(np.uint32)
-        return Image.fromarray(((levels + 128) // 257).astype(np.uint8)).convert("RGB")
-    if image.mode in ("I", "F"):  # 32-bit TIFF: no range is declared, so the image's own is used
-        values = np.asarray(image).astype(np.float64)
-        low, high = float(values.min()), float(values.max())
-        scaled = (values - low) * (255.0 / (high - low)) if high > low else np.zeros_like(values)
-        return Image.fromarray(scaled.round().astype(np.uint8)).convert("RGB")
+        bits = next(b for b in _GREY_BITS if high < 2**b)
+        return 0.0, 2.0**bits - 1
+    if not np.isfinite(low):
+        return 0.0, 1.0
+    return (low, high) if high > low else (low, low + 1)
+
+
+def _strip_to_rgb(image: Image.Image, limits: tuple[float, float] | None) -> Image.Image:
+    if limits is not None:
+        values = np.nan_to_num(np.asarray(image).astype(np.float64)).clip(*limits)
+        scaled = (values - limits[0]) * (255.0 / (limits[1] - limits[0]))
+        grey = np.rint(scaled).astype(np.uint8)
+        return Image.fromarray(grey).convert("RGB")
     if image.has_transparency_data:
         layer = image.convert("RGBA")
         white = Image.new("RGBA", layer.size, (255, 255, 255, 255))
@@ -71,13 +126,85 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def read_image(path: str, side: int) -> npt.NDArray[np.uint8]:  # -> [3,side,side]
+def _to_rgb(image: Image.Image) -> Image.Image:
+    """Any PIL mode to RGB; raises where PIL knows no conversion (LAB)."""
+    if image.mode == "RGB" and not image.has_transparency_data:
+        return image
+    wide = image.mode.startswith("I;16") or image.mode in ("I", "F")
+    limits = _grey_range(image) if wide else None
+    whole = Image.new("RGB", image.size)
+    for box in _strips(image):
+        whole.paste(_strip_to_rgb(image.crop(box), limits), box)
+    return whole
+
+
+# --------------------------------------------------------------------------------------- one file
+
+
+def stored_size(size: Size, short: int) -> Size:
+    """`size` with the shorter side brought down to `short`; smaller pictures stay as they are.
+
+    >>> stored_size((4000, 3000), 300), stored_size((200, 100), 300)
+    ((400, 300), (200, 100))
+    """
+    least = min(size)
+    if least <= short:
+        return size
+    width, height = (max(1, round(side * short / least)) for side in size)
+    return width, height
+
+
+class _Decoded(NamedTuple):
+    rgb: Image.Image
+    size: Size  # of the file; a JPEG may have been decoded smaller
+    turn: Image.Transpose | None
+
+
+@contextmanager
+def _decoded(path: str, enough: int) -> Iterator[_Decoded]:
+    """The file in RGB, a JPEG at 1/2, 1/4 or 1/8 if that leaves twice `enough` pixels a side."""
+    if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait for ever
+        raise OSError("not a regular file")
+    with Image.open(path, formats=_FORMATS) as image:
+        size = image.size
+        image.draft(image.mode, (2 * enough, 2 * enough))  # does nothing unless it is a JPEG
+        copies = 1 if image.mode == "RGB" else 2
+        with _room.take(4 * image.width * image.height * copies):  # PIL has 4 bytes a pixel
+            image.load()
+            turn = _TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
+            yield _Decoded(_to_rgb(image), size, turn)
+
+
+def _upright(image: Image.Image, turn: Image.Transpose | None) -> Bytes:  # -> [3,h,w]
+    return np.asarray(image if turn is None else image.transpose(turn)).transpose(2, 0, 1)
+
+
+def _square(decoded: _Decoded, side: int) -> Bytes:
+    rgb = decoded.rgb
+    width, height = rgb.size
+    short = min(width, height)
+    if (width, height) != (side, side):
+        left, top = (width - short) / 2, (height - short) / 2
+        box = (left, top, left + short, top + short)
+        rgb = rgb.resize((side, side), Image.Resampling.BILINEAR, box=box)
+    return _upright(rgb, decoded.turn)
+
+
+def _whole(decoded: _Decoded, short: int) -> Bytes:
+    # Lanczos keeps the detail that crops are to show; bilinear would take a tenth of it.
+    rgb, size = decoded.rgb, stored_size(decoded.size, short)
+    if rgb.size != size:
+        rgb = rgb.resize(size, Image.Resampling.LANCZOS)
+    return _upright(rgb, decoded.turn)
+
+
+def read_image(path: str, side: int, short: int = 0) -> Bytes:  # -> [3,side,side]
     """The central square of an image file, upright, in RGB, at `side` x `side` pixels.
 
     Bilinear with antialiasing, as `torchvision.transforms.Resize`. A JPEG at least four times too
-    large is decoded by libjpeg at 1/2, 1/4 or 1/8 of its size, never below twice `side`, and
-    resampled from there: large photos decode several times faster, and a smooth one differs by
-    less than one grey level on average.
+    large is decoded by libjpeg at 1/2, 1/4 or 1/8 of its size, never below twice `side` (or
+    `short`: the bits are then those of `read_both`), and resampled from there: large photos decode
+    several times faster, and a smooth one differs by less than one grey level on average.
 
     >>> import os, tempfile
     >>> from PIL import Image
@@ -88,20 +215,32 @@ def read_image(path: str, side: int) -> npt.NDArray[np.uint8]:  # -> [3,side,sid
     >>> pixels.shape, pixels[:, 0, 0].tolist()
     ((3, 8, 8), [255, 0, 0])
     """
+    with _decoded(path, max(side, short)) as decoded:
+        return _square(decoded, side)
+
+
+def read_picture(path: str, side: int, short: int) -> Bytes:  # -> [3,h,w]
+    """The whole picture, upright, in RGB, its shorter side at most `short` pixels."""
+    with _decoded(path, max(side, short)) as decoded:
+        return _whole(decoded, short)
+
+
+def read_both(path: str, side: int, short: int) -> tuple[Bytes, Bytes]:
+    """`read_image` and `read_picture` from one decoding."""
+    with _decoded(path, max(side, short)) as decoded:
+        return _square(decoded, side), _whole(decoded, short)
+
+
+def read_size(path: str) -> Size:
+    """Width and height from the file's header; a turned picture's are not exchanged."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise OSError("not a regular file")
     with Image.open(path, formats=_FORMATS) as image:
-        image.draft(image.mode, (2 * side, 2 * side))  # does nothing unless it is a JPEG
-        ImageOps.exif_transpose(image, in_place=True)
-        rgb = _to_rgb(image)
-    width, height = rgb.size
-    short = min(width, height)
-    if (width, height) != (side, side):
-        left, top = (width - short) / 2, (height - short) / 2
-        box = (left, top, left + short, top + short)
-        rgb = rgb.resize((side, side), Image.Resampling.BILINEAR, box=box)
-    return np.asarray(rgb).transpose(2, 0, 1)
+        return image.size
 
 
-def _reason(path: str, error: Exception) -> str:
+def why_unreadable(path: str, error: Exception) -> str:
+    """One phrase for what a reader raised."""
     if isinstance(error, FileNotFoundError):
         return "no such file (a broken link?)"
     if isinstance(error, PermissionError):
@@ -109,128 +248,3 @@ def _reason(path: str, error: Exception) -> str:
     if isinstance(error, UnidentifiedImageError):
         return "empty file" if os.path.getsize(path) == 0 else "not an image of a known format"
     return str(error) or type(error).__name__
-
-
-def try_read(path: str, side: int) -> npt.NDArray[np.uint8] | str:
-    """`read_image`, or one phrase that says why the file cannot be read.
-
-    >>> try_read("/nowhere/a.png", 8)
-    'no such file (a broken link?)'
-    """
-    try:
-        return read_image(path, side)
-    except Exception as error:  # PIL's readers raise nearly every type on damaged files
-        return _reason(path, error)
-
-
-def _run(
-    work: Callable[[int], str | None],
-    count: int,
-    *,
-    workers: int,
-    title: str | None,
-) -> dict[int, str]:
-    """`work(0..count-1)` on threads under a progress bar; {number: reason} of those that failed."""
-
-    def some(start: int) -> list[str | None]:
-        return [work(i) for i in range(start, min(start + _FILES_PER_TASK, count))]
-
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    bar = Progress(
-        *columns,
-        TimeRemainingColumn(),
-        console=console,
-        transient=console.is_terminal,  # a log keeps the line
-        disable=title is None,
-    )
-    Image.init()  # registers readers: not safe to happen in several threads at once
-    pool = ThreadPoolExecutor(workers)
-    failed: dict[int, str] = {}
-    try:
-        with warnings.catch_warnings(), bar:
-            warnings.simplefilter("ignore")  # PIL warns of odd metadata; what matters raises
-            task = bar.add_task(title or "", total=count)
-            results = pool.map(some, range(0, count, _FILES_PER_TASK))
-            for chunk, reasons in enumerate(results):
-                first = chunk * _FILES_PER_TASK
-                failed |= {first + k: r for k, r in enumerate(reasons) if r is not None}
-                bar.advance(task, len(reasons))
-    finally:
-        pool.shutdown(cancel_futures=True)  # Ctrl-C must not wait for the rest of the folder
-    return failed
-
-
-def decode_files(
-    paths: Sequence[str], side: int, *, workers: int, title: str | None = None
-) -> tuple[Tensor, dict[int, str]]:
-    """All readable files as one uint8 tensor [M,3,side,side], and {number: reason} of the others.
-
-    Row k is the k-th readable file; with `title` a progress bar is shown on stderr.
-
-    >>> images, failed = decode_files(["/nowhere/a.png"], 8, workers=1)
-    >>> images.shape, failed
-    (torch.Size([0, 3, 8, 8]), {0: 'no such file (a broken link?)'})
-    """
-    images = torch.empty(len(paths), 3, side, side, dtype=torch.uint8)
-    rows: npt.NDArray[Any] = images.numpy()
-
-    def work(i: int) -> str | None:
-        pixels = try_read(paths[i], side)
-        if isinstance(pixels, str):
-            return pixels
-        rows[i] = pixels
-        return None
-
-    failed = _run(work, len(paths), workers=workers, title=title)
-    if failed:
-        images = _close_gaps(images, [i for i in range(len(paths)) if i not in failed])
-    return images, failed
-
-
-def _close_gaps(images: Tensor, keep: list[int], chunk: int = 1024) -> Tensor:
-    """Rows `keep` (ascending) moved to the front in place: a copy might not fit in memory."""
-    for start in range(0, len(keep), chunk):
-        part = keep[start : start + chunk]
-        images[start : start + len(part)] = images[part]  # reads at or behind what it writes
-    return images[: len(keep)]
-
-
-def check_files(paths: Sequence[str], *, workers: int, title: str | None = None) -> dict[int, str]:
-    """{number: reason} of the files that `read_image` cannot read.
-
-    Each file is decoded to one pixel (a JPEG at 1/8 of its size), since a truncated JPEG passes
-    PIL's `verify`; so a set holds the same items whether it is resident or streamed.
-
-    >>> check_files(["/nowhere/a.png"], workers=1)
-    {0: 'no such file (a broken link?)'}
-    """
-
-    def work(i: int) -> str | None:
-        pixels = try_read(paths[i], 1)
-        return pixels if isinstance(pixels, str) else None
-
-    return _run(work, len(paths), workers=workers, title=title)
-
-
-def common_short_side(paths: Iterable[str]) -> int | None:
-    """The shorter side that all files share, from their headers; None if two differ.
-
-    Stops at the first that differs. Unreadable files say nothing.
-
-    >>> common_short_side(["/nowhere/a.png"]) is None
-    True
-    """
-    common: int | None = None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for path in paths:
-            try:
-                with Image.open(path, formats=_FORMATS) as image:
-                    side = min(image.size)
-            except Exception:  # counted and named when it is decoded
-                continue
-            if common is not None and side != common:
-                return None
-            common = side
-    return common

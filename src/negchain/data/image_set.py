@@ -3,14 +3,18 @@
 A position 0..M-1 is an item's place in the sorted order of the set's names (source after source),
 the integer that chains, caches and the data order refer to. Two forms, one interface:
 
-Resident    all pixels as one uint8 tensor [M,C,H,W]; the trainer moves it to its device.
-Streamed    paths only; `fetch` decodes now, `stream_batches` decodes ahead in DataLoader workers.
+Resident    all pixels in memory; the trainer moves what crops are cut from to its device.
+Streamed    paths only; decoded when asked for, or ahead by `stream_batches` in DataLoader workers.
 
-Letters in shapes: M items, T batches, B rows of a batch, C channels, H x W pixels.
+An item has two faces. `fetch` gives its *square*, side x side pixels, which is evaluated and shown.
+`pictures` gives what random crops are cut from: the whole picture in its own proportions, or the
+square where there is nothing more to it (digits, CIFAR-10, STL-10).
+
+Letters in shapes: M items, T batches, B rows of a batch, C channels, S the side.
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -19,7 +23,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from negchain.data.decode import num_cores, try_read
+from negchain.augment.pictures import Images, Pictures
+from negchain.data.decode import Bytes, num_cores, read_image, read_picture, why_unreadable
+from negchain.data.printable import printable
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,16 +45,21 @@ class ImageSet:
     labels: Tensor | None
     """int64 [M], -1 where an item has no label; None when no item has one."""
     images: Tensor | None
-    """uint8 [M,C,H,W] on the CPU; None when the set is streamed."""
+    """The squares, uint8 [M,C,S,S] on the CPU; None when the set is streamed."""
     paths: tuple[str, ...] | None = None
     """Where the files are, when the set is streamed."""
     side: int = 0
-    """Height and width that streamed files are decoded to."""
+    """S, when the set is streamed."""
+    whole: Images | None = None
+    """The whole pictures, when the set is resident and they are more than the squares."""
+    short: int = 0
+    """Shorter side up to which streamed pictures are decoded whole; 0: only squares are."""
 
     def __post_init__(self) -> None:
         """Checks that the parts are of one length."""
         items = self.images if self.images is not None else self.paths
         assert items is not None and len(items) == len(self.names)
+        assert self.whole is None or len(self.whole) == len(self.names)
         assert self.labels is None or self.labels.shape == (len(self.names),)
 
     def __len__(self) -> int:
@@ -67,45 +78,62 @@ class ImageSet:
 
     @property
     def size(self) -> tuple[int, int]:
-        """(H, W) in pixels."""
+        """(S, S): height and width of the squares."""
         if self.images is None:
             return self.side, self.side
         return self.images.shape[2], self.images.shape[3]
 
-    def fetch(self, positions: Tensor) -> Tensor:  # int64 [B] -> uint8 [B,C,H,W]
-        """The images at `positions`, in that order: by indexing, or decoded now on all cores."""
+    @property
+    def table(self) -> Images | None:
+        """All that crops are cut from; None when the set is streamed."""
+        return self.images if self.whole is None else self.whole
+
+    def fetch(self, positions: Tensor) -> Tensor:  # int64 [B] -> uint8 [B,C,S,S]
+        """The squares at `positions`, in that order: by indexing, or decoded now on all cores."""
         if self.images is not None:
             return self.images[positions]
-        wanted: list[int] = positions.tolist()
-        with warnings.catch_warnings(), ThreadPoolExecutor(num_cores()) as pool:
-            warnings.simplefilter("ignore")  # PIL warns of odd metadata; what matters raises
-            decoded = list(pool.map(self._decode, wanted))
-        return _stack(decoded, self.side)
+        return _stack(self._decode_all(positions, whole=False), self.side)
+
+    def pictures(self, positions: Tensor) -> Images:  # int64 [B] -> B of them
+        """What crops of the items at `positions` are cut from."""
+        if self.table is not None:
+            return self.table[positions]
+        if not self.short:
+            return self.fetch(positions)
+        return Pictures.pack(self._decode_all(positions, whole=True))
 
     def select(self, positions: Tensor) -> "ImageSet":  # int64 [N], ascending
         """The items at `positions` as a set of its own; shares memory when they are consecutive."""
         rows: list[int] = positions.tolist()
-        images = self.images
-        if images is not None:
-            consecutive = bool(rows) and rows == list(range(rows[0], rows[0] + len(rows)))
-            images = images[rows[0] : rows[0] + len(rows)] if consecutive else images[positions]
+        consecutive = bool(rows) and rows == list(range(rows[0], rows[0] + len(rows)))
+        chosen = slice(rows[0], rows[0] + len(rows)) if consecutive else positions
+        whole = None if self.whole is None else self.whole[chosen]
         return ImageSet(
             names=tuple(self.names[i] for i in rows),
             labels=None if self.labels is None else self.labels[positions],
-            images=images,
+            images=None if self.images is None else self.images[chosen],
             paths=None if self.paths is None else tuple(self.paths[i] for i in rows),
             side=self.side,
+            whole=whole.trimmed() if isinstance(whole, Pictures) else whole,
+            short=self.short,
         )
 
-    def _decode(self, position: int) -> Tensor:
+    def _decode_all(self, positions: Tensor, whole: bool) -> list[Tensor]:
+        with warnings.catch_warnings(), ThreadPoolExecutor(num_cores()) as pool:
+            warnings.simplefilter("ignore")  # PIL warns of odd metadata; what matters raises
+            return list(pool.map(lambda p: self._decode(p, whole), positions.tolist()))
+
+    def _decode(self, position: int, whole: bool) -> Tensor:
         assert self.paths is not None
-        pixels = try_read(self.paths[position], self.side)
-        if isinstance(pixels, str):
+        path = self.paths[position]
+        read: Callable[[str, int, int], Bytes] = read_picture if whole else read_image
+        try:
+            return torch.from_numpy(np.ascontiguousarray(read(path, self.side, self.short)))
+        except Exception as error:  # PIL's readers raise nearly every type on damaged files
             raise ValueError(
-                f"{self.paths[position]} was readable when the run began and is not now "
-                f"({pixels}); restore the file, or start a new run without it"
-            )
-        return torch.from_numpy(np.ascontiguousarray(pixels))
+                f"{printable(path)} was readable when the run began and is not now "
+                f"({why_unreadable(path, error)}); restore the file, or start a new run without it"
+            ) from error
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,9 +159,13 @@ class DataBundle:
     skipped: tuple[tuple[str, str], ...]
     """(file, reason) of the unreadable files, which have no position."""
     fingerprint: str
-    """16 hexadecimal digits of a hash over names, file sizes and decoded size."""
+    """16 hexadecimal digits of a hash over names, file sizes, decoded size and what is held out."""
     notes: tuple[str, ...] = ()
     """Sentences for the user about what was decided or left out."""
+    unprobed: str = "the data has no labels"
+    """Why nothing is probed, where `labelled` is false."""
+    held_out: int = 0
+    """How many items of `test` were held out of the training pictures: there was no test split."""
 
     @property
     def labelled(self) -> bool:
@@ -146,8 +178,8 @@ def _stack(decoded: list[Tensor], side: int) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class _Batches(Dataset[Tensor | str]):
-    """Item t is batch t, whole: uint8 [B,C,H,W], or the sentence of the error that stops it."""
+class _Batches(Dataset[Images | str]):
+    """Item t is batch t, whole: what `pictures` gives, or the sentence of the error that stops."""
 
     image_set: ImageSet
     positions: Tensor  # [T,B]
@@ -155,20 +187,21 @@ class _Batches(Dataset[Tensor | str]):
     def __len__(self) -> int:
         return len(self.positions)
 
-    def __getitem__(self, t: int) -> Tensor | str:
+    def __getitem__(self, t: int) -> Images | str:
+        images, whole = self.image_set, bool(self.image_set.short)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                decoded = [self.image_set._decode(int(p)) for p in self.positions[t]]
+                decoded = [images._decode(int(p), whole) for p in self.positions[t]]
         except ValueError as error:  # a DataLoader would wrap it in a page of traceback
             return str(error)
-        return _stack(decoded, self.image_set.side)
+        return Pictures.pack(decoded) if whole else _stack(decoded, images.side)
 
 
 def stream_batches(
     image_set: ImageSet, positions: Tensor, num_workers: int | None = None, pin: bool = False
-) -> Iterator[Tensor]:  # positions int64 [T,B] -> T times uint8 [B,C,H,W]
-    """The batches whose rows `positions` names, in exactly that order, decoded ahead.
+) -> Iterator[Images]:  # positions int64 [T,B] -> T times B images
+    """What crops are cut from, in the batches that `positions` names, in that order.
 
     There is no state: to go on at step t, pass `positions[t:]`. A resident set is indexed.
     Otherwise each of `num_workers` processes (None: one per core; 0: none, decode here) decodes
@@ -181,10 +214,10 @@ def stream_batches(
     """
     if image_set.resident:
         for row in positions:
-            yield image_set.fetch(row)
+            yield image_set.pictures(row)
         return
     workers = num_cores() if num_workers is None else num_workers
-    loader: DataLoader[Tensor | str] = DataLoader(
+    loader: DataLoader[Images | str] = DataLoader(
         _Batches(image_set, positions),
         batch_size=None,
         num_workers=min(workers, len(positions)),

@@ -1,7 +1,8 @@
 """`load_data`: from what the user writes after `--data` to image sets.
 
 Built in    digits (scikit-learn, nothing to download), cifar10, stl10 (torchvision).
-A folder    see `negchain.data.folder` for the layouts.
+A folder    see `negchain.data.scan` for the layouts.
+A table     a CSV file with the columns `path` and `label`.
 Several     `A,B`: pretraining on all of them, positions running source after source; probes use
             the labels of the first source that has them.
 
@@ -25,15 +26,14 @@ from torchvision.datasets import (  # type: ignore[import-untyped,unused-ignore]
 )
 from torchvision.transforms.v2 import functional as tvf  # type: ignore[import-untyped,unused-ignore]
 
-from negchain.data.decode import common_short_side, num_cores
-from negchain.data.folder import (
-    FolderScan,
-    fingerprint,
-    labelled_part,
-    load_folder,
-    scan_folder,
-)
+from negchain.augment.pictures import Images, Pictures, joined
+from negchain.data.decode import Size, num_cores
+from negchain.data.files import read_sizes
+from negchain.data.folder import fingerprint, labelled_part, load_folder
 from negchain.data.image_set import DataBundle, ImageSet
+from negchain.data.printable import printable
+from negchain.data.scan import Scan, scan_csv, scan_folder
+from negchain.data.storage import TIMES, choose
 
 BUILT_IN = {"digits": 8, "cifar10": 32, "stl10": 96}
 """Built-in sets and the side in pixels they are stored at unless `image_size` says otherwise."""
@@ -53,19 +53,23 @@ def load_data(
     download: bool = False,
     strict: bool = False,
     resident_bytes: int = 8 << 30,
+    holdout: float = 0.2,
     num_workers: int | None = None,
     progress: bool = True,
 ) -> DataBundle:
-    """The image sets that `data` names: `digits`, `cifar10`, `stl10`, a folder, or `A,B,...`.
+    """The image sets that `data` names: a built-in set, a folder, a CSV file, or `A,B,...`.
 
     Args:
         data: names and folders, with commas between several.
-        image_size: side in pixels. None: what a built-in set has; for folders the shorter side
-            that all images share, at most 224, or 96 if they differ (`notes` then says so).
+        image_size: side in pixels of what the encoder sees. None: what a built-in set has; for
+            folders the shorter side that all images share, at most 224, or 96 if they differ
+            (`notes` then says so).
         root: where cifar10 and stl10 are kept.
         download: fetch cifar10 or stl10 if `root` has not got them.
         strict: refuse unreadable files instead of leaving them out.
-        resident_bytes: decoded sets of more bytes than this are streamed.
+        resident_bytes: how much the pictures may take; decides at which size they are kept, and
+            whether they are streamed (see `negchain.data.storage`).
+        holdout: share of each class held out to test probes, where there is no test split.
         num_workers: threads that decode; None: one per core.
         progress: show a bar with the remaining time on stderr.
 
@@ -79,38 +83,61 @@ def load_data(
     if image_size is not None and image_size < 1:
         raise ValueError(f"image_size must be at least 1 pixel, got {image_size}; leave it out")
     entries = named_sources(data)
-    scans = {entry: scan_folder(entry) for entry in entries if entry not in BUILT_IN}
-    side, notes = (image_size, ()) if image_size is not None else _default_side(entries, scans)
-    resident = _fits(entries, scans, side, resident_bytes)
     workers = num_cores() if num_workers is None else max(1, num_workers)
+    scans = {
+        entry: scan_folder(entry, holdout) if Path(entry).is_dir() else scan_csv(entry, holdout)
+        for entry in entries
+        if entry not in BUILT_IN
+    }
+    sizes = {entry: _sizes(scan, workers, progress) for entry, scan in scans.items()}
+    known = [size for found in sizes.values() for size in found]
+    side, notes = (image_size, ()) if image_size is not None else _default_side(entries, known)
+    storage = choose(known, side, resident_bytes)
+    if not storage.resident and len(scans) < len(entries):
+        raise ValueError(
+            f"built-in sets are kept in memory and {len(known)} images of {side} px exceed the "
+            f"{resident_bytes} bytes allowed; lower --image-size, or give folders alone"
+        )
 
     def load(entry: str) -> DataBundle:
         if entry in BUILT_IN:
             return _LOADERS[entry](side, Path(root), download)
         return load_folder(
             scans[entry],
-            side=side,
-            resident=resident,
+            sizes[entry],
+            storage,
             strict=strict,
             workers=workers,
             progress=progress,
         )
 
     bundle = _combine(entries, [load(entry) for entry in entries])
-    return replace(bundle, notes=notes + bundle.notes)
+    said = (storage.note,) if storage.note else ()
+    return replace(bundle, notes=notes + said + bundle.notes)
+
+
+def _sizes(scan: Scan, workers: int, progress: bool) -> list[Size]:
+    paths = [file.path for file in scan.pretrain + scan.test]
+    title = f"measuring {printable(Path(scan.root).name)}" if progress else None
+    return read_sizes(paths, workers=workers, title=title)
 
 
 def named_sources(data: str) -> list[str]:
-    """The sources `data` names; a folder whose own name has a comma is one source."""
-    parts = [data] if Path(data).is_dir() else [part.strip() for part in data.split(",")]
+    """The sources `data` names; a folder or file whose own name has a comma is one source."""
+    parts = [data] if Path(data).exists() else [part.strip() for part in data.split(",")]
     names = ", ".join(BUILT_IN)
     for part in parts:
         if part in BUILT_IN or (part and Path(part).is_dir()):
             continue
         if Path(part).is_file():
-            raise ValueError(f"--data needs a folder, and {part!r} is a file; unpack it first")
+            if Path(part).suffix.lower() == ".csv":
+                continue
+            raise ValueError(
+                f"--data needs a folder or a .csv with path,label, and {part!r} is another file; "
+                "unpack it first"
+            )
         near = difflib.get_close_matches(part, [*BUILT_IN, *_siblings(part)], 1)
-        hint = f"did you mean {near[0]}?" if near else "check the spelling of the path"
+        hint = f"did you mean {printable(near[0])}?" if near else "check the spelling of the path"
         raise ValueError(f"--data {part!r} is neither a folder nor one of {names}; {hint}")
     twice = sorted({part for part in parts if parts.count(part) > 1})
     if twice:
@@ -126,37 +153,18 @@ def _siblings(part: str) -> list[str]:
     return [str(parent / entry.name) for entry in parent.iterdir() if entry.is_dir()]
 
 
-def _default_side(
-    entries: Sequence[str], scans: dict[str, FolderScan]
-) -> tuple[int, tuple[str, ...]]:
+def _default_side(entries: Sequence[str], sizes: Sequence[Size]) -> tuple[int, tuple[str, ...]]:
     """(side, notes): what all sources share, or `MIXED_SIDE`."""
     sides = {BUILT_IN[entry] for entry in entries if entry in BUILT_IN}
-    paths = [file.path for scan in scans.values() for file in scan.pretrain + scan.test]
-    common = common_short_side(paths) if paths else None
-    if common is not None:
-        sides.add(common)
-    if len(sides) == 1 and (common is not None or not paths):
+    sides |= {min(size) for size in sizes if size != (0, 0)}
+    if len(sides) == 1:
         side = sides.pop()
         if side <= LARGEST_COMMON_SIDE:
             return side, ()
-        note = f"images of {side} px are read at {LARGEST_COMMON_SIDE} px"
+        note = f"images of {side} px are seen at {LARGEST_COMMON_SIDE} px"
         return LARGEST_COMMON_SIDE, (f"{note}; --image-size sets another side",)
-    note = f"images of different sizes are read at {MIXED_SIDE} px; --image-size sets another side"
+    note = f"images of different sizes are seen at {MIXED_SIDE} px; --image-size sets another side"
     return MIXED_SIDE, (note,)
-
-
-def _fits(
-    entries: Sequence[str], scans: dict[str, FolderScan], side: int, resident_bytes: int
-) -> bool:
-    """Whether the folders are decoded into memory; built-in sets always are."""
-    count = sum(len(scan.pretrain) + len(scan.test) for scan in scans.values())
-    fits = count * 3 * side * side <= resident_bytes
-    if not fits and len(scans) < len(entries):
-        raise ValueError(
-            f"built-in sets are kept in memory and {count} images of {side} px exceed the "
-            f"{resident_bytes} bytes allowed; lower --image-size, or give folders alone"
-        )
-    return fits
 
 
 def _built_in(
@@ -166,13 +174,18 @@ def _built_in(
     classes: Sequence[str],
     side: int,
 ) -> DataBundle:
+    native = pretrain[2].shape[-1]
+    short = 0 if native == side else min(native, TIMES[0] * side)
+
     def image_set(names: Sequence[str], labels: Tensor, pixels: Tensor) -> ImageSet:
-        return ImageSet(tuple(f"{name}/{n}" for n in names), labels, _resize(pixels, side))
+        full_names = tuple(f"{name}/{n}" for n in names)
+        whole = _resize(pixels, short) if short else None
+        return ImageSet(full_names, labels, _resize(pixels, side), whole=whole)
 
     sets = [image_set(*pretrain), image_set(*test)]
     num_bytes = pretrain[2][0].numel()
     items = [[(item, num_bytes) for item in part.names] for part in sets]
-    shape = (sets[0].channels, side, side)
+    shape = (sets[0].channels, side, side, *([short] if short else ()))
     return DataBundle(
         name=name,
         pretrain=sets[0],
@@ -301,13 +314,21 @@ def _combine(entries: Sequence[str], bundles: Sequence[DataBundle]) -> DataBundl
         skipped=tuple((f"{prefix}{file}", why) for b, prefix in pairs for file, why in b.skipped),
         fingerprint=fingerprint(prints, [], (channels, *pretrain.size)),
         notes=tuple(f"{prefix} {note}" for b, prefix in pairs for note in b.notes),
+        unprobed=ranked[0].unprobed,
+        held_out=0 if probed is None else probed.held_out,
     )
 
 
 def _adapt(part: ImageSet, prefix: str, channels: int) -> ImageSet:
     """`part` under its source's name, grey repeated to RGB where another source is RGB."""
     images = None if part.images is None else part.images.expand(-1, channels, -1, -1)
-    return replace(part, names=tuple(prefix + name for name in part.names), images=images)
+    whole = part.whole
+    if isinstance(whole, Pictures):
+        whole = whole if whole.channels == channels else whole.in_colour()
+    elif whole is not None:
+        whole = whole.expand(-1, channels, -1, -1)
+    names = tuple(prefix + name for name in part.names)
+    return replace(part, names=names, images=images, whole=whole)
 
 
 def _concatenate(parts: Sequence[ImageSet]) -> ImageSet:
@@ -324,4 +345,14 @@ def _concatenate(parts: Sequence[ImageSet]) -> ImageSet:
         images=torch.cat(images) if images else None,
         paths=None if images else tuple(path for part in parts for path in part.paths or ()),
         side=parts[0].side,
+        whole=_whole_of(parts),
+        short=parts[0].short,
     )
+
+
+def _whole_of(parts: Sequence[ImageSet]) -> Images | None:
+    """What crops of all parts are cut from; None where that is the squares."""
+    if all(part.whole is None for part in parts):
+        return None
+    tables = [part.table for part in parts if part.table is not None]
+    return joined([t if isinstance(t, Pictures) else Pictures.of(t) for t in tables])

@@ -1,18 +1,41 @@
 """The losses: modules with state, made of `negchain.weights` and the one objective.
 
-| file | loss |
+| file | what |
 |---|---|
 | `softmax.py` | `InfoNCELoss`, `DCLLoss` |
 | `sogclr.py` | `SogCLRLoss` |
 | `negative_cache.py` | `NegativeCacheLoss` |
 | `emc2.py` (`chains.py` its state, `walk.py` one visit) | `EMC2Loss` |
-| `table.py` | the stale table two of them share |
-| `base.py`, `batch.py` | what all of them share |
+| `streaming.py` | `StreamingEMC2Loss`, for batches of thousands |
+| `settings.py` | how chains move, where proposals come from |
+| `request.py` | what a loss wants encoded |
+| `table.py` | the stale table of informed proposals and Negative Cache |
+| `base.py`, `batch.py`, `state.py` | what all of them share |
 """
 
+from negchain.losses.base import ContrastiveLoss
 from negchain.losses.emc2 import EMC2Loss
 from negchain.losses.negative_cache import NegativeCacheLoss
+from negchain.losses.request import Request, Want
+from negchain.losses.settings import ISIR, MH, Given, InBatch, Informed, Uniform
 from negchain.losses.softmax import DCLLoss, InfoNCELoss
 from negchain.losses.sogclr import SogCLRLoss
+from negchain.losses.streaming import StreamingEMC2Loss
 
-__all__ = ["DCLLoss", "EMC2Loss", "InfoNCELoss", "NegativeCacheLoss", "SogCLRLoss"]
+__all__ = [
+    "ISIR",
+    "MH",
+    "ContrastiveLoss",
+    "DCLLoss",
+    "EMC2Loss",
+    "Given",
+    "InBatch",
+    "InfoNCELoss",
+    "Informed",
+    "NegativeCacheLoss",
+    "Request",
+    "SogCLRLoss",
+    "StreamingEMC2Loss",
+    "Uniform",
+    "Want",
+]

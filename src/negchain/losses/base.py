@@ -1,113 +1,110 @@
-"""What all losses share: settings, laying out a batch, reporting, loading state.
+"""What all losses share: settings, what they want encoded, laying out a batch, reporting.
 
-A loss module's `forward` always does the same things in the same order:
+A call of a loss always does the same things in the same order:
 
-    batch, sides = self._begin(...)            check and lay out; nothing has changed yet
-    estimate     = ...                          this method's pure functions of `negchain.weights`
-    value        = contrastive_objective(...)   the one equation
-    write_rows(...)                             the only place where state changes
-    return self._finish(...)                    mean over sides; numbers for `info`
+    requests   what it wants encoded is there, and belongs to this call
+    batch      checked and laid out as sides; nothing has changed yet
+    estimate   this method's pure functions of `negchain.weights`       `_weigh`, one per method
+    value      the one equation, `negchain.objective`
+    state      the only place where it changes
 
 Shapes: `B` batch, `N` rows, `K` columns, `D` embedding.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from negchain import draws
 from negchain.losses.batch import (
     Batch,
     Drawn,
     Draws,
+    Ids,
     Views,
-    as_embedding,
+    as_ids,
+    check_answer,
     check_batch,
+    is_traced,
     lay_out,
     per_side,
 )
+from negchain.losses.columns import popularity, with_draw
+from negchain.losses.request import Encode, Part, Request, Want
+from negchain.losses.settings import Given, InBatch, Informed, Proposals, Uniform
+from negchain.losses.state import Stateful
+from negchain.losses.table import Tables
 from negchain.objective import Denominator, Estimate, contrastive_objective
-from negchain.pool import Draw, Side, matches
+from negchain.pool import Draw, Side
 
-Method = TypeVar("Method", bound=Callable[..., Tensor])
-
-
-def full_precision(method: Method) -> Method:
-    """Run a method outside autocast: scores are float32 or better, whatever the encoder's type."""
-
-    @functools.wraps(method)
-    def wrapped(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-        with torch.autocast(next(self.buffers()).device.type, enabled=False):
-            return method(self, *args, **kwargs)
-
-    return cast(Method, wrapped)
+Report = dict[str, list[Tensor]]
 
 
-OTHER_STATE = (
-    "this is the state of a loss for another data set, or with other settings; build the loss as "
-    "it was built when the state was saved, or start without it"
-)
+@dataclass(frozen=True)
+class Call:
+    """The arguments of one call of a loss."""
+
+    z_a: Tensor
+    z_b: Tensor
+    index: Ids | None
+    key_index: Ids | None = None
+    known: Ids | None = None
+    augmentation: tuple[Tensor, Tensor] | None = None
+    draw: Draws | None = None
+    drawn: Drawn | None = None
 
 
-class LazyState(nn.Module):
-    """A module with buffers whose last dimension is 0 until the first batch gives their width."""
+class ContrastiveLoss(Stateful):
+    """Abstract base of the losses; docs/own_method.md makes one.
 
-    _lazy_buffers: tuple[str, ...] = ()
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        """Give waiting buffers the width they were saved with."""
-        for name in self._buffers.keys() & set(self._lazy_buffers):
-            saved, buffer = state_dict.get(prefix + name), getattr(self, name)
-            if saved is None or saved.shape == buffer.shape:
-                continue
-            waiting = 0 in (saved.shape[-1], buffer.shape[-1])
-            if waiting and saved.shape[:-1] == buffer.shape[:-1]:
-                setattr(self, name, buffer.new_zeros(saved.shape))
-        errors: list[str] = args[-1]
-        known = len(errors)
-        super()._load_from_state_dict(state_dict, prefix, *args)
-        if len(errors) > known and OTHER_STATE not in errors:
-            errors.append(OTHER_STATE)
-
-
-class ContrastiveLoss(LazyState):
-    """Abstract base of the losses; see `negchain.EMC2Loss` and its siblings."""
+    A method implements `_loss(call, requests)`: the loss of a batch, []. What it wants encoded
+    beyond draws from `proposals` it adds in `_parts` (before the batch is encoded) or
+    `_parts_given` (after).
+    """
 
     __call__: Callable[..., Tensor]
-    step: Tensor
-    _faults: Tensor
+    step: Tensor  # [] calls in training mode
+    faults: Tensor  # [3] samples not finite, samples out of range, rows without negatives
+    key_counts: Tensor  # [num_keys + 1] how often each key was a positive, and the sum
 
     def __init__(
         self,
+        num_samples: int | None,
         beta: float | Tensor,
         *,
-        views: Views,
-        symmetric: bool,
-        denominator: Denominator,
-        num_samples: int | None,
-        num_keys: int | None,
-        normalize: bool,
+        views: Views = "shared",
+        symmetric: bool = True,
+        denominator: Denominator = "negatives",
+        proposals: Proposals | None = None,
+        num_keys: int | None = None,
+        key_counts: Tensor | None = None,
+        normalize: bool = True,
         seed: int = 0,
+        dim: int | None = None,
+        ids_per_item: int = 1,
     ) -> None:
         super().__init__()
         one_of("views", views, ("shared", "paired"))
         one_of("denominator", denominator, ("negatives", "all"))
+        if isinstance(beta, Tensor) and not beta.requires_grad:
+            beta = float(beta)
         if not isinstance(beta, Tensor) and not 0 < beta < math.inf:
             raise ValueError(f"beta (1 / temperature) must be positive and finite, got {beta}")
         if num_samples is not None and num_samples < (2 if num_keys is None else 1):
             raise ValueError(
                 f"num_samples must be at least 2, got {num_samples}: one sample has no negative"
             )
-        if num_keys is not None and (views != "paired" or num_keys < 2):
+        if num_keys is not None and (views != "paired" or num_keys < 2 or num_samples is None):
             raise ValueError(
-                "num_keys (the size of a corpus of keys) needs views='paired' and at least 2 keys, "
-                f"got num_keys={num_keys} and views={views!r}"
+                "num_keys (the size of a corpus of keys) needs num_samples, views='paired' and at "
+                f"least 2 keys, got num_keys={num_keys}, num_samples={num_samples} and "
+                f"views={views!r}"
             )
         # a Parameter is registered by nn.Module, and may be learned; a number may be numpy's
         self.beta = beta if isinstance(beta, Tensor) else float(beta)
@@ -115,13 +112,31 @@ class ContrastiveLoss(LazyState):
         # A corpus of keys has no anchors of its own to run the other direction from.
         self.symmetric = symmetric and num_keys is None
         self.denominator: Denominator = denominator
+        self.proposals: Proposals = proposals or InBatch()
         self.num_samples = num_samples
         self.num_keys = num_keys
         self.normalize = normalize
         self.seed = seed
-        self.register_buffer("step", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("_faults", torch.zeros(2, dtype=torch.int64), persistent=False)
+        self.ids_per_item = ids_per_item
+        if num_samples is None and not isinstance(self.proposals, (InBatch, Given)):
+            raise ValueError(
+                f"proposals={self.proposals} draws from the data set; give its size, num_samples="
+            )
+        if isinstance(self.proposals, InBatch) and self.proposals.copies == 2 and views != "shared":
+            raise ValueError("InBatch(copies=2) is for the two views of views='shared'")
+        self._turn = 0
         self._info: Mapping[str, Tensor | Callable[[], Tensor]] = {}
+        self.add_state("step", torch.zeros((), dtype=torch.int64))
+        sizes = [num_samples or 0, num_keys or 0, ids_per_item]
+        self.add_state("sizes", torch.tensor(sizes, dtype=torch.int64))
+        self.add_state("faults", torch.zeros(3, dtype=torch.int64), saved=False)
+        self._counts_keys = num_keys is not None and key_counts is None
+        if num_keys is not None:
+            self.add_state("key_counts", _first_counts(key_counts, num_keys))
+        informed = isinstance(self.proposals, Informed)
+        self.tables = Tables(self.num_sides if informed else 0, self.num_ids or 0, dim)
+
+    # ------------------------------------------------------------------ sizes
 
     @property
     def num_sides(self) -> int:
@@ -134,156 +149,294 @@ class ContrastiveLoss(LazyState):
         return self.num_samples if self.num_keys is None else self.num_keys
 
     @property
-    def multiplicity(self) -> int:
-        """Negatives of the target that share one id: the two views of an item."""
-        return 2 if self.views == "shared" else 1
+    def num_ids(self) -> int | None:
+        """Ids a negative can have: one per position, or per stored augmentation of it."""
+        return None if self.num_positions is None else self.num_positions * self.ids_per_item
 
     @property
-    def info(self) -> dict[str, float]:
-        """Numbers about the last call as Python floats; reading them waits for the device.
+    def multiplicity(self) -> int:
+        """Negatives of the target that share one position: the two views of an item."""
+        return 2 if self.views == "shared" else 1
 
-        Every loss reports `effective_negatives` (mean over rows of 1 / sum of squared weights) and
-        `nonfinite_rows` (samples since the last reading); with a known data set size also
-        `global_loss`, the estimate of eq. (1).
+    # ------------------------------------------------------------------ what to encode
 
-        Raises:
-            ValueError: samples since the last reading had an index out of range. (On a CPU such a
-                batch is refused at once; on a GPU its rows change no state and are reported here.)
+    def request(
+        self,
+        index: Ids,
+        z_a: Tensor | None = None,
+        z_b: Tensor | None = None,
+        *,
+        key_index: Ids | None = None,
+        known: Ids | None = None,
+        augmentation: tuple[Tensor, Tensor] | None = None,
+        ahead: int = 0,
+    ) -> Request:
+        """What this loss wants encoded for a batch; changes nothing. See `negchain.Request`.
+
+        Args:
+            index: [B] data set positions of the batch.
+            z_a, z_b: [B, D] its embeddings. Without them: what is known before the batch is
+                encoded. With them: what depends on them.
+            key_index, known, augmentation: as in the call.
+            ahead: calls that come before the one this is for (a loader that prefetches).
         """
-        names, values = self.take_info()
-        return self.read_info(names, values.tolist())
+        device = self.step.device
+        if not isinstance(index, Tensor):
+            index = torch.as_tensor(index)
+        index = as_ids("index", index, len(index), device)
+        with torch.no_grad():
+            if z_a is None:
+                parts = self._parts(index, augmentation, self.step + ahead)
+            else:
+                call = Call(z_a, z_a if z_b is None else z_b, index, key_index, known, augmentation)
+                with torch.autocast(z_a.device.type, enabled=False):
+                    parts = self._parts_given(call)
+        return Request(self, index, self._turn + ahead, parts, given=z_a is not None)
 
-    def take_info(self) -> tuple[list[str], Tensor]:
-        """What `info` will say, still on the device: names, and values for `read_info`."""
-        values = [v() if callable(v) else v for v in self._info.values()]
-        numbers = torch.stack([*self._faults, *(value.detach() for value in values)])
-        self._faults.zero_()
-        return list(self._info), numbers
+    def _parts(
+        self, index: Tensor, augmentation: tuple[Tensor, Tensor] | None, step: Tensor
+    ) -> list[Part]:
+        """Before the batch is encoded: uniform draws, and the share of the tables that is due."""
+        parts = []
+        if isinstance(self.proposals, Uniform):
+            count = self.proposals.num or len(index)
+            for side in range(self.num_sides):
+                row = torch.full((1,), side, device=step.device)
+                u = draws.uniform(self.seed, step, draws.STREAM_PROPOSE, row, count, torch.float64)
+                assert self.num_ids is not None
+                bound = torch.full_like(u[0], self.num_ids, dtype=torch.int64)
+                ids = draws.integers_below(bound, u[0])
+                parts.append(Part("draw", side, Want(ids, _tower(side)), Draw(ids)))
+        for side, table in enumerate(self.tables):
+            ids = table.next_ids(self._refreshed())
+            if len(ids):
+                parts.append(Part("refresh", side, Want(ids, _tower(side), gradient=False)))
+        return parts
 
-    def read_info(self, names: list[str], values: list[float]) -> dict[str, float]:
-        """`info` from what `take_info` gave."""
-        nonfinite, out_of_range = map(float, values[:2])
-        if out_of_range:
-            raise ValueError(
-                f"index must hold data set positions below {self.num_samples}, but "
-                f"{out_of_range:.0f} since the last look at info did not; was the loss built for "
-                "another data set?"
+    def _refreshed(self) -> int:
+        """Keys of a table that are encoded anew per step."""
+        share = self.proposals.refresh if isinstance(self.proposals, Informed) else 0.0
+        return math.ceil(share * (self.num_ids or 0))
+
+    def _parts_given(self, call: Call) -> list[Part]:
+        """Once the batch is encoded: informed draws."""
+        if not isinstance(self.proposals, Informed):
+            return []
+        count = self.proposals.num or len(call.z_a)
+        parts = []
+        for number, side in enumerate(self._bare_sides(call)):
+            table, beta = self.tables[number], self._beta(side.queries)
+            ids, log_q = table.informed(
+                count, side, beta, self.proposals, (self.seed, self.step, number)
             )
-        return {**dict(zip(names, values[2:], strict=True)), "nonfinite_rows": nonfinite}
+            parts.append(Part("draw", number, Want(ids, _tower(number)), Draw(ids, log_q)))
+        return parts
 
-    def extra_repr(self) -> str:
-        """The settings, for `print(loss)`."""
-        beta = (
-            f"{float(self.beta.detach()):g} (learned)"
-            if isinstance(self.beta, Tensor)
-            else self.beta
-        )
-        return f"beta={beta}, views={self.views!r}, denominator={self.denominator!r}"
+    def _bare_sides(self, call: Call) -> list[Side]:
+        """The rows of a batch without columns, to draw for."""
+        batch = self._checked(call)
+        return self._sides(batch, use_batch=False)
 
-    def _begin(
+    def held(
+        self, index: Ids, augmentation: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, ...]:
+        """Ids of the negatives chains hold for a batch; nothing for a loss without chains."""
+        return ()
+
+    @torch.no_grad()
+    def fill(self, encode: Encode | tuple[Encode, Encode], chunk: int = 256) -> None:
+        """Encode every key once into the stale tables; nothing to do for a loss without one."""
+        of_anchors, of_keys = encode if isinstance(encode, tuple) else (encode, encode)
+        for number, table in enumerate(self.tables):
+            for ids in torch.split(torch.arange(table.size, device=self.step.device), chunk):
+                z = (of_keys if number == 0 else of_anchors)(ids)
+                table.refresh(ids, z, normalize=self.normalize)
+
+    # ------------------------------------------------------------------ the call
+
+    def forward(
         self,
         z_a: Tensor,
         z_b: Tensor,
-        index: Tensor | None,
-        key_index: Tensor | None,
-        known: Tensor | None,
+        index: Ids | None = None,
+        *requests: Request,
+        encode: Encode | tuple[Encode, Encode] | None = None,
+        key_index: Ids | None = None,
+        known: Ids | None = None,
+        augmentation: tuple[Tensor, Tensor] | None = None,
         draw: Draws | None = None,
         drawn: Drawn | None = None,
-        *,
-        key_ids: tuple[Tensor, ...] | None = None,
-        coin: Tensor | None = None,
-        ids_per_item: int = 1,
-        use_batch: bool = True,
-        quiet: bool = False,
-        items: slice = slice(None),
-    ) -> tuple[Batch, list[Side]]:
-        batch = check_batch(
-            z_a,
-            z_b,
-            index,
-            key_index,
-            known,
+    ) -> Tensor:
+        """The loss of a batch; call `.backward()` on it. In training mode its state moves on.
+
+        Args:
+            z_a: [B, D] embeddings of one view (or of the anchors).
+            z_b: [B, D] embeddings of the other view (or of the keys).
+            index: [B] data set positions; equal ids are never negatives of each other. None (for
+                losses built without num_samples): all different.
+            requests: what `request` handed out, answered.
+            encode: instead of requests: a function from positions [R] to embeddings [R, D] under
+                the current encoder; a pair (anchors', keys') for paired views in both directions.
+            key_index: [B] positions of z_b among the keys, with `num_keys`.
+            known: [B, L] further positives of each row, padded with -1: never its negatives. A
+                relation that holds both ways is given from both sides.
+            augmentation: with stored augmentations, which ones the two views are ([B] each).
+            draw, drawn: with proposals=Given(): the caller's draws and their embeddings.
+
+        Returns:
+            [] scalar with the value of an estimate of the global loss, and the method's gradient.
+        """
+        call = Call(z_a, z_b, index, key_index, known, augmentation, draw, drawn)
+        with torch.autocast(z_a.device.type, enabled=False):
+            if encode is not None:
+                requests = self._encoded(call, encode)
+            self._check(call, requests)
+            total = self._loss(call, requests)
+        if self.training:
+            self._turn += 1
+        return total
+
+    def _encoded(self, call: Call, encode: Encode | tuple[Encode, Encode]) -> tuple[Request, ...]:
+        """Both requests of a call, answered by `encode`."""
+        if call.index is None:
+            return ()
+        named = {"known": call.known, "augmentation": call.augmentation}
+        first = self.request(call.index, **named).encode(encode)  # type: ignore[arg-type]
+        second = self.request(
+            call.index,
+            call.z_a,
+            call.z_b,
+            key_index=call.key_index,
+            **named,  # type: ignore[arg-type]
+        )
+        return first, second.encode(encode)
+
+    def _check(self, call: Call, requests: Sequence[Request]) -> None:
+        """Refuse requests that are not this call's."""
+        for request in requests:
+            if request.owner is not self:
+                raise ValueError("this request was made by another loss; ask this one")
+            if call.index is None or not _same(request.index, call.index, self.step.device):
+                raise ValueError(
+                    "this request was made for another batch: its index is not the index of this "
+                    "call; ask again with the positions you pass here"
+                )
+            if any(part.embeddings is None for part in request.parts):
+                raise ValueError(
+                    "this request was not answered: call "
+                    "request.answer(encoder(items[request.ids]))"
+                )
+            stale = [part for part in request.parts if part.purpose == "draw"]
+            if stale and request.turn != self._turn:
+                raise ValueError(
+                    f"this request was made for call {request.turn} of the loss and this is call "
+                    f"{self._turn}: its draws are of another step; ask anew before every call"
+                )
+
+    def _loss(self, call: Call, requests: Sequence[Request]) -> Tensor:
+        raise NotImplementedError
+
+    def _checked(self, call: Call) -> Batch:
+        return check_batch(
+            call.z_a,
+            call.z_b,
+            call.index,
+            call.key_index,
+            call.known,
             num_samples=self.num_samples,
             num_keys=self.num_keys,
             normalize=self.normalize,
         )
-        sides = lay_out(
+
+    def _sides(self, batch: Batch, **layout: Any) -> list[Side]:
+        return lay_out(
             batch,
             views=self.views,
             symmetric=self.symmetric,
             num_positions=self.num_positions,
             multiplicity=self.multiplicity,
-            key_ids=key_ids,
-            coin=coin,
-            ids_per_item=ids_per_item,
-            use_batch=use_batch,
-            items=items,
+            ids_per_item=self.ids_per_item,
+            popularity=None
+            if self.num_keys is None
+            else popularity(self.key_counts, batch, self.num_samples, self._counts_keys),
+            **layout,
         )
-        if (draw is None) != (drawn is None):
-            raise ValueError("draw= (ids) and drawn= (their embeddings) go together; pass both")
-        draws, embeddings = (
-            per_side(name, value, self.num_sides)
-            for name, value in (("draw", draw), ("drawn", drawn))
-        )
-        sides = [
-            self._with_draw(side, *pair) if pair[0] is not None else side  # type: ignore[arg-type]
-            for side, pair in zip(sides, zip(draws, embeddings, strict=True), strict=True)
-        ]
-        if use_batch and z_a.shape[0] < 2 and all(side.num_draws() == 0 for side in sides):
-            raise ValueError(
-                f"a batch of {z_a.shape[0]} holds no negative; use 2 samples or more, or pass draw="
-            )
-        if not quiet:
-            self._faults += batch.faults
+
+    def _begin(
+        self, call: Call, requests: Sequence[Request], quiet: bool = False, **layout: Any
+    ) -> tuple[Batch, list[Side]]:
+        """The batch and its sides, with drawn columns appended."""
+        batch = self._checked(call)
+        alone = isinstance(self.proposals, (Uniform, Given)) and self.proposals.alone
+        sides = self._sides(batch, use_batch=not alone, **layout)
+        if isinstance(self.proposals, InBatch):
+            if call.draw is not None:
+                raise ValueError("draw= goes with proposals=Given() at construction; leave it out")
+        else:
+            draws_of = self._draws(call, requests)
+            sides = [
+                with_draw(side, *pair, self.num_ids, self.normalize)
+                for side, pair in zip(sides, draws_of, strict=True)
+            ]
+        if not quiet and not is_traced(batch.z_a):
+            lonely = sum((side.all_excluded().all(1).sum() for side in sides), 0 * batch.faults[0])
+            self.faults += torch.cat([batch.faults, lonely[None]])
         return batch, sides
 
-    def _with_draw(self, side: Side, draw: Draw, drawn: Tensor) -> Side:
-        """Append a draw's columns, shared ([R]) or private to each row ([N, C])."""
-        if draw.private and draw.ids.dim() == 1:
-            log_q = None if draw.log_q is None else draw.log_q[:, None]
-            draw = draw._replace(ids=draw.ids[:, None], log_q=log_q)
-        ids, shape = draw.ids.to(side.keys.device), tuple(draw.ids.shape)
-        if ids.dim() not in (1, 2) or ids.is_floating_point():
-            raise ValueError(f"draw.ids must be integers [R] or [N, C], got {ids.dtype} {shape}")
-        if ids.dim() == 2 and shape[0] not in (side.num_rows, side.num_rows // 2):
-            raise ValueError(f"draw.ids [N, C] must have {side.num_rows} rows, got {shape}")
-        dim, groups = side.keys.shape[2], side.keys.shape[0]
-        if tuple(drawn.shape) not in ((*shape, dim), (ids.numel(), dim)):
-            raise ValueError(
-                f"drawn must be the embeddings of draw.ids, [{ids.numel()}, {dim}], "
-                f"got {tuple(drawn.shape)}"
-            )
-        _check_probabilities(draw, self.num_positions)
-        size = None if self.num_positions is None else self.num_positions * side.ids_per_item
-        if ids.device.type == "cpu" and size is not None and ids.numel():
-            low, high = int(ids.min()), int(ids.max())
-            if low < 0 or high >= size:
+    def _draws(self, call: Call, requests: Sequence[Request]) -> list[tuple[Draw, Tensor]]:
+        """What was drawn for each side, and its embeddings."""
+        if isinstance(self.proposals, Given):
+            if call.draw is None or call.drawn is None:
                 raise ValueError(
-                    f"draw.ids must hold data set positions in [0, {size}), "
-                    f"got {low if low < 0 else high}"
+                    "proposals=Given() needs draw= (ids and their probabilities) and drawn= (their "
+                    "embeddings) in every call; pass both"
                 )
-        drawn = as_embedding(drawn, self.normalize).to(side.keys.dtype)
-        if drawn.device.type == "cpu" and not bool(torch.isfinite(drawn).all()):
-            raise ValueError("drawn embeddings must be finite, got NaN or inf")
-        if ids.dim() == 2:
-            repeat = side.num_rows // shape[0]
-            log_q = None if draw.log_q is None else draw.log_q.repeat(repeat, 1)
-            return dataclasses.replace(
-                side,
-                private_ids=ids.repeat(repeat, 1),
-                private_keys=drawn.view(*shape, -1).repeat(repeat, 1, 1),
-                draw=draw._replace(log_q=log_q),
+            pair = (
+                per_side(name, value, self.num_sides)
+                for name, value in (("draw", call.draw), ("drawn", call.drawn))
             )
-        items = ids // side.ids_per_item
-        excluded = matches(items, side.positive_ids, side.known)
-        excluded = excluded | ~torch.isfinite(drawn).all(1)[None, :]
-        return dataclasses.replace(
-            side,
-            keys=torch.cat([side.keys, drawn.expand(groups, -1, -1)], 1),
-            key_ids=torch.cat([side.key_ids, ids.expand(groups, -1)], 1),
-            excluded=torch.cat([side.excluded, excluded], 1),
-            draw=draw,
+            return list(zip(*pair, strict=True))  # type: ignore[arg-type]
+        found = []
+        for side in range(self.num_sides):
+            part = self._part(requests, "draw", side)
+            assert part.draw is not None and part.embeddings is not None
+            found.append((part.draw, part.embeddings))
+        return found
+
+    def _part(self, requests: Sequence[Request], purpose: Any, side: int) -> Part:
+        """An answered part of the call's requests; its absence is explained."""
+        for request in requests:
+            part = request.part(purpose, side)
+            if part is not None:
+                return part
+        raise ValueError(
+            f"this loss needs its {purpose} negatives encoded: call it with "
+            "encode=lambda ids: encoder(items[ids]), or pass loss_fn.request(index) and "
+            "loss_fn.request(index, z_a, z_b), answered"
         )
+
+    def _count_keys(self, batch: Batch) -> None:
+        """Remember which keys were positives; part of changing state."""
+        if self.num_keys is not None and self._counts_keys:
+            self.key_counts.index_add_(0, batch.key_index, batch.valid.to(self.key_counts.dtype))
+            self.key_counts[-1] += batch.valid.sum()
+
+    def _remember(self, batch: Batch, sides: Sequence[Side], requests: Sequence[Request]) -> None:
+        """Whatever this step encoded is the freshest the stale tables can hold."""
+        for number, table in enumerate(self.tables):
+            side = sides[number]
+            table.write(side.key_ids.flatten(), side.keys.flatten(0, 1))
+            for request in requests:
+                for part in request.parts:
+                    if part.side != number or part.embeddings is None:
+                        continue
+                    if part.purpose == "refresh":
+                        table.refresh(part.want.ids, part.embeddings, normalize=self.normalize)
+                    elif part.purpose == "carried":
+                        z = check_answer(part.embeddings.detach(), batch.z_a, self.normalize)
+                        table.write(part.want.ids, z)
+
+    # ------------------------------------------------------------------ value and report
 
     def _beta(self, like: Tensor) -> float | Tensor:
         return self.beta.to(like.dtype) if isinstance(self.beta, Tensor) else self.beta
@@ -301,70 +454,84 @@ class ContrastiveLoss(LazyState):
             positive, similarity, estimate, beta, self.denominator, carried_similarity
         )
 
-    def _finish(self, total: list[Tensor], report: dict[str, list[Tensor]]) -> Tensor:
+    def _finish(self, total: list[Tensor], report: Report) -> Tensor:
         """The mean loss over sides; the other numbers stay on the device for `info`."""
-        self._info = {name: torch.stack(v).mean() for name, v in report.items() if v}
+        if not is_traced(total[0]):
+            self._info = {name: torch.stack(v).mean() for name, v in report.items() if v}
         return sum(total[1:], total[0]) / len(total)
 
+    @property
+    def info(self) -> dict[str, float]:
+        """Numbers about the last call as Python floats; reading them waits for the device.
 
-def _check_probabilities(draw: Draw, num_positions: int | None) -> None:
-    ids, log_q, log_q_all = draw.ids, draw.log_q, draw.log_q_all
-    if log_q is not None and log_q.shape != ids.shape:
+        Every loss reports `effective_negatives` (mean over rows of 1 / sum of squared weights) and,
+        since it was built, `nonfinite_rows` and `rows_without_negatives` (these train nothing).
+        Where the size of the data set is known also an estimate of the global loss, eq. (1):
+        `global_loss_low` lies below it on average (the logarithm of a noisy mean); see each loss.
+
+        Raises:
+            ValueError: samples had an index out of range. (On a CPU such a batch is refused at
+                once; on a GPU its rows change no state and are reported here.)
+        """
+        names, values = self.take_info()
+        return self.read_info(names, values.tolist())
+
+    def take_info(self) -> tuple[list[str], Tensor]:
+        """What `info` will say, still on the device: names, and values for `read_info`."""
+        values = [v() if callable(v) else v for v in self._info.values()]
+        kind = values[0].dtype if values else torch.float32
+        return list(self._info), torch.stack([*self.faults.to(kind), *(v.detach() for v in values)])
+
+    def read_info(self, names: list[str], values: list[float]) -> dict[str, float]:
+        """`info` from what `take_info` gave."""
+        nonfinite, out_of_range, lonely = map(float, values[:3])
+        if out_of_range:
+            raise ValueError(
+                f"index must hold data set positions below {self.num_samples}, but "
+                f"{out_of_range:.0f} did not; was the loss built for another data set?"
+            )
+        return {
+            **dict(zip(names, values[3:], strict=True)),
+            "nonfinite_rows": nonfinite,
+            "rows_without_negatives": lonely,
+        }
+
+    def extra_repr(self) -> str:
+        """The settings, for `print(loss)`."""
+        learned = isinstance(self.beta, Tensor)
+        beta = f"{float(self.beta):g} (learned)" if learned else f"{self.beta}"
+        return f"beta={beta}, views={self.views!r}, denominator={self.denominator!r}"
+
+
+def _tower(side: int) -> Any:
+    return "keys" if side == 0 else "anchors"
+
+
+def _same(mine: Tensor, given: Ids, device: torch.device) -> bool:
+    """Whether two batches are one; nobody is waited for while a CUDA graph is recorded."""
+    if mine is given:
+        return True
+    given = as_ids("index", given, len(mine), device) if len(given) == len(mine) else mine[:0]
+    if len(given) != len(mine):
+        return False
+    if mine.is_cuda and (
+        mine.data_ptr() == given.data_ptr() or torch.cuda.is_current_stream_capturing()
+    ):
+        return True
+    return torch.equal(mine, given)
+
+
+def _first_counts(counts: Tensor | None, num_keys: int) -> Tensor:
+    """How often each key is a positive, and the sum; zeros: they are counted as it goes."""
+    if counts is None:
+        return torch.zeros(num_keys + 1, dtype=torch.int64)
+    counts = torch.as_tensor(counts)
+    if counts.shape != (num_keys,) or counts.is_floating_point() or bool((counts < 0).any()):
         raise ValueError(
-            "draw.log_q must have the shape of draw.ids, "
-            f"got {tuple(log_q.shape)} and {tuple(ids.shape)}"
+            f"key_counts must hold a count per key, [{num_keys}] integers of at least 0, "
+            f"got {counts.dtype} {tuple(counts.shape)}"
         )
-    if log_q_all is not None and log_q_all.shape != (num_positions,):
-        raise ValueError(
-            f"draw.log_q_all must hold one log-probability per item, [{num_positions}], "
-            f"got {tuple(log_q_all.shape)}"
-        )
-
-
-def detached_logits(side: Side, similarity: Tensor, beta: float | Tensor) -> Tensor:
-    """Corrected logits beta * s - log(q m_neg), [N, K+C]; -inf where excluded or not finite."""
-    beta = beta.detach() if isinstance(beta, Tensor) else beta
-    logits = similarity.detach() * beta
-    correction = side.log_correction()
-    if correction is not None:
-        logits = logits - correction
-    return logits.masked_fill(side.all_excluded() | ~torch.isfinite(logits), -math.inf)
-
-
-def global_log_partition(
-    side: Side, logits: Tensor, beta: float | Tensor = 1.0
-) -> Tensor | None:  # [N,K+C] -> [N]
-    """log( m_neg / K sum_j exp(l_ij) ) over all columns at hand; None if m_neg is unknown.
-
-    Columns at hand include the copies of the batch's items that rows are not offered as proposals
-    (`Side.hidden_keys`): a partition may count an item twice, a walk must not meet it twice.
-    """
-    log_num_negatives = side.log_num_negatives()
-    if log_num_negatives is None:
-        return None
-    log_sum, counts = torch.logsumexp(logits, 1), side.counts()
-    if side.hidden_keys is not None and side.draw is None:
-        hidden = dataclasses.replace(side, keys=side.hidden_keys.detach())
-        beta = beta.detach() if isinstance(beta, Tensor) else beta
-        others = hidden.similarities().detach() * beta
-        others = others.masked_fill(side.excluded | ~torch.isfinite(others), -math.inf)
-        log_sum, counts = torch.logaddexp(log_sum, torch.logsumexp(others, 1)), 2 * counts
-    return log_sum + log_num_negatives - counts.clamp(min=1).to(log_sum.dtype).log()
-
-
-def effective_negatives(weights: Tensor, private: Tensor | None = None) -> Tensor:
-    """Mean over rows of (sum W)^2 / sum W^2: how many negatives share a row's weight; -> [].
-
-    Example:
-        >>> effective_negatives(torch.tensor([[0.5, 0.5, 0.0, 0.0]]))
-        tensor(2.)
-    """
-    total, squares = weights.sum(1), torch.linalg.vecdot(weights, weights)
-    if private is not None:
-        total, squares = total + private, squares + private * private
-    tiny = torch.finfo(weights.dtype).tiny
-    mean: Tensor = (total * total / squares.clamp(min=tiny)).mean()
-    return mean
+    return torch.cat([counts, counts.sum()[None]]).long()
 
 
 def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -10,17 +10,20 @@ Shapes: `B` batch, `N` rows, `D` embedding, `L` known positives per sample, `R` 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from negchain.pool import Draw, Side, matches
+from negchain.pool import Draw, Kind, Side, matches
 
 Views = Literal["shared", "paired"]
 Draws = Draw | tuple[Draw, Draw]
 Drawn = Tensor | tuple[Tensor, Tensor]
+Ids = Tensor | Sequence[int]
+Popularity = Callable[[Tensor], Tensor]  # key ids -> log-probability as somebody's positive
 
 
 @dataclass(frozen=True)
@@ -39,9 +42,9 @@ class Batch:
 def check_batch(
     z_a: Tensor,
     z_b: Tensor,
-    index: Tensor | None,
-    key_index: Tensor | None,
-    known: Tensor | None,
+    index: Ids | None,
+    key_index: Ids | None,
+    known: Ids | None,
     *,
     num_samples: int | None,
     num_keys: int | None,
@@ -62,7 +65,7 @@ def check_batch(
     num_positions = num_samples if num_keys is None else num_keys
     in_range = inside(index, num_samples) & inside(keys, num_positions)
     finite = torch.isfinite(z_a).all(1) & torch.isfinite(z_b).all(1)
-    if device.type == "cpu":
+    if device.type == "cpu" and not is_traced(z_a):
         _refuse(index, inside(index, num_samples), "index", num_samples)
         _refuse(keys, inside(keys, num_positions), "key_index", num_positions)
         if not bool(finite.all()):
@@ -85,7 +88,7 @@ def check_batch(
     )
 
 
-def check_shapes(z_a: Tensor, z_b: Tensor, key_index: Tensor | None, num_keys: int | None) -> None:
+def check_shapes(z_a: Tensor, z_b: Tensor, key_index: object, num_keys: int | None) -> None:
     """Refuse what is wrong whatever the values are."""
     if z_a.dim() != 2 or z_a.shape != z_b.shape:
         raise ValueError(
@@ -111,6 +114,7 @@ def lay_out(
     ids_per_item: int = 1,
     key_ids: tuple[Tensor, ...] | None = None,
     coin: Tensor | None = None,
+    popularity: Popularity | None = None,
     use_batch: bool = True,
     items: slice = slice(None),
 ) -> list[Side]:
@@ -127,37 +131,51 @@ def lay_out(
             augmentations of an item have ids of their own.
         coin: [B] bool: with shared views a row is offered one copy of every item, rows of the
             first view z_a's where the coin is True, rows of the second view the other.
+        popularity: how likely each key is as somebody's positive, where keys are a corpus.
         use_batch: False leaves the batch's own columns out.
         items: whose rows; all items are columns.
     """
     z_a, z_b, index, own, known = batch.z_a, batch.z_b, batch.index, batch.key_index, batch.known
     row_known = None if known is None else known[items]
-    excluded = matches(own, own[items], row_known)
-    if own is index and known is not None:  # "never negatives of each other" is mutual
-        for column in known.unbind(1):
-            excluded |= column[None, :] == own[items][:, None]
-    excluded = excluded | ~batch.valid[None, :]
     anchors, size = index[items], index.shape[0]
+    mask = None
+    if use_batch:
+        mask = matches(own, own[items], row_known) | ~batch.valid[None, :]
 
     def side(rows: Tensor, positives: Tensor, keys: Tensor, ids: Tensor, own: Tensor) -> Side:
         copies = rows.shape[0] // anchors.shape[0]
-        mask = excluded.repeat(copies, keys.shape[1] // size)
-        if not use_batch:
-            keys, ids, mask = keys[:, :0], ids[:, :0], mask[:, :0]
-        return Side(
+        excluded = batch.valid.new_zeros(rows.shape[0], 0) if mask is None else mask
+        if mask is None:
+            keys, ids = keys[:, :0], ids[:, :0]
+        elif excluded.shape != (rows.shape[0], keys.shape[1]):
+            excluded = excluded.repeat(copies, keys.shape[1] // size)
+        made = Side(
             queries=rows,
             positives=positives,
-            anchor_ids=anchors.repeat(copies),
-            positive_ids=own[items].repeat(copies),
+            anchor_ids=anchors if copies == 1 else anchors.repeat(copies),
+            positive_ids=own[items] if copies == 1 else own[items].repeat(copies),
             known=None if row_known is None else row_known.repeat(copies, 1),
             keys=keys,
             key_ids=ids,
-            excluded=mask,
-            num_batch_columns=keys.shape[1],
+            excluded=excluded,
             multiplicity=multiplicity,
             ids_per_item=ids_per_item,
             num_keys=num_positions,
         )
+        return made if mask is None else dataclasses.replace(made, kinds=(_batch_kind(made),))
+
+    def _batch_kind(made: Side) -> Kind:
+        width = made.keys.shape[1]
+        if popularity is None:  # uniform over the row's negatives
+            return Kind(0, width, (~made.excluded).sum(1), None)
+        others = batch.valid.sum() - batch.valid[items].long()  # the row's own column is no draw
+        log_m = made.log_num_negatives()
+        assert log_m is not None
+
+        def log_q(ids: Tensor) -> Tensor:
+            return popularity(ids) + log_m.view(-1, *[1] * (ids.dim() - 1))
+
+        return Kind(0, width, others, log_q)
 
     if views == "shared":
         names = (index, index) if key_ids is None else key_ids
@@ -167,11 +185,14 @@ def lay_out(
             rows, positives = both
         if coin is None:
             columns = torch.cat([z_a, z_b])[None]
-            return [side(rows, positives, columns, torch.cat(names)[None], own)]
+            offered = side(rows, positives, columns, torch.cat(names)[None], own)
+            return [dataclasses.replace(offered, copies=2)]
         groups = [coin, ~coin][: 2 if symmetric else 1]
         keys = torch.stack([torch.where(first[:, None], z_a, z_b) for first in groups])
         ids = torch.stack([torch.where(first, names[0], names[1]) for first in groups])
-        hidden = torch.stack([torch.where(first[:, None], z_b, z_a) for first in groups])
+        hidden = keys.flip(0)
+        if not symmetric:
+            hidden = torch.where(coin[:, None], z_b, z_a)[None]
         offered = side(rows, positives, keys, ids, own)
         return [dataclasses.replace(offered, hidden_keys=hidden if use_batch else None)]
     sides = [side(z_a[items], z_b[items], z_b[None], own[None], own)]
@@ -180,14 +201,26 @@ def lay_out(
     return sides
 
 
+SHORTEST = 1e-12  # a vector no longer than this has no direction: it stays 0 and gets no gradient
+
+
 def as_embedding(z: Tensor, normalize: bool) -> Tensor:
     """float32 or better, then unit length (in this order: half precision cannot hold the norm)."""
     z = z if z.dtype == torch.float64 else z.float()
-    return torch.nn.functional.normalize(z, dim=-1) if normalize else z
+    if not normalize:
+        return z
+    norm = torch.linalg.vector_norm(z, dim=-1, keepdim=True)
+    return torch.where(norm > SHORTEST, z / norm.clamp_min(SHORTEST), z.detach() * 0)
 
 
-def as_ids(name: str, ids: Tensor, rows: int, device: torch.device, dims: int = 1) -> Tensor:
+def is_traced(z: Tensor) -> bool:
+    """Whether torch.func is at work: then no value may be looked at, and nothing be kept."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(z))
+
+
+def as_ids(name: str, ids: Ids, rows: int, device: torch.device, dims: int = 1) -> Tensor:
     """Integer ids as int64 on the embeddings' device."""
+    ids = ids if isinstance(ids, Tensor) else torch.as_tensor(ids)
     if ids.dim() != dims or ids.shape[0] != rows or ids.is_floating_point():
         shape = f"[{rows}]" if dims == 1 else f"[{rows}, L], padded with -1"
         raise ValueError(f"{name} must be integers {shape}, got {ids.dtype} {tuple(ids.shape)}")
@@ -214,23 +247,16 @@ def per_side(name: str, value: object, num_sides: int) -> list[object]:
     return list(value)
 
 
-def check_carried(carried: object, batch: Batch, parts: int, normalize: bool) -> list[Tensor]:
-    """Embeddings of carried states, [B, D] each, checked as the batch was; one or two of them."""
-    ready = []
-    for z in per_side("carried", carried, parts):
-        z = as_embedding(check_carried_shape(z, batch.z_a), normalize).to(batch.z_a.dtype)
-        if z.device.type == "cpu" and not bool(torch.isfinite(z).all()):
-            raise ValueError("carried embeddings must be finite, got NaN or inf")
-        ready.append(z)
-    return ready
-
-
-def check_carried_shape(carried: object, like: Tensor) -> Tensor:
-    """The embeddings of carried states, if they have the batch's shape."""
-    if not isinstance(carried, Tensor) or carried.shape != like.shape:
-        shape = tuple(carried.shape) if isinstance(carried, Tensor) else type(carried).__name__
-        raise ValueError(f"carried must be [B, D] = {tuple(like.shape)}, got {shape}")
-    return carried
+def check_answer(z: Tensor, like: Tensor, normalize: bool) -> Tensor:
+    """Embeddings [R, D] that answer a request, checked as the batch was."""
+    if z.dim() != 2 or z.shape[1] != like.shape[1]:
+        raise ValueError(
+            f"an answer must hold embeddings [R, D] with D = {like.shape[1]}, got {tuple(z.shape)}"
+        )
+    z = as_embedding(z, normalize).to(like.dtype)
+    if z.device.type == "cpu" and not is_traced(z) and not bool(torch.isfinite(z).all()):
+        raise ValueError("embeddings that answer a request must be finite, got NaN or inf")
+    return z
 
 
 def _refuse(ids: Tensor, ok: Tensor, name: str, size: int | None) -> None:

@@ -1,8 +1,7 @@
 """The chain table: where each anchor's Markov chain stands between two visits.
 
 One integer per chain, and nothing else unless asked for: `carried="cached"` keeps the embedding of
-the carried state, `"score"` its last similarity, draws with probabilities the log-probability the
-state was proposed with (needed to correct the acceptance ratio at the next visit).
+the carried state.
 
 A chain that has not moved yet is stored as -1. Its state is then its *initial draw*, a uniform draw
 from D_neg(x_i) (Algorithm 1's input) that is a pure function of (seed, side, chain), so a table of
@@ -33,11 +32,11 @@ import torch
 from torch import Tensor
 
 from negchain import draws
-from negchain.losses.base import LazyState
 from negchain.losses.batch import as_ids
+from negchain.losses.state import Stateful
 from negchain.pool import write_rows
 
-Carried = Literal["encode", "cached", "score"]
+Carried = Literal["encode", "cached"]
 NOT_MOVED = -1  # in `ChainTable.states`: the chain is still at its initial draw
 CHUNK = 1 << 20  # states of a table that are copied at a time when it is written to a file
 
@@ -47,12 +46,10 @@ class Arrival(NamedTuple):
 
     moved: Tensor  # [B] bool: the state is a new one
     ids: Tensor  # [B] id of the new state
-    similarity: Tensor  # [B] its similarity to the anchor
-    key: Tensor  # [B,D] its embedding
-    correction: Tensor | None  # [B] log(q m_neg) it was proposed with; None: uniform
+    key: Tensor | None  # [B,D] its embedding, where it is kept
 
 
-class ChainTable(LazyState):
+class ChainTable(Stateful):
     """State of one chain per anchor.
 
     Args:
@@ -76,10 +73,7 @@ class ChainTable(LazyState):
     """
 
     states: Tensor  # [S,M] id, NOT_MOVED: the initial draw; read it through `ids`
-    corrections: Tensor  # [S,M or 0] log(q m_neg) of the carried state
     keys: Tensor  # [S,M,D or 0] "cached"
-    scores: Tensor  # [S,M or 0] "score"
-    _lazy_buffers = ("corrections", "keys")
 
     def __init__(
         self,
@@ -102,12 +96,10 @@ class ChainTable(LazyState):
         self.seed = seed
         states = torch.full((1, 1), NOT_MOVED, dtype=state_dtype(num_states))
         states = states.expand(num_sides, num_chains)  # no memory yet: a file may take its place
-        self.register_buffer("states", states if file is not None else states.contiguous())
-        self.register_buffer("corrections", torch.zeros(num_sides, 0))
+        self.add_state("states", states if file is not None else states.contiguous())
         if keep == "cached":
-            self.register_buffer("keys", torch.full((num_sides, num_chains, dim or 0), math.nan))
-        if keep == "score":
-            self.register_buffer("scores", torch.full((num_sides, num_chains), math.nan))
+            keys = torch.full((num_sides, num_chains, dim or 0), math.nan)
+            self.add_state("keys", keys, lazy=True)
         if file is not None:
             self.map_to(file)
 
@@ -144,27 +136,17 @@ class ChainTable(LazyState):
         if width != dim:
             raise ValueError(f"the chains hold embeddings of dimension {width}, got {dim}")
 
-    def correction(self, side: int, slots: Tensor) -> Tensor | None:
-        """log(q m_neg) of the carried states; None while every proposal was uniform."""
-        return self.corrections[side][slots] if self.corrections.shape[1] else None
-
     def commit(self, side: int, slots: Tensor, arrival: Arrival, valid: Tensor) -> None:
         """Store where the chains of the valid rows ended; the others stay as they are."""
         allowed = valid & arrival.moved
-        if arrival.correction is not None and self.corrections.shape[1] == 0:
-            self.corrections = torch.zeros_like(self.states, dtype=torch.float32)
         write_rows(self.states[side], slots, arrival.ids, allowed)
-        if self.corrections.shape[1]:
-            correction = arrival.correction
-            correction = torch.zeros_like(arrival.similarity) if correction is None else correction
-            write_rows(self.corrections[side], slots, correction, allowed)
         if self.keep == "cached":
+            assert arrival.key is not None
             if self.keys.shape[2] == 0:
                 shape = (*self.keys.shape[:2], arrival.key.shape[1])
-                self.keys = self.keys.new_full(shape, math.nan)
+                with torch.inference_mode(False):
+                    self.keys = self.keys.new_full(shape, math.nan)
             write_rows(self.keys[side], slots, arrival.key, allowed)
-        if self.keep == "score":
-            write_rows(self.scores[side], slots, arrival.similarity, allowed)
 
     # ------------------------------------------------------------------ a table in a file
 
@@ -212,7 +194,7 @@ class ChainTable(LazyState):
                 f"a chain table in a file stays on the CPU, and this one is in {file}; load its "
                 "state_dict into a loss without a file, and move that one"
             )
-        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return super()._apply(fn, recurse)
 
 
 def state_dtype(num_states: int) -> torch.dtype:

@@ -4,39 +4,61 @@ Estimates   p_i by the visits of a Metropolis-Hastings chain (or the softmax of 
             starts at the state carried over from the sample's last visit and moves over the batch.
 State       one integer per sample.
 Cost        B^2 D for the similarities, one scan; with `carried="encode"` B more encodes.
-Bias        zero at stationarity; see `carried` and the docs for what each option costs.
+Bias        none at stationarity where an item's views are equal, or have a chain each, and
+            proposals are i.i.d. (tests/losses/test_battery.py). Views that differ share one chain:
+            then it is biased, less than the batch alone (docs/methods/emc2.md has the numbers).
 
 Shapes: `B` batch, `N` rows (2B for shared views), `K` columns, `D` embedding.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from negchain.fast import fused
-from negchain.losses.base import (
-    ContrastiveLoss,
-    detached_logits,
-    full_precision,
-    global_log_partition,
-    one_of,
+from negchain.losses.base import Call, ContrastiveLoss, one_of
+from negchain.losses.batch import Batch, Ids, Views, as_ids, check_answer
+from negchain.losses.chains import Arrival, Carried, ChainTable, stored_slots
+from negchain.losses.partition import detached_logits, log_sum_and_count
+from negchain.losses.request import Part, Request, Want
+from negchain.losses.settings import (
+    InBatch,
+    Informed,
+    Kernel,
+    Proposals,
+    Uniform,
+    as_kernel,
+    as_proposals,
 )
-from negchain.losses.batch import Batch, Drawn, Draws, Views, as_ids, check_carried
-from negchain.losses.chains import Carried, ChainTable, stored_slots
-from negchain.losses.emc2_settings import check_call, check_large, check_settings
-from negchain.losses.panels import Call, Visit, in_panels
-from negchain.losses.table import StaleTable, propose_from
-from negchain.losses.walk import Kernel, Sampler, WalkOrder, walk_chains
+from negchain.losses.walk import Sampler, Start, Walk, walk_chains
 from negchain.objective import Denominator, Estimate
-from negchain.pool import Draw, Side, write_view_mean
+from negchain.pool import Side, write_view_mean
 from negchain.weights.metropolis import Backend
 from negchain.weights.sogclr import moving_log_mean
+
+
+@dataclass
+class Visit:
+    """What a call found, before anything is stored."""
+
+    batch: Batch
+    sides: list[Side]
+    total: list[Tensor] = field(default_factory=list)
+    report: dict[str, list[Tensor]] = field(default_factory=dict)
+    arrivals: list[tuple[int, Tensor, Arrival]] = field(default_factory=list)
+    runnings: list[tuple[int, Tensor]] = field(default_factory=list)
+
+    def note(self, numbers: dict[str, Tensor]) -> None:
+        """Numbers of one side for `info`."""
+        for name, number in numbers.items():
+            self.report.setdefault(name, []).append(number)
 
 
 class EMC2Loss(ContrastiveLoss):
@@ -48,52 +70,39 @@ class EMC2Loss(ContrastiveLoss):
     Args:
         num_samples: m, the size of the data set (of anchors); one chain each.
         beta: inverse temperature; a `nn.Parameter` to learn it.
-        burn_in: share of a visit's proposals that are not counted (the paper's P = b - 1 is 0.5).
-        kernel: "mh" (the paper: Metropolis-Hastings) or "isir" (softmax over carried state and
-            batch; no burn-in).
-        carried: how the state carried over from the last visit is scored and trained:
-            "encode" (the paper): the caller encodes `carried(index)` and passes it; B more encodes
-            per step, no bias. "cached": its embedding is kept from the last visit; D floats per
-            sample, gradient reaches the anchor only. "score": only its similarity is kept, one
-            float per sample; weight still on it is dropped and reported (`dropped_mass`).
-            Measured relative error of the mean negative gradient on frozen embeddings (300 points,
-            b = 8, beta = 14.28, 8,000 steps, records/2026-11-15_estimator-bias_cpu.md): encode 0.16
-            and falling with the number of visits (0.08 at 32,000), cached 0.44, score 0.84, DCL
-            0.68. At this setting "score" is worse than no chain at all: it is for large batches.
+        kernel: how chains move: "mh" (the paper: Metropolis-Hastings), "isir" (softmax over
+            carried state and proposals), or `MH(burn_in=..., count_every=...)`, `ISIR(...)`.
+        proposals: what they may move to: "batch" (the paper), `InBatch(copies=2)`, `Uniform(...)`,
+            `Informed(...)`, `Given()`. None: the batch; for a corpus `Uniform()`, which reaches
+            keys that are nobody's positive.
+        carried: the state carried over from the last visit is scored and trained by "encode" (the
+            paper: B more encodes per step) or "cached" (its embedding is kept from the last visit:
+            D floats per sample, biased, gradient reaches the anchor only).
         views: "shared" (two views through one encoder, one chain per item) or "paired" (two
             encoders, a chain table per direction).
-        denominator: "negatives" (eq. (1)) or "all": gradients are multiplied by 1 - p+, with p+
-            against a running estimate of the partition over all negatives.
-        proposal: "batch" (the paper; plus whatever `draw=` adds), "draw" (only `draw=`: Algorithm 1
-            with explicit draws) or "cache" (batch plus informed draws from a stale table).
-        seed: of every random draw; step t of two runs with one seed draws the same.
         symmetric: both views (directions) are anchors.
+        denominator: "negatives" (eq. (1)) or "all": gradients are multiplied by 1 - p+, with p+
+            against an estimate of the partition over all negatives.
+        partition_rate: rate at which that estimate follows new values, from 1 (afresh) downwards;
+            before, visits are averaged equally. None: 1 with `Informed`, else 0.05.
         num_keys: size of a corpus of keys that is not one-to-one with the anchors.
+        key_counts: [num_keys] how many anchors each key is the positive of; None: counted on the
+            way.
         augmentations: k stored augmentations per item: a chain per (item, augmentation), whose
             state names both. Ids are then `item * k + augmentation`.
-        num_draws: informed draws per step (`proposal="cache"`); None: as many as the batch has
-            samples.
         dim: dimension of the embeddings, for tables that hold some; None waits for the first batch.
-        partition_rate: floor of the rate at which the running partition (`denominator="all"`)
-            follows new values; before it, visits are averaged equally.
-        walk: how the two rows of an item share its chain: "parallel" (both start at the carried
-            state, each offered one copy of every other item; unbiased) or "sequential" (the second
-            row goes on where the first ended, both offered both copies; biased towards the
-            in-batch softmax, most at small beta).
         normalize: bring embeddings to unit length first.
-        count_every: 1 counts the state after every step past the burn-in (the paper). c > 1 counts
-            every c-th state only: at most B / c columns per row have weight, for large batches.
-            kernel="isir": one column of every c has weight, drawn from the softmax of the c, with
-            the weight of all of them. For both kernels a larger c adds variance and no bias.
-        stream: for large batches: never store the B x B similarities. On a GPU in tiles, if
-            count_every is a multiple of 128 (or 1 with kernel="isir"); else in panels of rows. With
-            shared views the value (and 1 - p+ of denominator="all") then counts one copy of every
-            item, where it otherwise counts two.
+        seed: of every random draw; step t of two runs with one seed draws the same.
         chain_file: keep the chains in this memory-mapped file (docs/large_tables.md).
         backend: "fused": the whole loss in a dozen GPU kernels. "reference", "torch", "triton": the
-            readable path, with this backend of `mh_scan`. "auto": fused on a GPU where it applies
-            (float32 or half precision, negatives from the batch only, walk="parallel"; unless
-            streaming at most 1,024 columns, and count_every=1 for kernel="isir"), else readable.
+            readable path, with this backend of `mh_scan`. "auto": fused where it applies (a GPU,
+            float32 or half precision, negatives from the batch, at most 1,024 of them, every state
+            counted), else readable.
+
+    `info` holds, beside what every loss reports: `acceptance_rate`, `carried_mass` (weight on
+    carried states), `chain_age`, and a bracket of the global loss: `global_loss_low` and
+    `global_loss_high` lie below and above it on average (the latter at stationarity: it counts the
+    carried state too), `global_loss` between them is also the returned value.
 
     Example:
         >>> items, encoder = torch.randn(100, 5), torch.nn.Linear(5, 8)
@@ -101,78 +110,74 @@ class EMC2Loss(ContrastiveLoss):
         >>> index = torch.tensor([3, 14, 15, 92])
         >>> z_a = encoder(items[index] + 0.1 * torch.randn(4, 5))
         >>> z_b = encoder(items[index] + 0.1 * torch.randn(4, 5))
-        >>> ids = loss_fn.carried(index)
-        >>> loss_fn(z_a, z_b, index, carried=encoder(items[ids])).backward()
+        >>> loss_fn(z_a, z_b, index, encode=lambda ids: encoder(items[ids])).backward()
         >>> sorted(loss_fn.info)[:3]
         ['acceptance_rate', 'carried_mass', 'chain_age']
     """
 
     log_partition: Tensor
+    seen: Tensor
+    streams = False  # whether rows are worked on in panels; see `StreamingEMC2Loss`
 
     def __init__(
         self,
         num_samples: int,
         beta: float | Tensor = 14.28,
-        burn_in: float = 0.5,
-        kernel: Kernel = "mh",
+        kernel: Kernel | Literal["mh", "isir"] = "mh",
+        *,
+        proposals: Proposals | Literal["batch"] | None = None,
         carried: Carried = "encode",
         views: Views = "shared",
-        denominator: Denominator = "negatives",
-        proposal: Literal["batch", "draw", "cache"] = "batch",
-        seed: int = 0,
-        *,
         symmetric: bool = True,
+        denominator: Denominator = "negatives",
+        partition_rate: float | None = None,
         num_keys: int | None = None,
+        key_counts: Tensor | None = None,
         augmentations: int | None = None,
-        num_draws: int | None = None,
         dim: int | None = None,
-        partition_rate: float = 0.05,
-        walk: WalkOrder = "parallel",
         normalize: bool = True,
-        count_every: int = 1,
-        stream: bool = False,
+        seed: int = 0,
         chain_file: str | os.PathLike[str] | None = None,
         backend: Backend | Literal["fused"] = "auto",
     ) -> None:
+        reached = key_counts is not None and bool((torch.as_tensor(key_counts) > 0).all())
+        if proposals is None:
+            proposals = InBatch() if num_keys is None or reached else Uniform()
+        proposals = as_proposals(proposals)
+        if num_keys is not None and isinstance(proposals, InBatch) and not reached:
+            raise ValueError(
+                "proposals='batch' reaches only keys that are somebody's positive; with num_keys= "
+                "use Uniform() or Informed(), or give key_counts= if every key is one"
+            )
         super().__init__(
+            num_samples,
             beta,
             views=views,
             symmetric=symmetric,
             denominator=denominator,
-            num_samples=num_samples,
+            proposals=proposals,
             num_keys=num_keys,
+            key_counts=key_counts,
             normalize=normalize,
             seed=seed,
+            dim=dim,
+            ids_per_item=_checked_augmentations(augmentations, views, proposals),
         )
-        one_of("kernel", kernel, ("mh", "isir"))
-        one_of("carried", carried, ("encode", "cached", "score"))
-        one_of("proposal", proposal, ("batch", "draw", "cache"))
-        one_of("walk", walk, ("parallel", "sequential"))
+        one_of("carried", carried, ("encode", "cached"))
         one_of("backend", backend, ("auto", "reference", "torch", "triton", "fused"))
-        if walk == "sequential" and kernel == "isir":
-            raise ValueError(
-                "walk='sequential' goes with kernel='mh': i-SIR has no order to walk in"
-            )
-        check_settings(burn_in, partition_rate, augmentations, num_draws, views, proposal)
-        check_large(count_every, stream, walk, proposal)
-        self._num_anchors = num_samples
-        self.burn_in = burn_in
-        self.kernel: Kernel = kernel
-        self.walk: WalkOrder = walk
-        self.carried_mode: Carried = carried
-        self.proposal = proposal
+        if partition_rate is not None and not 0 < partition_rate <= 1:
+            raise ValueError(f"partition_rate must be in (0, 1], got {partition_rate}")
+        self.kernel = as_kernel(kernel)
+        self.carried = carried
         self.augmentations = augmentations
-        self.num_draws = num_draws
-        self.partition_rate = partition_rate
-        self.count_every = count_every
-        self.stream = stream
+        fresh = isinstance(proposals, Informed)
+        self.partition_rate = partition_rate or (1.0 if fresh else 0.05)
         self.backend = backend
-        size = num_samples if num_keys is None else num_keys
         self.chains = ChainTable(
             self.num_sides,
-            num_samples * (augmentations or 1),
-            num_states=size * (augmentations or 1),
-            ids_per_item=augmentations or 1,
+            num_samples * self.ids_per_item,
+            num_states=self.num_ids or 0,
+            ids_per_item=self.ids_per_item,
             own=num_keys is None,
             keep=carried,
             dim=dim,
@@ -181,182 +186,200 @@ class EMC2Loss(ContrastiveLoss):
         )
         if denominator == "all":
             shape = (self.num_sides, num_samples)
-            self.register_buffer("log_partition", torch.full(shape, -math.inf))
-        self.tables = nn.ModuleList(
-            StaleTable(size, dim) for _ in range(self.num_sides if proposal == "cache" else 0)
-        )
+            self.add_state("log_partition", torch.full(shape, -math.inf))
+            self.add_state("seen", torch.zeros((), dtype=torch.int64))
 
     @property
     def multiplicity(self) -> int:
         """Negatives of the target per item: its stored augmentations, or its two views."""
         return self.augmentations or (2 if self.views == "shared" else 1)
 
-    def carried(
-        self, index: Tensor, augmentation: tuple[Tensor, Tensor] | None = None
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Data set positions of the negatives the chains of a batch hold; encode these.
-
-        Args:
-            index: [B] data set positions of the batch.
-            augmentation: with stored augmentations, which ones the two views are ([B] each).
+    def held(
+        self, index: Ids, augmentation: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, ...]:
+        """Ids of the negatives the chains of a batch hold now; changes nothing.
 
         Returns:
-            [B] positions; a pair of them for paired views in both directions (keys for the anchors
-            z_a, then anchors for z_b), and for stored augmentations (one per view; ids are
-            `item * k + augmentation`). Changes nothing.
+            One [B] per table of chains (two for paired views in both directions), or with stored
+            augmentations one per view.
         """
-        index = as_ids("index", index, index.shape[0], self.step.device)
+        index = as_ids("index", index, len(index), self.step.device)
         if augmentation is None and fused.applies(self, index):
-            ids = [fused.carried_ids(self, side, index) for side in range(self.num_sides)]
-            return (ids[0], ids[1]) if len(ids) == 2 else ids[0]
+            return tuple(fused.carried_ids(self, side, index) for side in range(self.num_sides))
         slots = self._slots(index, augmentation)
-        if self.num_sides == 2:
-            return self.chains.ids(0, slots[0]), self.chains.ids(1, slots[0])
         if self.augmentations:
-            return self.chains.ids(0, slots[0]), self.chains.ids(0, slots[1])
-        return self.chains.ids(0, slots[0])
+            return tuple(self.chains.ids(0, slot) for slot in slots)
+        return tuple(self.chains.ids(side, slots[0]) for side in range(self.num_sides))
 
-    @torch.no_grad()
-    def propose(
-        self,
-        z_a: Tensor,
-        index: Tensor,
-        z_b: Tensor | None = None,
-        *,
-        key_index: Tensor | None = None,
-        known: Tensor | None = None,
-    ) -> Draw | tuple[Draw, Draw]:
-        """Informed draws for this step from the stale table; changes nothing.
+    def _parts(
+        self, index: Tensor, augmentation: tuple[Tensor, Tensor] | None, step: Tensor
+    ) -> list[Part]:
+        parts = super()._parts(index, augmentation, step)
+        if self.carried == "encode":
+            held = self.held(index, augmentation)
+            if self.augmentations:
+                held = (torch.cat(held),)
+            parts[:0] = [
+                Part("carried", side, Want(ids, "keys" if side == 0 else "anchors"))
+                for side, ids in enumerate(held)
+            ]
+        return parts
 
-        Returns:
-            A `Draw` with ids [R] shared by all rows and `log_q_all` [M]; a pair for paired views
-            in both directions (then `z_b` is required).
-        """
-        if self.proposal != "cache":
-            raise ValueError(f"propose needs proposal='cache', got proposal={self.proposal!r}")
-        count = self.num_draws or len(index)
-        return propose_from(
-            self,
-            self.tables,
-            z_a,
-            index,
-            z_b,
-            key_index,
-            known,
-            lambda table, *of: table.informed(count, *of),
-        )
-
-    @full_precision
-    def forward(
-        self,
-        z_a: Tensor,
-        z_b: Tensor,
-        index: Tensor,
-        *,
-        carried: Tensor | tuple[Tensor, Tensor] | None = None,
-        draw: Draws | None = None,
-        drawn: Drawn | None = None,
-        key_index: Tensor | None = None,
-        known: Tensor | None = None,
-        augmentation: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor:
-        """The loss of a batch; call `.backward()` on it. In training mode the chains move.
-
-        Args:
-            z_a: [B, D] embeddings of one view (or of the anchors).
-            z_b: [B, D] embeddings of the other view (or of the keys).
-            index: [B] data set positions; equal ids are never negatives of each other.
-            carried: with carried="encode": [B, D] embeddings of `self.carried(index)` under the
-                current encoder (a pair where `carried` returned a pair).
-            draw: negatives from beyond the batch: the caller's own, or from `propose`.
-            drawn: their embeddings.
-            key_index: [B] positions of z_b among the keys, with `num_keys`.
-            known: [B, L] further positives of each anchor, padded with -1; never negatives.
-            augmentation: with stored augmentations, which ones the two views are ([B] each).
-
-        Returns:
-            [] scalar with the value of an estimate of the global loss, and EMC²'s gradient.
-        """
-        check_call(self.carried_mode, self.proposal, self.stream, carried, draw)
-        index = as_ids("index", index, z_a.shape[0], z_a.device)
-        only_batch = draw is None and known is None and augmentation is None
-        if only_batch and fused.applies(self, z_a):
-            total, self._info = fused.emc2(self, z_a, z_b, index, key_index, carried)
+    def _loss(self, call: Call, requests: Sequence[Request]) -> Tensor:
+        self._check_held(call, requests)
+        if fused.applies(self, call.z_a) and call.known is None and call.augmentation is None:
+            carried = [
+                self._part(requests, "carried", side).embeddings
+                if self.carried == "encode"
+                else None
+                for side in range(self.num_sides)
+            ]
+            total, self._info = fused.emc2(self, call, carried)
             return total
         if self.backend == "fused":
-            raise fused.not_applicable(z_a)
-        call = Call(z_a, z_b, index, key_index, known, augmentation, carried, draw, drawn)
-        visit = in_panels(self, call) if self.stream else self.visit(call)
+            raise fused.not_applicable(call.z_a)
+        visit = self._visit_all(call, requests)
         if self.training:
-            self._store(visit)
+            self._store(visit, requests)
             self.step += 1
         return self._finish(visit.total, visit.report)
 
-    def visit(self, call: Call, items: slice = slice(None)) -> Visit:
+    def _visit_all(self, call: Call, requests: Sequence[Request]) -> Visit:
+        return self.visit(call, requests)
+
+    def _check_held(self, call: Call, requests: Sequence[Request]) -> None:
+        """Refuse carried states that were asked for before another visit moved their chains."""
+        for request in requests:
+            asked = [part for part in request.parts if part.purpose == "carried"]
+            if not asked or request.turn == self._turn:
+                continue
+            held = self.held(request.index, call.augmentation)
+            held = (torch.cat(held),) if self.augmentations else held
+            for part, now in zip(asked, held, strict=True):
+                if not torch.equal(part.want.ids, now):
+                    raise ValueError(
+                        "the chains of this batch have moved since its request was made; ask again"
+                    )
+
+    def visit(self, call: Call, requests: Sequence[Request], items: slice = slice(None)) -> Visit:
         """Loss and arrivals of the rows of some items against all columns; changes no chain."""
-        slots = self._slots(call.positions, call.augmentation)
+        index = as_ids("index", call.index, len(call.z_a), call.z_a.device)  # type: ignore[arg-type]
+        slots = self._slots(index, call.augmentation)
         sampler = self._sampler()
+        one_copy = self.views == "shared" and not (
+            isinstance(self.proposals, InBatch) and self.proposals.copies == 2
+        )
         batch, sides = self._begin(
-            call.z_a,
-            call.z_b,
-            call.positions,
-            call.key_index,
-            call.known,
-            call.draw,
-            call.drawn,
-            key_ids=slots if self.augmentations else None,
-            coin=sampler.coin(len(call.z_a)) if self.views == "shared" else None,
-            ids_per_item=self.augmentations or 1,
-            use_batch=self.proposal != "draw",
+            call,
+            requests,
             quiet=items.start not in (None, 0),
+            key_ids=slots if self.augmentations else None,
+            coin=sampler.coin(len(call.z_a)) if one_copy else None,
             items=items,
         )
-        encoded = self._encoded(call.carried, batch)
-        visit = Visit(batch, sides, encoded)
+        visit = Visit(batch, sides)
         numbers = torch.arange(len(batch.index), device=batch.index.device)[items]
         for number, side in enumerate(sides):
-            if self.stream:
-                side = dataclasses.replace(side, hidden_keys=None)
-            copies = side.num_rows // len(numbers)
-            held = encoded[number]
+            copies = side.num_rows // max(len(numbers), 1)
+            mine = tuple(slot[items] for slot in slots[: self._views_per_item])
             similarity = side.similarities()
-            logits = detached_logits(side, similarity, self._beta(similarity))
+            beta = self._beta(similarity)
+            logits = detached_logits(side, similarity, beta)
+            start = self._start(number, side, mine, batch, requests, items)
             walk = walk_chains(
                 side,
+                similarity,
+                start,
+                beta,
                 logits,
-                self.chains,
-                number,
-                tuple(slot[items] for slot in slots[: self._views_per_item]),
-                None if held is None else tuple(z[items] for z in held),
-                self._beta(logits),
+                mine,
                 sampler,
+                number,
                 torch.cat([numbers + view * len(batch.index) for view in range(copies)]),
             )
-            log_partition = global_log_partition(side, logits, self._beta(logits))
-            assert log_partition is not None
-            running = self._running_partition(number, batch, side, log_partition)
-            estimate = Estimate(walk.weights, log_partition, running, walk.carried_weight)
-            value = self._value(side, similarity, estimate, walk.carried_similarity)
-            visit.add(number, value, walk.arrivals(side, similarity), running)
-            visit.note({**walk.report(batch.valid[items]), "global_loss": value.detach()})
+            self._weigh(visit, number, side, similarity, logits, walk)
+            keep = self.carried == "cached"
+            visit.arrivals += [(number, *arrival) for arrival in walk.arrivals(side, keep)]
+            visit.note(walk.report(batch.valid[items]))
         return visit
 
-    def _store(self, visit: Visit) -> None:
+    def _weigh(
+        self, visit: Visit, number: int, side: Side, similarity: Tensor, logits: Tensor, walk: Walk
+    ) -> None:
+        """The value of a side, with the bracket of the global loss its columns allow."""
+        log_m = side.log_num_negatives()
+        assert log_m is not None
+        log_sum, count = log_sum_and_count(side, logits, self._beta(logits))
+        low = log_sum + log_m - count.clamp(min=1).to(log_m.dtype).log()
+        # With the carried state, a draw from p, among the columns E[1 / mean] = m_neg / Z (the
+        # identity behind i-SIR), so that the logarithm of this mean lies above log Z on average.
+        correction = side.correction(walk.start.ids[:, None])
+        held = walk.start.logit if correction is None else walk.start.logit - correction[:, 0]
+        high = torch.logaddexp(log_sum, held) + log_m - (count + 1).to(log_m.dtype).log()
+        high = torch.where(held > -math.inf, high, low)
+        middle = torch.where(low > -math.inf, (low + high) / 2, high)
+        running = self._running_partition(number, side, torch.where(low > -math.inf, low, high))
+        estimate = Estimate(walk.weights, middle, running, walk.carried_weight)
+        value = self._value(side, similarity, estimate, walk.start.similarity)
+        visit.total.append(value)
+        if running is not None:
+            visit.runnings.append((number, running))
+        positive = self._beta(similarity) * torch.linalg.vecdot(side.queries, side.positives)
+        ends = {"global_loss_low": low, "global_loss_high": high, "global_loss": middle}
+        positive = positive.detach()
+        for name, log_partition in ends.items():
+            gap = torch.where(log_partition > -math.inf, log_partition - positive, 0.0)
+            if self.denominator == "all":
+                gap = torch.nn.functional.softplus(gap)
+            visit.note({name: gap.mean()})
+
+    def _start(
+        self,
+        number: int,
+        side: Side,
+        slots: tuple[Tensor, ...],
+        batch: Batch,
+        requests: Sequence[Request],
+        items: slice,
+    ) -> Start:
+        """Where the chains of a side's rows stand."""
+        slot = slots[0] if len(slots) == 1 else torch.cat(slots)
+        ids = self.chains.ids(number, slot)
+        unusable = side.excludes(ids)
+        if self.carried == "encode":
+            part = self._part(requests, "carried", number)
+            assert part.embeddings is not None
+            keys = check_answer(part.embeddings, batch.z_a, self.normalize)
+            views = keys.view(-1, len(batch.index), keys.shape[1])[:, items]
+            keys = views.expand(len(slots), -1, -1).flatten(0, 1)
+        else:
+            keys = self.chains.cached_keys(number, slot, side.queries.shape[1])
+            keys = keys.to(side.queries.dtype)
+            seen = torch.isfinite(keys).all(1)  # NaN before the first visit: 0 * NaN would spread
+            unusable, keys = unusable | ~seen, keys.masked_fill(~seen[:, None], 0.0)
+        similarity = torch.linalg.vecdot(side.queries, keys)
+        beta = self._beta(similarity)
+        logit = similarity.detach() * (beta.detach() if isinstance(beta, Tensor) else beta)
+        unusable = unusable | ~torch.isfinite(logit)
+        return Start(ids, logit.masked_fill(unusable, -math.inf), similarity)
+
+    def _store(self, visit: Visit, requests: Sequence[Request]) -> None:
         """Where the chains ended, and what else the next visit needs."""
         batch = visit.batch
-        # first: it asks the chains what they held
-        self._remember_keys(batch, visit.sides, visit.encoded)
+        self._remember(batch, visit.sides, requests)
+        self._count_keys(batch)
         for number, chain, arrival in visit.arrivals:
             self.chains.commit(number, chain, arrival, batch.valid)
         for number, running in visit.runnings:
             write_view_mean(self.log_partition[number], batch.index, running, batch.valid)
+        if self.denominator == "all":
+            self.seen += len(batch.index)
 
     # ------------------------------------------------------------------ parts of a step
 
     def _sampler(self) -> Sampler:
         backend: Backend = "auto" if self.backend == "fused" else self.backend
-        order, every = self.walk, self.count_every
-        return Sampler(self.kernel, order, self.burn_in, backend, self.seed, self.step, every)
+        return Sampler(self.kernel, backend, self.seed, self.step)
 
     @property
     def _views_per_item(self) -> int:
@@ -366,7 +389,8 @@ class EMC2Loss(ContrastiveLoss):
         self, index: Tensor, augmentation: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, ...]:
         """Chains of each view's rows: one per item, or one per (item, augmentation)."""
-        index = index.clamp(0, self._num_anchors - 1)  # out of range: refused or reported
+        assert self.num_samples is not None
+        index = index.clamp(0, self.num_samples - 1)  # out of range: refused or reported
         if (augmentation is None) != (self.augmentations is None):
             raise ValueError(
                 "augmentation= (which stored augmentation each view is) goes with augmentations=k "
@@ -376,39 +400,22 @@ class EMC2Loss(ContrastiveLoss):
             return (index,) * self._views_per_item
         return stored_slots(index, augmentation, self.augmentations)
 
-    def _encoded(
-        self, carried: Tensor | tuple[Tensor, Tensor] | None, batch: Batch
-    ) -> list[tuple[Tensor, ...] | None]:
-        """Embeddings of the carried states, per side and view, checked and normalised."""
-        if carried is None:
-            return [None] * self.num_sides
-        parts = 2 if self.augmentations else self.num_sides
-        ready = check_carried(carried, batch, parts, self.normalize)
-        if self.num_sides == 2:
-            return [(ready[0],), (ready[1],)]
-        if self.augmentations:
-            return [tuple(ready[: self._views_per_item])]
-        return [(ready[0],) * self._views_per_item]
-
-    def _running_partition(
-        self, number: int, batch: Batch, side: Side, log_partition: Tensor
-    ) -> Tensor | None:
+    def _running_partition(self, number: int, side: Side, log_partition: Tensor) -> Tensor | None:
         """The partition 1 - p+ is computed against: a moving average over visits, [N]."""
         if self.denominator != "all":
             return None
-        table = self.log_partition[number]
-        visits = self.step * len(batch.index) // self._num_anchors
+        old = self.log_partition[number][side.anchor_ids].to(log_partition.dtype)
+        visits = self.seen // (self.num_samples or 1)
         rate = torch.clamp(1.0 / (1.0 + visits), min=self.partition_rate)
-        old = table[side.anchor_ids].to(log_partition.dtype)
         return moving_log_mean(old, log_partition, rate.to(log_partition.dtype))
 
-    def _remember_keys(
-        self, batch: Batch, sides: list[Side], encoded: list[tuple[Tensor, ...] | None]
-    ) -> None:
-        """Whatever this step encoded is the freshest the stale table can hold."""
-        for number, (side, table) in enumerate(zip(sides, self.tables, strict=False)):
-            assert isinstance(table, StaleTable)
-            table.write(side.key_ids.flatten(), side.keys.flatten(0, 1))
-            carried = encoded[number]
-            if carried is not None:
-                table.write(self.chains.ids(number, batch.index), carried[0])
+
+def _checked_augmentations(augmentations: int | None, views: Views, proposals: Proposals) -> int:
+    if augmentations is None:
+        return 1
+    if augmentations < 1 or views != "shared" or isinstance(proposals, Informed):
+        raise ValueError(
+            "augmentations (stored per item) must be at least 1, with views='shared' and proposals "
+            f"other than Informed; got {augmentations}, {views!r}, {proposals}"
+        )
+    return augmentations

@@ -9,52 +9,56 @@ Bias        staleness of the table.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from negchain.losses.base import ContrastiveLoss, effective_negatives, full_precision
-from negchain.losses.batch import Drawn, Draws, Views
-from negchain.losses.table import StaleTable, propose_from
+from negchain.losses.base import Call, ContrastiveLoss, Report
+from negchain.losses.batch import Views, check_answer
+from negchain.losses.partition import effective_negatives
+from negchain.losses.request import Part, Request, Want
+from negchain.losses.settings import check_refresh
+from negchain.losses.table import Tables
 from negchain.objective import Denominator, Estimate
 from negchain.pool import Draw
 
 
 class NegativeCacheLoss(ContrastiveLoss):
-    r"""Negative Cache: propose from a stale table, encode the winners, call.
+    r"""Negative Cache: winners of a draw from a stale table are encoded anew and pushed away.
 
     $$ z_i = \arg\max_z \big[ \beta\, \phi(x_i)^\top \psi_{old}(z) + \text{Gumbel} \big], \qquad
        \nabla \approx \tfrac{\beta}{B} \sum_i \big[ -\nabla s(x_i,y_i) + \nabla s(x_i,z_i) \big] $$
 
-    Negatives are whole items (the paper uses images without augmentation): m_neg = M - 1.
+    Negatives are whole items: m_neg = M - 1. Encode them as the anchors are (augmented): encoded
+    without augmentation, as the paper allows, an encoder learns to tell plain from augmented
+    pictures instead (docs/methods/negative_cache.md).
 
     Args:
         num_samples: number of anchors; also of keys unless `num_keys` is given.
-        dim: dimension of the embeddings.
         beta: inverse temperature; a `nn.Parameter` to learn it.
-        refresh: share of the table `refresh_ids` names per step (rho in the paper).
+        refresh: share of the table that is encoded anew per step (rho in the paper).
+        dim: dimension of the embeddings; None waits for the first batch.
         views, symmetric, num_keys, normalize: as for `InfoNCELoss`.
         denominator: "negatives" (eq. (1)) or "all"; the partition comes from the stale table.
         seed: of the Gumbel noise.
 
     Example:
         >>> encoder, items = torch.nn.Linear(5, 8), torch.randn(50, 5)
-        >>> loss_fn = NegativeCacheLoss(50, 8, beta=10.0, refresh=0.1)
+        >>> loss_fn = NegativeCacheLoss(50, beta=10.0, refresh=0.1)
+        >>> loss_fn.fill(lambda ids: encoder(items[ids]))       # better than starting from zeros
         >>> index = torch.arange(4)
         >>> z_a, z_b = encoder(items[index]), encoder(items[index])
-        >>> draw = loss_fn.propose(z_a, index)
-        >>> loss_fn(z_a, z_b, index, draw=draw, drawn=encoder(items[draw.ids])).backward()
-        >>> ids = loss_fn.refresh_ids()
-        >>> loss_fn.refresh(ids, encoder(items[ids]))
+        >>> loss_fn(z_a, z_b, index, encode=lambda ids: encoder(items[ids])).backward()
     """
 
     def __init__(
         self,
         num_samples: int,
-        dim: int,
         beta: float | Tensor = 14.28,
         refresh: float = 0.01,
         *,
+        dim: int | None = None,
         views: Views = "shared",
         symmetric: bool = True,
         denominator: Denominator = "negatives",
@@ -63,123 +67,66 @@ class NegativeCacheLoss(ContrastiveLoss):
         seed: int = 0,
     ) -> None:
         super().__init__(
+            num_samples,
             beta,
             views=views,
             symmetric=symmetric,
             denominator=denominator,
-            num_samples=num_samples,
             num_keys=num_keys,
             normalize=normalize,
             seed=seed,
         )
-        if not 0 <= refresh <= 1:
-            raise ValueError(
-                f"refresh (share of the table per step) must be in [0, 1], got {refresh}"
-            )
+        check_refresh(refresh)
         self.refresh_fraction = refresh
-        size = num_samples if num_keys is None else num_keys
-        self.tables = nn.ModuleList(StaleTable(size, dim) for _ in range(self.num_sides))
+        self.tables = Tables(self.num_sides, self.num_ids or 0, dim)
 
     @property
     def multiplicity(self) -> int:
         """Every item is one negative."""
         return 1
 
-    @torch.no_grad()
-    def propose(
-        self,
-        z_a: Tensor,
-        index: Tensor,
-        z_b: Tensor | None = None,
-        *,
-        key_index: Tensor | None = None,
-        known: Tensor | None = None,
-    ) -> Draw | tuple[Draw, Draw]:
-        """Draw one negative per anchor from the stale softmax; changes nothing.
+    def _refreshed(self) -> int:
+        return math.ceil(self.refresh_fraction * (self.num_ids or 0))
 
-        Args:
-            z_a: [B, D] embeddings of the anchors.
-            index: [B] their data set positions.
-            z_b: [B, D]; given, both views (or both directions) are anchors with draws of their own.
-                Without it `z_a` alone is: with shared views both rows of a pair then use its draw.
-            key_index, known: as in the call.
-
-        Returns:
-            A private `Draw` with ids [N]; for paired views in both directions a pair of them.
-        """
-        rows = len(index) if z_b is None else None
-        return propose_from(
-            self,
-            self.tables,
-            z_a,
-            index,
-            z_b,
-            key_index,
-            known,
-            lambda table, *of: table.winners(rows, *of),
-        )
-
-    @full_precision
-    def forward(
-        self,
-        z_a: Tensor,
-        z_b: Tensor,
-        index: Tensor,
-        *,
-        draw: Draws | None = None,
-        drawn: Drawn | None = None,
-        key_index: Tensor | None = None,
-        known: Tensor | None = None,
-    ) -> Tensor:
-        """The loss of a batch; `draw` from `propose`, `drawn` the embeddings of its ids.
-
-        In training mode the batch's and the drawn embeddings are written into the table.
-        """
-        if draw is None:
-            raise ValueError(
-                "NegativeCacheLoss needs draw= and drawn=: call draw = loss_fn.propose(z_a, index) "
-                "and pass draw=draw, drawn=encoder(items[draw.ids])"
+    def _parts_given(self, call: Call) -> list[Part]:
+        """One draw per row from its stale softmax."""
+        parts = []
+        for number, side in enumerate(self._bare_sides(call)):
+            key = (self.seed, self.step, number)
+            ids, log_partition = self.tables[number].winners(
+                side.num_rows, side, self._beta(side.queries), key
             )
-        batch, sides = self._begin(z_a, z_b, index, key_index, known, draw, drawn, use_batch=False)
+            want = Want(ids, "keys" if number == 0 else "anchors")
+            parts.append(Part("draw", number, want, Draw(ids), log_partition=log_partition))
+        return parts
+
+    def _loss(self, call: Call, requests: Sequence[Request]) -> Tensor:
+        batch = self._checked(call)
+        self.faults[:2] += batch.faults
+        sides = self._sides(batch, use_batch=False)
         total: list[Tensor] = []
-        report: dict[str, list[Tensor]] = {"global_loss": [], "effective_negatives": []}
-        for number, (side, module) in enumerate(zip(sides, self.tables, strict=True)):
-            table = module
-            assert isinstance(table, StaleTable)
-            if side.private_ids is None or side.private_keys is None or side.draw is None:
-                raise ValueError(
-                    "NegativeCacheLoss needs a private draw per anchor, as propose gives it"
-                )
-            similarity = side.similarities()
-            weights = (~side.excludes(side.private_ids)).to(similarity.dtype)
-            weights = weights / weights.sum(1, keepdim=True).clamp(min=1)
-            log_partition = side.draw.log_partition
-            if log_partition is None:
-                log_partition = torch.logsumexp(table.logits(side, self._beta(similarity)), 1)
-            log_partition = log_partition.repeat(side.num_rows // len(log_partition))
-            total.append(self._value(side, similarity, Estimate(weights, log_partition)))
+        report: Report = {"global_loss": [], "effective_negatives": []}
+        for number, side in enumerate(sides):
+            part = self._part(requests, "draw", number)
+            assert part.embeddings is not None and part.log_partition is not None
+            keys = check_answer(part.embeddings, batch.z_a, self.normalize)
+            ids = part.want.ids
+            similarity = torch.linalg.vecdot(side.queries, keys)[:, None]
+            weights = (~side.excludes(ids)).to(similarity.dtype)[:, None]
+            estimate = Estimate(weights, part.log_partition)
+            total.append(self._value(side, similarity, estimate))
             report["global_loss"].append(total[-1].detach())
             report["effective_negatives"].append(effective_negatives(weights))
             if self.training:
-                keys = batch.z_b if number == 0 else batch.z_a
-                ids = batch.key_index if number == 0 else batch.index
+                table = self.tables[number]
+                table.write(
+                    *((batch.key_index, batch.z_b) if number == 0 else (batch.index, batch.z_a))
+                )
                 table.write(ids, keys)
-                table.write(side.private_ids.flatten(), side.private_keys.flatten(0, 1))
+                for request in requests:
+                    due = request.part("refresh", number)
+                    if due is not None and due.embeddings is not None:
+                        table.refresh(due.want.ids, due.embeddings, normalize=self.normalize)
         if self.training:
             self.step += 1
         return self._finish(total, report)
-
-    def refresh_ids(self) -> Tensor:
-        """The data set positions whose embeddings are due, [ceil(refresh * M)]; changes nothing."""
-        table = self.tables[0]
-        assert isinstance(table, StaleTable)
-        return table.next_ids(math.ceil(self.refresh_fraction * table.embeddings.shape[0]))
-
-    def refresh(self, ids: Tensor, embeddings: Tensor, side: int = 0) -> None:
-        """Write re-encoded embeddings ([R, D]) of `ids` ([R]) and move on to the next share.
-
-        With paired views in both directions `side=1` refreshes the table of the anchors.
-        """
-        table = self.tables[side]
-        assert isinstance(table, StaleTable)
-        table.refresh(ids, embeddings, normalize=self.normalize)

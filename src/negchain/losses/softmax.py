@@ -8,21 +8,20 @@ Bias        shrinks only with the batch size.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from typing import Literal
 
 from torch import Tensor
 
 from negchain.fast import fused
-from negchain.losses.base import (
-    ContrastiveLoss,
-    detached_logits,
-    effective_negatives,
-    full_precision,
-    global_log_partition,
-    one_of,
-)
-from negchain.losses.batch import Drawn, Draws, Views
+from negchain.losses.base import Call, ContrastiveLoss, Report, one_of
+from negchain.losses.batch import Views
+from negchain.losses.partition import detached_logits, effective_negatives, global_log_partition
+from negchain.losses.request import Request
+from negchain.losses.settings import InBatch, Proposals, as_proposals
 from negchain.objective import Denominator, Estimate
+from negchain.pool import Side
 from negchain.weights.softmax import softmax_weights
 
 
@@ -33,76 +32,69 @@ class _InBatchLoss(ContrastiveLoss):
 
     def __init__(
         self,
+        num_samples: int | None = None,
         beta: float | Tensor = 14.28,
         *,
+        proposals: Proposals | Literal["batch"] = "batch",
         views: Views = "shared",
         symmetric: bool = True,
-        num_samples: int | None = None,
         num_keys: int | None = None,
+        key_counts: Tensor | None = None,
+        dim: int | None = None,
         normalize: bool = True,
+        seed: int = 0,
         backend: Literal["auto", "torch", "fused"] = "auto",
     ) -> None:
         one_of("backend", backend, ("auto", "torch", "fused"))
         super().__init__(
+            num_samples,
             beta,
             views=views,
             symmetric=symmetric,
             denominator=self._denominator,
-            num_samples=num_samples,
+            proposals=as_proposals(proposals),
             num_keys=num_keys,
+            key_counts=key_counts,
+            dim=dim,
             normalize=normalize,
+            seed=seed,
         )
         self.backend = backend
 
-    @full_precision
-    def forward(
-        self,
-        z_a: Tensor,
-        z_b: Tensor,
-        index: Tensor | None = None,
-        *,
-        key_index: Tensor | None = None,
-        known: Tensor | None = None,
-        draw: Draws | None = None,
-        drawn: Drawn | None = None,
-    ) -> Tensor:
-        """The loss of a batch; call `.backward()` on it.
-
-        Args:
-            z_a: [B, D] embeddings of one view (or of the anchors).
-            z_b: [B, D] embeddings of the other view (or of the keys).
-            index: [B] data set positions; samples with equal ids are never negatives of each
-                other. None: all different.
-            key_index: [B] positions of z_b among the keys, with `num_keys`.
-            known: [B, L] further positives of each anchor, padded with -1; never negatives.
-            draw: negatives from beyond the batch (see `negchain.Draw`).
-            drawn: their embeddings.
-
-        Returns:
-            [] scalar.
-        """
-        if known is None and draw is None and fused.applies_in_batch(self.backend, z_a):
-            total, numbers = fused.in_batch(self, z_a, z_b, index, key_index)
-            if self.num_positions is None:
-                del numbers["global_loss"]
-            self._info = numbers
+    def _loss(self, call: Call, requests: Sequence[Request]) -> Tensor:
+        if fused.applies_in_batch(self, call):
+            total, self._info = fused.in_batch(self, call)
             return total
         if self.backend == "fused":
-            raise fused.not_applicable(z_a)
-        _, sides = self._begin(z_a, z_b, index, key_index, known, draw, drawn)
+            raise fused.not_applicable(call.z_a)
+        batch, sides = self._begin(call, requests)
         values: list[Tensor] = []
-        report: dict[str, list[Tensor]] = {"global_loss": [], "effective_negatives": []}
+        report: Report = {"global_loss_low": [], "effective_negatives": []}
+        in_batch = isinstance(self.proposals, InBatch)
         for side in sides:
             similarity = side.similarities()
+            if in_batch and self.num_keys is not None:  # the batch as it is: no claim on the corpus
+                side = without_probabilities(side)
             logits = detached_logits(side, similarity, self._beta(similarity))
             weights, log_sum = softmax_weights(logits)
             value = self._value(side, similarity, Estimate(weights, log_sum))
             values.append(value)
             log_partition = global_log_partition(side, logits)
-            if log_partition is not None:
-                report["global_loss"].append(value.detach() + (log_partition - log_sum).mean())
+            if log_partition is not None and not (in_batch and self.num_keys is not None):
+                gap = (log_partition - log_sum).nan_to_num(0.0)
+                report["global_loss_low"].append(value.detach() + gap.mean())
             report["effective_negatives"].append(effective_negatives(weights))
+        if self.training:
+            self._remember(batch, sides, requests)
+            self._count_keys(batch)
+            self.step += int(len(self.tables) > 0 or not in_batch)
         return self._finish(values, report)
+
+
+def without_probabilities(side: Side) -> Side:
+    """The columns as if all were equally likely: in-batch losses take the batch as it is."""
+    kinds = tuple(dataclasses.replace(kind, log_q=None) for kind in side.kinds)
+    return dataclasses.replace(side, kinds=kinds)
 
 
 class InfoNCELoss(_InBatchLoss):
@@ -111,12 +103,18 @@ class InfoNCELoss(_InBatchLoss):
     $$ -\log \frac{e^{\beta s(x_i,y_i)}}{e^{\beta s(x_i,y_i)} + \sum_j e^{\beta s(x_i,z_j)}} $$
 
     Args:
+        num_samples: size of the data set, only needed for `info["global_loss_low"]` and for draws.
         beta: inverse temperature; a `nn.Parameter` to learn it.
+        proposals: further columns beside the batch: "batch" (none), `Uniform(...)`,
+            `Informed(...)` or `Given()`; corrected by their probabilities (logQ).
         views: "shared" (one encoder, two views, 2B - 2 negatives) or "paired" (two encoders).
         symmetric: both views (directions) are anchors.
-        num_samples: size of the data set, only needed for `info["global_loss"]` and for draws.
         num_keys: size of a corpus of keys that is not one-to-one with the anchors.
+        key_counts: [num_keys] how many anchors each key is the positive of; None: counted on the
+            way. Used where draws are corrected; in-batch columns alone are taken as they are.
+        dim: dimension of the embeddings, for `Informed`'s table; None waits for the first batch.
         normalize: bring embeddings to unit length first.
+        seed: of the draws.
         backend: "fused" (a dozen GPU kernels), "torch" (readable), "auto": fused on a GPU where it
             applies (negatives from the batch, float32 or half precision, at most 1,024 samples).
 

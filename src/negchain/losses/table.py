@@ -1,29 +1,35 @@
 """The stale table: an embedding of every key as of its last encoding.
 
-Negative Cache draws its negatives from it; EMC² with `proposal="cache"` only its proposals, so
-there staleness costs speed of mixing and no bias. Rows are rewritten whenever a step encodes them
-anyway, and a share of the table can be re-encoded per step in round-robin order (`next_ids`,
-`refresh`).
+Negative Cache draws its negatives from it; `proposals=Informed()` only its proposals, so there
+staleness costs efficiency and no bias. Rows are rewritten whenever a step encodes them anyway,
+and a share of the table is encoded anew per step in round-robin order (`next_ids`, `refresh`).
 
-Shapes: `M` keys, `N` rows, `D` embedding.
+The table is read in chunks of keys, so that beyond the table itself (and one number per key where a
+probability of every key is asked for) memory does not grow with it.
+
+Shapes: `M` keys, `N` rows, `D` embedding, `R` draws.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
 from negchain import draws
-from negchain.losses.base import ContrastiveLoss, LazyState
 from negchain.losses.batch import as_embedding
-from negchain.pool import Draw, Side, matches, write_rows
-from negchain.weights.cache import draw_from, gumbel_winner, informed_proposal
+from negchain.losses.settings import Informed
+from negchain.losses.state import Stateful
+from negchain.pool import Side, write_rows
+from negchain.weights.cache import draw_from
+
+CHUNK_ELEMENTS = 1 << 22  # logits held at a time: 16 MiB in float32
+Key = tuple[int, Tensor, int]  # seed, step, side number: what random draws are a function of
 
 
-class StaleTable(LazyState):
+class StaleTable(Stateful):
     """M embeddings, zero until first written, and the cursor of their refresh.
 
     Args:
@@ -41,12 +47,12 @@ class StaleTable(LazyState):
 
     embeddings: Tensor
     cursor: Tensor
-    _lazy_buffers = ("embeddings",)
 
     def __init__(self, size: int, dim: int | None) -> None:
         super().__init__()
-        self.register_buffer("embeddings", torch.zeros(size, dim or 0))
-        self.register_buffer("cursor", torch.zeros((), dtype=torch.int64))
+        self.size = size
+        self.add_state("embeddings", torch.zeros(size, dim or 0), lazy=True)
+        self.add_state("cursor", torch.zeros((), dtype=torch.int64))
 
     def _rows(self, dim: int) -> Tensor:
         """The table, or what stands for it before the first batch shows its width."""
@@ -57,77 +63,102 @@ class StaleTable(LazyState):
             raise ValueError(f"the table holds embeddings of dimension {width}, got {dim}")
         return self.embeddings
 
-    def logits(self, side: Side, beta: float | Tensor) -> Tensor:  # [N,M]
-        """Stale logits of a side's rows against all keys, own and known positives excluded."""
+    def logits(
+        self, side: Side, beta: float | Tensor
+    ) -> Iterator[tuple[slice, Tensor]]:  # -> keys, [N, chunk]
+        """Stale logits of a side's rows, some keys at a time; own and known positives excluded."""
         beta = beta.detach() if isinstance(beta, Tensor) else beta
-        table = self._rows(side.queries.shape[1]).to(side.queries.dtype)
-        logits = side.queries.detach() @ table.T * beta
-        ids = torch.arange(self.embeddings.shape[0], device=logits.device)
-        return logits.masked_fill(matches(ids, side.positive_ids, side.known), -math.inf)
+        table, queries = self._rows(side.queries.shape[1]), side.queries.detach() * beta
+        positives = side.positive_ids[:, None]
+        if side.known is not None:
+            positives = torch.cat([positives, side.known], 1)
+        row = torch.arange(len(queries), device=queries.device)[:, None].expand_as(positives)
+        chunk = max(1, CHUNK_ELEMENTS // max(len(queries), 1))
+        for begin in range(0, self.size, chunk):
+            part = table[begin : begin + chunk].to(queries.dtype)
+            logits = queries @ part.T
+            column = positives - begin  # a row excludes few keys: touch only these
+            inside = (column >= 0) & (column < len(part)) & (positives >= 0)
+            column = column.clamp(0, len(part) - 1)
+            penalty = torch.where(inside, -math.inf, 0.0).to(logits.dtype)
+            logits.index_put_((row, column), penalty, accumulate=True)
+            yield slice(begin, begin + len(part)), logits
 
     def winners(
-        self, num_rows: int | None, side: Side, beta: float | Tensor, key: tuple[int, Tensor, int]
-    ) -> Draw:
-        """One exact draw from the stale softmax for each of the first `num_rows` rows, or for all.
-
-        `key` is (seed, step, side number), what the Gumbel noise is a function of.
-        """
+        self, num_rows: int, side: Side, beta: float | Tensor, key: Key
+    ) -> tuple[Tensor, Tensor]:  # -> [num_rows], [num_rows]
+        """One exact draw from the stale softmax of each row (Gumbel-max), and its log partition."""
         seed, step, number = key
-        logits = self.logits(side, beta)[:num_rows]
-        rows = torch.arange(len(logits), device=logits.device)
+        rows = torch.arange(num_rows, device=side.queries.device)
+        best = side.queries.new_full((num_rows,), -math.inf)
+        log_sum, winner = best.clone(), torch.zeros_like(rows)
         stream = draws.STREAM_GUMBEL + 16 * number
-        noise = draws.gumbel(seed, step, stream, rows, logits.shape[1], logits.dtype)
-        winner, log_partition = gumbel_winner(logits, noise)
-        return Draw(winner, log_partition=log_partition, private=True)
+        for keys, logits in self.logits(side, beta):
+            logits = logits[:num_rows]
+            log_sum = torch.logaddexp(log_sum, torch.logsumexp(logits, 1))
+            noise = draws.gumbel(
+                seed, step, stream, rows, logits.shape[1], logits.dtype, first_column=keys.start
+            )
+            top, at = (logits + noise).max(1)
+            winner = torch.where(top > best, at + keys.start, winner)
+            best = torch.maximum(best, top)
+        return winner, log_sum
 
     def informed(
-        self, count: int, side: Side, beta: float | Tensor, key: tuple[int, Tensor, int]
-    ) -> Draw:
-        """`count` draws shared by all rows, half from their stale softmaxes, half uniform."""
+        self, count: int, side: Side, beta: float | Tensor, settings: Informed, key: Key
+    ) -> tuple[Tensor, Tensor]:  # -> [R], [M]
+        """`count` draws shared by all rows from q, and log q of every key; see `Informed`."""
         seed, step, number = key
-        log_q = informed_proposal(self.logits(side, beta))
+        log_q = self.log_proposal(side, beta, settings)
         row = torch.full((1,), number, device=log_q.device)
         u = draws.uniform(seed, step, draws.STREAM_PROPOSE, row, count, torch.float64)
-        ids = draw_from(log_q, u[0])
-        return Draw(ids, log_q[ids], log_q_all=log_q)
+        return draw_from(log_q, u[0]), log_q
+
+    def log_proposal(self, side: Side, beta: float | Tensor, settings: Informed) -> Tensor:  # [M]
+        """log q(z) of `Informed`, in two passes over the table."""
+        beta = (beta.detach() if isinstance(beta, Tensor) else beta) * settings.sharpness
+        uniform = math.log1p(-settings.share) - math.log(self.size)
+        log_q = side.queries.new_full((self.size,), uniform)
+        if settings.share == 0:
+            return log_q
+        log_sum = side.queries.new_full((side.num_rows,), -math.inf)
+        for _, logits in self.logits(side, beta):
+            log_sum = torch.logaddexp(log_sum, torch.logsumexp(logits, 1))
+        part_of = math.log(settings.share) - math.log(side.num_rows)
+        for keys, logits in self.logits(side, beta):
+            mixture = torch.logsumexp(logits - log_sum[:, None], 0) + part_of
+            log_q[keys] = torch.logaddexp(mixture, log_q[keys])
+        return log_q
 
     def write(self, ids: Tensor, embeddings: Tensor) -> None:
         """Remember embeddings [R, D] of keys, as they are; non-finite ones are left out."""
         rows = self._rows(embeddings.shape[1])
         if self.embeddings.shape[1] == 0:
-            self.embeddings = torch.zeros_like(rows, memory_format=torch.contiguous_format)
+            with torch.inference_mode(False):
+                self.embeddings = torch.zeros(rows.shape, device=rows.device, dtype=rows.dtype)
         write_rows(self.embeddings, ids, embeddings.detach(), torch.isfinite(embeddings).all(1))
 
     def next_ids(self, count: int) -> Tensor:
         """The next `count` keys due for re-encoding, [count]."""
-        size = self.embeddings.shape[0]
-        return (self.cursor + torch.arange(count, device=self.cursor.device)) % size
+        return (self.cursor + torch.arange(count, device=self.cursor.device)) % self.size
 
     def refresh(self, ids: Tensor, embeddings: Tensor, *, normalize: bool) -> None:
         """Write re-encoded keys and move the cursor past them."""
         ids = ids.to(self.cursor.device)
         self.write(ids, as_embedding(embeddings.to(self.cursor.device), normalize))
-        self.cursor.copy_((self.cursor + len(ids)) % self.embeddings.shape[0])
+        self.cursor.copy_((self.cursor + len(ids)) % self.size)
 
 
-def propose_from(
-    loss_fn: ContrastiveLoss,
-    tables: nn.ModuleList,
-    z_a: Tensor,
-    index: Tensor,
-    z_b: Tensor | None,
-    key_index: Tensor | None,
-    known: Tensor | None,
-    draw: Callable[..., Draw],
-) -> Draw | tuple[Draw, Draw]:
-    """A draw for each side of a batch from its table: `draw(table, side, beta, key)`."""
-    if z_b is None and loss_fn.num_sides == 2:
-        raise ValueError("propose needs z_b= too: both directions are anchors")
-    with torch.autocast(z_a.device.type, enabled=False):
-        other = z_a if z_b is None else z_b
-        _, sides = loss_fn._begin(z_a, other, index, key_index, known, use_batch=False, quiet=True)
-        drawn = []
-        for number, (side, table) in enumerate(zip(sides, tables, strict=True)):
-            key = (loss_fn.seed, loss_fn.step, number)
-            drawn.append(draw(table, side, loss_fn._beta(side.queries), key))
-    return (drawn[0], drawn[1]) if len(drawn) == 2 else drawn[0]
+class Tables(nn.ModuleList):
+    """The stale tables of a loss, one per side; none for most losses."""
+
+    def __init__(self, count: int, size: int, dim: int | None) -> None:
+        super().__init__(StaleTable(size, dim) for _ in range(count))
+
+    def __iter__(self) -> Iterator[StaleTable]:  # type: ignore[override]
+        """The tables, side by side."""
+        return super().__iter__()  # type: ignore[return-value]
+
+    def __getitem__(self, side: int) -> StaleTable:  # type: ignore[override]
+        """The table of a side."""
+        return super().__getitem__(side)  # type: ignore[return-value]

@@ -1,15 +1,20 @@
 """One visit: the chains of a batch's rows move over their columns.
 
-With shared views an item has one chain and two rows. Two ways to share it:
+With shared views an item has one chain and two rows: both start at the carried state, each is
+offered one copy of every other item (the two rows different ones), and the state of one of them,
+chosen by a coin, is stored. (Offering the same items again and again would drive the chain to the
+softmax over the batch.)
 
-parallel    both rows start at the carried state, each is offered one copy of every other item (the
-            two rows different ones), and the state of one of them, chosen by a coin, is stored.
-sequential  both rows are offered both copies; the second row starts where the first ended, its
-            logit read again under the second view.
+Columns of several kinds (the batch, and draws from beyond it) have different probabilities q:
 
-A chain that is offered the same items again and again forgets what it carried and settles on
-the softmax over the batch: the sequential walk offers every item four times per visit and is
-measurably biased towards the in-batch softmax, the parallel one is not (docs/methods/emc2.md).
+mh      one sweep per kind, one after the other. In each the ratio uses that kind's q for proposals
+        and held state alike, so every sweep leaves p as it is, and so do all of them.
+isir    one softmax over all of them with the mixture's q. The carried state takes the place of one
+        proposal, whose kind is drawn with probability n_k q_k(carried): then the set of states is
+        one that p and the kinds could have produced, whichever of them p made (an exact step).
+
+A batch without replacement is a uniformly random *set*: with i-SIR a carried state that is itself
+in the batch is counted once, and so is an item that a batch holds twice.
 
 Shapes: `B` chains, `N` rows, `K` columns, `D` embedding.
 """
@@ -19,20 +24,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from negchain import draws
-from negchain.losses.base import effective_negatives
-from negchain.losses.chains import Arrival, ChainTable
-from negchain.pool import Side
+from negchain.losses.chains import Arrival
+from negchain.losses.partition import effective_negatives
+from negchain.losses.settings import ISIR, MH, Kernel
+from negchain.pool import Kind, Side, first_writer
 from negchain.weights.isir import isir_weights
 from negchain.weights.metropolis import Backend, Scan, mh_scan
-
-Kernel = Literal["mh", "isir"]
-WalkOrder = Literal["parallel", "sequential"]
 
 
 @dataclass(frozen=True)
@@ -40,19 +42,23 @@ class Sampler:
     """How chains move: the settings of a walk and the key of its random draws."""
 
     kernel: Kernel
-    order: WalkOrder
-    burn_in: float
     backend: Backend
     seed: int
     step: Tensor  # []
-    count_every: int = 1
 
-    def coin(self, num_items: int) -> Tensor | None:  # [B] bool
-        """Which copy of each item rows of the first view are offered; None: both."""
-        if self.order == "sequential":
-            return None
+    def coin(self, num_items: int) -> Tensor:  # [B] bool
+        """Which copy of each item rows of the first view are offered."""
         row = torch.zeros(1, dtype=torch.int32, device=self.step.device)
         return draws.bits(self.seed, self.step, draws.STREAM_COPY, row, num_items)[0] % 2 == 0
+
+
+@dataclass(frozen=True)
+class Start:
+    """The carried state of every row."""
+
+    ids: Tensor  # [N]
+    logit: Tensor  # [N] beta * similarity; -inf: not usable
+    similarity: Tensor  # [N] differentiable
 
 
 @dataclass(frozen=True)
@@ -60,153 +66,240 @@ class Walk:
     """What the chains did, and what they weigh."""
 
     weights: Tensor  # [N,K]
-    start_mass: Tensor  # [N] weight on the carried state
-    carried_weight: Tensor  # [N] the part of it that is trained ("score" drops it)
-    carried_similarity: Tensor | None  # [N] differentiable similarity to the carried state
+    carried_weight: Tensor  # [N] weight on the carried state
+    start: Start
     accepts: Tensor  # [N]
     num_steps: Tensor  # [N] moves each row could make: its proposals, or one for i-SIR
     slots: tuple[Tensor, ...]  # per view [B], the chain of each row
     finals: tuple[Tensor, ...]  # per view [B], row * K + column of the final state, -1 = unmoved
 
-    @property
-    def moved(self) -> Tensor:
-        """Chains that ended in a new state, [B]."""
-        return self.finals[-1] >= 0
-
     def report(self, valid: Tensor) -> dict[str, Tensor]:  # [B] bool
         """Numbers for `info`; see docs/diagnostics.md."""
-        moved = (self.moved & valid).sum()
+        moved = ((self.finals[-1] >= 0) & valid).sum()
         kind = self.weights.dtype
         return {
             "acceptance_rate": self.accepts.sum().to(kind) / self.num_steps.sum().clamp(min=1),
-            "carried_mass": self.start_mass.mean(),
-            "dropped_mass": (self.start_mass - self.carried_weight).mean(),
+            "carried_mass": self.carried_weight.mean(),
             "chain_age": (valid.sum() - moved).to(kind) / moved.clamp(min=1),
             "effective_negatives": effective_negatives(self.weights, self.carried_weight),
         }
 
-    def arrivals(self, side: Side, similarity: Tensor) -> Iterator[tuple[Tensor, Arrival]]:
+    def arrivals(self, side: Side, keep_keys: bool) -> Iterator[tuple[Tensor, Arrival]]:
         """For each view its chains and where they ended, in the order in which to store them."""
-        num_columns = similarity.shape[1]
-        # With log_q_all the correction of a carried state is looked up anew at each visit.
-        tagged = side.draw is not None and side.draw.log_q_all is None
-        correction = side.log_correction() if tagged else None
-        ids = side.column_ids()
+        num_columns = self.weights.shape[1]
         for slots, final in zip(self.slots, self.finals, strict=True):
-            row = final.clamp(min=0) // num_columns
-            column = final.clamp(min=0) % num_columns
-            yield (
-                slots,
-                Arrival(
-                    moved=final >= 0,
-                    ids=ids[row, column],
-                    similarity=similarity.detach()[row, column],
-                    key=side.keys_at(row, column).detach(),
-                    correction=None if correction is None else correction[row, column],
-                ),
-            )
+            at = final.clamp(min=0)
+            row, column = at // max(num_columns, 1), at % max(num_columns, 1)
+            if num_columns == 0:
+                yield slots, Arrival(final >= 0, self.start.ids[row], None)
+                continue
+            key = side.keys_at(row, column).detach() if keep_keys else None
+            yield slots, Arrival(final >= 0, side.ids_at(row, column), key)
 
 
 def walk_chains(
     side: Side,
-    logits: Tensor,
-    chains: ChainTable,
-    side_number: int,
-    slots: tuple[Tensor, ...],
-    encoded: tuple[Tensor, ...] | None,
+    similarity: Tensor,
+    start: Start,
     beta: float | Tensor,
+    logits: Tensor,
+    slots: tuple[Tensor, ...],
     sampler: Sampler,
-    rows: Tensor | None = None,
+    side_number: int,
+    rows: Tensor,
 ) -> Walk:
-    """Move the chains of a side; pure: `chains` is read, not written.
+    """Move the chains of a side; pure.
 
     Args:
         side: the anchors and their columns.
-        logits: [N, K] corrected logits, -inf = excluded.
-        chains: where the chains stand.
-        side_number: which table of `chains`.
-        slots: per view, the chain of each row, [B].
-        encoded: per view, the embedding of the carried state, [B, D]; None: not encoded.
+        similarity: [N, K] to every column.
+        start: where the chains stand.
         beta: inverse temperature.
+        logits: [N, K] corrected by the mixture of all kinds, -inf = excluded.
+        slots: per view, the chain of each row, [B].
         sampler: how to move.
-        rows: [N] numbers of the rows in the whole batch, for their draws; None: 0 .. N - 1.
+        side_number: which direction, for the random draws.
+        rows: [N] numbers of the rows in the whole batch, for their draws.
     """
-    start, trained = _carried_logits(side, chains, side_number, slots, encoded, beta, sampler)
-    num_steps = (logits > -math.inf).sum(1)
     stream = 16 * side_number
-    rows = torch.arange(len(logits), device=logits.device) if rows is None else rows
-    if sampler.order == "sequential" and len(slots) == 2:
-        scan = _walk_on(logits, start, num_steps, slots, sampler, stream, rows)
+    if isinstance(sampler.kernel, ISIR):
+        scan = _isir(side, logits, start, sampler, stream, rows)
+        num_steps = torch.ones_like(scan.accepts)
+    elif len(side.kinds) == 1:
+        num_steps = (logits > -math.inf).sum(1)
+        first = _corrected(start, side.kinds[0])
+        scan = _sweep(logits, first, num_steps, _skipped(sampler, num_steps), sampler, stream, rows)
     else:
-        scan = _scan(logits, start, num_steps, rows, sampler, stream)
+        scan, num_steps = _sweeps(side, similarity, start, beta, sampler, stream, rows)
     # A chain that had nowhere to go may still sit on an excluded state: that has no weight.
-    mass = torch.where(start > -math.inf, scan.start_weight, 0.0)
-    finals = _finals(scan.last, logits.shape[1], slots, sampler, stream, rows)
+    mass = torch.where(start.logit > -math.inf, scan.start_weight, 0.0)
     return Walk(
         weights=scan.weights,
-        start_mass=mass,
-        carried_weight=torch.zeros_like(mass) if trained is None else mass,
-        carried_similarity=trained,
+        carried_weight=mass,
+        start=start,
         accepts=scan.accepts,
-        num_steps=torch.ones_like(num_steps) if sampler.kernel == "isir" else num_steps,
+        num_steps=num_steps,
         slots=slots,
-        finals=finals,
+        finals=_finals(scan.last, logits.shape[1], slots, sampler, stream, rows),
     )
 
 
-def _scan(
-    logits: Tensor, start: Tensor, num_steps: Tensor, rows: Tensor, sampler: Sampler, stream: int
-) -> Scan:
-    """One transition of every row, all starting at their carried states."""
-    seed, step = sampler.seed, sampler.step
-    num_columns = logits.shape[1]
-    if sampler.kernel == "isir":
-        noise = draws.gumbel(
-            seed, step, draws.STREAM_GUMBEL + stream, rows, num_columns + 1, logits.dtype
-        )
-        return isir_weights(logits, start, noise, sampler.count_every)
-    order = draws.permutation(seed, step, draws.STREAM_ORDER + stream, num_columns)
-    log_u = draws.log_uniform(
-        seed, step, draws.STREAM_ACCEPT + stream, rows, num_columns, logits.dtype
-    )
+def _corrected(start: Start, kind: Kind) -> Tensor:  # [N]
+    """The carried state's logit under a kind's q; +inf where that kind never proposes it."""
+    if kind.log_q is None:
+        return start.logit
+    corrected = start.logit - kind.log_q(start.ids[:, None])[:, 0]
+    return torch.where(start.logit > -math.inf, corrected, -math.inf)
+
+
+def _skipped(sampler: Sampler, num_steps: Tensor) -> Tensor:  # [N] -> [N]
+    """P, the steps of each row that are not counted."""
+    assert isinstance(sampler.kernel, MH)
+    burn_in = sampler.kernel.burn_in
+    if burn_in >= 1:
+        return torch.full_like(num_steps, int(burn_in))
     # 1e-3: a share like 0.29 of 100 steps is 29 steps, not 28, whatever the precision
-    skipped: int | Tensor = (num_steps * sampler.burn_in + 1e-3).long()
-    if sampler.count_every > 1:
-        skipped = int(num_columns * sampler.burn_in + 1e-3)
-    scan = mh_scan(logits[:, order], start, log_u, skipped, sampler.backend, sampler.count_every)
+    return (num_steps * burn_in + 1e-3).long()
+
+
+def _sweep(
+    logits: Tensor,
+    start: Tensor,
+    num_steps: Tensor,
+    skipped: Tensor,
+    sampler: Sampler,
+    stream: int,
+    rows: Tensor,
+    first_column: int = 0,
+) -> Scan:
+    """One Metropolis-Hastings scan over the columns of one kind, in a random order."""
+    assert isinstance(sampler.kernel, MH)
+    seed, step, every = sampler.seed, sampler.step, sampler.kernel.count_every
+    num_columns = logits.shape[1]
+    log_u = draws.log_uniform(
+        seed, step, draws.STREAM_ACCEPT + stream, rows, num_columns, logits.dtype, first_column
+    )
+    burn_in: int | Tensor = skipped
+    if every > 1:
+        burn_in = int(num_columns * sampler.kernel.burn_in + 1e-3)
+    if first_column > 0:  # draws come in a random order as they are
+        return mh_scan(logits, start, log_u, burn_in, sampler.backend, every)
+    order = draws.permutation(seed, step, draws.STREAM_ORDER + stream, num_columns)
+    scan = mh_scan(logits[:, order], start, log_u, burn_in, sampler.backend, every)
     weights = torch.empty_like(scan.weights)
     weights[:, order] = scan.weights
     last = torch.where(scan.last >= 0, order[scan.last.clamp(min=0)], -1)
     return scan._replace(weights=weights, last=last)
 
 
-def _walk_on(
-    logits: Tensor,
-    start: Tensor,
-    num_steps: Tensor,
-    slots: tuple[Tensor, ...],
+def _sweeps(
+    side: Side,
+    similarity: Tensor,
+    start: Start,
+    beta: float | Tensor,
     sampler: Sampler,
     stream: int,
     rows: Tensor,
+) -> tuple[Scan, Tensor]:
+    """A sweep per kind of columns, each with its own q; weights are shares of all counted steps."""
+    beta = beta.detach() if isinstance(beta, Tensor) else beta
+    plain = (similarity.detach() * beta).masked_fill(side.all_excluded(), -math.inf)
+    ids, here = side.column_ids(), torch.arange(len(plain), device=plain.device)
+    steps = [(plain[:, kind.first : kind.last] > -math.inf).sum(1) for kind in side.kinds]
+    total = torch.stack(steps).sum(0)
+    left = _skipped(sampler, total)  # steps that are still to be skipped
+    visits = plain.new_zeros(len(plain), plain.shape[1] + 1)  # the last column counts the start
+    at = torch.full_like(here, -1)  # column each chain is at, -1: its start
+    held, accepts = start, torch.zeros_like(here)
+    for kind, num_steps in zip(side.kinds, steps, strict=True):
+        part = plain[:, kind.first : kind.last]
+        if kind.log_q is not None:
+            part = part - kind.log_q(ids[:, kind.first : kind.last])
+            part = part.masked_fill(~torch.isfinite(part), -math.inf)
+        skipped = torch.minimum(left, num_steps)
+        scan = _sweep(
+            part, _corrected(held, kind), num_steps, skipped, sampler, stream, rows, kind.first
+        )
+        counted = (num_steps - skipped).to(plain.dtype)[:, None]
+        visits[:, kind.first : kind.last] += scan.weights * counted
+        visits[here, at] += scan.start_weight * counted[:, 0]
+        at = torch.where(scan.last >= 0, scan.last + kind.first, at)
+        column = at.clamp(min=0)
+        held = Start(
+            torch.where(at >= 0, ids[here, column], start.ids),
+            torch.where(at >= 0, plain[here, column], start.logit),
+            start.similarity,
+        )
+        accepts, left = accepts + scan.accepts, left - skipped
+    counted = visits.sum(1)
+    visits[here, at] += (counted == 0).to(visits.dtype)  # nothing counted: the final state counts
+    weights = visits / counted.clamp(min=1)[:, None]
+    return Scan(weights[:, :-1], weights[:, -1], at, held.logit, accepts), total
+
+
+def _isir(
+    side: Side, logits: Tensor, start: Start, sampler: Sampler, stream: int, rows: Tensor
 ) -> Scan:
-    """The sequential walk: the second view's rows start where the first view's ended."""
-    size = len(slots[0])
-    first = _scan(logits[:size], start[:size], num_steps[:size], rows[:size], sampler, stream)
-    held = torch.where(slots[0] == slots[1], first.last, -1)  # column the second view starts at
-    column = held.clamp(min=0)[:, None]
-    reread = logits[size:].gather(1, column)[:, 0]
-    begin = torch.where(held >= 0, reread, start[size:])
-    second = _scan(logits[size:], begin, num_steps[size:], rows[size:], sampler, stream)
-    # Weight on the start belongs to the column it was, if it was one.
-    mass = second.start_weight
-    second.weights.scatter_add_(1, column, torch.where(held >= 0, mass, 0.0)[:, None])
-    return Scan(
-        weights=torch.cat([first.weights, second.weights]),
-        start_weight=torch.cat([first.start_weight, torch.where(held >= 0, 0.0, mass)]),
-        last=torch.cat([first.last, torch.where(second.last >= 0, second.last, held)]),
-        last_logit=torch.cat([first.last_logit, second.last_logit]),
-        accepts=torch.cat([first.accepts, second.accepts]),
+    """One i-SIR step of every row."""
+    assert isinstance(sampler.kernel, ISIR)
+    seed, step, num_columns = sampler.seed, sampler.step, logits.shape[1]
+    kinds = side.kinds
+    if len(kinds) > 1:
+        correction = side.correction(start.ids[:, None])
+        first = start.logit if correction is None else start.logit - correction[:, 0]
+        u = draws.uniform(seed, step, draws.STREAM_SLOT + stream, rows, 2, logits.dtype)
+        logits = logits.masked_fill(_taken_place(side, start, u), -math.inf)
+    elif kinds[0].log_q is None:  # a set: {carried} u batch holds an item once
+        ids = side.key_ids.repeat_interleave(side.num_rows // len(side.key_ids), 0)
+        inside = (start.ids[:, None] == ids).any(1)
+        first = start.logit.masked_fill(inside, -math.inf)
+        logits = logits.masked_fill(_repeated(side), -math.inf)
+    else:
+        first = _corrected(start, kinds[0])
+    noise = draws.gumbel(
+        seed, step, draws.STREAM_GUMBEL + stream, rows, num_columns + 1, logits.dtype
     )
+    return isir_weights(logits, first, noise, sampler.kernel.count_every)
+
+
+def _repeated(side: Side) -> Tensor:  # [N,K] bool
+    """Columns whose item a usable column further left is too; each copy of the batch by itself."""
+    groups, width = side.key_ids.shape
+    usable = ~side.excluded.view(groups, -1, width).all(1)
+    masks = []
+    for ids, good in zip(
+        side.key_ids.view(groups * side.copies, -1),
+        usable.view(groups * side.copies, -1),
+        strict=True,
+    ):
+        first = first_writer(ids, good)
+        masks.append((first >= 0) & (first != torch.arange(len(ids), device=ids.device)))
+    return torch.stack(masks).view(groups, width).repeat_interleave(side.num_rows // groups, 0)
+
+
+def _taken_place(side: Side, start: Start, u: Tensor) -> Tensor:  # [N,2] -> [N,K] bool
+    """The proposal of each row whose place its carried state takes."""
+    shares = []
+    for kind in side.kinds:
+        log_q = 0.0 if kind.log_q is None else kind.log_q(start.ids[:, None])[:, 0]
+        shares.append(kind.count.to(u.dtype).log() + log_q)
+    ends = torch.softmax(torch.stack(shares), 0).cumsum(0)  # [kinds,N]
+    chosen = (u[:, 0] > ends[:-1]).sum(0)  # [N]
+    excluded = side.all_excluded()
+    mask = torch.zeros_like(excluded)
+    for number, kind in enumerate(side.kinds):
+        counts = torch.zeros_like(excluded)
+        if kind.log_q is None:  # of the row's negatives only
+            counts[:, kind.first : kind.last] = ~excluded[:, kind.first : kind.last]
+        else:
+            counts[:, kind.first : kind.last] = True
+            if number == 0:  # the batch of a corpus: the row's own column is no draw
+                own = torch.arange(len(counts), device=counts.device) % max(kind.last, 1)
+                counts[torch.arange(len(counts), device=counts.device), own] = False
+        place = counts.cumsum(1)
+        target = torch.ceil(u[:, 1] * place[:, -1]).clamp(min=1)
+        mask |= counts & (place == target[:, None]) & (chosen == number)[:, None]
+    return mask & (start.logit > -math.inf)[:, None]
 
 
 def _finals(
@@ -224,44 +317,7 @@ def _finals(
     if len(slots) == 1:
         return (flat,)
     first, second, shared = flat[:size], flat[size:], slots[0] == slots[1]
-    if sampler.order == "parallel":
-        key = draws.STREAM_VIEW + stream
-        coin = draws.bits(sampler.seed, sampler.step, key, rows[:size], 1)[:, 0] % 2 == 0
-        second = torch.where(shared & coin, first, second)
+    key = draws.STREAM_VIEW + stream
+    coin = draws.bits(sampler.seed, sampler.step, key, rows[:size], 1)[:, 0] % 2 == 0
+    second = torch.where(shared & coin, first, second)
     return torch.where(shared, -1, first), second  # a shared chain is stored once
-
-
-def _carried_logits(
-    side: Side,
-    chains: ChainTable,
-    side_number: int,
-    slots: tuple[Tensor, ...],
-    encoded: tuple[Tensor, ...] | None,
-    beta: float | Tensor,
-    sampler: Sampler,
-) -> tuple[Tensor, Tensor | None]:
-    """Corrected logit of each row's carried state [N], and its similarity if it is trained [N]."""
-    slot = torch.cat(slots)
-    ids = chains.ids(side_number, slot)
-    unusable = side.excludes(ids)
-    trained: Tensor | None = None
-    if encoded is not None:
-        trained = torch.linalg.vecdot(side.queries, torch.cat(encoded))
-    elif chains.keep == "cached":
-        keys = chains.cached_keys(side_number, slot, side.queries.shape[1]).to(side.queries.dtype)
-        seen = torch.isfinite(keys).all(1)  # NaN before the first visit, which 0 * NaN would spread
-        unusable = unusable | ~seen
-        trained = torch.linalg.vecdot(side.queries, keys.masked_fill(~seen[:, None], 0.0))
-    similarity = chains.scores[side_number][slot] if trained is None else trained.detach()
-    beta = beta.detach() if isinstance(beta, Tensor) else beta
-    logit = similarity.to(side.queries.dtype) * beta
-    if side.draw is not None and side.draw.log_q_all is not None:
-        logit = logit - side.mixture_correction(ids[:, None])[:, 0]
-    else:
-        correction = chains.correction(side_number, slot)
-        logit = logit if correction is None else logit - correction
-    unusable = unusable | ~torch.isfinite(logit)
-    if sampler.kernel == "isir":  # as a set, {carried} u batch holds an item once
-        batch_ids = side.column_ids()[:, : side.num_batch_columns]
-        unusable = unusable | (ids[:, None] == batch_ids).any(1)
-    return logit.masked_fill(unusable, -math.inf), trained

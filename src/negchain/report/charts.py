@@ -90,6 +90,18 @@ def number(value: float | None, unit: str = "number") -> str:
     return f"{value:.4g}".replace("-", "−")
 
 
+def shortened(text: str, length: int) -> str:
+    """At most `length` characters, cut in the middle: names mostly differ at their ends.
+
+    >>> shortened("Staffordshire bull terrier", 15)
+    'Staffor…terrier'
+    """
+    if len(text) <= length:
+        return text
+    tail = (length - 1) // 2
+    return f"{text[: length - 1 - tail].rstrip()}…{text[-tail:].lstrip()}"
+
+
 def _duration(seconds: float) -> str:
     if seconds < 60:
         return f"{seconds:.3g} s"
@@ -293,7 +305,7 @@ def _direct_labels(labels: Sequence[str], drawn: Sequence[tuple[Any, ...]], scal
     places = spaced([y for _, y in ends], _LABEL_GAP, top, bottom)
     parts = ['<g class="labels">']
     for i, (series, *_) in enumerate(drawn):
-        text = labels[i] if len(labels[i]) <= 24 else labels[i][:23] + "…"
+        text = shortened(labels[i], 24)
         x, y = ends[i]
         parts.append(
             f'<g data-series="{series.index}" style="--c:{series.colour}">'

@@ -1,6 +1,6 @@
 """The sections of a comparison: the result table, overlaid curves, and the runs behind them.
 
-Runs that differ only by seed are one line and one table row: mean ± standard deviation over seeds.
+Runs that differ only by seed are one line and one table row.
 """
 
 from __future__ import annotations
@@ -12,33 +12,24 @@ from pathlib import Path
 from urllib.parse import quote
 
 from .charts import Chart, Series, dash, method_colour, number, strip
-from .runs import Group, Run, mean_curve
-from .sections import (
+from .galleries import side_by_side
+from .measures import (
     ACCEPTANCE,
     CARRIED,
     EFFECTIVE,
-    ESTIMATED,
     GLOBAL_LOSS,
     KNN1,
     LOSS,
-    POINTS,
     PROBE,
     THROUGHPUT,
-    Metric,
-    Page,
-    charts_section,
-    notices,
-    pictures,
-    settings,
-    tiles,
 )
+from .results import Cell, compare
+from .runs import METHOD_NAMES, Group, Run, mean_curve
+from .sections import POINTS, Page, charts_section, notices, pictures, settings, tiles
 
 _GALLERIES = 8  # groups whose first run shows pictures: the page stays a few MB
-_TIME = Metric("seconds", "Time", "seconds")
-_COLUMNS = (KNN1, PROBE, GLOBAL_LOSS, _TIME, THROUGHPUT)
-_CHARTS = (
-    KNN1, PROBE, GLOBAL_LOSS, ESTIMATED, LOSS, ACCEPTANCE, CARRIED, EFFECTIVE, THROUGHPUT
-)  # fmt: skip
+# not the estimates from batches: each method's is off in its own way
+_CHARTS = (KNN1, PROBE, GLOBAL_LOSS, LOSS, ACCEPTANCE, CARRIED, EFFECTIVE, THROUGHPUT)
 
 
 def headline(groups: Sequence[Group], runs: Sequence[Run]) -> str:
@@ -55,8 +46,9 @@ def headline(groups: Sequence[Group], runs: Sequence[Run]) -> str:
             f'<p class="notice"><b>{unfinished} of {len(runs)} {verb} unfinished</b> and left out '
             "of means and curves wherever another seed has finished.</p>"
         )
-    if all(run.final("knn1") is None and run.final("probe") is None for run in runs):
-        notice += '<p class="notice"><b>Nothing was probed</b> in any of these runs.</p>'
+    if not any(run.labelled for run in runs):
+        why = "" if any(run.classes for run in runs) else ": the data has no labels"
+        notice += f'<p class="notice"><b>Nothing was probed</b> in any of these runs{why}.</p>'
     methods = list(dict.fromkeys(run.method for run in runs))
     what = f"{len(methods)} methods" if len(methods) > 1 else methods[0]
     variants = "1</b> variant" if len(groups) == 1 else f"{len(groups)}</b> variants"
@@ -77,72 +69,61 @@ def key_line(group: Group) -> str:
     )
 
 
-def _ranking(groups: Sequence[Group]) -> Metric:
-    return next((m for m in (KNN1, PROBE) if any(len(g.finals(m.key)) for g in groups)), KNN1)
-
-
 def results(groups: Sequence[Group]) -> str:
-    """Mean ± s.d. over seeds, best first, with every seed of the leading measure as a dot."""
-    lead = _ranking(groups)
-    finals = [group.finals(lead.key) for group in groups]
-    order = sorted(range(len(groups)), key=lambda i: -finals[i].mean() if len(finals[i]) else 9)
+    """The table: means with 95 % intervals, best first, baselines below, a dot per seed."""
+    found = compare(groups)
+    finals = [group.finals(found.lead.key) for group in groups]
     every = [float(value) for values in finals for value in values]
     limits = (min(every), max(every)) if every else (0.0, 1.0)
-    columns = [m for m in _COLUMNS if any(len(group.finals(m.key)) for group in groups)]
-    best = {m.key: _best(groups, m) for m in columns}
     labels = " ".join(group.label for group in groups)
     differing = [key for key in groups[0].settings if f"{key}=" not in labels]
-    head = "".join(
-        f'<th scope="col">{escape(name)}</th>'
-        for name in ["Method", "Seeds", *(m.name for m in columns), *differing, "Seed by seed"]
-    )
+    names = ["Run", "Seeds", *(m.name for m in found.columns), *differing, "Seed by seed"]
+    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in names)
     rows = []
-    for i in order:
+    for i in found.order:
         group = groups[i]
+        method = METHOD_NAMES.get(group.method, group.method)
+        beside = "" if method in group.label else f" <small>{escape(method)}</small>"
         cells = [
-            f'<th scope="row">{key_line(group)}{escape(group.label)}</th>',
+            f'<th scope="row">{key_line(group)}{escape(group.label)}{beside}</th>',
             f"<td>{_seeds(group)}</td>",
+            *(_cell(cell) for cell in found.rows[i]),
+            *(f"<td>{escape(str(group.settings[key]))}</td>" for key in differing),
+            f"<td>{strip(finals[i], limits, method_colour(group.method))}</td>",
         ]
-        cells += [_cell(group, m, best[m.key]) for m in columns]
-        cells += [f"<td>{escape(str(group.settings[key]))}</td>" for key in differing]
-        cells.append(f"<td>{strip(finals[i], limits, method_colour(group.method))}</td>")
         rows.append(f"<tr>{''.join(cells)}</tr>")
+    for name, texts in found.baselines:
+        cells = [f"<td>{text}</td>" for text in texts] + ["<td></td>"] * (len(differing) + 1)
+        rows.append(
+            f'<tr class="baseline"><th scope="row">{name}</th><td></td>{"".join(cells)}</tr>'
+        )
+    said = "".join(f"<p>{escape(note)}</p>" for note in found.notes)
     return (
-        '<section><h2>Results</h2><p class="lead">Mean ± standard deviation over seeds, best '
-        f"{escape(lead.name)} first; the best of each column is bold. Dots: "
-        f'{escape(lead.name)} of each seed, with a tick at the mean.</p><div class="scroll">'
+        '<section><h2>Results</h2><p class="lead">Means over seeds, best '
+        f"{escape(found.lead.name)} first. In brackets the 95 % interval over test images and "
+        "seeds; ± is the standard deviation over seeds. Bold marks a winner, and only where it is "
+        f"better than every other beyond that noise. Dots: {escape(found.lead.name)} of each seed, "
+        f'with a tick at the mean.</p><div class="said">{said}</div><div class="scroll">'
         f'<table class="results"><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody>'
         "</table></div></section>"
     )
 
 
-def _best(groups: Sequence[Group], metric: Metric) -> str:
-    """The best mean as the table shows it, so that what reads equal is equally bold."""
-    means = [float(values.mean()) for g in groups if len(values := g.finals(metric.key))]
-    if len(means) < 2:
-        return ""
-    pick = max if metric in (KNN1, PROBE, THROUGHPUT) else min
-    return number(pick(means), metric.unit)
+def _cell(cell: Cell) -> str:
+    text = f"<b>{cell.text}</b>" if cell.wins else cell.text
+    return f"<td>{text}{f'<small> {cell.spread}</small>' if cell.spread else ''}</td>"
+
+
+def gallery(groups: Sequence[Group]) -> str:
+    """The same images with their neighbours by each group's first run; empty without pictures."""
+    shown = [(g.label, method_colour(g.method), g.runs[0]) for g in groups[:_GALLERIES]]
+    html = side_by_side(shown)
+    return f"<section><h2>Nearest neighbours, side by side</h2>{html}</section>" if html else ""
 
 
 def _seeds(group: Group) -> str:
     open_runs = len(group.runs) - sum(run.finished for run in group.runs)
     return f"{len(group.runs)}" + (f" <small>({open_runs} unfinished)</small>" if open_runs else "")
-
-
-def _cell(group: Group, metric: Metric, best: str) -> str:
-    values = group.finals(metric.key)
-    if not len(values):
-        return "<td>–</td>"
-    text = number(float(values.mean()), metric.unit)
-    if len(values) > 1:
-        sd = float(values.std(ddof=1))
-        rounded = number(float(f"{sd:.2g}"), metric.unit)
-        shown = f"{100 * sd:.2f}" if metric.unit == "percent" else rounded
-        spread = f"<small> ± {shown}</small>"
-    else:
-        spread = ""
-    return f"<td>{f'<b>{text}</b>' if text == best else text}{spread}</td>"
 
 
 def curves(page: Page, groups: Sequence[Group]) -> None:
@@ -198,14 +179,20 @@ def runs_section(page: Page, groups: Sequence[Group], out: Path) -> None:
             seed = run.config.get("seed", "–")
             page.add(
                 f'<details class="run"><summary>{key_line(group)}<b>{escape(group.label)}</b>'
-                f"<span>seed {escape(str(seed))}</span><span>1-NN "
-                f"{number(run.final('knn1'), 'percent')}</span><span>{escape(run.name)}</span>"
+                f"<span>seed {escape(str(seed))}</span>{_lead(run)}"
+                f"<span>{escape(run.name)}</span>"
                 f"</summary>{notices(run)}{tiles(run)}{_own_page(run, out)}"
             )
             if nth == 0 and place < _GALLERIES:
                 pictures(page, run, small=True)
             page.add(f"{settings(run)}</details>")
     page.add("</section>")
+
+
+def _lead(run: Run) -> str:
+    metric = KNN1 if run.final("knn1") is not None else GLOBAL_LOSS
+    name = "1-NN" if metric is KNN1 else metric.name
+    return f"<span>{name} {number(run.final(metric.key), metric.unit)}</span>"
 
 
 def _own_page(run: Run, out: Path) -> str:

@@ -1,4 +1,4 @@
-"""Pictures for the report: neighbours, chains, and the map of the embeddings.
+"""Pictures for the report: neighbours, chains, augmented views.
 
 Every picture travels inside the page as a data URI: PNG for tiny images (shown with hard pixels),
 JPEG for photographs. Limits keep a typical page under 3 MB.
@@ -16,23 +16,17 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from .charts import shortened
 from .runs import Run
 
 Pictures = NDArray[Any]  # uint8 [..., C, H, W]
 
 _TINY = 40  # px: up to here PNG and hard pixels, beyond JPEG
 _LARGEST = 112  # px: twice what the page shows, for dense screens
-_MAX_POINTS = 3000
-_MAX_THUMBS = 1500
-_THUMB = 28  # px
-_SHEET_COLUMNS = 40
-_CLASS_COLOURS = (  # Petroff's 10 colours, ordered for accessibility (arXiv:2107.02270)
-    "#3f90da", "#ffa90e", "#bd1f01", "#94a4a2", "#832db6",
-    "#a96b59", "#e76300", "#b9ac70", "#717581", "#92dadd",
-)  # fmt: skip
 
 
-def _image(pixels: Pictures) -> Image.Image:  # uint8 [C,H,W]
+def as_image(pixels: Pictures) -> Image.Image:  # uint8 [C,H,W]
+    """The pixels as a PIL image: grey, RGB, or the first channel of anything else."""
     channels = pixels.shape[0]
     if channels not in (1, 3, 4):
         pixels, channels = pixels[:1], 1
@@ -57,8 +51,9 @@ def data_uri(image: Image.Image, *, tiny: bool) -> str:
     return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
-def _img(pixels: Pictures, alt: str) -> str:
-    image = _image(pixels)
+def picture(pixels: Pictures, alt: str) -> str:
+    """An <img> with the pixels inside."""
+    image = as_image(pixels)
     tiny = max(image.size) <= _TINY
     image.thumbnail((_LARGEST, _LARGEST))
     look = ' class="tiny"' if tiny else ""
@@ -89,7 +84,10 @@ def neighbours(run: Run, *, rows: int = 16, columns: int = 8) -> str:
     wanted = art.get("neighbour_query_labels", unknown[:, 0])[:rows].astype(int)
     scores = art.get("neighbour_similarities", np.full(shown, np.nan))[:rows, :columns]
     cards = [
-        _neighbour_row(run.classes, queries[q], int(wanted[q]), images[q], labels[q], scores[q])
+        f'<div class="row" style="--n:{images.shape[1]}">'
+        + _query(run, queries[q], int(wanted[q]))
+        + _found(run.classes, int(wanted[q]), images[q], labels[q], scores[q])
+        + "</div>"
         for q in range(len(queries))
     ]
     known = (labels >= 0) & (wanted >= 0)[:, None]
@@ -98,42 +96,110 @@ def neighbours(run: Run, *, rows: int = 16, columns: int = 8) -> str:
         agree = (labels == wanted[:, None])[known]
         share = (
             f" {int(agree.sum())} of the {agree.size} neighbours shown have the label of their "
-            "test image (✓ in a solid frame); ✗ in a dashed frame marks another label."
+            f"{run.query_noun} (✓ in a solid frame); ✗ in a dashed frame marks another label."
         )
     return (
-        '<p class="lead">Each test image, then the images whose embeddings are most similar to '
-        f"its own, with the cosine similarity.{share}</p>"
+        f'<p class="lead">Each {run.query_noun}, then the images whose embeddings are most '
+        f"similar to its own, with the cosine similarity.{share}</p>"
         f'<div class="neighbours">{"".join(cards)}</div>'
     )
 
 
-def _neighbour_row(
+def _query(run: Run, query: Pictures, wanted: int) -> str:
+    name = class_name(run.classes, wanted) if wanted >= 0 else ""
+    alt = ", ".join(text for text in (run.query_noun, name) if text)
+    return (
+        f'<figure class="query" title="{escape(name)}">{picture(query, alt)}'
+        f"<figcaption>{escape(name)}</figcaption></figure>"
+    )
+
+
+def _found(
     classes: Sequence[str],
-    query: Pictures,
     wanted: int,
     images: Pictures,
     labels: NDArray[Any],
     scores: NDArray[Any],
 ) -> str:
-    name = class_name(classes, wanted)
-    cells = [
-        f'<figure class="query">{_img(query, f"test image, {name}")}'
-        f"<figcaption>{escape(name)}</figcaption></figure>"
-    ]
+    """Neighbours of one image, each with a mark and its similarity."""
+    cells = []
     for image, label, score in zip(images, labels, scores, strict=True):
         known = wanted >= 0 and label >= 0
         verdict = ("same" if label == wanted else "other") if known else "unknown"
         text = class_name(classes, int(label)) if known else ""
         said = {"same": ", same label", "other": ", other label", "unknown": ""}[verdict]
-        # a right label is the test image's own, so only a wrong one needs its name
-        mark = {"same": "✓", "other": f"✗ {text}", "unknown": ""}[verdict]
-        similarity = f"<small>{score:.2f}</small>" if np.isfinite(score) else ""
+        # a right label is the query's own, so only a wrong one needs its name
+        mark = {"same": "✓ ", "other": "✗ ", "unknown": ""}[verdict]
+        name = f"<small>{escape(shortened(text, 24))}</small>" if verdict == "other" else ""
+        similarity = f"{score:.2f}" if np.isfinite(score) else ""
         cells.append(
             f'<figure class="{verdict}" title="{escape(text)}">'
-            f"{_img(image, f'neighbour {text}{said}')}"
-            f"<figcaption>{escape(mark)} {similarity}</figcaption></figure>"
+            f"{picture(image, f'neighbour {text}{said}')}"
+            f"<figcaption>{mark}{similarity}{name}</figcaption></figure>"
         )
-    return f'<div class="row">{"".join(cells)}</div>'
+    return "".join(cells)
+
+
+def side_by_side(runs: Sequence[tuple[str, str, Run]], *, rows: int = 6, columns: int = 6) -> str:
+    """The same images with the neighbours each run finds: (label, colour, run); "" without any."""
+    needed = {"neighbour_queries", "neighbour_images"}
+    shown = [entry for entry in runs if needed <= entry[2].artifacts.keys()]
+    if not shown:
+        return ""
+    queries = shown[0][2].artifacts["neighbour_queries"]
+    alike = [e for e in shown if np.array_equal(e[2].artifacts["neighbour_queries"], queries)]
+    places = np.linspace(0, len(queries) - 1, min(rows, len(queries))).astype(int)
+    cards = []
+    for q in places:
+        lines = []
+        for label, colour, run in alike:
+            art = run.artifacts
+            images = art["neighbour_images"][q][:columns]
+            unknown = np.full(len(images), -1)
+            labels = art["neighbour_labels"][q] if "neighbour_labels" in art else unknown
+            wanted = art["neighbour_query_labels"][q] if "neighbour_query_labels" in art else -1
+            scores = art["neighbour_similarities"][q] if "neighbour_similarities" in art else (
+                np.full(len(images), np.nan)
+            )  # fmt: skip
+            found = _found(run.classes, int(wanted), images, labels[:columns], scores[:columns])
+            lines.append(
+                f'<div class="line" style="--c:{colour}"><span title="{escape(label)}">'
+                f"{escape(label)}</span>{found}</div>"
+            )
+        first = alike[0][2]
+        known = first.artifacts.get("neighbour_query_labels")
+        head = _query(first, queries[q], -1 if known is None else int(known[q]))
+        cards.append(f'<div class="side">{head}<div>{"".join(lines)}</div></div>')
+    left = len(runs) - len(alike)
+    more = f" Runs without these pictures are left out ({left})." if left else ""
+    return (
+        f'<p class="lead">The same {alike[0][2].query_noun}s and the nearest neighbours that the '
+        f"first seed of each finds, with the cosine similarity.{more}</p>"
+        f'<div class="sides">{"".join(cards)}</div>'
+    )
+
+
+def views(run: Run) -> str:
+    """Training images and the augmented views the loss is computed on; empty where none is kept."""
+    art = run.artifacts
+    if not {"views_original", "views_augmented"} <= art.keys():
+        return ""
+    rows = [
+        f'<div class="row" style="--n:{len(augmented)}"><figure class="query">'
+        f"{picture(image, 'training image')}"
+        "<figcaption>as stored</figcaption></figure>"
+        + "".join(f"<figure>{picture(view, 'augmented view')}</figure>" for view in augmented)
+        + "</div>"
+        for image, augmented in zip(art["views_original"], art["views_augmented"], strict=True)
+    ]
+    recipe = run.config.get("recipe")
+    named = f" (recipe {escape(str(recipe))})" if recipe else ""
+    return (
+        f'<p class="lead">Training images and views as the encoder gets them{named}, before any '
+        "normalisation of the colours. Two views of an image must still show you the same thing; "
+        "if not, choose a gentler recipe.</p>"
+        f'<div class="neighbours">{"".join(rows)}</div>'
+    )
 
 
 def chains(run: Run, *, limit: int = 24) -> str:
@@ -144,8 +210,8 @@ def chains(run: Run, *, limit: int = 24) -> str:
     anchors, negatives = art["chain_anchors"][:limit], art["chain_negatives"][:limit]
     scores = art.get("chain_similarities", np.full(len(anchors), np.nan))[:limit]
     pairs = [
-        f'<figure>{_img(anchor, "training image")}<span aria-hidden="true">→</span>'
-        f"{_img(negative, 'the negative its chain holds')}"
+        f'<figure>{picture(anchor, "training image")}<span aria-hidden="true">→</span>'
+        f"{picture(negative, 'the negative its chain holds')}"
         + (f"<figcaption>similarity {score:.2f}</figcaption>" if np.isfinite(score) else "")
         + "</figure>"
         for anchor, negative, score in zip(anchors, negatives, scores, strict=True)
@@ -155,97 +221,3 @@ def chains(run: Run, *, limit: int = 24) -> str:
         "Chains prefer negatives that the encoder confuses with the image.</p>"
         f'<div class="chains">{"".join(pairs)}</div>'
     )
-
-
-def embedding_map(run: Run, *, thumbs: bool = True) -> tuple[str, dict[str, Any]] | None:
-    """The 2-D map as SVG with a legend, and its hover numbers; None where the run kept none."""
-    art = run.artifacts
-    if "map_xy" not in art:
-        return None
-    finite = np.flatnonzero(np.isfinite(art["map_xy"]).all(axis=1))
-    if not len(finite):
-        return None
-    keep = finite[np.linspace(0, len(finite) - 1, min(len(finite), _MAX_POINTS)).astype(int)]
-    places = _fitted(art["map_xy"][keep].astype(np.float64))
-    labels = art.get("map_labels", np.full(len(art["map_xy"]), -1))[keep].astype(int)
-    present = sorted({int(label) for label in labels}, key=lambda label: (label < 0, label))
-    colours = {label: _class_colour(label) for label in present}
-    dots = "".join(
-        _class_dots(label, places[labels == label], colours[label], len(labels))
-        for label in present
-    )
-    names = "".join(
-        _class_label(class_name(run.classes, label), label, places[labels == label])
-        for label in present
-        if label >= 0 and len(present) <= 24
-    )
-    legend = "".join(
-        f'<button type="button" data-class="{label}" style="--c:{colours[label]}">'
-        f"{escape(class_name(run.classes, label))} <small>{int((labels == label).sum())}</small>"
-        "</button>"
-        for label in present
-    )
-    sheet, size = "", 0
-    if thumbs and "map_thumbs" in art:
-        sheet, size = _thumb_sheet(art["map_thumbs"][keep])
-    style = f' style="--sheet:url({sheet})"' if sheet else ""
-    html = (
-        f'<div class="map"{style}><svg viewBox="0 0 720 520" role="img" '
-        f'aria-label="map of {len(labels)} embeddings in two dimensions">{dots}{names}'
-        f'<g class="cursor"></g></svg><div class="legend">{legend}</div></div>'
-    )
-    hover = {
-        "xy": places.round(1).tolist(), "labels": labels.tolist(), "thumb": size,
-        "names": {str(label): class_name(run.classes, label) for label in present},
-        "columns": _SHEET_COLUMNS, "thumbs": min(len(labels), _MAX_THUMBS) if size else 0,
-    }  # fmt: skip
-    return html, hover
-
-
-def _fitted(points: NDArray[Any]) -> NDArray[Any]:
-    """Points [P,2] moved and scaled, one scale for both axes, into the 720 x 520 view."""
-    low, high = points.min(axis=0), points.max(axis=0)
-    span = np.maximum(high - low, 1e-9)
-    scale = float(min(690 / span[0], 490 / span[1]))
-    centred = (points - (low + high) / 2) * (scale if np.isfinite(scale) else 1.0)
-    fitted: NDArray[Any] = centred + np.array([360.0, 260.0])
-    return fitted
-
-
-def _class_colour(label: int) -> str:
-    if label < 0:
-        return "var(--muted)"
-    if label < len(_CLASS_COLOURS):
-        return _CLASS_COLOURS[label]
-    return f"hsl({label * 137.5 % 360:.0f} 55% {45 + 12 * (label % 3)}%)"  # golden angle
-
-
-def _class_dots(label: int, places: NDArray[Any], colour: str, total: int) -> str:
-    # a zero-length stroke with round caps is a dot: a tenth of the bytes of a <circle>
-    dots = "".join(f"M{x:.1f} {y:.1f}h0" for x, y in places)
-    size = 7 if total <= 800 else 5
-    return (
-        f'<path class="dots" data-class="{label}" d="{dots}" stroke="{colour}" '
-        f'stroke-width="{size}"/>'
-    )
-
-
-def _class_label(name: str, label: int, places: NDArray[Any]) -> str:
-    x, y = np.median(places, axis=0)
-    short = name if len(name) <= 18 else name[:17] + "…"
-    return (
-        f'<text class="class" data-class="{label}" x="{x:.0f}" y="{y + 5:.0f}" '
-        f'text-anchor="middle">{escape(short)}</text>'
-    )
-
-
-def _thumb_sheet(thumbs: Pictures) -> tuple[str, int]:
-    """All thumbnails [P,C,h,w] as one picture of 40 a row, and the side of each in pixels."""
-    thumbs = thumbs[:_MAX_THUMBS]
-    side = min(_THUMB, max(thumbs.shape[-2:]))
-    rows = -(-len(thumbs) // _SHEET_COLUMNS)
-    sheet = Image.new("RGB", (_SHEET_COLUMNS * side, rows * side))
-    for i, thumb in enumerate(thumbs):
-        place = (i % _SHEET_COLUMNS * side, i // _SHEET_COLUMNS * side)
-        sheet.paste(_image(thumb).convert("RGB").resize((side, side)), place)
-    return data_uri(sheet, tiny=side <= 12), side

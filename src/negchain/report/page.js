@@ -118,9 +118,10 @@ function followMap(section) {
     if (best < 0) return;
     const [cx, cy] = map.xy[best];
     shape("circle", { cx, cy, r: 6 }, cursor);
-    const children = [element("b", map.names[map.labels[best]])];
+    const name = map.names[map.labels[best]];
+    const children = name ? [element("b", name)] : [];
     if (best < map.thumbs) children.push(thumbnail(map, best));
-    showTip(host, event, children);
+    if (children.length) showTip(host, event, children);
   });
 }
 
@@ -152,6 +153,13 @@ document.querySelectorAll("svg.chart").forEach(followChart);
 document.querySelectorAll("[data-map]").forEach(followMap);
 document.querySelectorAll(".curves > .legend").forEach((legend) =>
   isolate(legend, "data-series", legend.closest(".curves")));
-document.querySelectorAll(".map > .legend").forEach((legend) =>
+document.querySelectorAll(".choices > .legend").forEach((legend) =>
   isolate(legend, "data-class", legend.closest(".map")));
+document.querySelectorAll(".choices > input").forEach((field) =>
+  field.addEventListener("input", () => {
+    const wanted = field.value.trim().toLowerCase();
+    field.parentElement.querySelectorAll("button").forEach((button) => {
+      button.hidden = !button.title.toLowerCase().includes(wanted);
+    });
+  }));
 document.documentElement.dataset.ready = "true";

@@ -23,8 +23,10 @@ from .runs import Group, Run, group_runs, load_run
 from .sections import Page
 
 _FINALS = (
-    "knn1 probe probe_paper loss global_loss estimated_global_loss acceptance_rate carried_mass "
-    "effective_negatives images_per_second seconds samples step epoch".split()
+    "knn1 knn20 knn200 probe probe_1pct probe_10pct probe_paper knn20_top5 probe_top5 chance "
+    "pixels_knn1 pixels_probe untrained_knn1 untrained_probe loss global_loss embedding_variance "
+    "estimated_global_loss acceptance_rate carried_mass effective_negatives images_per_second "
+    "seconds samples step epoch".split()
 )
 
 
@@ -48,13 +50,19 @@ def write_report(runs: Sequence[Path], out: Path) -> Path:
     else:
         title = "Comparison: " + ", ".join(dict.fromkeys(run.method for run in loaded))
         _comparison_page(page, groups, loaded, out)
-    _replace(out, _document(title, page, _numbers(page, groups)))
+    write_page(out, title, page, _numbers(page, groups))
     return out
+
+
+def write_page(out: Path, title: str, page: Page, numbers: dict[str, Any]) -> None:
+    """Write a page as one document, with `numbers` as its data."""
+    _replace(out, _document(title, page, numbers))
 
 
 def _run_page(page: Page, run: Run) -> None:
     page.add(sections.headline(run))
     page.add(sections.tiles(run))
+    page.add(sections.standing(run))
     sections.curves(page, run)
     sections.pictures(page, run)
     page.add(f"<section><h2>Details</h2>{sections.settings(run)}</section>")
@@ -64,6 +72,7 @@ def _comparison_page(page: Page, groups: list[Group], runs: list[Run], out: Path
     page.add(comparison.headline(groups, runs))
     page.add(comparison.results(groups))
     comparison.curves(page, groups)
+    page.add(comparison.gallery(groups))
     comparison.runs_section(page, groups, out)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,11 +32,13 @@ METHOD_NAMES = {
     "isir": "EMC² i-SIR",
 }
 
-# What a run was called, when and where it ran: never an option that tells two groups apart.
+# What a run was called, when, where and how it ran: never an option that tells two groups apart.
 _BOOKKEEPING = frozenset(
     "method seed out out_dir run name path preset command argv resume created started finished "
-    "date host hostname pid versions hardware commit data_info".split()
+    "date host hostname pid versions hardware commit data_info root download strict workers "
+    "resident_gb log_every eval_every checkpoint_every keep_checkpoints graph".split()
 )
+_OPTIONS_NAMED = 3  # in a label; the table and each run's settings show the rest
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,20 @@ class Run:
         return self.path.resolve().name
 
     @property
+    def called(self) -> str | None:
+        """What the user called the run, seed left out; None where the tool chose the name.
+
+        >>> [Run(Path(p), {"method": "emc2"}, [], None, {}).called for p in (
+        ...     "runs/crops-lr3-seed1", "runs/emc2-seed0", "2026-11-15_143210_emc2_digits_seed0")]
+        ['crops-lr3', None, None]
+        """
+        if isinstance(name := self.config.get("name"), str) and name:
+            return name
+        stem = re.sub(r"[-_ ]s(eed)?[-_ ]?\d+$", "", self.name)
+        ours = re.match(r"\d{4}-\d\d-\d\d_\d{6}_", self.name) or stem == self.config.get("method")
+        return None if ours or not re.search(r"[^\W\d]", stem) else stem
+
+    @property
     def method(self) -> str:
         """The method's name as people write it."""
         key = str(self.config.get("method", "unknown"))
@@ -87,6 +104,29 @@ class Run:
     def classes(self) -> list[str]:
         """Class names; empty when the data has no labels."""
         return [str(name) for name in self.data_info.get("classes") or []]
+
+    @property
+    def labelled(self) -> bool:
+        """Whether there was something to probe."""
+        return self.final("knn1") is not None or self.final("probe") is not None
+
+    @property
+    def query_noun(self) -> str:
+        """What the pictures with neighbours are: test images, or those trained on."""
+        return "test image" if self.data_info.get("test") else "image"
+
+    def baseline(self, key: str) -> dict[str, float]:
+        """What the final value of `key` is held against: {"untrained": ..., "pixels": ..., ...}.
+
+        From the summary, or of an unfinished run from its first line of metrics.
+        """
+        first = self.metrics[0] if self.metrics and self.metrics[0].get("step") == 0 else {}
+        found = {
+            "untrained": self.final(f"untrained_{key}") or first.get(key),
+            "pixels": self.final(f"pixels_{key}"),
+            "chance": self.final("chance"),
+        }
+        return {name: value for name, value in found.items() if value is not None}
 
     @property
     def data_name(self) -> str:
@@ -219,22 +259,41 @@ class Group:
 
 
 def group_runs(runs: Sequence[Run]) -> list[Group]:
-    """Put runs that differ only by seed together; labels name the options that differ."""
-    by_method: dict[str, list[Run]] = {}
-    for run in runs:
-        by_method.setdefault(str(run.config.get("method", "unknown")), []).append(run)
+    """Put runs that differ only by seed together, each group under what its runs were called.
+
+    Where the tool named them a group is its method; names that would be equal get the options in
+    which they differ.
+    """
     differing = _differing_options(runs)
+    buckets: dict[str, list[Run]] = {}
+    for run in runs:
+        options = {key: _option(run.config.get(key)) for key in ("method", *differing)}
+        buckets.setdefault(json.dumps(options), []).append(run)
+    names = [_called(bucket) for bucket in buckets.values()]
+    labels = list(names)
+    for name in {name for name in names if names.count(name) > 1}:
+        alike = [i for i, other in enumerate(names) if other == name]
+        members = [list(buckets.values())[i] for i in alike]
+        keys = _differing_options([run for bucket in members for run in bucket])
+        for i, bucket in zip(alike, members, strict=True):
+            said = [f"{key}={_option(bucket[0].config.get(key))}" for key in keys]
+            more = [f"{len(said) - _OPTIONS_NAMED} more"] if len(said) > _OPTIONS_NAMED else []
+            labels[i] = " · ".join([name, *said[:_OPTIONS_NAMED], *more])
     groups: list[Group] = []
-    for method, members in by_method.items():
-        options = _differing_options(members)
-        buckets: dict[str, list[Run]] = {}
-        for run in members:
-            named = [f"{key}={_option(run.config.get(key))}" for key in options]
-            buckets.setdefault(" · ".join([run.method, *named]), []).append(run)
-        for variant, (label, same) in enumerate(buckets.items()):
-            settings = {key: same[0].config.get(key) for key in differing}
-            groups.append(Group(label, method, variant, settings, same))
+    for label, bucket in zip(labels, buckets.values(), strict=True):
+        method = str(bucket[0].config.get("method", "unknown"))
+        variant = sum(group.method == method for group in groups)
+        settings = {key: bucket[0].config.get(key) for key in differing}
+        groups.append(Group(label, method, variant, settings, bucket))
     return groups
+
+
+def _called(runs: Sequence[Run]) -> str:
+    """One name for the seeds of a group."""
+    names = list(dict.fromkeys(name for run in runs if (name := run.called)))
+    if not names:
+        return runs[0].method
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
 def _differing_options(runs: Sequence[Run]) -> list[str]:

@@ -6,14 +6,39 @@ Each function returns HTML text; `Page` gathers, beside it, the numbers for the 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
+import numpy as np
+
+from .advice import advice, against_baselines
 from .charts import AXES, Chart, Series, draw, method_colour, number
-from .galleries import chains, embedding_map, neighbours
-from .runs import Run, thinned
+from .confusion import confusion
+from .embedding_map import embedding_map
+from .galleries import chains, neighbours, views
+from .measures import (
+    ACCEPTANCE,
+    BASELINES,
+    CARRIED,
+    EFFECTIVE,
+    ESTIMATED,
+    GLOBAL_LOSS,
+    HIGH,
+    KNN1,
+    LOSS,
+    LOW,
+    PROBE,
+    RATE,
+    SECONDARY,
+    THROUGHPUT,
+    VARIANCE,
+    Metric,
+)
+from .runs import Curve, Group, Run, thinned
+from .statistics import estimates
 
 POINTS = 200  # a curve's points on a page
 _SKIPPED_SHOWN = 200
@@ -32,44 +57,17 @@ class Page:
         self.html.append(html)
 
 
-@dataclass(frozen=True)
-class Metric:
-    """A metric's name in `metrics.jsonl`, on the page, and its unit."""
-
-    key: str
-    name: str
-    unit: str
-    note: str = ""
-
-
-KNN1 = Metric("knn1", "1-NN accuracy", "percent", "Nearest neighbour among the training images")
-PROBE = Metric("probe", "Linear probe", "percent", "Logistic regression on frozen features")
-LOSS = Metric("loss", "Training loss", "number", "What each step minimised")
-GLOBAL_LOSS = Metric("global_loss", "Global loss, exact", "number", "On a fixed probe set")
-ESTIMATED = Metric(
-    "estimated_global_loss", "Global loss, estimated", "number", "From the batches seen"
-)
-ACCEPTANCE = Metric(
-    "acceptance_rate", "Acceptance rate", "percent", "Share of proposals the chains accept"
-)
-CARRIED = Metric(
-    "carried_mass", "Carried mass", "percent", "Weight on negatives kept from earlier steps"
-)
-EFFECTIVE = Metric(
-    "effective_negatives", "Effective negatives", "count", "Per row, 1 / Σ of squared weights"
-)
-THROUGHPUT = Metric("images_per_second", "Throughput", "count", "Images per second")
-RATE = Metric("lr", "Learning rate", "number", "Of the optimizer")
-
 # (title, note, lines with their direct labels): one chart each on a run's page
 _RUN_CHARTS: Sequence[tuple[str, str, Sequence[tuple[Metric, str]]]] = (
-    ("Accuracy on test images", "Frozen features",
-     ((KNN1, "1-NN"), (PROBE, "probe"), (Metric("probe_paper", "", "percent"), "probe, paper’s"))),
+    ("Accuracy on test images", "Frozen features; the first point is before training",
+     ((KNN1, "1-NN"), (PROBE, "probe"))),
     ("Training loss", LOSS.note, ((LOSS, "loss"),)),
-    ("Global loss", "Exact on a fixed probe set, estimated from batches",
-     ((GLOBAL_LOSS, "exact"), (ESTIMATED, "estimated"))),
-    *((m.name, m.note, ((m, m.name),)) for m in (ACCEPTANCE, CARRIED, EFFECTIVE, THROUGHPUT, RATE)),
+    ("Global loss", "Exact, on a fixed probe set", ((GLOBAL_LOSS, "exact"),)),
+    *((m.name, m.note, ((m, m.name),))
+      for m in (ESTIMATED, VARIANCE, ACCEPTANCE, CARRIED, EFFECTIVE, THROUGHPUT, RATE)),
 )  # fmt: skip
+# charts whose absence is worth a word: others belong to some methods only
+_EXPECTED = ("Accuracy on test images", "Training loss", "Global loss")
 
 
 def headline(run: Run) -> str:
@@ -98,32 +96,40 @@ def notices(run: Run) -> str:
         last = run.metrics[-1] if run.metrics else {}
         seen = number(last.get("samples"), "count")
         where = f"the numbers are those after {seen} samples" if last else "nothing is recorded yet"
-        said.append(f"<b>This run is unfinished:</b> {where}.")
-    if run.final("knn1") is None and run.final("probe") is None:
         said.append(
-            "Labels exist, but no evaluation was recorded."
-            if run.classes
-            else "<b>Nothing was probed,</b> because this data has no labels."
+            f"<b>This run is unfinished:</b> {where}. While it trains this page is written anew "
+            "with every evaluation: reload to see more."
         )
+    if not run.labelled:
+        reason = run.data_info.get("unprobed")
+        if run.classes and not reason:
+            said.append("Labels exist, but no evaluation was recorded.")
+        else:
+            because = escape(str(reason or "this data has no labels"))
+            said.append(
+                f"<b>Nothing was probed,</b> because {because}: look at the neighbours below, "
+                "and at the loss."
+            )
+    said += [escape(sentence) for sentence in advice(run)]
     return "".join(f'<p class="notice">{sentence}</p>' for sentence in said)
 
 
 def tiles(run: Run) -> str:
     """The headline numbers."""
     loss = GLOBAL_LOSS if run.final("global_loss") is not None else LOSS
+    start = run.baseline("global_loss").get("untrained") if loss is GLOBAL_LOSS else None
+    accuracies = (
+        (m.name, number(run.final(m.key), "percent"), _beside(run, m))
+        for m in (KNN1, PROBE)
+        if run.final(m.key) is not None or run.classes
+    )
     entries = (
-        *(
-            (
-                m.name,
-                number(run.final(m.key), "percent"),
-                "test images" if run.final(m.key) is not None else "not measured",
-            )
-            for m in (KNN1, PROBE)
-        ),
+        *accuracies,
         (
             "Final loss",
             number(run.final(loss.key)),
-            "global, exact" if loss is GLOBAL_LOSS else "training",
+            ("global, exact" if loss is GLOBAL_LOSS else "training")
+            + (f"; {number(start)} before" if start is not None else ""),
         ),
         ("Throughput", number(run.final("images_per_second"), "count"), "images per second"),
         ("Time", number(run.final("seconds"), "seconds"), "wall clock"),
@@ -139,6 +145,65 @@ def tiles(run: Run) -> str:
     )
 
 
+def _beside(run: Run, metric: Metric) -> str:
+    """What a tile says below an accuracy."""
+    if run.final(metric.key) is None:
+        return "not measured"
+    before = run.baseline(metric.key).get("untrained")
+    return "test images" if before is None else f"{number(before, 'percent')} untrained"
+
+
+def standing(run: Run) -> str:
+    """The result beside what any result must beat, and the other measures; empty without labels."""
+    if not run.labelled:
+        return ""
+    blocks = []
+    for metric in (KNN1, PROBE):
+        value = run.final(metric.key)
+        if value is None:
+            continue
+        (found,) = estimates([Group(run.name, "", 0, {}, [run])], metric.key)
+        sure = ""
+        if found is not None and found.interval is not None:
+            sure = "[{:.1f}, {:.1f}]".format(*(100 * end for end in found.interval))
+        bars = [_bar(run.method if run.finished else f"{run.method}, so far", value, sure, "own")]
+        base = run.baseline(metric.key)
+        bars += [_bar(name, base[key], "", key) for key, name in BASELINES.items() if key in base]
+        blocks.append(
+            f'<article class="card"><h3>{metric.name}</h3><p>{escape(metric.note)}</p>'
+            f'<div class="bars">{"".join(bars)}</div></article>'
+        )
+    rows = "".join(
+        f"<tr><th>{escape(m.name)}</th><td><b>{number(run.final(m.key), m.unit)}</b> "
+        f"<small>{escape(m.note)}</small></td></tr>"
+        for m in SECONDARY
+        if run.final(m.key) is not None
+    )
+    more = (
+        '<article class="card"><h3>Other measures</h3><p>Of the same frozen features</p>'
+        f'<table class="settings">{rows}</table></article>'
+        if rows
+        else ""
+    )
+    said = "".join(f"<p>{escape(sentence)}</p>" for sentence in against_baselines(run))
+    return (
+        f'<section style="--c:{method_colour(str(run.config.get("method")))}">'
+        '<h2>Did training help?</h2><p class="lead">Accuracy on '
+        f"{run.data_info.get('test') or 'the'} test images. In brackets: the range that other test "
+        "images of this kind would give, 19 times of 20. Raw pixels: the images themselves as "
+        "features, averaged to at most 16 × 16. Chance: always the commonest class.</p>"
+        f'<div class="said">{said}</div><div class="grid">{"".join(blocks)}{more}</div></section>'
+    )
+
+
+def _bar(name: str, value: float, sure: str, kind: str) -> str:
+    return (
+        f'<div class="{kind}"><span>{escape(name)}</span>'
+        f'<i style="--w:{100 * value:.1f}%"></i><b>{number(value, "percent")}</b>'
+        f"<small>{sure}</small></div>"
+    )
+
+
 def _passes(run: Run) -> str:
     size, seen = run.data_info.get("pretrain"), run.final("samples")
     if not isinstance(size, int) or size < 1 or seen is None:
@@ -150,21 +215,45 @@ def curves(page: Page, run: Run) -> None:
     """One chart per metric the run recorded, and a sentence for those it did not."""
     colour = method_colour(str(run.config.get("method")))
     drawn, missing = [], []
+    bracket = _bracket(run)
     for title, note, lines in _RUN_CHARTS:
         present = [(metric, label) for metric, label in lines if len(run.curve(metric.key))]
+        if bracket is not None and lines[0][0] is ESTIMATED:  # drawn beside the exact loss
+            continue
         if not present:
-            missing.append(title.lower())
+            if title in _EXPECTED and (run.classes or title != _EXPECTED[0]):
+                missing.append(title.lower())
             continue
         series = [
             Series(label, thinned(run.curve(metric.key), POINTS), None,
                    colour if i == 0 else "var(--second)", max(i - 1, 0), i)
             for i, (metric, label) in enumerate(present)
         ]  # fmt: skip
+        if bracket is not None and present[0][0] is GLOBAL_LOSS:
+            series.append(bracket)
+            note += "; band: lower and upper estimate from the batches, at the probe set’s size"
         key = "-".join(["run", present[0][0].key])
         drawn.append(Chart(key, title, note, present[0][0].unit, series))
     page.add(charts_section(page, drawn, ""))
     if missing:
         page.add(f'<p class="lead">Not recorded in this run: {", ".join(missing)}.</p>')
+
+
+def _bracket(run: Run) -> Series | None:
+    """Between the low and the high estimate, if there are both and an exact loss beside them.
+
+    Estimates are of all M images, the exact loss of n: its sum has that many fewer terms.
+    """
+    low, high = (thinned(run.curve(m.key), POINTS) for m in (LOW, HIGH))
+    if not len(low) or len(low) != len(high) or not len(run.curve(GLOBAL_LOSS.key)):
+        return None
+    total, probed = run.data_info.get("pretrain"), run.config.get("probe_samples")
+    shift = 0.0
+    if isinstance(total, int) and isinstance(probed, int) and 1 < probed < total:
+        shift = math.log((total - 1) / (probed - 1))
+    middle = Curve(low.samples, low.seconds, (low.values + high.values) / 2 - shift)
+    half = np.abs(high.values - low.values) / 2
+    return Series("from batches", middle, half, "var(--second)", 2, 1)
 
 
 def charts_section(page: Page, charts: Sequence[Chart], extra: str, look: str = "") -> str:
@@ -201,21 +290,23 @@ def _card(page: Page, chart: Chart) -> str:
 
 
 def pictures(page: Page, run: Run, *, small: bool = False) -> None:
-    """Neighbours, chains and map; on a comparison page fewer of each and no headings of h2."""
+    """Neighbours, confusions, chains, views and map; on a comparison page fewer of each."""
     level = "h4" if small else "h2"
     near = neighbours(run, rows=4) if small else neighbours(run)
     held = chains(run, limit=8) if small else chains(run)
-    for title, html in (("Nearest neighbours", near), ("What the chains hold", held)):
+    result = embedding_map(run, thumbs=not small)
+    titled = [("Nearest neighbours", near), ("What the chains hold", held)]
+    if not small:
+        titled.insert(1, ("What is mistaken for what", confusion(run)))
+        titled.append(("What the encoder sees", views(run)))
+    for title, html in titled:
         if html:
             page.add(f"<section><{level}>{title}</{level}>{html}</section>")
-    result = embedding_map(run, thumbs=not small)
     if result is not None:
         key = f"map-{len(page.maps)}"
         html, page.maps[key] = result
         page.add(
-            f'<section data-map="{key}"><{level}>Map of the embeddings</{level}><p class="lead">'
-            "Each dot is an image; near dots have similar embeddings. Choose a class to see it "
-            f"alone.</p>{html}</section>"
+            f'<section data-map="{key}"><{level}>Map of the embeddings</{level}>{html}</section>'
         )
 
 

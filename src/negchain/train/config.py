@@ -50,18 +50,16 @@ class TrainConfig:
     """Sharpness of the softmax over negatives: beta = 1/temperature."""
     burn_in: float = 0.5
     """emc2: share of the proposals discarded before visits count (P/R in the paper)."""
-    carried: Literal["encode", "cached", "score"] = "encode"
-    """emc2, isir: carried negatives are re-encoded (exact), kept as embeddings, or as scores."""
-    walk: Literal["parallel", "sequential"] = "parallel"
-    """emc2: how an image's two views share its chain; sequential is biased to the batch."""
+    carried: Literal["encode", "cached"] = "encode"
+    """emc2, isir: carried negatives are encoded anew (the paper), or kept as embeddings."""
     denominator: Literal["negatives", "all"] = "negatives"
     """Softmax over the negatives alone (the paper), or with the positive kept in."""
-    proposal: Literal["batch", "cache"] = "batch"
+    proposal: Literal["batch", "informed"] = "batch"
     """emc2, isir: proposals are the batch (the paper), or drawn from a table of old embeddings."""
     gamma: float = 0.9
     """sogclr: rate of the moving average, 1 forgets the past."""
     refresh: float = 0.01
-    """negcache, --proposal cache: share of the table re-encoded per step."""
+    """negcache, --proposal informed: share of the table re-encoded per step."""
     encoder: str = "small-cnn"
     """small-cnn, resnet18, resnet50, or the name of any timm model."""
     norm: Literal["batch", "group", "none"] = "batch"
@@ -110,10 +108,12 @@ class TrainConfig:
     """Download cifar10 or stl10 into --root if it is not there."""
     strict: bool = False
     """Stop at the first unreadable image instead of leaving it out."""
+    holdout: float = 0.2
+    """Share of each class held out to test probes where the data has no test split; 0 for none."""
     workers: int = 2
     """Processes that decode images."""
     resident_gb: float = 8.0
-    """Keep the decoded images on the training device up to this size; stream larger sets."""
+    """Keep the pictures on the training device up to this size; stream larger sets."""
     log_every: int = 10
     """Steps between lines of metrics."""
     out: str | None = None
@@ -176,6 +176,7 @@ _RULES: dict[str, _Rule] = {
     "checkpoint_every": _between(0),
     "keep_checkpoints": _between(1),
     "probe_samples": _between(2),
+    "holdout": (lambda v: 0 <= v <= 0.9, "a share from 0 to 0.9"),
     "workers": _between(0, 1024),
     "resident_gb": _between(0, 10**6),
     "log_every": _between(1),
@@ -187,7 +188,6 @@ _ZERO_IS_NONE = ("augmentations", "embedding_dim", "image_size", "subset")
 _BELONGS: tuple[tuple[str, str, tuple[str | None, ...], str], ...] = (
     ("carried", "method", ("emc2", "isir"), "only chains carry a negative"),
     ("proposal", "method", ("emc2", "isir"), "only chains have proposals"),
-    ("walk", "method", ("emc2",), "i-SIR and the others have no order to walk in"),
     ("burn_in", "method", ("emc2",), "i-SIR and the others discard no steps"),
     ("gamma", "method", ("sogclr",), "the rate of its moving average"),
     ("momentum", "optimizer", ("sgd", "lars"), "Adam has its own"),
@@ -314,10 +314,10 @@ def _refuse_contradictions(config: TrainConfig, given: Mapping[str, object]) -> 
             owners = " or ".join(value or "0" for value in values)
             _refuse(name, f"{_option(decider)} {owners}", decider, actual, reason)
     cached = config.method == "negcache" or (
-        config.method in ("emc2", "isir") and config.proposal == "cache"
+        config.method in ("emc2", "isir") and config.proposal == "informed"
     )
     if "refresh" in given and not cached:
-        owners = "--method negcache or --proposal cache"
+        owners = "--method negcache or --proposal informed"
         _refuse("refresh", owners, "method", config.method, "only these keep a table")
     built_in = {"infonce": "all", "dcl": "negatives"}.get(config.method, config.denominator)
     if config.denominator != built_in:

@@ -1,4 +1,4 @@
-"""What leaves a run: a trained encoder others can load, and embeddings of any images.
+"""What leaves a run: a trained encoder others can load.
 
 The export is a folder with `model.safetensors` (the backbone's weights under the names its own
 library uses), `config.json` and `README.md`, a model card whose code block loads the weights with
@@ -11,9 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import timm
-import torch
 from safetensors.torch import save_file
 
 from negchain.encoders import SMALL_IMAGE, Encoder, EncoderConfig, rebuild_encoder
@@ -39,35 +37,6 @@ def load_trained(path: Path) -> tuple[Encoder, dict[str, Any]]:
     encoder = rebuild_encoder(loaded.state["encoder_config"])
     encoder.load_state_dict(loaded.state["encoder"])
     return encoder.eval(), loaded.state
-
-
-def write_embeddings(
-    out: Path, names: tuple[str, ...], features: torch.Tensor, labels: torch.Tensor | None
-) -> None:
-    """Write embeddings as .npz (names, embeddings, labels) or .parquet (one row per image)."""
-    rows = features.cpu().numpy()
-    kinds = np.full(len(rows), -1) if labels is None else labels.cpu().numpy()
-    if out.suffix == ".parquet":
-        try:
-            import pyarrow as arrow
-            import pyarrow.parquet as parquet
-        except ImportError as error:
-            raise ConfigError(
-                "writing .parquet needs pyarrow: pip install 'negchain[parquet]', or use .npz"
-            ) from error
-        vectors = arrow.FixedSizeListArray.from_arrays(arrow.array(rows.reshape(-1)), rows.shape[1])
-        table = arrow.table({"name": list(names), "label": kinds, "embedding": vectors})
-        with checkpoint.replacing(out) as file:
-            parquet.write_table(table, file)
-        return
-    with checkpoint.replacing(out) as file:
-        np.savez_compressed(file, names=np.array(names), embeddings=rows, labels=kinds)
-
-
-def check_embedding_file(out: Path) -> None:
-    """Refuse a file name whose ending says nothing we can write."""
-    if out.suffix not in (".npz", ".parquet"):
-        raise ConfigError(f"--out must end in .npz or .parquet, got {out.name!r}")
 
 
 def export_encoder(

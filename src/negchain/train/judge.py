@@ -1,12 +1,13 @@
 """What a run is judged by: probes, neighbours, the exact loss, and the pictures of its report.
 
-Shapes: `M` images, `F` features, `P` points of the map.
+Shapes: `M` images, `Q` test images, `F` features, `P` points of the map.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,25 +15,28 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from negchain import draws
-from negchain.augment import Augmentation
+from negchain.augment import Augmentation, Images, finite_views
 from negchain.data import DataBundle, ImageSet
 from negchain.encoders import Encoder
-from negchain.evaluation import (
-    embed_all,
-    knn_accuracy,
-    linear_probe,
-    linear_probe_paper,
-    nearest_neighbours,
-)
+from negchain.evaluation import embed_all, few_label_probe, linear_probe, linear_probe_paper
 from negchain.exact import global_loss
-from negchain.losses import EMC2Loss
-from negchain.losses.base import ContrastiveLoss
+from negchain.losses import ContrastiveLoss
+from negchain.neighbours import in_top, knn_accuracy, knn_votes, nearest_neighbours
 from negchain.train.config import TrainConfig
 
 ENCODE_BATCH = 512
 GALLERY = 12  # test images with neighbours, and anchors with negatives
 NEIGHBOURS = 6
 MAP_POINTS = 1500
+VIEWED, VIEWS = 6, 6  # training images shown augmented, and how many times
+KNN = (20, 200)  # the usual k, where there are as many training images
+FEW_LABELS = {"probe_1pct": 0.01, "probe_10pct": 0.1}
+TOP5_FROM = 10  # classes; of fewer, five guesses are half of them
+PIXEL_SIDE = 16
+"""Raw pixels are averaged to at most this side: as many numbers as a small encoder's features, so
+that the probe takes as long. (A common baseline: neighbours of tiny images.)"""
+
+Features = tuple[Tensor, Tensor, Tensor, Tensor]  # train_x, train_y, test_x, test_y
 
 
 @dataclass
@@ -54,42 +58,75 @@ class Judge:
     autocast: torch.dtype | None
 
     def quick(self, encoder: Encoder) -> dict[str, float]:
-        """`knn1` (where there are labels) and the exact `global_loss` of the fixed probe set."""
-        result = {"global_loss": self.exact_loss(encoder)}
+        """The exact `global_loss`, `embedding_variance` and, with labels, `knn1` and `probe`."""
+        result = self.losses(encoder)
         if self.data.labelled:
-            features = self._features(encoder)
-            result["knn1"] = knn_accuracy(*features)
-            result["probe"] = linear_probe(*features).accuracy
+            result |= _accuracies(self._features(encoder))
         return result
 
-    def thorough(self, encoder: Encoder) -> dict[str, float]:
-        """Everything: both probes and both metrics of the nearest neighbour."""
-        result = {"global_loss": self.exact_loss(encoder)}
+    def before(self, encoder: Encoder) -> dict[str, float]:
+        """What a result must beat: `quick` of this encoder, raw pixels, and chance.
+
+        `chance` is the test accuracy of always answering the commonest training class.
+        """
+        result = self.losses(encoder)
+        if not self.data.labelled:
+            return result
+
+        def both(images: Tensor) -> Tensor:  # in one pass: a streamed set is decoded once
+            return torch.cat([encoder.features(images).float(), raw_pixels(images)], 1)
+
+        train_x, train_y, test_x, test_y = self._features(encoder, both)
+        parts = [x.tensor_split([encoder.feature_dim], 1) for x in (train_x, test_x)]
+        result |= _accuracies((parts[0][0], train_y, parts[1][0], test_y))
+        pixels = _accuracies((parts[0][1], train_y, parts[1][1], test_y))
+        commonest = train_y.mode().values
+        return {
+            **result,
+            **{f"pixels_{name}": value for name, value in pixels.items()},
+            "chance": (test_y == commonest).double().mean().item(),
+        }
+
+    def thorough(self, encoder: Encoder) -> tuple[dict[str, float], dict[str, NDArray[np.generic]]]:
+        """Every number, and what was answered for each test image (for intervals and confusions).
+
+        The arrays: `test_labels`, `probe_predicted` [Q] int64, `right_knn1`, `right_knn20`,
+        `right_probe` [Q] bool.
+        """
+        numbers, answers = self.losses(encoder), dict[str, Tensor]()
         if self.data.labelled:
             features = self._features(encoder)
-            probe = linear_probe(*features)
-            result |= {
-                "knn1": knn_accuracy(*features),
-                "knn1_euclidean": knn_accuracy(*features, metric="euclidean"),
-                "probe": probe.accuracy,
-                "probe_l2": probe.l2,
-                "probe_paper": linear_probe_paper(*features),
-            }
-        return result
+            found, answers = _judged(features)
+            numbers |= found
+        return numbers, {name: value.cpu().numpy() for name, value in answers.items()}
 
-    def exact_loss(self, encoder: Encoder) -> float:
-        """Eq. (1), exact, over two fixed views of a fixed sample of the training images.
+    def losses(self, encoder: Encoder) -> dict[str, float]:
+        """`global_loss` and `embedding_variance` on the fixed probe set.
 
-        Always eq. (1), whatever the method's own denominator: so that methods can be compared.
+        The variance is the mean squared distance of unit embeddings from their mean: near 1 when
+        they spread over the sphere, 0 when they have collapsed to a point.
+        """
+        views = self._probe_views(encoder)
+        centre = torch.nn.functional.normalize(views[0], dim=-1).mean(0)
+        return {
+            "global_loss": float(global_loss(views[0], views[1], self.config.beta)),
+            "embedding_variance": float(1 - centre.square().sum()),
+        }
+
+    def _probe_views(self, encoder: Encoder) -> list[Tensor]:
+        """Embeddings of two fixed views of a fixed sample of the training images.
+
+        The loss on them is always eq. (1), whatever the method's own denominator, so that methods
+        can be compared.
         """
         count = min(self.config.probe_samples, len(self.data.pretrain))
         generator = torch.Generator().manual_seed(self.config.seed)
         chosen = torch.randperm(len(self.data.pretrain), generator=generator)[:count].sort().values
-        views = []
-        for view in range(2):
-            sample = _Augmented(self, chosen, view)
-            views.append(self._embed(encoder, encoder, sample, plain=sample.pixels))
-        return float(global_loss(views[0].double(), views[1].double(), self.config.beta))
+        samples = [_Augmented(self, chosen, view) for view in range(2)]
+        return [
+            self._embed(encoder, encoder, sample, plain=sample.pixels).double()
+            for sample in samples
+        ]
 
     def embed(self, encoder: Encoder, images: ImageSet) -> Tensor:
         """Features of a whole set, [M, F] float32."""
@@ -104,10 +141,20 @@ class Judge:
         found: dict[str, Tensor] = {}
         base_x, shown_x = self.embed(encoder, base), self.embed(encoder, shown)
         found |= self._neighbours(base, base_x, shown, shown_x)
-        found |= self._map(shown, shown_x)
-        if isinstance(loss_fn, EMC2Loss):
+        placed, method = self._map(shown, shown_x)
+        found |= placed
+        if loss_fn is not None:
             found |= self._chains(encoder, loss_fn)
-        return {name: value.cpu().numpy() for name, value in found.items()}
+        arrays = {name: value.cpu().numpy() for name, value in found.items()}
+        return {**arrays, **self.views(), "map_method": np.array(method)}
+
+    def views(self) -> dict[str, NDArray[np.generic]]:
+        """A few training images and their augmentations, before any normalisation."""
+        images = self.data.pretrain
+        chosen = torch.linspace(0, len(images) - 1, min(VIEWED, len(images))).long()
+        originals = images.fetch(chosen)
+        augmented = finite_views(originals, self.augment, VIEWS, self.config.seed)
+        return {"views_original": originals.numpy(), "views_augmented": augmented.numpy()}
 
     def _neighbours(
         self, base: ImageSet, base_x: Tensor, shown: ImageSet, shown_x: Tensor
@@ -133,16 +180,19 @@ class Judge:
             found["neighbour_labels"] = base.labels[nearest]
         return found
 
-    def _map(self, shown: ImageSet, shown_x: Tensor) -> dict[str, Tensor]:
+    def _map(self, shown: ImageSet, shown_x: Tensor) -> tuple[dict[str, Tensor], str]:
+        """Images in two dimensions, and by which method."""
         from sklearn.decomposition import PCA
         from sklearn.manifold import TSNE
 
         step = max(1, -(-len(shown) // MAP_POINTS))
         chosen = torch.arange(0, len(shown), step)
         x = torch.nn.functional.normalize(shown_x[chosen.to(shown_x.device)], dim=-1).cpu().numpy()
+        method = "PCA"
         if np.ptp(x, axis=0).max() < 1e-6:  # a collapsed encoder: every image at one point
             x = np.zeros((len(x), 2))
         elif len(x) > 40:
+            method = "t-SNE"
             x = PCA(n_components=min(50, *x.shape), random_state=0).fit_transform(x)
             x = TSNE(
                 perplexity=min(30, (len(x) - 1) / 3), init="pca", random_state=0
@@ -154,13 +204,17 @@ class Judge:
             "map_xy": torch.from_numpy(x).float(),
             "map_labels": labels,
             "map_thumbs": shown.fetch(chosen),
-        }
+        }, method
 
-    def _chains(self, encoder: Encoder, loss_fn: EMC2Loss) -> dict[str, Tensor]:
-        """Training images and the negatives their chains hold now."""
-        images, stored = self.data.pretrain, loss_fn.augmentations or 1
+    def _chains(self, encoder: Encoder, loss_fn: ContrastiveLoss) -> dict[str, Tensor]:
+        """Training images and the negatives their chains hold now, where the loss has chains."""
+        images, stored = self.data.pretrain, loss_fn.ids_per_item
         anchors = torch.linspace(0, len(images) - 1, min(GALLERY * 2, len(images))).long()
-        held = loss_fn.chains.ids(0, (anchors * stored).to(loss_fn.step.device)).cpu() // stored
+        first = torch.zeros_like(anchors)
+        found = loss_fn.held(anchors, (first, first) if stored > 1 else None)
+        if not found:
+            return {}
+        held = found[0].cpu() // stored
         both = self._embed(
             encoder, encoder, images.fetch(torch.cat([anchors, held])), plain=self.augment.plain
         )
@@ -171,12 +225,17 @@ class Judge:
             "chain_similarities": (unit[: len(anchors)] * unit[len(anchors) :]).sum(1),
         }
 
-    def _features(self, encoder: Encoder) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _features(
+        self, encoder: Encoder, encode: Callable[[Tensor], Tensor] | None = None
+    ) -> Features:
         train, test = self.data.train, self.data.test
         assert train is not None and test is not None
         assert train.labels is not None and test.labels is not None
-        x = self.embed(encoder, train), self.embed(encoder, test)
-        return x[0], train.labels.to(x[0].device), x[1], test.labels.to(x[1].device)
+        x, y = (
+            self._embed(encoder, encode or encoder.features, part, plain=self.augment.plain)
+            for part in (train, test)
+        )
+        return x, train.labels.to(x.device), y, test.labels.to(y.device)
 
     def _embed(
         self,
@@ -199,6 +258,60 @@ class Judge:
             encoder.train()
 
 
+def raw_pixels(images: Tensor) -> Tensor:
+    """The images themselves as features: averaged to at most 16 x 16, [B,C,H,W] -> [B,F].
+
+    Example:
+        >>> raw_pixels(torch.zeros(2, 3, 96, 96)).shape, raw_pixels(torch.zeros(2, 1, 8, 8)).shape
+        (torch.Size([2, 768]), torch.Size([2, 64]))
+    """
+    side = min(PIXEL_SIDE, *images.shape[-2:])
+    return torch.nn.functional.adaptive_avg_pool2d(images.float(), side).flatten(1)
+
+
+def baselines(line: Mapping[str, Any]) -> dict[str, float]:
+    """The part of a run's first line of metrics that its result is held against.
+
+    Example:
+        >>> baselines({"step": 0, "knn1": 0.5, "pixels_knn1": 0.6, "chance": 0.1, "lr": 0.0})
+        {'pixels_knn1': 0.6, 'chance': 0.1, 'untrained_knn1': 0.5}
+    """
+    kept = {k: line[k] for k in ("pixels_knn1", "pixels_probe", "chance") if k in line}
+    named = ("knn1", "probe", "global_loss")
+    return kept | {f"untrained_{k}": line[k] for k in named if k in line}
+
+
+def _accuracies(features: Features) -> dict[str, float]:
+    return {"knn1": knn_accuracy(*features), "probe": linear_probe(*features).accuracy}
+
+
+def _judged(features: Features) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """Every accuracy of the features, and the answers behind them."""
+    train_x, train_y, test_x, test_y = features
+    classes = torch.unique(train_y)
+    votes = knn_votes(train_x, train_y, test_x, ks=[1, *(k for k in KNN if k <= len(train_x))])
+    probe = linear_probe(*features)
+    right = {k: in_top(scores, classes, test_y, 1) for k, scores in votes.items()}
+    numbers = {f"knn{k}": answers.double().mean().item() for k, answers in right.items()}
+    if len(classes) >= TOP5_FROM:
+        top5 = {k: in_top(scores, classes, test_y, 5) for k, scores in votes.items() if k > 1}
+        numbers |= {f"knn{k}_top5": answers.double().mean().item() for k, answers in top5.items()}
+        numbers["probe_top5"] = probe.top5
+    numbers |= {
+        "knn1_euclidean": knn_accuracy(*features, metric="euclidean"),
+        "probe": probe.accuracy,
+        "probe_l2": probe.l2,
+        "probe_paper": linear_probe_paper(*features),
+    }
+    numbers |= {name: few_label_probe(*features, share=s) for name, s in FEW_LABELS.items()}
+    answers = {f"right_knn{k}": answers for k, answers in right.items()}
+    predicted = probe.predicted.to(test_y.device)
+    answers |= {
+        "test_labels": test_y, "probe_predicted": predicted, "right_probe": predicted == test_y
+    }  # fmt: skip
+    return numbers, answers
+
+
 class _Augmented:
     """A fixed view of chosen images, batch after batch in order."""
 
@@ -209,11 +322,11 @@ class _Augmented:
     def __len__(self) -> int:
         return len(self.chosen)
 
-    def fetch(self, positions: Tensor) -> Tensor:
+    def fetch(self, positions: Tensor) -> Any:  # Images
         self._rows = positions
-        return self.judge.data.pretrain.fetch(self.chosen[positions])
+        return self.judge.data.pretrain.pictures(self.chosen[positions])
 
-    def pixels(self, images: Tensor) -> Tensor:
+    def pixels(self, images: Images) -> Tensor:
         """Augment the images fetched last."""
         judge = self.judge
         step = torch.tensor(self.view, device=images.device)

@@ -12,22 +12,19 @@ Shapes: `M` images, `B` batch, `D` embedding, `k` stored augmentations.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from negchain import draws
-from negchain.augment import Augmentation, Draws
+from negchain import draws, methods
+from negchain.augment import Augmentation, Draws, Images, joined
 from negchain.encoders import Encoder
 from negchain.fast import encoder as fast_encoder
 from negchain.fast.streams import forked, join, new_stream
-from negchain.losses import DCLLoss, EMC2Loss, InfoNCELoss, NegativeCacheLoss, SogCLRLoss
-from negchain.losses.base import ContrastiveLoss
-from negchain.losses.table import StaleTable
-from negchain.pool import Draw
+from negchain.losses import ContrastiveLoss
 from negchain.train.config import TrainConfig
 
 MAIN_PRIORITY = -1  # of the graph's stream, above the weight gradients'
@@ -36,30 +33,12 @@ WARM_UP_STEPS = 3  # before capture: libraries initialise and allocate
 
 def build_loss(config: TrainConfig, num_samples: int, dim: int) -> ContrastiveLoss:
     """The loss module a config names."""
-    beta, denominator = config.beta, config.denominator
-    if config.method == "infonce":
-        return InfoNCELoss(beta, num_samples=num_samples)
-    if config.method == "dcl":
-        return DCLLoss(beta, num_samples=num_samples)
-    if config.method == "sogclr":
-        return SogCLRLoss(num_samples, beta, config.gamma, denominator=denominator)
-    if config.method == "negcache":
-        return NegativeCacheLoss(
-            num_samples, dim, beta, config.refresh, denominator=denominator, seed=config.seed
-        )
-    return EMC2Loss(
-        num_samples,
-        beta,
-        burn_in=config.burn_in,
-        kernel="isir" if config.method == "isir" else "mh",
-        carried=config.carried,
-        denominator=denominator,
-        walk=config.walk,
-        proposal=config.proposal,
-        augmentations=config.augmentations,
-        seed=config.seed,
-        dim=dim,
+    method = methods.named(config.method)
+    options = {name: getattr(config, name) for name in (*method.options, "augmentations")}
+    settings = methods.LossSettings(
+        num_samples, config.beta, dim, config.seed, config.denominator, options=options
     )
+    return method.build(settings)
 
 
 class TrainStep:
@@ -71,10 +50,10 @@ class TrainStep:
         loss_fn: on the training device.
         optimizer: over the encoder's parameters; capturable if the step is to be graphed.
         augment: uint8 images and uniforms to pixels.
-        images: positions [R] -> uint8 images [R, C, H, W] on the device; with stored augmentations
+        images: positions [R] -> uint8 images on the device; with stored augmentations
             ids `item * k + augmentation`.
         autocast: dtype of the encoder's arithmetic, None for its own.
-        table: [M, C, H, W] all images, where they are on the device.
+        table: all M images, where they are on the device.
 
     After a call `loss` holds the step's loss (a tensor on the device).
     """
@@ -86,9 +65,9 @@ class TrainStep:
         loss_fn: ContrastiveLoss,
         optimizer: torch.optim.Optimizer,
         augment: Augmentation,
-        images: Callable[[Tensor], Tensor],
+        images: Callable[[Tensor], Images],
         autocast: torch.dtype | None,
-        table: Tensor | None = None,
+        table: Images | None = None,
     ) -> None:
         self.config = config
         self.encoder = encoder
@@ -108,7 +87,7 @@ class TrainStep:
         self._one = torch.ones((), device=self.device)
         self._graph: tuple[torch.cuda.CUDAGraph, Any] | None = None  # and its numbers for `info`
 
-    def __call__(self, step: int, index: Tensor, batch: Tensor | None = None) -> None:
+    def __call__(self, step: int, index: Tensor, batch: Images | None = None) -> None:
         """Run step number `step` on the positions `index`, [B]; `batch` their images if at hand."""
         number = torch.full((1,), step, dtype=torch.int64)
         self._inputs.copy_(torch.cat([index.cpu(), number]), non_blocking=True)
@@ -147,95 +126,86 @@ class TrainStep:
         """Every tensor a step changes in place."""
         modules: tuple[nn.Module, ...] = (self.encoder, self.loss_fn)
         tensors = [t for m in modules for t in (*m.parameters(), *m.buffers())]
+        tensors += self.loss_fn.state_tensors()
         held = [s for state in self.optimizer.state.values() for s in state.values()]
         return [*tensors, self.loss, *(t for t in held if isinstance(t, Tensor))]
 
-    def _run(self, batch: Tensor | None) -> None:
+    def _run(self, batch: Images | None) -> None:
         self.optimizer.zero_grad(set_to_none=True)
         self.embed.begin()
         loss = self._forward(batch)
         torch.autograd.backward(loss, self._one)
         self.optimizer.step()  # several GPUs would first sum the gradients, all in `.grad` by now
-        if isinstance(self.loss_fn, (NegativeCacheLoss, EMC2Loss)):
-            self._refresh()
         self.loss.copy_(loss.detach())
 
-    # ------------------------------------------------------------------ forward, per kind of loss
+    def _forward(self, batch: Images | None) -> Tensor:
+        """The loss of the batch: what it asks for is encoded as the batch is."""
+        loss_fn, index, stored = self.loss_fn, self.index, self._stored_views()
+        first = loss_fn.request(index, augmentation=stored)
+        trained = [want.ids for want in first.wants if want.gradient]
+        sizes = [len(index), len(index), *map(len, trained)]
+        views = [index, index]
+        if stored is not None:
+            views = [index * self._per_item + view for view in stored]
+        z_a, z_b, *answers = torch.split(self._encode([*views, *trained], batch), sizes)
+        row = sum(sizes)
+        for position, want in enumerate(first.wants):
+            if not want.gradient:
+                answers.insert(position, self._renewed(want.ids, row))
+                row += len(want.ids)
+        second = loss_fn.request(index, z_a, z_b, augmentation=stored)
+        if len(second.ids):
+            second.answer(self._encode(self._ids_of(loss_fn, second.ids), first_row=row))
+        return loss_fn(z_a, z_b, index, first.answer(answers), second, augmentation=stored)
 
-    def _forward(self, batch: Tensor | None) -> Tensor:
-        loss_fn, index = self.loss_fn, self.index
-        if self.config.augmentations is not None:
-            return self._forward_stored()
-        size = len(index)
-        extra: dict[str, Tensor] = {}
-        if isinstance(loss_fn, EMC2Loss) and loss_fn.carried_mode == "encode":
-            ids = loss_fn.carried(index)
-            assert isinstance(ids, Tensor)
-            z_a, z_b, held = torch.split(self._encode((index, index, ids), batch), size)
-            extra = {"carried": held}
-        else:
-            z_a, z_b = torch.split(self._encode((index, index), batch), size)
-        if isinstance(loss_fn, NegativeCacheLoss):
-            draw = loss_fn.propose(z_a, index, z_b)
-            assert isinstance(draw, Draw)
-            drawn = self._encode_plain(self.images(draw.ids))
-            return loss_fn(z_a, z_b, index, draw=draw, drawn=drawn)
-        if isinstance(loss_fn, EMC2Loss) and loss_fn.proposal == "cache":
-            draw = loss_fn.propose(z_a, index)
-            assert isinstance(draw, Draw)
-            drawn = self._encode(draw.ids, first_row=3 * size)
-            return loss_fn(z_a, z_b, index, draw=draw, drawn=drawn, **extra)
-        return loss_fn(z_a, z_b, index, **extra)
+    @property
+    def _per_item(self) -> int:
+        return self.config.augmentations or 1
 
-    def _forward_stored(self) -> Tensor:
-        """Two different ones of an item's k stored augmentations are its views."""
-        k, index, size = self.config.augmentations, self.index, len(self.index)
-        assert k is not None
+    def _ids_of(self, loss_fn: ContrastiveLoss, ids: Tensor) -> Tensor:
+        """Ids of stored views, for a loss that names items only: the first view of each."""
+        return ids * (self._per_item // loss_fn.ids_per_item)
+
+    def _stored_views(self) -> tuple[Tensor, Tensor] | None:
+        """Which two of an item's k stored augmentations are its views; None: fresh views."""
+        k, size = self.config.augmentations, len(self.index)
+        if k is None:
+            return None
         rows = torch.arange(size, device=self.device)
         u = draws.uniform(self.config.seed, self.step, draws.STREAM_STORED, rows, 2, torch.float64)
         first = draws.integers_below(torch.full_like(rows, k), u[:, 0])
         other = draws.integers_below(torch.full_like(rows, k - 1), u[:, 1])
-        chosen = (first, (first + 1 + other) % k)
-        ids = [index * k + a for a in chosen]
-        loss_fn = self.loss_fn
-        if isinstance(loss_fn, EMC2Loss):
-            held = loss_fn.carried(index, chosen) if loss_fn.carried_mode == "encode" else ()
-            z = self._encode_plain(self.images(torch.cat([*ids, *held])))
-            z_a, z_b, *others = torch.split(z, size)
-            carried = (others[0], others[1]) if others else None
-            return loss_fn(z_a, z_b, index, carried=carried, augmentation=chosen)
-        z_a, z_b = torch.split(self._encode_plain(self.images(torch.cat(ids))), size)
-        if isinstance(loss_fn, NegativeCacheLoss):
-            draw = loss_fn.propose(z_a, index, z_b)
-            assert isinstance(draw, Draw)
-            drawn = self._encode_plain(self.images(draw.ids * k))
-            return loss_fn(z_a, z_b, index, draw=draw, drawn=drawn)
-        return loss_fn(z_a, z_b, index)
+        return first, (first + 1 + other) % k
 
-    def _refresh(self) -> None:
-        """Re-encode the next share of the stale table."""
-        loss_fn = self.loss_fn
-        assert isinstance(loss_fn, (NegativeCacheLoss, EMC2Loss))
-        for table in loss_fn.tables:
-            assert isinstance(table, StaleTable)
-            count = math.ceil(self.config.refresh * table.embeddings.shape[0])
-            ids = table.next_ids(count)
-            stored = self.config.augmentations or 1
-            # In eval mode: a refresh is no training batch, and may be of one image.
-            self.encoder.eval()
-            with torch.no_grad():
-                z = self.plain(self.augment.plain(self.images(ids * stored)))
-            self.encoder.train()
-            table.refresh(ids, z, normalize=loss_fn.normalize)
+    def _renewed(self, ids: Tensor, first_row: int) -> Tensor:
+        """Embeddings for a stale table: augmented as the anchors are, by the encoder as it trains.
+
+        In a pass of its own without gradient, whose batch statistics leave running ones alone.
+        """
+        ids = self._ids_of(self.loss_fn, ids)
+        with torch.no_grad(), _statistics_kept(self.encoder):
+            return self.plain(self._pixels_of(ids, first_row))
+
+    def fill(self) -> None:
+        """Fill the loss's stale tables, where it has any, before the first step."""
+        self.loss_fn.fill(lambda ids: self._renewed(ids, 0))
 
     def _encode(
-        self, ids: Tensor | Sequence[Tensor], batch: Tensor | None = None, first_row: int = 0
+        self, ids: Sequence[Tensor] | Tensor, batch: Images | None = None, first_row: int = 0
     ) -> Tensor:
-        """Embeddings of freshly augmented images, [R, D]; `batch`: images of the first ids."""
-        return self.embed(self.pixels(ids, batch, first_row))
+        """Embeddings of freshly augmented (or stored) images; `batch`: images of the first ids."""
+        return self.embed(self._pixels_of(ids, first_row, batch))
+
+    def _pixels_of(
+        self, ids: Sequence[Tensor] | Tensor, first_row: int, batch: Images | None = None
+    ) -> Tensor:
+        if self.config.augmentations is None:
+            return self.pixels(ids, batch, first_row)
+        whole = ids if isinstance(ids, Tensor) else torch.cat([*ids])
+        return self.augment.plain(self.images(whole))
 
     def pixels(
-        self, ids: Tensor | Sequence[Tensor], batch: Tensor | None = None, first_row: int = 0
+        self, ids: Tensor | Sequence[Tensor], batch: Images | None = None, first_row: int = 0
     ) -> Tensor:
         """The images at `ids`, whole or in parts, with this step's draws: [R, C, size, size]."""
         drawn = Draws(self.config.seed, self.step, draws.STREAM_AUGMENT, first_row)
@@ -245,10 +215,22 @@ class TrainStep:
         if batch is None:
             return self.augment(self.images(whole), drawn)
         views = batch.to(self.device, non_blocking=True)
-        given = [views, views]
-        if len(whole) > 2 * len(views):
+        places = torch.arange(len(whole) - len(views), device=self.device)
+        given = [views]
+        if len(whole) > 2 * len(views):  # what follows the two views of the batch
             given.append(self.images(whole[2 * len(views) :]))
-        return self.augment(torch.cat(given), drawn)
+        return self.augment(joined(given)[torch.cat([places[: len(views)], places])], drawn)
 
-    def _encode_plain(self, images: Tensor) -> Tensor:
-        return self.embed(self.augment.plain(images))
+
+@contextmanager
+def _statistics_kept(encoder: nn.Module) -> Iterator[None]:
+    """Let normalisation layers use a batch's statistics without remembering them."""
+    layers = [m for m in encoder.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    kept = [layer.momentum for layer in layers]
+    for layer in layers:
+        layer.momentum = 0.0
+    try:
+        yield
+    finally:
+        for layer, momentum in zip(layers, kept, strict=True):
+            layer.momentum = momentum

@@ -17,21 +17,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from negchain.augment import Augmentation, augmentation, finite_views
+from negchain.augment import Augmentation, Images, augmentation, finite_views
 from negchain.data import DataBundle, ImageSet, load_data, stream_batches
 from negchain.encoders import Encoder, build_encoder
 from negchain.optim import build_optimizer, load_optimizer, lr_at, set_lr
 from negchain.report import write_report
 from negchain.train import checkpoint
 from negchain.train.config import ConfigError, TrainConfig
-from negchain.train.judge import Judge
+from negchain.train.judge import Judge, baselines
 from negchain.train.order import DataOrder
 from negchain.train.progress import Progress
 from negchain.train.reading import Clock, Reading
-from negchain.train.run_folder import RunFolder
+from negchain.train.run_folder import RunFolder, read_metrics
 from negchain.train.step import TrainStep, build_loss
 
-INFO_KEYS = ("acceptance_rate", "carried_mass", "dropped_mass", "effective_negatives", "chain_age")
+NOT_LOGGED = ("nonfinite_rows", "rows_without_negatives")  # zero, or somebody should know
 
 
 class Interrupted(Exception):
@@ -65,19 +65,21 @@ class Run:
         """Train to the end, evaluate, write summary and report; returns the summary."""
         if self.config.graph and self.device.type == "cuda" and self.data.pretrain.resident:
             self.step.capture()
+        if self.done == 0:
+            self.step.fill()
         with _stopping(self), progress:
             progress.start(self.total_steps, self.done, self.config.batch_size)
+            baseline = self._before(progress)
             self._loop(progress)
             progress.say("evaluating")
-            final = self.judge.thorough(self.encoder)
+            final, answers = self.judge.thorough(self.encoder)
             if not self.evaluated:
                 self._log(final)
                 self.evaluated = True
                 self._save()
             progress.say("reporting")
             artifacts = self.judge.artifacts(self.encoder, self.step.loss_fn)
-            with checkpoint.replacing(self.folder.path / "artifacts.npz") as file:
-                np.savez_compressed(file, **artifacts)  # type: ignore[arg-type]
+            self._keep_arrays({**artifacts, **answers})
         samples = self.done * self.config.batch_size
         summary = {
             "step": self.done,
@@ -85,11 +87,34 @@ class Run:
             "seconds": self.seconds,
             "images_per_second": samples / max(self.seconds, 1e-9),
             "loss": float(self.step.loss),
+            **baseline,
             **final,
         }
         self.folder.write_summary(summary)
-        write_report([self.folder.path], self.folder.path / "report.html")
+        self._page()
         return summary
+
+    def _before(self, progress: Progress) -> dict[str, float]:
+        """Judge the encoder before the first step, once; returns what the result must beat."""
+        for line in read_metrics(self.folder.path):
+            if line["step"] == 0:
+                return baselines(line)
+        if self.done > 0:
+            return {}
+        progress.say("evaluating")
+        found = self.judge.before(self.encoder)
+        self._log(found)
+        self._keep_arrays(self.judge.views())
+        self._page()
+        progress.say("training")
+        return baselines(found)
+
+    def _keep_arrays(self, arrays: dict[str, Any]) -> None:
+        with checkpoint.replacing(self.folder.path / "artifacts.npz") as file:
+            np.savez_compressed(file, **arrays)
+
+    def _page(self) -> None:
+        write_report([self.folder.path], self.folder.path / "report.html")
 
     def _loop(self, progress: Progress) -> None:
         config, last_saved = self.config, self.done
@@ -113,6 +138,7 @@ class Run:
                     torch.cuda.synchronize()  # so that queued steps count as training time
                 self.seconds += clock.lap()
                 self._log(self.judge.quick(self.encoder))
+                self._page()
                 clock = Clock(self.done)
             stopping = self.stop  # asked once: a signal from here on ends the run a step later
             if stopping or due:
@@ -140,9 +166,8 @@ class Run:
                 f"the loss is {loss} at step {reading.step}; lower --lr (now {self.config.lr:g}), "
                 "raise --warmup-epochs, or use --precision float32"
             )
-        found = {name: info[name] for name in INFO_KEYS if name in info}
-        if "global_loss" in info:
-            found["estimated_global_loss"] = info["global_loss"]
+        found = {name: value for name, value in info.items() if value or name not in NOT_LOGGED}
+        found = {_metric(name): value for name, value in found.items()}
         self._log({"loss": loss, "images_per_second": rate, **found}, reading.step)
         progress.update(reading.step, loss, rate)
 
@@ -150,7 +175,7 @@ class Run:
         every = self.config.eval_every * self.order.steps_per_epoch
         return every > 0 and self.done % every == 0
 
-    def _batches(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+    def _batches(self) -> Iterator[tuple[Tensor, Images | None]]:
         """Positions, and images where they are not on the device already, from `done` on."""
         if self.data.pretrain.resident:
             for step in range(self.done, self.total_steps):
@@ -213,8 +238,9 @@ class Run:
         if state["fingerprint"] != self.data.fingerprint:
             raise ConfigError(
                 f"the checkpoint was made on another data set ({state['fingerprint']}) than --data "
-                f"holds now ({self.data.fingerprint}): files were added, removed or resized; "
-                "restore them, or start a new run in another --out"
+                f"holds now ({self.data.fingerprint}): files were added, removed or resized, or "
+                "--resident-gb keeps them at another size; restore what was, or start a new run in "
+                "another --out"
             )
         self.folder.truncate_after(loaded.step)
         self.encoder.load_state_dict(state["encoder"])
@@ -229,6 +255,11 @@ class Run:
         return [f"continuing after step {self.done} of {self.total_steps}", *loaded.warnings]
 
 
+def _metric(name: str) -> str:
+    """What a number of `info` is called in metrics.jsonl, where exact ones stand beside it."""
+    return f"estimated_{name}" if name.startswith("global_loss") else name
+
+
 def load_images(config: TrainConfig, progress: bool) -> DataBundle:
     """The data a config names, cut to its subset."""
     data = load_data(
@@ -238,6 +269,7 @@ def load_images(config: TrainConfig, progress: bool) -> DataBundle:
         download=config.download,
         strict=config.strict,
         resident_bytes=int(config.resident_gb * 2**30),
+        holdout=config.holdout,
         num_workers=config.workers,
         progress=progress,
     )
@@ -303,8 +335,14 @@ def autocast_dtype(config: TrainConfig, device: torch.device) -> torch.dtype | N
 
 def run_augmentation(config: TrainConfig, data: DataBundle) -> Augmentation:
     """The run's augmentation at the size its encoder sees."""
-    augment = augmentation(config.recipe, size=config.image_size or data.pretrain.size[0])
-    if data.pretrain.channels == 1 and augment.normalize is not None:
+    size = config.image_size or data.pretrain.size[0]
+    return plain_augmentation(config.recipe, size, data.pretrain.channels)
+
+
+def plain_augmentation(recipe: str, size: int, channels: int) -> Augmentation:
+    """A recipe at the size and for the channels an encoder sees."""
+    augment = augmentation(recipe, size=size)
+    if channels == 1 and augment.normalize is not None:
         augment = replace(augment, normalize=None)  # the recipe's constants are for three channels
     return augment
 
@@ -324,21 +362,21 @@ def build_run_encoder(config: TrainConfig, data: DataBundle) -> Encoder:
 
 def _image_source(
     config: TrainConfig, images: ImageSet, augment: Augmentation, device: torch.device
-) -> tuple[Callable[[Tensor], Tensor], Tensor | None]:
+) -> tuple[Callable[[Tensor], Images], Images | None]:
     """positions -> uint8 images on the device (stored views by id), and all images if there."""
+    table = None if images.table is None else images.table.to(device)
     if config.augmentations is not None:
-        if images.images is None:
+        if table is None:
             raise ConfigError(
                 "--augmentations stores every view, which needs the images in memory: raise "
                 "--resident-gb or use --subset"
             )
-        views = finite_views(images.images.to(device), augment, config.augmentations, config.seed)
+        views = finite_views(table, augment, config.augmentations, config.seed)
         flat = views.flatten(0, 1)
         return lambda ids: flat[ids], None
-    if images.images is not None:
-        resident = images.images.to(device)
-        return lambda positions: resident[positions], resident
-    return lambda positions: images.fetch(positions.cpu()).to(device, non_blocking=True), None
+    if table is not None:
+        return lambda positions: table[positions], table
+    return lambda positions: images.pictures(positions.cpu()).to(device, non_blocking=True), None
 
 
 @contextmanager

@@ -10,10 +10,10 @@ function here keeps state, draws random numbers or knows about encoders, ids or 
 | `sogclr.py` | exponentials over a moving average |
 | `metropolis.py`, `scan_torch.py`, `scan_triton.py` | visits of a Metropolis-Hastings chain |
 | `isir.py` | softmax over the carried state and the pool |
-| `cache.py` | Gumbel-max winner over a stale table; informed proposals from it |
+| `cache.py` | draws from a stale table's distribution |
 """
 
-from negchain.weights.cache import gumbel_winner, informed_proposal
+from negchain.weights.cache import draw_from
 from negchain.weights.isir import isir_weights
 from negchain.weights.metropolis import Scan, mh_scan
 from negchain.weights.softmax import softmax_weights
@@ -21,8 +21,7 @@ from negchain.weights.sogclr import moving_log_mean, sogclr_weights
 
 __all__ = [
     "Scan",
-    "gumbel_winner",
-    "informed_proposal",
+    "draw_from",
     "isir_weights",
     "mh_scan",
     "moving_log_mean",

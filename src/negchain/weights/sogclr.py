@@ -37,13 +37,16 @@ def moving_log_mean(log_average: Tensor, log_value: Tensor, rate: float | Tensor
     return torch.where(log_value == -math.inf, log_average, mixed)
 
 
-def sogclr_weights(logits: Tensor, log_u: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
+def sogclr_weights(
+    logits: Tensor, log_u: Tensor, gamma: float, counts: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Weights and the new moving average.
 
     Args:
         logits: [N, K], -inf = excluded.
         log_u: [N] log of the moving average before this step; -inf on the first visit.
         gamma: share of the new value; 1 makes this the in-batch softmax.
+        counts: [N] draws the columns stand for; None: those that are not excluded.
 
     Returns:
         weights [N, K] and the new log_u [N].
@@ -53,7 +56,8 @@ def sogclr_weights(logits: Tensor, log_u: Tensor, gamma: float) -> tuple[Tensor,
         >>> w
         tensor([[0.2500, 0.2500, 0.2500, 0.2500]])
     """
-    count = (logits > -math.inf).sum(1).to(logits.dtype)
+    count = (logits > -math.inf).sum(1) if counts is None else counts
+    count = count.to(logits.dtype)
     log_mean = torch.logsumexp(logits, 1) - count.clamp(min=1).log()
     log_u = moving_log_mean(log_u, log_mean, gamma)
     shift = torch.where(log_u > -math.inf, log_u, 0.0) + count.clamp(min=1).log()

@@ -77,16 +77,16 @@ def _box(
     key,
     full_height,
     full_width,
-    last_height,
-    last_width,
     scale,
     scale_span,
     ratio,
     ratio_span,
+    ratio_min,
+    ratio_max,
     AT: tl.constexpr,
     HASHED: tl.constexpr,
 ):
-    """`crop.sample_box` for the uniforms from column AT on."""
+    """`crop.sample_box` for the uniforms from column AT on; `ratio` and its span are logarithms."""
     lane = tl.arange(0, 16)
     attempt = AT + tl.minimum(lane, NUM_TRIES - 1)  # lanes past the last attempt repeat it
     share = scale + scale_span * _uniform(u, row_hash, key, attempt, HASHED)
@@ -98,6 +98,10 @@ def _box(
     fits = (heights > 0.0) & (heights <= full_height) & (widths > 0.0) & (widths <= full_width)
     first = tl.min(tl.where(fits, lane, NUM_TRIES), 0)
     central = first == NUM_TRIES
+    shape = tl.div_rn(full_width, full_height)
+    last_height = _rounded(tl.div_rn(full_width, ratio_min))
+    last_height = tl.where(shape < ratio_min, last_height, full_height)
+    last_width = tl.where(shape > ratio_max, _rounded(full_height * ratio_max), full_width)
     height = tl.where(central, last_height, tl.sum(tl.where(lane == first, heights, 0.0), 0))
     width = tl.where(central, last_width, tl.sum(tl.where(lane == first, widths, 0.0), 0))
     for_top = _uniform(u, row_hash, key, AT + 2 * NUM_TRIES, HASHED)
@@ -153,18 +157,19 @@ def _params_kernel(
     index_0_ptr,  # three parts of the images' positions, PART of them each
     index_1_ptr,
     index_2_ptr,
+    sizes_ptr,  # int32 [M,2] height and width of every picture, if RAGGED
     params_ptr,
     seed_key,
     first_row,
     size,
     full_height,
     full_width,
-    last_height,
-    last_width,
     scale_low,
     scale_span,
     ratio_low,
     ratio_span,
+    ratio_min,
+    ratio_max,
     jitter_p,
     low_0,
     low_1,
@@ -181,6 +186,7 @@ def _params_kernel(
     HASHED: tl.constexpr,
     STREAM: tl.constexpr,
     PART: tl.constexpr,  # 0: no index, image n is at position n
+    RAGGED: tl.constexpr,
     NUM_UNIFORMS: tl.constexpr,
     CROP_AT: tl.constexpr,  # first column of an operation's uniforms; -1: left out
     FLIP_AT: tl.constexpr,
@@ -196,7 +202,22 @@ def _params_kernel(
     else:
         u += image * NUM_UNIFORMS
     row = params_ptr + image * NUM_FIELDS
+    position = image.to(tl.int32)
+    if PART > 0:
+        part, at = image // PART, image % PART
+        position = tl.load(index_0_ptr + at, mask=part == 0, other=0).to(tl.int32)
+        position += tl.load(index_1_ptr + at, mask=part == 1, other=0).to(tl.int32)
+        position += tl.load(index_2_ptr + at, mask=part == 2, other=0).to(tl.int32)
+    tl.store(row + POSITION, position.to(tl.float32, bitcast=True))
     top, left, height, width = 0.0, 0.0, full_height, full_width
+    if RAGGED:
+        own = sizes_ptr + 2 * position.to(tl.int64)
+        full_height = tl.load(own).to(tl.float32)
+        full_width = tl.load(own + 1).to(tl.float32)
+        height = tl.minimum(full_height, full_width)  # the central square, unless there is a crop
+        width = height
+        top = tl.floor((full_height - height) * 0.5)
+        left = tl.floor((full_width - width) * 0.5)
     if CROP_AT >= 0:
         top, left, height, width = _box(
             u,
@@ -204,12 +225,12 @@ def _params_kernel(
             key,
             full_height,
             full_width,
-            last_height,
-            last_width,
             scale_low,
             scale_span,
             ratio_low,
             ratio_span,
+            ratio_min,
+            ratio_max,
             CROP_AT,
             HASHED,
         )
@@ -239,13 +260,6 @@ def _params_kernel(
             JITTER_AT,
             HASHED,
         )
-    position = image.to(tl.int32)
-    if PART > 0:
-        part, at = image // PART, image % PART
-        position = tl.load(index_0_ptr + at, mask=part == 0, other=0).to(tl.int32)
-        position += tl.load(index_1_ptr + at, mask=part == 1, other=0).to(tl.int32)
-        position += tl.load(index_2_ptr + at, mask=part == 2, other=0).to(tl.int32)
-    tl.store(row + POSITION, position.to(tl.float32, bitcast=True))
     tl.store(row + TOP, top)
     tl.store(row + LEFT, left)
     tl.store(row + HEIGHT, height)
@@ -261,11 +275,10 @@ def fused_params(
     augment: Augmentation,
     drawn: Tensor | Draws,  # uniforms float32 [N,U], or where to hash them
     count: int,
-    height: int,
-    width: int,
+    sizes: tuple[int, int] | Tensor,  # height and width of all images, or of each picture [M,2]
     index: Sequence[Tensor] = (),  # up to three parts of equal length: positions in the table
 ) -> Tensor:
-    """Rows of numbers [N,NUM_FIELDS] for N images of height x width: `augment.sample`, as floats.
+    """Rows of numbers [N,NUM_FIELDS] for N images: `augment.sample`, as floats.
 
     Without jitter the fields from PLACES to GAINS are not written.
     """
@@ -276,6 +289,8 @@ def fused_params(
         source, seed, row, stream = drawn.contiguous(), 0, 0, 0
     params = torch.empty(count, NUM_FIELDS.value, device=source.device)
     parts = [part.contiguous() for part in index] + [source] * (3 - len(index))
+    ragged = isinstance(sizes, Tensor)
+    height, width = (0, 0) if isinstance(sizes, Tensor) else sizes
     widths = augment.widths()
     first = [
         end - used if used else -1 for end, used in zip(accumulate(widths), widths, strict=True)
@@ -283,6 +298,7 @@ def fused_params(
     _params_kernel[(count,)](
         source,
         *parts,
+        sizes if ragged else source,
         params,
         seed,
         row,
@@ -290,6 +306,7 @@ def fused_params(
         isinstance(drawn, Draws),
         stream,
         len(index[0]) if index else 0,
+        ragged,
         augment.num_uniforms,
         *first,
         num_warps=1,
@@ -308,11 +325,11 @@ def _settings(augment: Augmentation, height: int, width: int) -> list[float]:
         augment.size,
         height,
         width,
-        *crop._central_box(height, width, ratio),
         scale[0],
         scale[1] - scale[0],
         math.log(ratio[0]),
         math.log(ratio[1]) - math.log(ratio[0]),
+        *ratio,
         augment.jitter_p,
         *(low for low, _ in limits),
         *(high - low for low, high in limits),

@@ -12,6 +12,10 @@ Contrast needs the mean luminance of all pixels at its place in the order, so on
 it leaves one sum per block, which the next adds in a fixed order. Nothing is atomic: equal inputs
 give equal bits.
 
+`Pictures` of their own sizes are read through their offsets and sizes: a program asks for those of
+its picture, and averages as many source pixels as its crop needs. Images of one size have theirs
+compiled in.
+
 The readable twin is the torch code of this package: many more launches, each a pass over memory.
 `torch.compile` shortens it but compiles for many seconds, which a short run never earns back: hence
 kernels by hand, which compile in seconds, once per shape and machine.
@@ -29,6 +33,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from negchain.augment.pictures import Images, Pictures
 from negchain.augment.pipeline import Augmentation, Draws, check_images
 from negchain.fast.augment.fused_blur_triton import (
     PIXELS,
@@ -76,11 +81,11 @@ def _resample(
     y,
     x,
     row,
-    H: tl.constexpr,
-    W: tl.constexpr,
+    stride,  # between rows of the source
+    plane,  # between its channels
+    taps_y,  # source pixels under the triangle, at most
+    taps_x,
     CHANNELS: tl.constexpr,
-    TAPS_Y: tl.constexpr,
-    TAPS_X: tl.constexpr,
 ):
     """`crop.resample` before the flip: red, green, blue of pixels (y, x); thrice grey for one."""
     step_y, step_x = tl.load(row + STEP_Y), tl.load(row + STEP_X)
@@ -91,15 +96,15 @@ def _resample(
     first_y = tl.floor(centre_y - support_y + 0.5).to(tl.int32)
     first_x = tl.floor(centre_x - support_x + 0.5).to(tl.int32)
     height, width = tl.load(row + HEIGHT).to(tl.int32), tl.load(row + WIDTH).to(tl.int32)
-    origin = tl.load(row + TOP).to(tl.int32) * W + tl.load(row + LEFT).to(tl.int32)
+    origin = tl.load(row + TOP).to(tl.int32) * stride + tl.load(row + LEFT).to(tl.int32)
     total = tl.zeros_like(centre_y)
     red = tl.zeros_like(centre_y)
     green = tl.zeros_like(centre_y)
     blue = tl.zeros_like(centre_y)
-    for tap_y in tl.range(0, TAPS_Y, loop_unroll_factor=2):
+    for tap_y in tl.range(0, taps_y, loop_unroll_factor=2):
         weight_y = _tap_weight(first_y + tap_y, centre_y, slope_y, height)
-        line = origin + tl.minimum(tl.maximum(first_y + tap_y, 0), height - 1) * W
-        for tap_x in tl.range(0, TAPS_X, loop_unroll_factor=2):
+        line = origin + tl.minimum(tl.maximum(first_y + tap_y, 0), height - 1) * stride
+        for tap_x in tl.range(0, taps_x, loop_unroll_factor=2):
             weight = weight_y * _tap_weight(first_x + tap_x, centre_x, slope_x, width)
             total += weight
             # what lies outside the box weighs nothing; a load without a mask is cheaper
@@ -107,8 +112,8 @@ def _resample(
             source = image_ptr + (line + column)
             red += weight * tl.load(source).to(tl.float32)
             if CHANNELS == 3:
-                green += weight * tl.load(source + H * W).to(tl.float32)
-                blue += weight * tl.load(source + 2 * H * W).to(tl.float32)
+                green += weight * tl.load(source + plane).to(tl.float32)
+                blue += weight * tl.load(source + 2 * plane).to(tl.float32)
     scale = 1.0 / (255.0 * total)
     if CHANNELS == 1:
         green, blue = red, red
@@ -165,12 +170,21 @@ def _jitter(red, green, blue, row, first, last, mean, CHANNELS: tl.constexpr):
 
 
 @triton.jit
+def _taps(step):
+    """Source pixels that one output pixel averages, `step` of them to a pixel."""
+    return tl.ceil(2.0 * tl.maximum(step, 1.0)).to(tl.int32)
+
+
+@triton.jit
 def _crop_kernel(
     images_ptr,
+    offsets_ptr,  # int64 [M] and int32 [M,2] of `Pictures`, if RAGGED
+    sizes_ptr,
     params_ptr,
     pixels_ptr,
     sums_ptr,
     JITTER: tl.constexpr,
+    RAGGED: tl.constexpr,
     H: tl.constexpr,
     W: tl.constexpr,
     CHANNELS: tl.constexpr,
@@ -190,8 +204,16 @@ def _crop_kernel(
     inside = pixel < PLANE
     y = tl.minimum(pixel // SIZE, SIZE - 1)  # pixels past the end are computed and not stored
     x = pixel % SIZE
-    bytes_ptr = images_ptr + position.to(tl.int64) * (CHANNELS * H * W)
-    red, green, blue = _resample(bytes_ptr, y, x, row, H, W, CHANNELS, TAPS_Y, TAPS_X)
+    place = position.to(tl.int64)
+    if RAGGED:
+        bytes_ptr = images_ptr + tl.load(offsets_ptr + place)
+        stride = tl.load(sizes_ptr + 2 * place + 1)
+        plane = tl.load(sizes_ptr + 2 * place) * stride
+        taps_y, taps_x = _taps(tl.load(row + STEP_Y)), _taps(tl.load(row + STEP_X))
+        red, green, blue = _resample(bytes_ptr, y, x, row, stride, plane, taps_y, taps_x, CHANNELS)
+    else:
+        bytes_ptr = images_ptr + place * (CHANNELS * H * W)
+        red, green, blue = _resample(bytes_ptr, y, x, row, W, H * W, TAPS_Y, TAPS_X, CHANNELS)
     if JITTER:
         contrast = tl.load(row + CONTRAST_PLACE).to(tl.int32)
         last = tl.minimum(contrast, tl.load(row + PLACES).to(tl.int32))
@@ -265,7 +287,7 @@ def _colour_kernel(
 
 def augment_fused(
     augment: Augmentation,
-    images: Tensor,  # uint8 [N,C,H,W], or [M,C,H,W] with `index`
+    images: Images,  # N uint8 images, or M with `index`
     drawn: Tensor | Draws,  # uniforms float32 [N,num_uniforms]
     *,
     index: Tensor | Sequence[Tensor] = (),  # int64 [N]: which of M images; not checked
@@ -287,8 +309,15 @@ def augment_fused(
             f"there must be one row of uniforms per image, got {len(drawn)} for {count} images; "
             "draw uniforms of shape [N, num_uniforms]"
         )
-    (_, channels, height, width), size = images.shape, augment.size
-    params = fused_params(augment, drawn, count, height, width, parts)
+    size = augment.size
+    if isinstance(images, Pictures):
+        channels, height, width = images.channels, size, size
+        params = fused_params(augment, drawn, count, images.sizes.contiguous(), parts)
+        source = (images.pixels, images.offsets, images.sizes.contiguous())
+    else:
+        _, channels, height, width = images.shape
+        params = fused_params(augment, drawn, count, (height, width), parts)
+        source = (images.contiguous(), params, params)
     blocks = triton.cdiv(size * size, PIXELS)
     sums = params.new_empty(count, blocks)
     pixels = params.new_empty(count, channels, size, size)
@@ -299,10 +328,11 @@ def augment_fused(
         "enable_fp_fusion": True,
     }
     _crop_kernel[(count * blocks,)](
-        images.contiguous(),
+        *source,
         params,
         pixels,
         sums,
+        RAGGED=isinstance(images, Pictures),
         H=height,
         W=width,
         TAPS_Y=math.ceil(2 * max(1.0, height / size)),  # source pixels under the triangle

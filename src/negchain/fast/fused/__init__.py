@@ -16,18 +16,20 @@ Metropolis-Hastings comparison within rounding of a tie may fall the other way.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from negchain.fast.backends import prefers_triton, triton_error
-from negchain.losses.batch import as_ids, check_carried_shape, check_shapes, per_side
+from negchain.losses.batch import as_ids, check_shapes
+from negchain.losses.settings import ISIR, MH, InBatch
 
 if TYPE_CHECKING:
     from negchain.fast.fused.plan import Numbers
-    from negchain.losses.base import ContrastiveLoss
+    from negchain.losses.base import Call, ContrastiveLoss
     from negchain.losses.chains import ChainTable
     from negchain.losses.emc2 import EMC2Loss
 
@@ -40,12 +42,12 @@ def applies(loss_fn: EMC2Loss, like: Tensor) -> bool:
     chains = loss_fn.chains
     return (
         can_run(loss_fn.backend, like)
-        and loss_fn.walk == "parallel"
-        and loss_fn.proposal == "batch"
+        and isinstance(loss_fn.proposals, InBatch)
+        and loss_fn.proposals.copies == 1
         and loss_fn.augmentations is None
-        and chains.corrections.shape[1] == 0
+        and loss_fn.num_keys is None
         and max(chains.num_states, chains.states.shape[1]) <= 2**31
-        and (loss_fn.carried_mode != "cached" or chains.keys.shape[2] > 0)
+        and (loss_fn.carried != "cached" or chains.keys.shape[2] > 0)
         and _size_applies(loss_fn, like.shape[0])
     )
 
@@ -57,30 +59,38 @@ def can_run(backend: str, like: Tensor) -> bool:
     return prefers_triton(like) if backend == "auto" else triton_error(like) is None
 
 
-def applies_in_batch(backend: str, like: Tensor) -> bool:
-    """Whether the fused path takes a batch of such embeddings [B, D] for an in-batch loss."""
-    return can_run(backend, like) and 2 <= like.shape[0] <= MAX_COLUMNS
+def applies_in_batch(loss_fn: Any, call: Call) -> bool:
+    """Whether the fused path takes a call of an in-batch loss."""
+    return (
+        can_run(loss_fn.backend, call.z_a)
+        and isinstance(loss_fn.proposals, InBatch)
+        and call.known is None
+        and loss_fn.num_keys is None
+        and 2 <= call.z_a.shape[0] <= MAX_COLUMNS
+    )
 
 
 def not_applicable(like: Tensor) -> ValueError:
     """The error of a requested fused path that does not take such a batch."""
     return ValueError(
-        "backend='fused' needs a GPU with Triton, negatives from the batch only (no draw=, known=, "
-        "augmentation=), dim= for carried='cached', embeddings in float32, bfloat16 or float16, "
-        f"2 to {MAX_COLUMNS} of them unless stream=True, count_every a multiple of 128 with "
-        "stream=True, and for kernel='isir' 1 without it; "
+        "backend='fused' needs a GPU with Triton, negatives from the batch only (no draws, known=, "
+        "num_keys= or stored augmentations), dim= for carried='cached', embeddings in float32, "
+        f"bfloat16 or float16, 2 to {MAX_COLUMNS} of them and count_every=1 unless streaming, and "
+        "then count_every a multiple of 128; "
         f"got {like.dtype} {tuple(like.shape)} on {like.device}; use backend='auto'"
     )
 
 
 def _size_applies(loss_fn: EMC2Loss, size: int) -> bool:
-    dense = loss_fn.kernel == "isir" and loss_fn.count_every == 1
-    if not loss_fn.stream:
-        return 2 <= size <= MAX_COLUMNS and (loss_fn.kernel == "mh" or dense)
-    learned = isinstance(loss_fn.beta, Tensor) and loss_fn.beta.requires_grad
+    kernel = loss_fn.kernel
+    dense = isinstance(kernel, ISIR) and kernel.count_every == 1
+    if not loss_fn.streams:
+        return 2 <= size <= MAX_COLUMNS and (isinstance(kernel, MH) or dense)
+    learned = isinstance(loss_fn.beta, Tensor)
     if dense:
         return size >= 2 and not learned  # its tiles do not add up what beta's gradient needs
-    return size >= 2 and loss_fn.count_every % 128 == 0
+    absolute = isinstance(kernel, MH) and kernel.burn_in >= 1
+    return size >= 2 and kernel.count_every % 128 == 0 and not absolute
 
 
 def carried_ids(loss_fn: EMC2Loss, side: int, index: Tensor) -> Tensor:  # [B] -> [B]
@@ -90,81 +100,85 @@ def carried_ids(loss_fn: EMC2Loss, side: int, index: Tensor) -> Tensor:  # [B] -
     return forward.carried_ids(loss_fn.chains, side, index)
 
 
-def emc2(
-    loss_fn: EMC2Loss,
-    z_a: Tensor,
-    z_b: Tensor,
-    index: Tensor,
-    key_index: Tensor | None,
-    carried: Tensor | tuple[Tensor, Tensor] | None,
-) -> tuple[Tensor, Numbers]:
+def emc2(loss_fn: EMC2Loss, call: Call, carried: Sequence[Tensor | None]) -> tuple[Tensor, Numbers]:
     """The EMC² loss of a batch, [], and its numbers for `info`; in training the chains move."""
+    kernel = loss_fn.kernel
     settings = {
-        "weighting": loss_fn.kernel,
-        "burn_in": loss_fn.burn_in,
-        "count_every": loss_fn.count_every,
+        "weighting": "mh" if isinstance(kernel, MH) else "isir",
+        "burn_in": kernel.burn_in if isinstance(kernel, MH) else 0.0,
+        "count_every": kernel.count_every,
         "partition_rate": loss_fn.partition_rate,
-        "stream": loss_fn.stream,
+        "stream": loss_fn.streams,
         "bounded": loss_fn.normalize
         and not isinstance(loss_fn.beta, Tensor)
         and loss_fn.beta <= 75,
     }
-    tables = loss_fn.log_partition if loss_fn.denominator == "all" else None
-    return _both_sides(loss_fn, z_a, z_b, index, key_index, carried, tables, settings)
+    has_tables = loss_fn.denominator == "all"
+    tables = loss_fn.log_partition if has_tables else None
+    seen = loss_fn.seen if has_tables else None
+    return _both_sides(loss_fn, call, carried, tables, {**settings, "seen": seen})
 
 
 def in_batch(
     loss_fn: ContrastiveLoss,
-    z_a: Tensor,
-    z_b: Tensor,
-    index: Tensor | None,
-    key_index: Tensor | None,
+    call: Call,
     *,
     tables: Tensor | None = None,
     gamma: float = 0.0,
 ) -> tuple[Tensor, Numbers]:
     """InfoNCE, DCL or (with `tables`, its moving averages [sides, M]) SogCLR of a batch."""
+    size, device = len(call.z_a), call.z_a.device
+    index = call.index
     if index is None:
         if loss_fn.num_samples is not None:
             raise ValueError("index= is missing: pass the data set positions of the batch, [B]")
-        index = torch.arange(len(z_a), device=z_a.device)
-    index = as_ids("index", index, len(z_a), z_a.device)
+        index = torch.arange(size, device=device)
+    index = as_ids("index", index, size, device)
     if loss_fn.num_samples is None:  # any integers will do: only which are equal matters
         index = torch.searchsorted(index.sort().values, index)
     settings = {"weighting": "softmax" if tables is None else "sogclr", "gamma": gamma}
-    return _both_sides(loss_fn, z_a, z_b, index, key_index, None, tables, settings)
+    none: list[Tensor | None] = [None] * loss_fn.num_sides
+    total, numbers = _both_sides(
+        loss_fn, dataclasses.replace(call, index=index), none, tables, settings
+    )
+    if loss_fn.num_positions is None:
+        del numbers["global_loss_low"]
+    return total, numbers
 
 
 def _both_sides(
     loss_fn: ContrastiveLoss,
-    z_a: Tensor,
-    z_b: Tensor,
-    index: Tensor,
-    key_index: Tensor | None,
-    carried: Tensor | tuple[Tensor, Tensor] | None,
+    call: Call,
+    carried: Sequence[Tensor | None],
     tables: Tensor | None,
     settings: dict[str, Any],
 ) -> tuple[Tensor, Numbers]:
     from negchain.fast.fused import function, plan
 
-    check_shapes(z_a, z_b, key_index, loss_fn.num_keys)
+    z_a, z_b = call.z_a, call.z_b
+    check_shapes(z_a, z_b, call.key_index, loss_fn.num_keys)
     chains: ChainTable | None = getattr(loss_fn, "chains", None)
     if chains is not None and chains.keep == "cached":
         chains.check_width(z_a.shape[1])
-    own = index if key_index is None else as_ids("key_index", key_index, len(z_a), z_a.device)
+    assert call.index is not None
+    index = as_ids("index", call.index, len(z_a), z_a.device)
     shared, unknown = loss_fn.views == "shared", 2**31 - 1
     results = []
     counts = loss_fn.training and settings["weighting"] != "softmax"
-    for side, held in enumerate(per_side("carried", carried, loss_fn.num_sides)):
-        held = None if held is None else check_carried_shape(held, z_a)
+    for side, held in enumerate(carried):
+        if held is not None and held.shape != z_a.shape:
+            raise ValueError(
+                f"an answer must hold embeddings [R, D] = {tuple(z_a.shape)}, "
+                f"got {tuple(held.shape)}"
+            )
         one = plan.Plan(
             index=index,
-            own=own if side == 0 else index,
+            own=index,
             chains=chains,
             side=side,
             step=loss_fn.step,
             counts=counts and side == loss_fn.num_sides - 1,
-            faults=loss_fn._faults,
+            faults=loss_fn.faults,
             running=None if tables is None else tables[side],
             dim=z_a.shape[1],
             denominator=loss_fn.denominator,

@@ -1,0 +1,188 @@
+"""Many image files at once, under a progress bar.
+
+Files are decoded by a pool of threads: PIL lets go of the interpreter lock while it decodes and
+resamples, and processes would have to send the pixels back.
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy.typing as npt
+import torch
+from PIL import Image
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from torch import Tensor
+
+from negchain.augment.pictures import Pictures
+from negchain.data.decode import (
+    Size,
+    read_both,
+    read_image,
+    read_size,
+    stored_size,
+    why_unreadable,
+)
+
+_FILES_PER_TASK = 16
+
+
+def _run(
+    work: Callable[[int], None],
+    paths: Sequence[str],
+    *,
+    workers: int,
+    title: str | None,
+) -> dict[int, str]:
+    """`work(0..)` on threads under a progress bar; {number: reason} of the files that failed."""
+
+    def one(i: int) -> str | None:
+        try:
+            work(i)
+        except Exception as error:  # PIL's readers raise nearly every type on damaged files
+            return why_unreadable(paths[i], error)
+        return None
+
+    count = len(paths)
+
+    def some(start: int) -> list[str | None]:
+        return [one(i) for i in range(start, min(start + _FILES_PER_TASK, count))]
+
+    console = Console(stderr=True)
+    # A folder's name is text, not markup.
+    text = TextColumn("{task.description}", markup=False)
+    bar = Progress(
+        text,
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=console.is_terminal,  # a log keeps the line
+        disable=title is None,
+    )
+    Image.init()  # registers readers: not safe to happen in several threads at once
+    pool = ThreadPoolExecutor(workers)
+    failed: dict[int, str] = {}
+    try:
+        with warnings.catch_warnings(), bar:
+            warnings.simplefilter("ignore")  # PIL warns of odd metadata; what matters raises
+            task = bar.add_task(title or "", total=count)
+            results = pool.map(some, range(0, count, _FILES_PER_TASK))
+            for chunk, reasons in enumerate(results):
+                first = chunk * _FILES_PER_TASK
+                failed |= {first + k: r for k, r in enumerate(reasons) if r is not None}
+                bar.advance(task, len(reasons))
+    finally:
+        pool.shutdown(cancel_futures=True)  # Ctrl-C must not wait for the rest of the folder
+    return failed
+
+
+def read_sizes(paths: Sequence[str], *, workers: int, title: str | None = None) -> list[Size]:
+    """Width and height of every file, from its header; (0, 0) where that cannot be read.
+
+    >>> read_sizes(["/nowhere/a.png"], workers=1)
+    [(0, 0)]
+    """
+    sizes = [(0, 0)] * len(paths)
+
+    def work(i: int) -> None:
+        sizes[i] = read_size(paths[i])
+
+    _run(work, paths, workers=workers, title=title)
+    return sizes
+
+
+def decode_files(
+    paths: Sequence[str], side: int, *, workers: int, title: str | None = None
+) -> tuple[Tensor, dict[int, str]]:
+    """All readable files as one uint8 tensor [M,3,side,side], and {number: reason} of the others.
+
+    Row k is the k-th readable file; with `title` a progress bar is shown on stderr.
+
+    >>> images, failed = decode_files(["/nowhere/a.png"], 8, workers=1)
+    >>> images.shape, failed
+    (torch.Size([0, 3, 8, 8]), {0: 'no such file (a broken link?)'})
+    """
+    images = torch.empty(len(paths), 3, side, side, dtype=torch.uint8)
+    rows: npt.NDArray[Any] = images.numpy()
+
+    def work(i: int) -> None:
+        rows[i] = read_image(paths[i], side)
+
+    failed = _run(work, paths, workers=workers, title=title)
+    return _close_gaps(images, failed), failed
+
+
+def decode_whole(
+    paths: Sequence[str],
+    sizes: Sequence[Size],  # of `read_sizes`
+    side: int,
+    short: int,
+    *,
+    workers: int,
+    title: str | None = None,
+) -> tuple[Tensor, Pictures, dict[int, str]]:
+    """`decode_files`, and the same files as whole pictures with shorter sides up to `short`.
+
+    >>> images, pictures, _ = decode_whole(["/nowhere/a.png"], [(9, 9)], 8, 32, workers=1)
+    >>> len(images), len(pictures)
+    (0, 0)
+    """
+    squares = torch.empty(len(paths), 3, side, side, dtype=torch.uint8)
+    shapes = torch.tensor([stored_size(size, short) for size in sizes]).view(-1, 2)
+    ends = (3 * shapes.prod(1)).cumsum(0)
+    begins = ends - 3 * shapes.prod(1)
+    flat = torch.empty(int(ends[-1]) if len(ends) else 0, dtype=torch.uint8)
+    sizes_hw = torch.zeros(len(paths), 2, dtype=torch.int32)
+    rows: npt.NDArray[Any] = squares.numpy()
+    slots: npt.NDArray[Any] = flat.numpy()
+    places = list(zip(begins.tolist(), ends.tolist(), strict=True))
+
+    def work(i: int) -> None:
+        begin, end = places[i]
+        rows[i], picture = read_both(paths[i], side, short)
+        if picture.size != end - begin:
+            raise OSError("its size is not what its header says")
+        slots[begin:end] = picture.reshape(-1)
+        sizes_hw[i] = torch.tensor(picture.shape[1:])
+
+    failed = _run(work, paths, workers=workers, title=title)
+    keep = torch.tensor([i for i in range(len(paths)) if i not in failed], dtype=torch.int64)
+    # The bytes of unreadable files stay where they are: nobody's offset leads there.
+    pictures = Pictures(flat, begins[keep], sizes_hw[keep])
+    return _close_gaps(squares, failed), pictures, failed
+
+
+def _close_gaps(images: Tensor, failed: dict[int, str], chunk: int = 1024) -> Tensor:
+    """Rows that did not fail moved to the front in place: a copy might not fit in memory."""
+    if not failed:
+        return images
+    keep = [i for i in range(len(images)) if i not in failed]
+    for start in range(0, len(keep), chunk):
+        part = keep[start : start + chunk]
+        images[start : start + len(part)] = images[part]  # reads at or behind what it writes
+    return images[: len(keep)]
+
+
+def check_files(paths: Sequence[str], *, workers: int, title: str | None = None) -> dict[int, str]:
+    """{number: reason} of the files that `read_image` cannot read.
+
+    Each file is decoded to one pixel (a JPEG at 1/8 of its size), since a truncated JPEG passes
+    PIL's `verify`; so a set holds the same items whether it is resident or streamed.
+
+    >>> check_files(["/nowhere/a.png"], workers=1)
+    {0: 'no such file (a broken link?)'}
+    """
+
+    def work(i: int) -> None:
+        read_image(paths[i], 1)
+
+    return _run(work, paths, workers=workers, title=title)

@@ -1,0 +1,353 @@
+"""What a folder or a table of images holds, by names alone: files, classes and splits.
+
+Layouts, the first that fits:
+
+train/ ...    with `unlabeled/`, and `test/` (or `val/`, `valid/`, `validation/`: the first that has
+              class folders). Two or more folders in `train/` are classes: `train/cat/any/1.jpg`.
+cat/ dog/     all images lie in two or more folders: they are the classes.
+a heap        images at any depth without labels.
+a table       `path,label` in a CSV file; paths are relative to it, an empty label is none.
+
+Where there are classes and no test split, a share of every class is held out: see `hold_out`.
+
+What counts as an item: a regular file with an image suffix that can be read. Such a file that
+cannot be read is named in `unreadable`; files with other suffixes are counted in `notes`; hidden
+files and folders (a leading dot) are passed over. A folder reached twice through links is read
+once, so that links that run in circles end, and no picture becomes its own negative. A link to a
+folder around the data (to `/`, say) is not followed, and one to elsewhere is named in `notes`.
+
+Order: names are POSIX paths relative to the root, sorted by code point: the same on every machine.
+"""
+
+import csv
+import hashlib
+import os
+import stat
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from negchain.data.decode import IMAGE_SUFFIXES
+from negchain.data.printable import printable
+
+TEST_FOLDERS = ("test", "val", "valid", "validation")
+
+LEAST_TRAIN = 3
+"""Training pictures that a class must have for a probe to set some aside to tune itself."""
+
+
+@dataclass(frozen=True)
+class ImageFile:
+    """A file with an image suffix: its name in the set, where it is, its bytes, its class."""
+
+    name: str
+    path: str
+    num_bytes: int
+    class_name: str | None = None
+
+
+@dataclass(frozen=True)
+class Scan:
+    """What a folder or a table names: nothing is opened yet."""
+
+    root: str
+    pretrain: tuple[ImageFile, ...]
+    test: tuple[ImageFile, ...] = ()
+    unreadable: tuple[tuple[str, str], ...] = ()
+    notes: tuple[str, ...] = ()
+    held_out: bool = False
+    """Whether `test` was held out here; else it is the data's own."""
+    unprobed: str = "the data has no labels"
+    """Why nothing is probed, where `test` is empty."""
+
+
+@dataclass
+class _Walk:
+    root: str
+    files: list[ImageFile] = field(default_factory=list)
+    unreadable: list[tuple[str, str]] = field(default_factory=list)
+    other: Counter[str] = field(default_factory=Counter)
+    notes: list[str] = field(default_factory=list)
+
+    def enter(self, folder: str, prefix: str) -> "_Walk":
+        """Adds everything under `folder`, named from `prefix` on; one stack, no recursion."""
+        seen: set[tuple[int, int]] = set()
+        stack = [(folder, prefix)]
+        while stack:
+            here, name = stack.pop()
+            try:
+                status = os.stat(here)
+                entries = sorted(os.scandir(here), key=lambda entry: entry.name, reverse=True)
+            except OSError as error:
+                self.unreadable.append((name, f"folder cannot be listed: {error.strerror}"))
+                continue
+            if (status.st_dev, status.st_ino) in seen:
+                continue
+            seen.add((status.st_dev, status.st_ino))
+            for entry in entries:
+                if entry.name.startswith("."):
+                    continue
+                shown = name + printable(entry.name)
+                try:
+                    status = entry.stat()
+                except OSError:  # a link to nothing or to itself
+                    self._add_file(entry, shown, None)
+                    continue
+                if not stat.S_ISDIR(status.st_mode):
+                    self._add_file(entry, shown, status)
+                elif not entry.is_symlink() or self._follows(entry.path, shown):
+                    stack.append((entry.path, f"{shown}/"))
+        return self
+
+    def _follows(self, path: str, name: str) -> bool:
+        target, root = os.path.realpath(path), os.path.realpath(self.root)
+        around = os.path.commonpath([target, root])
+        if around == target and target != root:
+            self.notes.append(f"{name} leads to {printable(target)}, around the data: not followed")
+            return False
+        if around != root:
+            self.notes.append(f"{name} leads out of the data, to {printable(target)}: read as well")
+        return True
+
+    def _add_file(self, entry: os.DirEntry[str], name: str, status: os.stat_result | None) -> None:
+        suffix = os.path.splitext(entry.name)[1].lower()
+        if suffix not in IMAGE_SUFFIXES:
+            self.other[printable(suffix) or "no suffix"] += 1
+        elif status is None:
+            self.unreadable.append((name, "broken link"))
+        elif not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for ever
+            self.unreadable.append((name, "not a regular file"))
+        else:
+            self.files.append(ImageFile(name, entry.path, status.st_size))
+
+    def labelled(self, depth: int) -> list[ImageFile]:
+        """The files in order, with the folder at `depth` of their name as class."""
+        placed = []
+        for file in sorted(self.files, key=_name):
+            *folders, _ = file.name.split("/")
+            class_name = folders[depth] if len(folders) > depth else None
+            placed.append(replace(file, class_name=class_name))
+        return placed
+
+
+def _name(file: ImageFile) -> str:
+    return file.name
+
+
+def classes_of(files: Iterable[ImageFile]) -> tuple[str, ...]:
+    """The class names that occur, sorted."""
+    return tuple(sorted({file.class_name for file in files if file.class_name is not None}))
+
+
+def scan_folder(root: str | Path, holdout: float = 0.2) -> Scan:
+    r"""The image files under `root`, in order, with the classes that the layout gives them.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     for name in ("train/cat/b.png", "train/cat/a.png", "train/dog/c.PNG", "train/x.txt"):
+    ...         file = Path(folder, name)
+    ...         file.parent.mkdir(parents=True, exist_ok=True)
+    ...         _ = file.write_text("")
+    ...     scan = scan_folder(folder)
+    >>> [file.name for file in scan.pretrain], scan.pretrain[2].class_name
+    (['train/cat/a.png', 'train/cat/b.png', 'train/dog/c.PNG'], 'dog')
+    """
+    top = os.fspath(root)
+    if any(os.path.isdir(os.path.join(top, split)) for split in ("train", "unlabeled")):
+        return _scan_splits(top, holdout)
+    walk = _Walk(top).enter(top, "")
+    files = walk.labelled(0)
+    folders = classes_of(files)
+    loose = any(file.class_name is None for file in files)
+    notes = [*walk.notes, *_ignored(walk.other)]
+    if loose or len(folders) < 2 or set(folders) & set(TEST_FOLDERS):
+        files = [replace(file, class_name=None) for file in files]
+        if not loose and len(folders) == 1:
+            notes.append(f"all images lie in {folders[0]}/, and one folder labels nothing")
+    scan = Scan(top, tuple(files), (), tuple(sorted(walk.unreadable)), tuple(notes))
+    return hold_out(scan, holdout)
+
+
+def _scan_splits(top: str, holdout: float) -> Scan:
+    def walked(split: str) -> _Walk:
+        return _Walk(top).enter(os.path.join(top, split), f"{split}/")
+
+    present = [s for s in TEST_FOLDERS if os.path.isdir(os.path.join(top, s))]
+    for_training = {s: walked(s) for s in ("train", "unlabeled") if os.path.isdir(f"{top}/{s}")}
+    pretrain = [
+        file if split == "train" else replace(file, class_name=None)
+        for split, walk in for_training.items()
+        for file in walk.labelled(1)
+    ]
+    walks, test, notes = list(for_training.values()), list[ImageFile](), list[str]()
+    read = [*for_training]
+    classes = classes_of(pretrain)
+    for split in present if len(classes) >= 2 else ():
+        walk = walked(split)
+        test = [file for file in walk.labelled(1) if file.class_name is not None]
+        if test:
+            if loose := len(walk.files) - len(test):
+                notes.append(f"{loose} images of {split}/ in no class folder: not read")
+            walks.append(walk)
+            read.append(split)
+            require_known_classes(classes, classes_of(test))
+            break
+    unread = [split for split in present if split not in read]
+    notes += [note for walk in walks for note in walk.notes] + _beside(top, read, unread)
+    unprobed = Scan.unprobed
+    if len(classes) < 2:
+        if classes or present:
+            count = f"{len(classes)} class folder{'s' * (not classes)} with images"
+            unprobed = f"train/ has {count}, and probes need 2"
+            notes.append(f"{unprobed}: nothing is probed")
+        pretrain = [replace(file, class_name=None) for file in pretrain]
+    scan = Scan(
+        top,
+        tuple(pretrain),
+        tuple(test),
+        tuple(sorted(pair for walk in walks for pair in walk.unreadable)),
+        (*notes, *_ignored(sum((walk.other for walk in walks), Counter()))),
+        unprobed=unprobed,
+    )
+    return scan if test else hold_out(scan, holdout)
+
+
+def _ignored(other: Counter[str]) -> list[str]:
+    if not other:
+        return []
+    kinds = ", ".join(f"{suffix} {n}" for suffix, n in other.most_common(5))
+    return [f"{other.total()} files without an image suffix ignored ({kinds})"]
+
+
+def _beside(top: str, read: Sequence[str], unread: Sequence[str]) -> list[str]:
+    """A note if images may lie beside the splits that are read."""
+    beside = sorted(
+        printable(entry.name)
+        for entry in os.scandir(top)
+        if not entry.name.startswith(".")
+        and entry.name not in read
+        and (entry.is_dir() or os.path.splitext(entry.name)[1].lower() in IMAGE_SUFFIXES)
+    )
+    if not beside:
+        return []
+    shown = ", ".join(beside[:3]) + (", ..." if len(beside) > 3 else "")
+    why = " (no class folders)" if unread and set(beside) <= set(unread) else ""
+    return [f"beside {'/, '.join(read)}/ there is {shown}{why}: not read"]
+
+
+def require_known_classes(train: Sequence[str], test: Sequence[str]) -> None:
+    """Raise ValueError where a class can be tested and not learned."""
+    unknown = sorted(set(test) - set(train))
+    if unknown:
+        raise ValueError(
+            f"every class of test/ needs readable images in train/, and {', '.join(unknown[:5])} "
+            f"has none; add them to train/, or remove test/{unknown[0]}"
+        )
+
+
+def hold_out(scan: Scan, share: float) -> Scan:
+    """Take `share` of every class out of `pretrain` as `test`, where a probe can then be fitted.
+
+    Of a class's pictures those whose names hash lowest are held out, one at least of two: the
+    choice does not depend on the run's seed, and a picture that is added moves few others. They are
+    left out of pretraining too, so that probes are tested on pictures the encoder has never seen.
+
+    >>> files = [ImageFile(f"{c}/{n}", "", 1, c) for c in ("cat", "dog") for n in range(10)]
+    >>> held = hold_out(Scan("pets", tuple(files)), 0.2)
+    >>> len(held.pretrain), [file.class_name for file in held.test]
+    (16, ['cat', 'cat', 'dog', 'dog'])
+    """
+    members: dict[str, list[ImageFile]] = defaultdict(list)
+    for file in scan.pretrain:
+        if file.class_name is not None:
+            members[file.class_name].append(file)
+    if len(members) < 2:
+        return scan
+    test: list[ImageFile] = []
+    for files in members.values():
+        ranked = sorted(files, key=lambda f: hashlib.sha256(os.fsencode(f.name)).digest())
+        test += ranked[: max(round(share * len(ranked)), len(ranked) > 1)]
+    chosen = {file.name for file in test}
+    rest = tuple(file for file in scan.pretrain if file.name not in chosen)
+    reason = "" if share else "--holdout 0 leaves nothing to test on"
+    reason = reason or too_few(rest)
+    if reason:
+        note = f"{len(members)} classes, and nothing is probed: {reason}"
+        return replace(scan, notes=(*scan.notes, note), unprobed=reason)
+    note = (
+        f"no test split: {len(test):,} images, {share:.0%} of each of {len(members)} classes, are "
+        "held out to test probes and are not pretrained on; --holdout sets the share"
+    )
+    held = tuple(sorted(test, key=_name))
+    return replace(scan, pretrain=rest, test=held, notes=(*scan.notes, note), held_out=True)
+
+
+def too_few(train: Iterable[ImageFile]) -> str:
+    """Why a probe cannot be fitted on `train`; empty if it can."""
+    counts = Counter(file.class_name for file in train if file.class_name is not None)
+    if len(counts) >= 2 and max(counts.values()) >= LEAST_TRAIN:
+        return ""
+    most = max(counts.values(), default=0)
+    return (
+        f"a probe needs 2 classes and {LEAST_TRAIN} training images in one of them, and there are "
+        f"{len(counts)} with at most {most}"
+    )
+
+
+def scan_csv(path: str | Path, holdout: float = 0.2) -> Scan:
+    r"""The image files that a table with the columns `path` and `label` names.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     table = Path(folder, "pets.csv")
+    ...     _ = table.write_text("path,label\nb.png,dog\na.png,cat\n")
+    ...     scan = scan_csv(table)
+    >>> scan.unreadable
+    (('a.png', 'no such file'), ('b.png', 'no such file'))
+    """
+    table = os.fspath(path)
+    folder = os.path.dirname(table)
+    files, unreadable = dict[str, ImageFile](), list[tuple[str, str]]()
+    for written, label in _rows(table):
+        name, where = printable(os.path.normpath(written)), os.path.join(folder, written)
+        if name in files:
+            raise ValueError(
+                f"{printable(table)} must name every image once, and {name} is there twice; "
+                "remove one of the rows"
+            )
+        try:
+            status = os.stat(where)
+        except (OSError, ValueError):
+            unreadable.append((name, "no such file"))
+            continue
+        if not stat.S_ISREG(status.st_mode):
+            unreadable.append((name, "not a regular file"))
+            continue
+        files[name] = ImageFile(name, where, status.st_size, printable(label) or None)
+    ordered = sorted(files.values(), key=_name)
+    notes = []
+    if len(classes_of(ordered)) == 1:
+        notes.append("all labels are the same, and probes need 2: nothing is probed")
+        ordered = [replace(file, class_name=None) for file in ordered]
+    scan = Scan(table, tuple(ordered), (), tuple(sorted(unreadable)), tuple(notes))
+    return hold_out(scan, holdout)
+
+
+def _rows(table: str) -> list[tuple[str, str]]:
+    """(path, label) of every row."""
+    shown = printable(table)
+    try:
+        with open(table, encoding="utf-8-sig", newline="") as file:
+            reader = csv.DictReader(file)
+            columns = reader.fieldnames or []
+            if "path" not in columns or "label" not in columns:
+                raise ValueError(
+                    f"{shown} must begin with a line that names the columns path and label, got "
+                    f"{printable(', '.join(columns)[:80]) or 'nothing'}; add `path,label` on top"
+                )
+            return [((row["path"] or "").strip(), (row["label"] or "").strip()) for row in reader]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(
+            f"{shown} must be a CSV file in UTF-8, but {error}; save it as such"
+        ) from error

@@ -1,0 +1,113 @@
+"""Columns from beyond the batch, and how likely columns of the batch are where keys are a corpus.
+
+Shapes: `N` rows, `R` shared draws, `C` private draws per row, `D` embedding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from negchain.losses.batch import Batch, Popularity, check_answer
+from negchain.pool import Draw, Kind, Side, matches
+
+
+def with_draw(side: Side, draw: Draw, drawn: Tensor, num_ids: int | None, normalize: bool) -> Side:
+    """Append a draw's columns, shared ([R]) or private to each row ([N, C])."""
+    ids, shape = draw.ids.to(side.keys.device), tuple(draw.ids.shape)
+    if ids.dim() not in (1, 2) or ids.is_floating_point():
+        raise ValueError(f"draw.ids must be integers [R] or [N, C], got {ids.dtype} {shape}")
+    if ids.dim() == 2 and shape[0] not in (side.num_rows, side.num_rows // 2):
+        raise ValueError(f"draw.ids [N, C] must have {side.num_rows} rows, got {shape}")
+    dim, groups = side.keys.shape[2], side.keys.shape[0]
+    if tuple(drawn.shape) not in ((*shape, dim), (ids.numel(), dim)):
+        raise ValueError(
+            f"drawn must be the embeddings of draw.ids, [{ids.numel()}, {dim}], "
+            f"got {tuple(drawn.shape)}"
+        )
+    _check_draw(draw, ids, num_ids)
+    drawn = check_answer(drawn.reshape(-1, dim), side.queries, normalize)
+    first, columns = side.keys.shape[1], shape[-1]
+    count = torch.full_like(side.positive_ids, columns)
+    kinds = (*side.kinds, Kind(first, first + columns, count, _log_q(side, draw, num_ids)))
+    if ids.dim() == 2:
+        repeat = side.num_rows // shape[0]
+        return dataclasses.replace(
+            side,
+            private_ids=ids.repeat(repeat, 1),
+            private_keys=drawn.view(*shape, -1).repeat(repeat, 1, 1),
+            kinds=kinds,
+        )
+    excluded = matches(ids // side.ids_per_item, side.positive_ids, side.known)
+    excluded = excluded | ~torch.isfinite(drawn).all(1)[None, :]
+    return dataclasses.replace(
+        side,
+        keys=torch.cat([side.keys, drawn.expand(groups, -1, -1)], 1),
+        key_ids=torch.cat([side.key_ids, ids.expand(groups, -1)], 1),
+        excluded=torch.cat([side.excluded, excluded], 1),
+        kinds=kinds,
+    )
+
+
+def _check_draw(draw: Draw, ids: Tensor, size: int | None) -> None:
+    if draw.log_q is not None and size is None:
+        raise ValueError(
+            "a draw with probabilities needs the size of the data set to compare them with the "
+            "batch's; give num_samples= (or num_keys=) when the loss is constructed"
+        )
+    if isinstance(draw.log_q, Tensor) and draw.log_q.shape != (size,):
+        raise ValueError(
+            f"draw.log_q must hold one log-probability per id, [{size}], "
+            f"got {tuple(draw.log_q.shape)}"
+        )
+    if ids.device.type == "cpu" and size is not None and ids.numel():
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= size:
+            raise ValueError(
+                f"draw.ids must hold data set positions in [0, {size}), "
+                f"got {low if low < 0 else high}"
+            )
+
+
+def _log_q(side: Side, draw: Draw, num_ids: int | None) -> Callable[[Tensor], Tensor] | None:
+    """ids -> log(q m_neg) of a draw over all ids, own positive included."""
+    log_m = side.log_num_negatives()
+    if log_m is None or num_ids is None:
+        return None
+    scale = log_m - math.log(side.multiplicity / side.ids_per_item)
+    uniform = -math.log(num_ids)
+
+    def log_q(ids: Tensor) -> Tensor:
+        base = scale.view(-1, *[1] * (ids.dim() - 1))
+        log = draw.log_q_of(ids)
+        return (base + uniform).expand(ids.shape) if log is None else log.to(scale.dtype) + base
+
+    return log_q
+
+
+def popularity(counts: Tensor, batch: Batch, num_samples: int | None, counting: bool) -> Popularity:
+    """key ids -> log-probability that another sample of a batch has this key.
+
+    Args:
+        counts: [num_keys + 1] how often each key was a positive, and the sum.
+        batch: counted too while `counting`; before all samples were seen, each counts for one.
+        num_samples: m.
+        counting: False where the counts were given.
+    """
+    kind = batch.z_a.dtype
+    if not counting:
+        log_q = (counts[:-1] / counts[-1]).log().to(kind)
+        return lambda ids: log_q[ids]
+    mine = torch.where(batch.valid, batch.key_index, -1).sort().values
+    total = (counts[-1] + batch.valid.sum()).clamp(min=num_samples)
+
+    def of(ids: Tensor) -> Tensor:
+        ids = ids.contiguous()
+        here = torch.searchsorted(mine, ids, right=True) - torch.searchsorted(mine, ids)
+        return ((counts[ids] + here) / total).log().to(kind)
+
+    return of

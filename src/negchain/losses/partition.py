@@ -1,0 +1,68 @@
+"""Logits and partitions of a side: what every estimate is made of.
+
+Shapes: `N` rows, `K` shared and `C` private columns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+from torch import Tensor
+
+from negchain.pool import Side
+
+
+def detached_logits(side: Side, similarity: Tensor, beta: float | Tensor) -> Tensor:
+    """Corrected logits beta * s - log(q m_neg), [N, K+C]; -inf where excluded or not finite."""
+    beta = beta.detach() if isinstance(beta, Tensor) else beta
+    logits = similarity.detach() * beta
+    correction = None if len(side.kinds) == 0 else side.correction(side.column_ids())
+    if correction is not None:
+        logits = logits - correction
+    return logits.masked_fill(side.all_excluded() | ~torch.isfinite(logits), -math.inf)
+
+
+def global_log_partition(
+    side: Side, logits: Tensor, beta: float | Tensor = 1.0
+) -> Tensor | None:  # [N,K+C] -> [N]
+    """log( m_neg / n sum_j exp(l_ij) ) over all columns at hand; None if m_neg is unknown.
+
+    Columns at hand include the copies of the batch's items that rows are not offered as proposals
+    (`Side.hidden_keys`): a partition may count an item twice, a walk must not meet it twice.
+    """
+    log_num_negatives = side.log_num_negatives()
+    if log_num_negatives is None:
+        return None
+    log_sum, counts = log_sum_and_count(side, logits, beta)
+    return log_sum + log_num_negatives - counts.clamp(min=1).to(log_sum.dtype).log()
+
+
+def log_sum_and_count(
+    side: Side, logits: Tensor, beta: float | Tensor = 1.0
+) -> tuple[Tensor, Tensor]:  # [N,K+C] -> [N], [N]
+    """log sum_j exp(l_ij) over all columns at hand, and how many draws they stand for."""
+    log_sum, counts = torch.logsumexp(logits, 1), side.counts()
+    if side.hidden_keys is not None and len(side.kinds) == 1:
+        hidden = dataclasses.replace(side, keys=side.hidden_keys.detach())
+        beta = beta.detach() if isinstance(beta, Tensor) else beta
+        others = hidden.similarities().detach() * beta
+        others = others.masked_fill(side.excluded | ~torch.isfinite(others), -math.inf)
+        log_sum, counts = torch.logaddexp(log_sum, torch.logsumexp(others, 1)), 2 * counts
+    return log_sum, counts
+
+
+def effective_negatives(weights: Tensor, private: Tensor | None = None) -> Tensor:
+    """Mean over rows of (sum W)^2 / sum W^2: how many negatives share a row's weight; -> [].
+
+    Example:
+        >>> effective_negatives(torch.tensor([[0.5, 0.5, 0.0, 0.0]]))
+        tensor(2.)
+    """
+    total, squares = weights.sum(1), torch.linalg.vecdot(weights, weights)
+    if private is not None:
+        total, squares = total + private, squares + private * private
+    tiny = torch.finfo(weights.dtype).tiny
+    mean: Tensor = (total * total / squares.clamp(min=tiny)).mean()
+    return mean

@@ -1,0 +1,125 @@
+"""What a loss wants encoded before it is called, and what came back.
+
+    first  = loss_fn.request(index)                 carried states, uniform draws, a table's share
+    first.answer(encoder(items[first.ids]))
+    second = loss_fn.request(index, z_a, z_b)       draws that depend on the batch's embeddings
+    if len(second.ids):
+        second.answer(encoder(items[second.ids]))
+    loss   = loss_fn(z_a, z_b, index, first, second)
+
+The same lines serve every loss: a request may be empty. `loss_fn(z_a, z_b, index, encode=...)`
+does all of it. A request of another loss, batch or step is refused.
+
+Shapes: `R` positions, `D` embedding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from negchain.pool import Draw
+
+Tower = Literal["keys", "anchors"]
+Purpose = Literal["carried", "draw", "refresh"]
+Encode = Callable[[Tensor], Tensor]
+
+
+class Want(NamedTuple):
+    """Positions to encode: where they lie, and whether the loss trains what comes back."""
+
+    ids: Tensor  # [R]; with k stored augmentations `item * k + augmentation`
+    tower: Tower = "keys"  # "anchors": by the encoder of z_a (paired views in both directions)
+    gradient: bool = True
+
+
+@dataclass
+class Part:
+    """One want, and what the loss remembers of it."""
+
+    purpose: Purpose
+    side: int
+    want: Want
+    draw: Draw | None = None
+    embeddings: Tensor | None = None
+    log_partition: Tensor | None = None  # [N] of the distribution a negative was drawn from
+
+
+@dataclass
+class Request:
+    """What one call of one loss wants encoded; made by `loss_fn.request`.
+
+    Example:
+        >>> import negchain
+        >>> items, encoder = torch.randn(50, 3), torch.nn.Linear(3, 8)
+        >>> loss_fn, index = negchain.EMC2Loss(50), torch.tensor([4, 7, 9])
+        >>> request = loss_fn.request(index)
+        >>> request.ids.shape                     # one carried negative per sample
+        torch.Size([3])
+        >>> z = encoder(torch.cat([items[index], items[index] + 0.1, items[request.ids]]))
+        >>> loss = loss_fn(z[:3], z[3:6], index, request.answer(z[6:]))
+    """
+
+    owner: object
+    index: Tensor  # [B]
+    turn: int  # number of the call it is for
+    parts: list[Part] = field(default_factory=list)
+    given: bool = False  # made with the batch's embeddings
+
+    @property
+    def wants(self) -> tuple[Want, ...]:
+        """What to encode, part by part."""
+        return tuple(part.want for part in self.parts)
+
+    @property
+    def ids(self) -> Tensor:  # [R]
+        """All positions in one tensor, where one encoder makes all of them."""
+        if len({want.tower for want in self.wants}) > 1:
+            raise ValueError(
+                "this request asks for keys and for anchors (paired views in both directions); "
+                "encode request.wants one by one and pass the list to answer()"
+            )
+        if len(self.parts) == 1:
+            return self.parts[0].want.ids
+        empty = torch.zeros(0, dtype=torch.int64, device=self.index.device)
+        return torch.cat([want.ids.flatten() for want in self.wants]) if self.parts else empty
+
+    def answer(self, embeddings: Tensor | Sequence[Tensor]) -> Request:
+        """Hand back the embeddings [R, D] of `ids`, or a list with one tensor per want."""
+        counts = [want.ids.numel() for want in self.wants]
+        if isinstance(embeddings, Tensor):
+            if len(embeddings) != sum(counts):
+                raise ValueError(
+                    f"the answer must hold one embedding per id, {sum(counts)}, "
+                    f"got {len(embeddings)}"
+                )
+            embeddings = torch.split(embeddings, counts)
+        if len(embeddings) != len(counts):
+            raise ValueError(
+                f"the answer must hold one tensor per want, {len(counts)}, got {len(embeddings)}"
+            )
+        for part, count, z in zip(self.parts, counts, embeddings, strict=True):
+            if z.dim() != 2 or len(z) != count:
+                raise ValueError(
+                    f"the answer to {count} ids must be [{count}, D], got {tuple(z.shape)}"
+                )
+            part.embeddings = z
+        return self
+
+    def encode(self, encode: Encode | tuple[Encode, Encode]) -> Request:
+        """Answer every want with `encode(ids)`; a pair (anchors', keys') where there are two."""
+        of_anchors, of_keys = encode if isinstance(encode, tuple) else (encode, encode)
+        answers = []
+        for want in self.wants:
+            with torch.set_grad_enabled(want.gradient and torch.is_grad_enabled()):
+                answers.append((of_keys if want.tower == "keys" else of_anchors)(want.ids))
+        return self.answer(answers) if answers else self
+
+    def part(self, purpose: Purpose, side: int) -> Part | None:
+        """The part for one purpose and side, if it was asked for."""
+        found = (p for p in self.parts if (p.purpose, p.side) == (purpose, side))
+        return next(found, None)

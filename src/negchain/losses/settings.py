@@ -1,0 +1,158 @@
+"""The settings of a chain, by question: how it moves, and where its proposals come from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class MH:
+    """Metropolis-Hastings: weights are the shares of steps a chain spends at each negative.
+
+    Example:
+        >>> MH(burn_in=31)            # an absolute number of steps, as in the paper's tables
+        MH(burn_in=31, count_every=1)
+    """
+
+    burn_in: float = 0.5
+    """Steps of a visit that are not counted (P): a share below 1, or their number."""
+    count_every: int = 1
+    """Count every c-th state only (for batches of thousands): more variance, no bias."""
+
+    def __post_init__(self) -> None:
+        """Refuse what is out of range."""
+        if not (0 <= self.burn_in < 1 or self.burn_in == int(self.burn_in) >= 1):
+            raise ValueError(
+                f"burn_in must be a share in [0, 1) or a whole number of steps, got {self.burn_in}"
+            )
+        _check_count_every(self.count_every)
+
+
+@dataclass(frozen=True)
+class ISIR:
+    """Iterated sampling-importance resampling: softmax over the carried state and the proposals."""
+
+    count_every: int = 1
+    """One column of every c speaks for all c: more variance, no bias."""
+
+    def __post_init__(self) -> None:
+        """Refuse what is out of range."""
+        _check_count_every(self.count_every)
+
+
+@dataclass(frozen=True)
+class InBatch:
+    """Proposals are the other items of the batch (the paper's experiments)."""
+
+    copies: int = 1
+    """Shared views: copies of every item a row is offered, 1 (one of the two views) or 2 (both)."""
+
+    def __post_init__(self) -> None:
+        """Refuse what is out of range."""
+        if self.copies not in (1, 2):
+            raise ValueError(f"copies must be 1 or 2 (the two views of an item), got {self.copies}")
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """Uniform draws from the whole set, offered to all rows."""
+
+    num: int | None = None
+    """Draws per step; None: as many as the batch has samples."""
+    alone: bool = False
+    """Instead of the batch (Algorithm 1 to the letter), not beside it."""
+
+    def __post_init__(self) -> None:
+        """Refuse what is out of range."""
+        _check_num(self.num)
+
+
+@dataclass(frozen=True)
+class Informed:
+    """Draws from a stale table of all embeddings, beside the batch.
+
+    q(z) = (1 - share) / M + share * mean_i softmax_z(sharpness * beta * q_i . psi_old(z))
+    """
+
+    num: int | None = None
+    """Draws per step; None: as many as the batch has samples."""
+    share: float = 0.5
+    """Part of q that comes from the stale softmaxes; the rest is uniform."""
+    sharpness: float = 1.0
+    """The proposal's beta, relative to the loss's."""
+    refresh: float = 0.01
+    """Share of the table that is encoded anew per step, in turn."""
+
+    def __post_init__(self) -> None:
+        """Refuse what is out of range."""
+        _check_num(self.num)
+        if not 0 <= self.share < 1:
+            raise ValueError(
+                f"share must be in [0, 1): every negative needs some probability, got {self.share}"
+            )
+        if not self.sharpness > 0:
+            raise ValueError(f"sharpness must be positive, got {self.sharpness}")
+        check_refresh(self.refresh)
+
+
+@dataclass(frozen=True)
+class Given:
+    """Draws the caller makes: `draw=Draw(ids, log_q)` and `drawn=` in the call."""
+
+    alone: bool = True
+    """Instead of the batch, not beside it."""
+
+
+Kernel = MH | ISIR
+Proposals = InBatch | Uniform | Informed | Given
+
+
+def as_kernel(kernel: Kernel | Literal["mh", "isir"]) -> Kernel:
+    """A kernel from its name.
+
+    Example:
+        >>> as_kernel("isir")
+        ISIR(count_every=1)
+    """
+    if isinstance(kernel, (MH, ISIR)):
+        return kernel
+    if kernel not in ("mh", "isir"):
+        raise ValueError(f"kernel must be 'mh', 'isir', MH(...) or ISIR(...), got {kernel!r}")
+    return MH() if kernel == "mh" else ISIR()
+
+
+def as_proposals(proposals: Proposals | Literal["batch"]) -> Proposals:
+    """Proposals from their name.
+
+    Example:
+        >>> as_proposals("batch")
+        InBatch(copies=1)
+    """
+    if isinstance(proposals, (InBatch, Uniform, Informed, Given)):
+        return proposals
+    if proposals != "batch":
+        raise ValueError(
+            "proposals must be 'batch', InBatch(...), Uniform(...), Informed(...) or Given(...), "
+            f"got {proposals!r}"
+        )
+    return InBatch()
+
+
+def check_refresh(refresh: float) -> None:
+    """Refuse a share of the table that is none."""
+    if not 0 <= refresh <= 1:
+        raise ValueError(f"refresh (share of the table per step) must be in [0, 1], got {refresh}")
+
+
+def _check_num(num: int | None) -> None:
+    if num is not None and num < 1:
+        raise ValueError(f"num (draws per step) must be at least 1, got {num}")
+
+
+def _check_count_every(count_every: int) -> None:
+    if count_every < 1:
+        raise ValueError(
+            "count_every must be at least 1 (every c-th state, or one column of every c); "
+            f"got {count_every}"
+        )

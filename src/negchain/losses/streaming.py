@@ -1,0 +1,187 @@
+"""EMC² for batches of thousands: the B x B similarities are never stored.
+
+On a GPU in tiles (`negchain.fast.fused`); elsewhere a panel of rows at a time, the tiles' readable
+twin: a panel's similarities are computed, walked over, differentiated and forgotten, so that memory
+grows with B times the panel and not with B^2. The gradient of the loss is linear in what comes
+after it, so each panel's gradient can be taken at once and handed to the encoder later (GradCache,
+arXiv:2101.06983).
+
+Shapes: `B` batch, `D` embedding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from negchain.losses.base import Call
+from negchain.losses.batch import Views
+from negchain.losses.chains import Arrival, Carried
+from negchain.losses.emc2 import EMC2Loss, Visit
+from negchain.losses.request import Request
+from negchain.losses.settings import MH, Kernel
+from negchain.objective import Denominator
+from negchain.weights.metropolis import Backend
+
+PANEL_ELEMENTS = 2**25  # similarities of a panel: 128 MiB in float32
+
+
+class StreamingEMC2Loss(EMC2Loss):
+    """`EMC2Loss` for large batches; proposals are the batch.
+
+    Args:
+        num_samples, beta, carried, views, symmetric, denominator, partition_rate, normalize, seed,
+            chain_file, dim, backend: as for `EMC2Loss`.
+        kernel: with `count_every` a multiple of 128 (or `ISIR()`) in tiles on a GPU; every other
+            one in panels of rows. With shared views the value (and 1 - p+ of denominator="all")
+            counts one copy of every item.
+
+    Example:
+        >>> loss_fn = StreamingEMC2Loss(100, kernel=MH(count_every=128))
+        >>> z_a, z_b = torch.randn(2, 8, 4).requires_grad_().unbind()
+        >>> encode = lambda ids: torch.randn(len(ids), 4)
+        >>> loss_fn(z_a, z_b, torch.arange(8), encode=encode).backward()
+    """
+
+    streams = True
+
+    def __init__(
+        self,
+        num_samples: int,
+        beta: float | Tensor = 14.28,
+        kernel: Kernel | Literal["mh", "isir"] = MH(count_every=128),  # noqa: B008 frozen
+        *,
+        carried: Carried = "encode",
+        views: Views = "shared",
+        symmetric: bool = True,
+        denominator: Denominator = "negatives",
+        partition_rate: float | None = None,
+        normalize: bool = True,
+        seed: int = 0,
+        dim: int | None = None,
+        chain_file: str | None = None,
+        backend: Backend | Literal["fused"] = "auto",
+    ) -> None:
+        super().__init__(
+            num_samples,
+            beta,
+            kernel,
+            carried=carried,
+            views=views,
+            symmetric=symmetric,
+            denominator=denominator,
+            partition_rate=partition_rate,
+            normalize=normalize,
+            seed=seed,
+            dim=dim,
+            chain_file=chain_file,
+            backend=backend,
+        )
+
+    def _visit_all(self, call: Call, requests: Sequence[Request]) -> Visit:
+        """`visit` of the whole batch, panel by panel; `total` carries the gradient."""
+        size = len(call.z_a)
+        tracks = torch.is_grad_enabled()
+        leaves: list[tuple[Tensor, Tensor]] = []  # what the caller gave, and what stands for it
+
+        def cut(z: Tensor) -> Tensor:
+            if not (z.requires_grad and tracks):
+                return z
+            leaf = z.detach().requires_grad_()
+            leaves.append((z, leaf))
+            return leaf
+
+        inner = dataclasses.replace(call, z_a=cut(call.z_a), z_b=cut(call.z_b))
+        with _answers_cut(requests, cut):
+            panels, shares, grads = self._panels(inner, requests, size, leaves)
+        whole = _joined(panels, shares)
+        whole.total = [sum(whole.total[1:], whole.total[0]) / len(whole.total)]
+        given = [z for z, _ in leaves]
+        if isinstance(self.beta, Tensor) and tracks:
+            given.append(self.beta)
+        for z, grad in zip(given, grads, strict=True):
+            surrogate = torch.dot(z.flatten(), grad.flatten())
+            whole.total[0] = whole.total[0] + (surrogate - surrogate.detach())
+        return whole
+
+    def _panels(
+        self,
+        call: Call,
+        requests: Sequence[Request],
+        size: int,
+        leaves: list[tuple[Tensor, Tensor]],
+    ) -> tuple[list[Visit], list[float], list[Tensor]]:
+        inputs = [leaf for _, leaf in leaves]
+        if isinstance(self.beta, Tensor) and torch.is_grad_enabled():
+            inputs.append(self.beta)
+        grads = [torch.zeros_like(z) for z in inputs]
+        panels, shares = [], []
+        step = max(1, PANEL_ELEMENTS // (2 * size))
+        for begin in range(0, size, step):
+            items = slice(begin, min(begin + step, size))
+            share = (items.stop - begin) / size
+            visit = self.visit(call, requests, items)
+            value = torch.stack(visit.total).mean() * share
+            if inputs:
+                for total, grad in zip(grads, torch.autograd.grad(value, inputs), strict=True):
+                    total += grad
+            visit.total = [v.detach() for v in visit.total]
+            visit.sides = []
+            panels.append(visit)
+            shares.append(share)
+        return panels, shares, grads
+
+
+class _answers_cut:
+    """While panels are differentiated answers are leaves: the caller's may share a graph."""
+
+    def __init__(self, requests: Sequence[Request], cut: object) -> None:
+        self.parts = [part for request in requests for part in request.parts]
+        self.kept = [part.embeddings for part in self.parts]
+        self.cut = cut
+
+    def __enter__(self) -> None:
+        for part in self.parts:
+            if part.embeddings is not None:
+                part.embeddings = self.cut(part.embeddings)  # type: ignore[operator]
+
+    def __exit__(self, *_: object) -> None:
+        for part, z in zip(self.parts, self.kept, strict=True):
+            part.embeddings = z
+
+
+def _joined(panels: list[Visit], shares: list[float]) -> Visit:
+    """Panels as one visit: chains in the batch's order, means weighted by the panels' sizes."""
+    first = panels[0]
+    arrivals = []
+    for number, (side, _, _) in enumerate(first.arrivals):
+        chains = torch.cat([panel.arrivals[number][1] for panel in panels])
+        parts = [panel.arrivals[number][2] for panel in panels]
+        moved, ids = (torch.cat([part[field] for part in parts]) for field in (0, 1))  # type: ignore[misc]
+        keys = [part.key for part in parts if part.key is not None]
+        arrivals.append((side, chains, Arrival(moved, ids, torch.cat(keys) if keys else None)))
+    runnings = []
+    for number, (side, value) in enumerate(first.runnings):
+        views = value.shape[0] // len(first.arrivals[0][1])
+        values = [panel.runnings[number][1].view(views, -1) for panel in panels]
+        runnings.append((side, torch.cat(values, 1).flatten()))
+    return Visit(
+        batch=first.batch,
+        sides=[],
+        total=[_mean(values, shares) for values in zip(*(p.total for p in panels), strict=True)],
+        report={
+            name: [_mean([p.report[name][side] for p in panels], shares) for side in range(len(v))]
+            for name, v in first.report.items()
+        },
+        arrivals=arrivals,
+        runnings=runnings,
+    )
+
+
+def _mean(values: list[Tensor] | tuple[Tensor, ...], shares: list[float]) -> Tensor:
+    weighted = [value * share for value, share in zip(values, shares, strict=True)]
+    return sum(weighted[1:], weighted[0])

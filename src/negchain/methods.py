@@ -1,0 +1,211 @@
+"""The register of methods: the one place where a method has a name.
+
+The command line, the trainer, `compare`, reports, `bench` and `estimator_report` read it. A method
+of your own needs one call, `register(Method(...))`, and no change in the package
+(examples/own_method.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from torch import Tensor
+
+from negchain.losses import (
+    MH,
+    ContrastiveLoss,
+    DCLLoss,
+    EMC2Loss,
+    InBatch,
+    InfoNCELoss,
+    Informed,
+    NegativeCacheLoss,
+    SogCLRLoss,
+)
+
+Denominator = Literal["negatives", "all"]
+
+
+@dataclass(frozen=True)
+class LossSettings:
+    """What a method's loss is built from; a method reads what it needs."""
+
+    num_samples: int
+    beta: float | Tensor = 14.28
+    dim: int | None = None
+    seed: int = 0
+    denominator: Denominator = "negatives"
+    normalize: bool = True
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """The method's own options, by their names on the command line (`gamma`, `burn_in`, ...)."""
+
+    def option(self, name: str, default: Any) -> Any:
+        """An option, or its default where nobody gave one."""
+        value = self.options.get(name)
+        return default if value is None else value
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method: how people call it, how it is drawn, how its loss is built.
+
+    Attributes:
+        name: on the command line and in run folders.
+        title: in reports.
+        colour: its CSS colour on light and on dark pages.
+        build: from settings to a loss.
+        options: of the command line that belong to it; others are refused.
+        denominator: the one it has built in; None: the user's choice.
+        aliases: other names people type.
+        trains: offered by `compare` and `train`; False: `estimator_report` only.
+    """
+
+    name: str
+    title: str
+    colour: tuple[str, str]
+    build: Callable[[LossSettings], ContrastiveLoss]
+    options: tuple[str, ...] = ()
+    denominator: Denominator | None = None
+    aliases: tuple[str, ...] = ()
+    trains: bool = True
+
+
+METHODS: dict[str, Method] = {}
+
+
+def register(method: Method) -> Method:
+    """Make a method known under its name; the last one of a name counts.
+
+    Example:
+        >>> def build(settings):
+        ...     return DCLLoss(settings.num_samples, settings.beta / 2)
+        >>> _ = register(Method("soft-dcl", "soft DCL", ("#888", "#aaa"), build))
+        >>> METHODS.pop("soft-dcl").title
+        'soft DCL'
+    """
+    METHODS[method.name] = method
+    return method
+
+
+def named(name: str) -> Method:
+    """The method of a name or alias.
+
+    Example:
+        >>> named("simclr").title
+        'InfoNCE'
+    """
+    for method in METHODS.values():
+        if name == method.name or name in method.aliases:
+            return method
+    raise ValueError(f"the method must be one of {', '.join(METHODS)}, got {name!r}")
+
+
+def build_loss(name: str, settings: LossSettings) -> ContrastiveLoss:
+    """The loss of a method.
+
+    Example:
+        >>> type(build_loss("dcl", LossSettings(num_samples=10))).__name__
+        'DCLLoss'
+    """
+    return named(name).build(settings)
+
+
+def _infonce(s: LossSettings) -> ContrastiveLoss:
+    return InfoNCELoss(s.num_samples, s.beta, normalize=s.normalize)
+
+
+def _dcl(s: LossSettings) -> ContrastiveLoss:
+    return DCLLoss(s.num_samples, s.beta, normalize=s.normalize)
+
+
+def _sogclr(s: LossSettings) -> ContrastiveLoss:
+    return SogCLRLoss(
+        s.num_samples,
+        s.beta,
+        s.option("gamma", 0.9),
+        denominator=s.denominator,
+        normalize=s.normalize,
+    )
+
+
+def _negcache(s: LossSettings) -> ContrastiveLoss:
+    return NegativeCacheLoss(
+        s.num_samples,
+        s.beta,
+        s.option("refresh", 0.01),
+        dim=s.dim,
+        denominator=s.denominator,
+        normalize=s.normalize,
+        seed=s.seed,
+    )
+
+
+def _emc2(s: LossSettings, kernel: Any) -> ContrastiveLoss:
+    stored = s.option("augmentations", None)
+    # Stored views have a chain each, so that both copies of an item are different states.
+    proposals: Any = InBatch(copies=2 if stored else 1)
+    if s.option("proposal", "batch") == "informed":
+        proposals = Informed(refresh=s.option("refresh", 0.01))
+    return EMC2Loss(
+        s.num_samples,
+        s.beta,
+        kernel,
+        proposals=proposals,
+        carried=s.option("carried", "encode"),
+        denominator=s.denominator,
+        augmentations=stored,
+        normalize=s.normalize,
+        seed=s.seed,
+        dim=s.dim,
+    )
+
+
+_CHAIN = ("carried", "proposal", "refresh")
+
+register(
+    Method(
+        "infonce",
+        "InfoNCE",
+        ("#0072b2", "#4ba3e0"),
+        _infonce,
+        denominator="all",
+        aliases=("simclr",),
+    )
+)
+register(Method("dcl", "DCL", ("#3fa3dc", "#8fd0f5"), _dcl, denominator="negatives"))
+register(Method("sogclr", "SogCLR", ("#009e73", "#2fc898"), _sogclr, options=("gamma",)))
+register(
+    Method("negcache", "Negative Cache", ("#c0649a", "#e092c0"), _negcache, options=("refresh",))
+)
+register(
+    Method(
+        "emc2",
+        "EMC²",
+        ("#d55e00", "#f5823d"),
+        lambda s: _emc2(s, MH(burn_in=s.option("burn_in", 0.5))),
+        options=("burn_in", *_CHAIN),
+    )
+)
+register(
+    Method("isir", "EMC² i-SIR", ("#d99000", "#f2b63c"), lambda s: _emc2(s, "isir"), options=_CHAIN)
+)
+register(
+    Method(
+        "emc2-cached",
+        "EMC², cached",
+        ("#8a5a2b", "#c99a6b"),
+        lambda s: _emc2(replace(s, options={**s.options, "carried": "cached"}), MH()),
+        trains=False,
+    )
+)
+register(
+    Method(
+        "emc2-informed",
+        "EMC², informed",
+        ("#a8322d", "#e57373"),
+        lambda s: _emc2(replace(s, options={**s.options, "proposal": "informed"}), MH()),
+        trains=False,
+    )
+)

@@ -1,0 +1,204 @@
+"""Nearest neighbours among frozen features, exact: who they are, how they vote, who is twice there.
+
+Shapes: M training rows, Q query rows, F features, C classes.
+
+| function | question | protocol |
+|---|---|---|
+| `knn_accuracy` | are neighbours of the same class? | exact; k = 1 by default, vote for k > 1 |
+| `knn_votes` | the k-NN other papers report | votes weighted by exp(cosine / 0.07) |
+| `similar_pairs` | which images are nearly the same? | cosine of all pairs |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Metric = Literal["cosine", "euclidean"]
+
+KNN_TEMPERATURE = 0.07
+"""Of the weighted votes: Wu et al., "Unsupervised feature learning via non-parametric instance
+discrimination" (2018), and nearly every self-supervised paper since."""
+
+
+def nearest_neighbours(
+    train_x: Tensor, query_x: Tensor, *, k: int, metric: Metric = "cosine", chunk: int = 1024
+) -> Tensor:
+    """Positions of the k nearest training rows of each query, nearest first: -> [Q,k] int64.
+
+    Exact, `chunk` queries at a time, in float64: |q|^2 - 2 q.t + |t|^2 cancels badly in float32.
+
+    Example:
+        >>> train = torch.tensor([[0.0, 1.0], [1.0, 0.0]])
+        >>> nearest_neighbours(train, torch.tensor([[3.0, 1.0]]), k=2).tolist()
+        [[1, 0]]
+    """
+    check_features(train_x, query_x)
+    if metric not in get_args(Metric):
+        raise ValueError(f"metric must be one of {', '.join(get_args(Metric))}, got {metric!r}")
+    if not 1 <= k <= len(train_x):
+        raise ValueError(
+            f"k must lie between 1 and the number of training rows, got k={k} and "
+            f"{len(train_x)} rows; lower k"
+        )
+    return _nearest(train_x, query_x, k, metric, chunk)[1]
+
+
+def _nearest(
+    train_x: Tensor, query_x: Tensor, k: int, metric: Metric, chunk: int
+) -> tuple[Tensor, Tensor]:
+    """2 q.t - |t|^2 of the k nearest rows, [Q,k] float64, and their positions."""
+    train, found = train_x.double(), []
+    if metric == "cosine":
+        train = F.normalize(train)
+    squares = train.square().sum(1)
+    for rows in torch.split(query_x, chunk):
+        query = F.normalize(rows.double()) if metric == "cosine" else rows.double()
+        closeness = 2 * query @ train.T - squares  # |q|^2 is the same for all training rows
+        found.append(closeness.topk(k))
+    return torch.cat([f.values for f in found]), torch.cat([f.indices for f in found])
+
+
+def knn_votes(
+    train_x: Tensor,
+    train_y: Tensor,
+    test_x: Tensor,
+    *,
+    ks: Sequence[int],
+    temperature: float = KNN_TEMPERATURE,
+    chunk: int = 1024,
+) -> dict[int, Tensor]:
+    """For each k the votes of the k nearest rows, weighted by exp(cosine / temperature): [Q,C].
+
+    C runs over the sorted classes of `train_y`; a row's votes sum to one. All k share one search.
+
+    Example:
+        >>> x, y = torch.tensor([[0.0, 1.0], [1.0, 0.0], [1.0, 0.1]]), torch.tensor([7, 9, 9])
+        >>> knn_votes(x, y, torch.tensor([[0.1, 2.0]]), ks=(1, 3))[3].argmax(1).tolist()
+        [0]
+    """
+    check_labels(train_x, train_y)
+    check_features(train_x, test_x)
+    if not 1 <= min(ks) <= max(ks) <= len(train_x):
+        raise ValueError(
+            f"every k must lie between 1 and the number of training rows, got {list(ks)} and "
+            f"{len(train_x)} rows; lower k"
+        )
+    closeness, nearest = _nearest(train_x, test_x, max(ks), "cosine", chunk)
+    classes, labels = torch.unique(train_y.to(train_x.device), return_inverse=True)
+    votes = {}
+    for k in ks:
+        # closeness is 2 cos - 1, so a softmax over half of it is one over the cosine
+        weights = (closeness[:, :k] / (2 * temperature)).softmax(1)
+        votes[k] = weights.new_zeros(len(weights), len(classes))
+        votes[k].scatter_add_(1, labels[nearest[:, :k]], weights)
+    return votes
+
+
+def in_top(scores: Tensor, classes: Tensor, truth: Tensor, k: int) -> Tensor:
+    """Whether each row's class is among the k with the highest score: [Q] bool.
+
+    Example:
+        >>> scores = torch.tensor([[0.1, 0.7, 0.2]])
+        >>> in_top(scores, torch.tensor([4, 5, 6]), torch.tensor([6]), 2).tolist()
+        [True]
+    """
+    best = classes.to(scores.device)[scores.topk(min(k, scores.shape[1])).indices]
+    return (best == truth.to(scores.device)[:, None]).any(1)
+
+
+def knn_accuracy(
+    train_x: Tensor,
+    train_y: Tensor,
+    test_x: Tensor,
+    test_y: Tensor,
+    *,
+    k: int = 1,
+    metric: Metric = "cosine",
+    chunk: int = 1024,
+) -> float:
+    """Share of test rows whose k nearest training rows vote for their class.
+
+    A tied vote goes to the tied class with the nearest member.
+
+    Example:
+        >>> x, y = torch.tensor([[0.0, 1.0], [1.0, 0.0]]), torch.tensor([7, 9])
+        >>> knn_accuracy(x, y, torch.tensor([[0.1, 2.0], [0.2, 3.0]]), torch.tensor([7, 9]))
+        0.5
+    """
+    check_labels(train_x, train_y)
+    check_labels(test_x, test_y)
+    neighbours = nearest_neighbours(train_x, test_x, k=k, metric=metric, chunk=chunk)
+    classes, labels = torch.unique(train_y.to(train_x.device), return_inverse=True)
+    voters = labels[neighbours]  # [Q,k]
+    votes = torch.zeros(len(voters), len(classes), dtype=torch.long, device=voters.device)
+    votes.scatter_add_(1, voters, torch.ones_like(voters))
+    # k votes - rank: fewer votes never win, and among equal votes the nearest voter does
+    score = votes.gather(1, voters) * k - torch.arange(k, device=voters.device)
+    winner = voters.gather(1, score.argmax(1, keepdim=True)).squeeze(1)
+    return accuracy(classes[winner], test_y)
+
+
+def similar_pairs(
+    x: Tensor, above: float, *, limit: int = 100_000, chunk: int = 1024
+) -> tuple[Tensor, Tensor, int]:
+    """Pairs of rows whose cosine is at least `above`, most similar first.
+
+    Returns positions [P,2] (the smaller first), cosines [P], and how many pairs there are in all;
+    of more than `limit` the most similar are kept.
+
+    Example:
+        >>> x = torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 0.1]])
+        >>> pairs, cosine, count = similar_pairs(x, 0.9)
+        >>> pairs.tolist(), count
+        ([[0, 2]], 1)
+    """
+    check_features(x, x)
+    if not -1 <= above <= 1:
+        raise ValueError(f"a cosine lies between -1 and 1, got {above}; use e.g. 0.95")
+    unit = F.normalize(x.double())
+    count = 0
+    pairs, scores = x.new_empty(0, 2, dtype=torch.long), x.new_empty(0, dtype=torch.double)
+    for first in range(0, len(x), chunk):
+        cosine = unit[first : first + chunk] @ unit[first:].T
+        left, right = (cosine >= above).triu(1).nonzero(as_tuple=True)
+        count += len(left)
+        pairs = torch.cat([pairs, torch.stack([left, right], 1) + first])
+        scores = torch.cat([scores, cosine[left, right]])
+        order = scores.argsort(descending=True, stable=True)[:limit]
+        pairs, scores = pairs[order], scores[order]
+    return pairs, scores, count
+
+
+def accuracy(predicted: Tensor, truth: Tensor) -> float:
+    """Share of rows where the two agree."""
+    return (predicted.cpu() == truth.cpu()).double().mean().item()
+
+
+def check_labels(x: Tensor, y: Tensor) -> None:
+    """Refuse labels that are not one per row."""
+    if y.shape != x.shape[:1]:
+        raise ValueError(
+            f"there must be one label per row of features, got labels of shape {list(y.shape)} "
+            f"and features of shape {list(x.shape)}"
+        )
+
+
+def check_features(train_x: Tensor, query_x: Tensor) -> None:
+    """Refuse features that are empty, of unequal width or not finite."""
+    for x in (train_x, query_x):
+        if x.ndim != 2 or x.shape[1] != train_x.shape[1] or len(x) == 0:
+            raise ValueError(
+                "features must be two non-empty matrices of equal width, got shapes "
+                f"{list(train_x.shape)} and {list(query_x.shape)}"
+            )
+        if not x.isfinite().all():
+            bad = int((~x.isfinite()).sum())
+            raise ValueError(
+                f"features must be finite, got {bad} values that are not; the encoder has "
+                "diverged: lower the learning rate"
+            )

@@ -1,0 +1,88 @@
+"""What numbers of a run mean, in a sentence each, and what to do about it.
+
+Looked at: the last quarter of a curve, so that a start that was cured is not complained about.
+"""
+
+from __future__ import annotations
+
+import math
+
+from .charts import number
+from .runs import Group, Run
+from .statistics import estimates
+
+COLLAPSED = 0.02
+"""Embedding variance below this: all images within a few degrees of one direction."""
+IDLE, STUCK, RESTLESS = 0.01, 0.02, 0.95  # carried mass; acceptance near 0; acceptance near 1
+_MEASURES = (("knn1", "1-NN"), ("probe", "the linear probe"))
+
+
+def advice(run: Run) -> list[str]:
+    """Sentences about what looks wrong in a run; empty when nothing does."""
+    said = []
+    variance = run.final("embedding_variance")
+    collapsed = variance is not None and variance < COLLAPSED
+    if collapsed:
+        said.append(
+            f"The embeddings have collapsed: their variance is {number(variance)} (1 when they "
+            "spread over the sphere), so nearly all images look alike to the encoder. Try a longer "
+            "warm-up (--warmup-epochs), a smaller --lr, normalisation layers (--norm batch), or a "
+            "smaller --beta."
+        )
+    carried, accepted = late(run, "carried_mass"), late(run, "acceptance_rate")
+    if carried is not None and carried < IDLE:
+        said.append(
+            f"The carried negatives have {number(carried, 'percent')} of the weight: the chains "
+            "add next to nothing to the batch, and DCL would give the same gradient for less. That "
+            "is so while embeddings are alike or when the batch holds negatives as hard as any. "
+            "Try a smaller --batch-size, a larger --beta or a smaller --burn-in; or --method dcl."
+        )
+    if accepted is not None and accepted < STUCK:
+        said.append(
+            f"The chains accept {number(accepted, 'percent')} of their proposals: each sits on one "
+            "very hard negative. Look at what they hold below: duplicates of the image, or others "
+            "that show the same thing, are no negatives (negchain duplicates finds them). If they "
+            "are true negatives, lower --beta."
+        )
+    if accepted is not None and accepted > RESTLESS and run.config.get("method") == "emc2":
+        why = "because the embeddings have collapsed" if collapsed else "--beta is too small"
+        said.append(
+            f"The chains accept {number(accepted, 'percent')} of their proposals: all negatives "
+            f"weigh about the same, so the chains walk at random; {why}."
+            + ("" if collapsed else " Raise it.")
+        )
+    return said
+
+
+def late(run: Run, key: str) -> float | None:
+    """The mean of the last quarter of a curve."""
+    values = run.curve(key).values
+    return float(values[-math.ceil(len(values) / 4) :].mean()) if len(values) else None
+
+
+def against_baselines(run: Run) -> list[str]:
+    """Whether training shows in the numbers, in a sentence per measure; empty without labels."""
+    said = []
+    for key, name in _MEASURES:
+        value, base = run.final(key), run.baseline(key)
+        known = [(base[k], text) for k, text in _NAMES.items() if k in base]
+        if value is None or not known or not run.finished:
+            continue
+        best, text = max(known)
+        (found,) = estimates([Group(run.name, "", 0, {}, [run])], key)
+        low = found.interval[0] if found is not None and found.interval else value
+        shown = f"{text} already reach{'' if text.endswith('s') else 'es'} "
+        shown += number(best, "percent")
+        if low > best:
+            gain = f"{100 * (value - best):.1f}"
+            said.append(f"By {name} training gained {gain} points: on this data {shown}.")
+        elif value > best:
+            said.append(
+                f"By {name} the gain is within the noise of the test images: on this data {shown}."
+            )
+        else:
+            said.append(f"By {name} training shows no gain: on this data {shown}.")
+    return said
+
+
+_NAMES = {"pixels": "raw pixels", "untrained": "the untrained encoder"}

@@ -1,0 +1,110 @@
+"""What the linear probe mistakes for what: a matrix, and the commonest mistakes in words.
+
+Shapes: C classes, Q test images.
+"""
+
+from __future__ import annotations
+
+from html import escape
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .charts import shortened
+from .galleries import class_name
+from .runs import Run
+
+_NAMED = 40  # classes up to which rows and columns carry names
+_NUMBERED = 12  # classes up to which cells carry counts
+_MISTAKES = 12
+_MOST_CELLS = 4000
+_SIDE = 560.0  # px of the square
+_LETTERS = 22  # of a name beside the matrix
+_LETTER = 7.2  # px: the mean advance of a 13 px system font, widest case
+
+
+def confusion(run: Run) -> str:
+    """The matrix and the list; empty where the run kept no answers."""
+    art = run.artifacts
+    if not {"test_labels", "probe_predicted"} <= art.keys() or not len(art["test_labels"]):
+        return ""
+    truth, said = art["test_labels"].astype(int), art["probe_predicted"].astype(int)
+    shown = np.unique(np.concatenate([truth, said]))
+    counts = np.zeros((len(shown), len(shown)), dtype=int)
+    np.add.at(counts, (np.searchsorted(shown, truth), np.searchsorted(shown, said)), 1)
+    names = [class_name(run.classes, int(label)) for label in shown]
+    wrong = int(len(truth) - np.trace(counts))
+    hint = "" if len(names) <= _NAMED else " Point at a cell to read its classes."
+    return (
+        '<p class="lead">The linear probe on the test images. Rows are true classes, columns the '
+        f"answers; the darker, the larger the share of the row.{hint} "
+        f"{wrong} of {len(truth)} answers are wrong.</p>"
+        f'<div class="confusion"><div class="card">{_matrix(counts, names)}</div>'
+        f'<div class="card"><h3>Commonest mistakes</h3>{_mistakes(counts, names)}</div></div>'
+    )
+
+
+def _matrix(counts: NDArray[np.int_], names: list[str]) -> str:
+    number = len(names)
+    cell = _SIDE / number
+    named = number <= _NAMED
+    margin = 14 + _LETTER * min(_LETTERS, max(map(len, names))) if named else 4.0
+    width = margin + _SIDE
+    parts = [
+        f'<svg viewBox="0 0 {width:.0f} {width:.0f}" role="img" '
+        f'aria-label="confusion matrix of {number} classes">'
+        f'<path class="edge" d="M{margin:.1f} {margin:.1f}h{_SIDE:.0f}v{_SIDE:.0f}h-{_SIDE:.0f}z"/>'
+    ]
+    totals = np.maximum(counts.sum(1), 1)
+    rows, columns = np.nonzero(counts)
+    largest = np.argsort(-counts[rows, columns], kind="stable")[:_MOST_CELLS]
+    for row, column in zip(rows[largest], columns[largest], strict=True):
+        count, share = counts[row, column], counts[row, column] / totals[row]
+        x, y = margin + column * cell, margin + row * cell
+        look = "right" if row == column else "wrong"
+        parts.append(
+            f'<rect class="{look}" x="{x:.1f}" y="{y:.1f}" width="{cell:.1f}" height="{cell:.1f}" '
+            f'fill-opacity="{0.12 + 0.88 * share:.2f}"><title>{escape(names[row])} → '
+            f"{escape(names[column])}: {count} of {totals[row]}</title></rect>"
+        )
+        if number <= _NUMBERED:
+            strong = " strong" if share > 0.5 else ""
+            parts.append(
+                f'<text class="count{strong}" x="{x + cell / 2:.1f}" y="{y + cell / 2 + 5:.1f}" '
+                f'text-anchor="middle">{count}</text>'
+            )
+    if named:
+        size = min(13.0, 0.9 * cell)
+        for i, name in enumerate(names):
+            short = escape(shortened(name, _LETTERS))
+            middle = margin + (i + 0.5) * cell
+            look = f'class="name" font-size="{size:.1f}"'
+            above = f'x="{middle:.1f}" y="{margin - 6:.1f}" text-anchor="middle"'
+            if _LETTER * max(map(len, names)) > cell:
+                above = (
+                    f'transform="translate({middle + size / 3:.1f} {margin - 6:.1f}) rotate(-90)"'
+                )
+            parts.append(
+                f'<text {look} x="{margin - 6:.1f}" y="{middle + size / 3:.1f}" '
+                f'text-anchor="end">{short}</text><text {look} {above}>{short}</text>'
+            )
+    return "".join(parts) + "</svg>"
+
+
+def _mistakes(counts: NDArray[np.int_], names: list[str]) -> str:
+    off = counts - np.diag(np.diag(counts))
+    order = np.argsort(-off, axis=None, kind="stable")[:_MISTAKES]
+    totals = counts.sum(1)
+    rows = []
+    for place in order:
+        row, column = np.unravel_index(place, off.shape)
+        if not off[row, column]:
+            break
+        share = 100 * off[row, column] / totals[row]
+        rows.append(
+            f"<tr><th>{escape(names[row])} <small>taken for</small> {escape(names[column])}</th>"
+            f"<td>{off[row, column]} of {totals[row]} <small>({share:.0f} %)</small></td></tr>"
+        )
+    if not rows:
+        return "<p>None.</p>"
+    return f'<table class="settings mistakes">{"".join(rows)}</table>'

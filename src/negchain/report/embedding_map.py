@@ -1,0 +1,197 @@
+"""The map of the embeddings: a dot per image, names where there is room, a legend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from .charts import shortened
+from .galleries import Pictures, as_image, class_name, data_uri
+from .runs import Run
+
+_WIDTH, _HEIGHT = 720, 520
+_MAX_POINTS = 3000
+_MAX_THUMBS = 1500
+_THUMB = 28  # px
+_SHEET_COLUMNS = 40
+_MOST_NAMES = 20  # on the map: more would hide the dots
+_LETTER = 0.7  # advance of a bold letter per font size, widest case
+_MANY = 30  # classes: from here on the legend can be searched
+_CLASS_COLOURS = (  # Petroff's 10 colours, ordered for accessibility (arXiv:2107.02270)
+    "#3f90da", "#ffa90e", "#bd1f01", "#94a4a2", "#832db6",
+    "#a96b59", "#e76300", "#b9ac70", "#717581", "#92dadd",
+)  # fmt: skip
+_METHODS = {
+    "t-SNE": "Placed by t-SNE (of the first 50 principal components of the unit features): near "
+    "dots have similar embeddings, distances between far groups mean nothing.",
+    "PCA": "Placed by PCA: the two directions in which the unit features vary most.",
+}
+
+
+def embedding_map(run: Run, *, thumbs: bool = True) -> tuple[str, dict[str, Any]] | None:
+    """The 2-D map as SVG with a legend, and its hover numbers; None where the run kept none."""
+    art = run.artifacts
+    if "map_xy" not in art:
+        return None
+    finite = np.flatnonzero(np.isfinite(art["map_xy"]).all(axis=1))
+    if not len(finite):
+        return None
+    keep = finite[np.linspace(0, len(finite) - 1, min(len(finite), _MAX_POINTS)).astype(int)]
+    places = _fitted(art["map_xy"][keep].astype(np.float64))
+    labels = art.get("map_labels", np.full(len(art["map_xy"]), -1))[keep].astype(int)
+    present = sorted({int(label) for label in labels}, key=lambda label: (label < 0, label))
+    named = [label for label in present if label >= 0]
+    colours = dict(zip(named, class_colours(len(named)), strict=True)) | {-1: "var(--muted)"}
+    names = {label: class_name(run.classes, label) for label in present}
+    groups = {label: places[labels == label] for label in present}
+    dots = "".join(
+        _class_dots(label, groups[label], colours[label], len(labels)) for label in present
+    )
+    texts = "".join(
+        f'<g class="names{look}">{_class_labels(named, names, groups, size)}</g>'
+        for look, size in (("", 15.0), (" large", 26.0))
+    )
+    legend = _legend(present, names, colours, groups) if named else ""
+    sheet, size = "", 0
+    if thumbs and "map_thumbs" in art:
+        sheet, size = _thumb_sheet(art["map_thumbs"][keep])
+    style = f' style="--sheet:url({sheet})"' if sheet else ""
+    html = (
+        f'<p class="lead">{_explained(run, bool(named), len(named))}</p>'
+        f'<div class="map{"" if legend else " bare"}"{style}><svg viewBox="0 0 {_WIDTH} {_HEIGHT}" '
+        f'role="img" aria-label="map of {len(labels)} embeddings in two dimensions">{dots}{texts}'
+        f'<g class="cursor"></g></svg>{legend}</div>'
+    )
+    hover = {
+        "xy": places.round(1).tolist(), "labels": labels.tolist(), "thumb": size,
+        "names": {str(label): name if named else "" for label, name in names.items()},
+        "columns": _SHEET_COLUMNS, "thumbs": min(len(labels), _MAX_THUMBS) if size else 0,
+    }  # fmt: skip
+    return html, hover
+
+
+def _fitted(points: NDArray[Any]) -> NDArray[Any]:
+    """Points [P,2] moved and scaled, one scale for both axes, into the view."""
+    low, high = points.min(axis=0), points.max(axis=0)
+    span = np.maximum(high - low, 1e-9)
+    scale = float(min((_WIDTH - 30) / span[0], (_HEIGHT - 30) / span[1]))
+    centred = (points - (low + high) / 2) * (scale if np.isfinite(scale) else 1.0)
+    fitted: NDArray[Any] = centred + np.array([_WIDTH / 2, _HEIGHT / 2])
+    return fitted
+
+
+def _explained(run: Run, labelled: bool, count: int) -> str:
+    method = str(run.artifacts.get("map_method", ""))
+    how = _METHODS.get(method, "Near dots have similar embeddings.")
+    choose = " Choose a class to see it alone." if labelled else ""
+    if count > 2 * len(_CLASS_COLOURS):
+        choose = (
+            f" {count} colours cannot all be told apart: choose a class to see it alone, or point "
+            "at a dot to read its name."
+        )
+    return f"Each dot is an image. {how}{choose}"
+
+
+def class_colours(count: int) -> list[str]:
+    """A CSS colour per class: Petroff's ten, beyond that hues by the golden angle.
+
+    Neighbours in the list differ in hue and lightness; all keep contrast on light and dark.
+
+    >>> class_colours(2), len(set(class_colours(200)))
+    (['#3f90da', '#ffa90e'], 200)
+    """
+    if count <= len(_CLASS_COLOURS):
+        return list(_CLASS_COLOURS[:count])
+    return [
+        f"oklch({(58, 72, 47)[i % 3]}% {(0.15, 0.12, 0.13)[i % 3]} {i * 137.508 % 360:.1f})"
+        for i in range(count)
+    ]
+
+
+def _legend(
+    present: Sequence[int],
+    names: dict[int, str],
+    colours: dict[int, str],
+    groups: dict[int, NDArray[Any]],
+) -> str:
+    buttons = "".join(
+        f'<button type="button" data-class="{label}" style="--c:{colours[label]}" '
+        f'title="{escape(names[label])}"><span>{escape(shortened(names[label], 22))}</span> '
+        f"<small>{len(groups[label])}</small></button>"
+        for label in present
+    )
+    search = (
+        '<input type="search" placeholder="Find a class" aria-label="Find a class">'
+        if len(present) > _MANY
+        else ""
+    )
+    return f'<div class="choices">{search}<div class="legend">{buttons}</div></div>'
+
+
+def _class_dots(label: int, places: NDArray[Any], colour: str, total: int) -> str:
+    # a zero-length stroke with round caps is a dot: a tenth of the bytes of a <circle>
+    dots = "".join(f"M{x:.1f} {y:.1f}h0" for x, y in places)
+    size = 7 if total <= 800 else 5
+    return (
+        f'<path class="dots" data-class="{label}" d="{dots}" stroke="{colour}" '
+        f'stroke-width="{size}"/>'
+    )
+
+
+def _class_labels(
+    labels: Sequence[int], names: dict[int, str], groups: dict[int, NDArray[Any]], size: float
+) -> str:
+    """Names near the middle of their dots, largest class first; what finds no room is left out."""
+    texts, taken = [], list[tuple[float, float, float, float]]()
+    for label in sorted(labels, key=lambda label: -len(groups[label]))[:_MOST_NAMES]:
+        short = shortened(names[label], 16)
+        box = _room(
+            np.median(groups[label], axis=0), _LETTER * size * len(short), 1.25 * size, taken
+        )
+        if box is None:
+            continue
+        taken.append(box)
+        x, y = (box[0] + box[2]) / 2, box[3] - 0.3 * size
+        texts.append(
+            f'<text class="class" data-class="{label}" x="{x:.0f}" y="{y:.0f}" '
+            f'text-anchor="middle">{escape(short)}</text>'
+        )
+    return "".join(texts)
+
+
+def _room(
+    wanted: NDArray[Any],
+    width: float,
+    height: float,
+    taken: Sequence[tuple[float, float, float, float]],
+) -> tuple[float, float, float, float] | None:
+    """A free box (left, top, right, bottom) near `wanted`, inside the map; None without one."""
+    for ring in range(4):
+        steps = [(0, 0)] if ring == 0 else [
+            (dx, dy) for dy in (-ring, ring, 0) for dx in (0, -ring, ring) if (dx, dy) != (0, 0)
+        ]  # fmt: skip
+        for dx, dy in steps:
+            x = float(np.clip(wanted[0] + dx * width / 3, width / 2, _WIDTH - width / 2))
+            y = float(np.clip(wanted[1] + dy * height * 0.8, height / 2, _HEIGHT - height / 2))
+            box = (x - width / 2, y - height / 2, x + width / 2, y + height / 2)
+            if all(box[0] >= t[2] or box[2] <= t[0] or box[1] >= t[3] or box[3] <= t[1]
+                   for t in taken):  # fmt: skip
+                return box
+    return None
+
+
+def _thumb_sheet(thumbs: Pictures) -> tuple[str, int]:
+    """All thumbnails [P,C,h,w] as one picture of 40 a row, and the side of each in pixels."""
+    thumbs = thumbs[:_MAX_THUMBS]
+    side = min(_THUMB, max(thumbs.shape[-2:]))
+    rows = -(-len(thumbs) // _SHEET_COLUMNS)
+    sheet = Image.new("RGB", (_SHEET_COLUMNS * side, rows * side))
+    for i, thumb in enumerate(thumbs):
+        place = (i % _SHEET_COLUMNS * side, i // _SHEET_COLUMNS * side)
+        sheet.paste(as_image(thumb).convert("RGB").resize((side, side)), place)
+    return data_uri(sheet, tiny=side <= 12), side

@@ -1,0 +1,174 @@
+"""The result table of a comparison, for the page and for the terminal.
+
+Groups best first, then what any result is held against. A cell is the mean over seeds with its
+95 % interval (accuracies) or its standard deviation over seeds; a winner is marked only where one
+is better than every other with 97.5 % probability (see `statistics`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from .charts import number
+from .measures import (
+    BASELINES,
+    FEW10,
+    GLOBAL_LOSS,
+    KNN1,
+    KNN20,
+    PROBE,
+    SECONDARY,
+    THROUGHPUT,
+    TIME,
+    Metric,
+)
+from .runs import Group, group_runs, load_run
+from .statistics import Estimate, estimates, winner
+
+_COLUMNS = (KNN1, KNN20, PROBE, FEW10, GLOBAL_LOSS, TIME, THROUGHPUT)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A mean as text, how sure it is, and whether it wins its column."""
+
+    text: str
+    spread: str = ""
+    wins: bool = False
+
+
+@dataclass(frozen=True)
+class Results:
+    """Columns; a row of cells per group, by place in `order`; rows of baselines; what to say."""
+
+    columns: list[Metric]
+    order: list[int]
+    rows: list[list[Cell]]
+    baselines: list[tuple[str, list[str]]]
+    lead: Metric
+    notes: list[str]
+
+
+def compare(groups: Sequence[Group]) -> Results:
+    """Everything the table shows."""
+    columns = [m for m in _COLUMNS if any(len(group.finals(m.key)) for group in groups)]
+    ranked = [m for m in (KNN1, PROBE, GLOBAL_LOSS) if m in columns]
+    lead = ranked[0] if ranked else KNN1
+    sign = -1 if lead.higher else 1
+    finals = [group.finals(lead.key) for group in groups]
+    order = sorted(
+        range(len(groups)), key=lambda i: sign * finals[i].mean() if len(finals[i]) else np.inf
+    )
+    rows: list[list[Cell]] = [[] for _ in groups]
+    winners = dict[str, int | None]()
+    for metric in columns:
+        found = estimates(groups, metric.key)
+        winners[metric.key] = winner(found, higher=metric.higher)
+        for i, estimate in enumerate(found):
+            values = groups[i].finals(metric.key)
+            rows[i].append(_cell(estimate, values, metric, winners[metric.key] == i))
+    notes = _notes(groups, lead, winners.get(lead.key), columns)
+    return Results(columns, order, rows, _baselines(groups, columns), lead, notes)
+
+
+def _cell(estimate: Estimate | None, values: np.ndarray, metric: Metric, wins: bool) -> Cell:
+    if estimate is None:
+        return Cell("–")
+    spread = ""
+    if metric.unit == "percent" and estimate.interval is not None:
+        low, high = (100 * min(max(end, 0.0), 1.0) for end in estimate.interval)
+        spread = f"[{low:.1f}, {high:.1f}]"
+    elif estimate.seeds > 1:
+        sd = float(values.std(ddof=1))
+        rounded = number(float(f"{sd:.2g}"), metric.unit)
+        spread = f"± {100 * sd:.2f}" if metric.unit == "percent" else f"± {rounded}"
+    return Cell(number(estimate.mean, metric.unit), spread, wins)
+
+
+def _baselines(groups: Sequence[Group], columns: Sequence[Metric]) -> list[tuple[str, list[str]]]:
+    """Means over all runs: (name, one text per column), where any is known."""
+    runs = [run for group in groups for run in group.counted]
+    rows = []
+    for prefix, name in BASELINES.items():
+        texts = []
+        for metric in columns:
+            own = metric in (KNN1, PROBE) or (metric is GLOBAL_LOSS and prefix == "untrained")
+            found = [run.baseline(metric.key) for run in runs] if own else []
+            values = [base[prefix] for base in found if prefix in base]
+            texts.append(number(float(np.mean(values)), metric.unit) if values else "")
+        if any(texts):
+            rows.append((name, texts))
+    return rows
+
+
+def _notes(
+    groups: Sequence[Group], lead: Metric, best: int | None, columns: Sequence[Metric]
+) -> list[str]:
+    compared = [group for group in groups if len(group.finals(lead.key))]
+    if len(compared) < 2:
+        return []
+    if any(len(group.finals(lead.key)) < 2 for group in compared):
+        note = (
+            "One seed each says nothing about other seeds, so no winner is named: the intervals "
+            "cover other test images only. Add --seeds 3 or more."
+        )
+        return [note if KNN1 in columns else note.split(": the")[0] + ". Add --seeds 3 or more."]
+    if best is None:
+        return [f"No winner by {lead.name}: the differences are within the noise."]
+    return [f"{groups[best].label} is best by {lead.name}, beyond the noise of seeds and images."]
+
+
+def comparison_table(paths: Sequence[Path]) -> Table:
+    """The results of several run folders as a table for the terminal; a star marks a winner."""
+    groups = group_runs([load_run(path) for path in paths])
+    found = compare(groups)
+    shown = [i for i, m in enumerate(found.columns) if m in (KNN1, KNN20, PROBE, GLOBAL_LOSS, TIME)]
+    table = Table(box=None, caption="\n".join(found.notes) or None, caption_justify="left")
+    table.add_column("", overflow="fold")
+    for i in shown:
+        table.add_column(found.columns[i].name, justify="right", no_wrap=True)
+    for place in found.order:
+        cells = [found.rows[place][i] for i in shown]
+        seeds = len(groups[place].runs)
+        name = f"{groups[place].label} ({seeds} seed{'s' * (seeds > 1)})"
+        table.add_row(
+            _plain(name),
+            *(f"{'*' * c.wins}{c.text}\n{_plain(c.spread)}".rstrip() for c in cells),
+        )
+    for name, texts in found.baselines:
+        table.add_row(name, *(texts[i] for i in shown), style="dim")
+    return table
+
+
+def summary_table(summary: Mapping[str, Any]) -> Table:
+    """The numbers of one run for the terminal, each accuracy beside what it must beat."""
+    table = Table(box=None)
+    table.add_column("")
+    own = [m for m in (KNN1, PROBE, *SECONDARY, GLOBAL_LOSS) if summary.get(m.key) is not None]
+    prefixes = {p: n for p, n in BASELINES.items() if any(_base(summary, p, m) for m in own)}
+    for heading in ("result", *(name.lower() for name in prefixes.values())):
+        table.add_column(heading, justify="right")
+    for metric in own:
+        found = [_base(summary, prefix, metric) for prefix in prefixes]
+        texts = [number(value, metric.unit) if value is not None else "" for value in found]
+        table.add_row(metric.name, number(summary[metric.key], metric.unit), *texts)
+    for metric in (THROUGHPUT, TIME):
+        if summary.get(metric.key) is not None:
+            table.add_row(metric.note or metric.name, number(summary[metric.key], metric.unit))
+    return table
+
+
+def _base(summary: Mapping[str, Any], prefix: str, metric: Metric) -> float | None:
+    if prefix == "chance":
+        return summary.get("chance") if metric in (KNN1, PROBE) else None
+    return summary.get(f"{prefix}_{metric.key}")
+
+
+def _plain(text: str) -> str:
+    return text.replace("[", "\\[")  # else rich takes "[96.1, 98.4]" for a style

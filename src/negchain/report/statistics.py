@@ -1,0 +1,111 @@
+"""How sure is a number: intervals over test images and seeds, and whether there is a winner.
+
+A mean accuracy is uncertain twice: other test images, and other seeds. Both are drawn anew,
+
+    mean*  =  mean over resampled test images  +  s / sqrt(S) * t,      t ~ Student(S - 1)
+
+with s the standard deviation over S seeds: a bootstrap over images, the same images for all groups
+(so that a difference between two groups is paired), and for the few seeds the distribution of a
+mean with unknown variance, as a bootstrap of two or three seeds is far too sure. Of one seed
+nothing is known about seeds: its interval is about test images alone and it can win nothing.
+
+Shapes: S seeds, Q test images, N draws.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .runs import FloatArray, Group
+
+DRAWS = 4000
+LEVEL = 0.95
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The mean of a group over its seeds, and draws of it [N] (empty: nothing is known)."""
+
+    mean: float
+    seeds: int
+    draws: FloatArray
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """The central 95 % of the draws."""
+        if not len(self.draws):
+            return None
+        low, high = np.quantile(self.draws, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+        return float(low), float(high)
+
+
+def estimates(groups: Sequence[Group], key: str) -> list[Estimate | None]:
+    """The mean of every group for a metric, with draws that are paired between groups."""
+    resampled = _over_images(groups, key)
+    generator = np.random.default_rng(1)
+    found: list[Estimate | None] = []
+    for i, group in enumerate(groups):
+        values = group.finals(key)
+        if not len(values):
+            found.append(None)
+            continue
+        mean, seeds = float(values.mean()), len(values)
+        draws = resampled.get(i, np.full(DRAWS, mean) if seeds > 1 else np.empty(0))
+        if seeds > 1:
+            spread = float(values.std(ddof=1)) / math.sqrt(seeds)
+            draws = draws + spread * generator.standard_t(seeds - 1, DRAWS)
+        found.append(Estimate(mean, seeds, draws))
+    return found
+
+
+def winner(found: Sequence[Estimate | None], *, higher: bool) -> int | None:
+    """The place of the group that is better than every other with 97.5 % probability, if any.
+
+    >>> sure = [Estimate(m, 3, m + 0.001 * np.random.default_rng(i).standard_normal(99))
+    ...         for i, m in enumerate((0.9, 0.8))]
+    >>> winner(sure, higher=True), winner(sure, higher=False)
+    (0, 1)
+    >>> winner([Estimate(0.9, 1, np.full(99, 0.9)), sure[1]], higher=True) is None
+    True
+    """
+    known = [(i, e) for i, e in enumerate(found) if e is not None]
+    if len(known) < 2 or any(e.seeds < 2 for _, e in known):
+        return None
+    sign = 1.0 if higher else -1.0
+    best, lead = max(known, key=lambda entry: sign * entry[1].mean)
+    beaten = [
+        float(np.mean(sign * (lead.draws - other.draws) <= 0)) < (1 - LEVEL) / 2
+        for i, other in known
+        if i != best
+    ]
+    return best if all(beaten) else None
+
+
+def _over_images(groups: Sequence[Group], key: str) -> dict[int, FloatArray]:
+    """Draws [N] of each group's mean with test images resampled, by place; none where unknown.
+
+    Groups with equal test images share the resampled images.
+    """
+    shared: dict[bytes, list[tuple[int, FloatArray]]] = {}
+    for i, group in enumerate(groups):
+        arrays = [run.artifacts for run in group.counted if run.final(key) is not None]
+        if not arrays or any(f"right_{key}" not in a or "test_labels" not in a for a in arrays):
+            continue
+        tests = {a["test_labels"].tobytes() for a in arrays}
+        if len(tests) == 1:
+            right = np.stack([a[f"right_{key}"] for a in arrays]).astype(np.float64).mean(axis=0)
+            shared.setdefault(tests.pop(), []).append((i, right))
+    found = {}
+    for members in shared.values():
+        # images answered alike by all groups are exchangeable: draw how many of each kind
+        rows = np.stack([right for _, right in members], axis=1)
+        kinds, counts = np.unique(rows, axis=0, return_counts=True)
+        generator = np.random.default_rng(0)
+        drawn = generator.multinomial(len(rows), counts / len(rows), size=DRAWS)
+        means = drawn @ kinds / len(rows)
+        found.update({i: means[:, place] for place, (i, _) in enumerate(members)})
+    return found

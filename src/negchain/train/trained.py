@@ -1,0 +1,251 @@
+"""A trained encoder at work: `negchain.load(run)` encodes files, folders, lists and images.
+
+Shapes: N images, C channels, S the encoder's side, F features.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+
+from negchain.augment import Augmentation
+from negchain.data import ImageSet
+from negchain.data.decode import num_cores, read_image
+from negchain.data.sources import BUILT_IN
+from negchain.encoders import Encoder
+from negchain.evaluation import embed_all
+from negchain.train import checkpoint, trainer
+from negchain.train.config import ConfigError, TrainConfig
+from negchain.train.export import load_run_config, load_trained
+
+ENCODE_BATCH = 256
+FORMATS = (".npz", ".csv", ".parquet")
+
+Paths = str | Path | Sequence[str | Path]
+Pictures = Tensor | Image.Image | Sequence[Image.Image]
+
+
+@dataclass(frozen=True)
+class Found:
+    """Images that were asked for: squares of the encoder's side, under the names of their files."""
+
+    parts: list[ImageSet]
+    classes: tuple[str, ...] = ()
+    skipped: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def names(self) -> list[str]:
+        """One per image, part after part."""
+        return [name for part in self.parts for name in part.names]
+
+    @property
+    def class_names(self) -> list[str]:
+        """One per image; "" where it has no label."""
+        labels = [
+            label
+            for part in self.parts
+            for label in ([-1] * len(part) if part.labels is None else part.labels.tolist())
+        ]
+        return ["" if label < 0 else self.classes[label] for label in labels]
+
+    def picture(self, position: int) -> Tensor:
+        """The image at a position, uint8 [C,S,S]."""
+        for part in self.parts:
+            if position < len(part):
+                return part.fetch(torch.tensor([position]))[0]
+            position -= len(part)
+        raise IndexError(position)
+
+
+@dataclass(frozen=True)
+class Embeddings:
+    """Features [N,F] float32 with the file and class name of each; `save` writes them."""
+
+    names: list[str]
+    class_names: list[str]
+    features: Tensor
+
+    def save(self, out: str | Path) -> None:
+        """Write .npz (names, classes, embeddings), .csv or .parquet (a row per image)."""
+        out = Path(out)
+        check_embedding_file(out)
+        rows = self.features.cpu().numpy()
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with checkpoint.replacing(out) as file:
+            if out.suffix == ".npz":
+                np.savez_compressed(
+                    file,
+                    names=np.array(self.names),
+                    classes=np.array(self.class_names),
+                    embeddings=rows,
+                )
+            elif out.suffix == ".csv":
+                text = io.TextIOWrapper(file, encoding="utf-8", newline="")
+                writer = csv.writer(text)
+                writer.writerow(["file", "class", *(f"f{i}" for i in range(rows.shape[1]))])
+                for name, kind, row in zip(self.names, self.class_names, rows, strict=True):
+                    writer.writerow([name, kind, *(f"{value:.7g}" for value in row)])
+                text.flush()
+                text.detach()  # `replacing` closes the file
+            else:
+                _write_parquet(file, self, rows)
+
+
+def _write_parquet(file: Any, found: Embeddings, rows: Any) -> None:
+    import pyarrow as arrow
+    import pyarrow.parquet as parquet
+
+    vectors = arrow.FixedSizeListArray.from_arrays(arrow.array(rows.reshape(-1)), rows.shape[1])
+    table = {"file": found.names, "class": found.class_names, "embedding": vectors}
+    parquet.write_table(arrow.table(table), file)
+
+
+def check_embedding_file(out: Path) -> None:
+    """Refuse a file name whose ending says nothing we can write, before anything is encoded."""
+    if out.suffix not in FORMATS:
+        raise ConfigError(f"embeddings go to {', '.join(FORMATS)}, got {out.name!r}; rename it")
+    if out.suffix == ".parquet":
+        try:
+            import pyarrow.parquet  # noqa: F401
+        except ImportError as error:
+            raise ConfigError(
+                "writing .parquet needs pyarrow: pip install 'negchain[parquet]', or use .npz"
+            ) from error
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The encoder of a run, ready to encode; made by `negchain.load`."""
+
+    encoder: Encoder
+    config: TrainConfig
+    device: torch.device
+
+    @property
+    def side(self) -> int:
+        """S: images are read at this size, their central square."""
+        return self.encoder.encoder_config["image_size"]
+
+    def encode(self, images: Paths | Pictures) -> Tensor:
+        """Features [N,F] float32 on the CPU, not normalised; one row per image, in order.
+
+        Args:
+            images: a file, a folder, the name of a data set, a list of files; or PIL images; or a
+                uint8 tensor [N,C,H,W] or [C,H,W].
+        """
+        if isinstance(images, str | Path):
+            return self.embed(images).features
+        if isinstance(images, Tensor):
+            return self._features(images if images.ndim == 4 else images[None])
+        pictures = [images] if isinstance(images, Image.Image) else list(images)
+        if not pictures:
+            raise ValueError("encode needs at least one image, got an empty list")
+        given = [picture for picture in pictures if isinstance(picture, Image.Image)]
+        if not given:
+            return self.embed(images).features  # type: ignore[arg-type]
+        if len(given) < len(pictures):
+            raise ValueError("encode takes paths or PIL images, got some of each; make two calls")
+        return self._features(torch.stack([self._square(picture) for picture in given]))
+
+    def embed(self, what: Paths) -> Embeddings:
+        """Features of files, with their names and classes."""
+        return self.embed_found(self.read(what))
+
+    def embed_found(self, found: Found) -> Embeddings:
+        """Features of images that `read` found."""
+        features = torch.cat([self._features(part) for part in found.parts])
+        return Embeddings(found.names, found.class_names, features)
+
+    def read(self, what: Paths) -> Found:
+        """The images of a file, a folder, a data set, a .txt with a path per line, or a list."""
+        if isinstance(what, str | Path):
+            path = Path(what)
+            if str(what) not in BUILT_IN and path.is_file() and path.suffix == ".txt":
+                lines = path.read_text(encoding="utf-8").splitlines()
+                return self._files([str(path.parent / line) for line in lines if line.strip()])
+            if str(what) in BUILT_IN or not path.is_file() or path.suffix == ".csv":
+                return self._data(str(what))
+            return self._files([str(path)])
+        return self._files([str(path) for path in what])
+
+    def _data(self, data: str) -> Found:
+        changed = replace(self.config, data=data, image_size=self.side, subset=None)
+        bundle = trainer.load_images(changed, progress=False)
+        wanted = self.encoder.encoder_config["channels"]
+        if bundle.pretrain.channels != wanted:
+            raise ConfigError(
+                f"the encoder takes images of {wanted} channels and {data} has "
+                f"{bundle.pretrain.channels}; give files, which are converted"
+            )
+        parts = [bundle.pretrain, *([bundle.test] if bundle.test is not None else [])]
+        return Found(parts, bundle.classes, bundle.skipped)
+
+    def _files(self, paths: list[str]) -> Found:
+        folders = [path for path in paths if Path(path).is_dir()]
+        if folders:
+            raise ConfigError(f"a list names files and {folders[0]} is a folder; give it alone")
+        with ThreadPoolExecutor(num_cores()) as pool:
+            read = list(pool.map(self._read, paths))
+        kept = [(p, pixels) for p, pixels in zip(paths, read, strict=True)
+                if isinstance(pixels, Tensor)]  # fmt: skip
+        skipped = [(p, why) for p, why in zip(paths, read, strict=True) if isinstance(why, str)]
+        if not kept:
+            first = f" ({skipped[0][0]}: {skipped[0][1]})" if skipped else ""
+            raise ConfigError(f"no image could be read{first}; name image files or a folder")
+        images = ImageSet(tuple(p for p, _ in kept), None, torch.stack([x for _, x in kept]))
+        return Found([images], skipped=tuple(skipped))
+
+    def _read(self, path: str) -> Tensor | str:
+        try:
+            return self._channels(torch.from_numpy(read_image(path, self.side).copy()))
+        except Exception as error:  # PIL's readers raise nearly every type on damaged files
+            return str(error) or type(error).__name__
+
+    def _square(self, picture: Image.Image) -> Tensor:
+        rgb = ImageOps.exif_transpose(picture).convert("RGB")
+        cut = ImageOps.fit(rgb, (self.side, self.side), Image.Resampling.BILINEAR)
+        return self._channels(torch.from_numpy(np.array(cut)).permute(2, 0, 1))
+
+    def _channels(self, pixels: Tensor) -> Tensor:
+        """RGB as the encoder wants it: as it is, or in grey."""
+        if self.encoder.encoder_config["channels"] == 3:
+            return pixels
+        return torch.from_numpy(np.array(_as_rgb(pixels).convert("L")))[None]
+
+    def _features(self, images: Tensor | ImageSet) -> Tensor:
+        plain = self._augmentation().plain
+        autocast = trainer.autocast_dtype(self.config, self.device)
+        return embed_all(
+            self.encoder.features,
+            images,
+            plain=plain,
+            batch_size=ENCODE_BATCH,
+            device=self.device,
+            autocast=autocast,
+        ).cpu()
+
+    def _augmentation(self) -> Augmentation:
+        return trainer.plain_augmentation(
+            self.config.recipe, self.side, self.encoder.encoder_config["channels"]
+        )
+
+
+def _as_rgb(pixels: Tensor) -> Image.Image:
+    return Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
+
+
+def load_run_encoder(run: str | Path, device: str = "auto") -> Trained:
+    """What `negchain.load` does."""
+    config = replace(load_run_config(Path(run)), device=device)  # type: ignore[arg-type]
+    where = trainer.choose_device(config)
+    return Trained(load_trained(Path(run))[0].to(where), config, where)

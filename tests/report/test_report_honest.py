@@ -1,0 +1,270 @@
+"""What the page claims: baselines, intervals, winners, warnings; and that names stay readable."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fabricate_runs import (
+    answers,
+    digit_artifacts,
+    make_config,
+    make_metrics,
+    write_comparison,
+    write_many,
+    write_run,
+    write_unlabelled,
+)
+from rich.console import Console
+from test_report_page import page_of
+
+from negchain.report import comparison_table, load_run
+from negchain.report.advice import advice, against_baselines
+from negchain.report.embedding_map import class_colours
+from negchain.report.runs import group_runs
+from negchain.report.statistics import estimates, winner
+
+
+def finished(root: Path, name: str, knn1: float, seed: int = 0, **answered: Any) -> Path:
+    base = {"step": 0, "samples": 0, "knn1": 0.7, "probe": 0.6, "global_loss": 7.0,
+            "chance": 0.1, "pixels_knn1": 0.9, "pixels_probe": 0.5}  # fmt: skip
+    lines = [base, {"step": 9, "samples": 288, "knn1": knn1, "probe": knn1, "global_loss": 2.0}]
+    art = answers(knn1, knn1, seed) if not answered else answered
+    method = name.split("-")[0] if name.split("-")[0] in ("emc2", "dcl") else "emc2"
+    return write_run(root / name, make_config(method, seed), lines, artifacts=art)
+
+
+def test_a_result_stands_beside_chance_pixels_and_the_untrained_encoder(tmp_path: Path) -> None:
+    page = page_of([finished(tmp_path, "better", 0.97)], tmp_path / "a.html")
+    for text in ("Untrained encoder70.0 %", "Raw pixels90.0 %", "Chance10.0 %"):
+        assert text in page.text
+    assert "training gained 7.0 points: on this data raw pixels already reach 90.0 %" in page.text
+    page = page_of([finished(tmp_path, "worse", 0.88)], tmp_path / "b.html")
+    assert "By 1-NN training shows no gain: on this data raw pixels already reach" in page.text
+    run = load_run(finished(tmp_path, "close", 0.91))
+    assert "within the noise of the test images" in against_baselines(run)[0]
+
+
+def test_an_interval_over_test_images_is_that_of_the_binomial(tmp_path: Path) -> None:
+    (group,) = group_runs([load_run(finished(tmp_path, "one", 0.9))])
+    (found,) = estimates([group], "knn1")
+    assert found is not None and found.interval is not None
+    error = np.sqrt(0.9 * 0.1 / 359)
+    assert found.interval == pytest.approx((0.9 - 1.96 * error, 0.9 + 1.96 * error), abs=0.005)
+
+
+def test_seeds_widen_an_interval_as_students_t_does(tmp_path: Path) -> None:
+    values = (0.90, 0.92, 0.94)
+    labels = np.zeros(10**6, dtype=int)  # so many test images that only seeds are uncertain
+    runs = []
+    for seed, value in enumerate(values):
+        right = np.arange(len(labels)) < value * len(labels)
+        art = {"test_labels": labels, "right_knn1": right}
+        runs.append(load_run(finished(tmp_path, f"emc2-seed{seed}", value, seed, **art)))
+    (found,) = estimates(group_runs(runs), "knn1")
+    assert found is not None and found.interval is not None
+    half = 4.303 * np.std(values, ddof=1) / np.sqrt(3)  # Student's t with 2 degrees of freedom
+    assert found.interval == pytest.approx((0.92 - half, 0.92 + half), abs=0.004)
+
+
+def duel(root: Path, emc2: list[float], dcl: list[float]) -> list[Path]:
+    return [finished(root, f"{method}-seed{seed}", value, seed)
+            for method, values in (("emc2", emc2), ("dcl", dcl))
+            for seed, value in enumerate(values)]  # fmt: skip
+
+
+def test_a_winner_is_marked_only_where_there_is_one(tmp_path: Path) -> None:
+    clear = duel(tmp_path / "clear", [0.97, 0.975, 0.97], [0.90, 0.905, 0.90])
+    close = duel(tmp_path / "close", [0.95, 0.97, 0.93], [0.94, 0.96, 0.925])
+    single = duel(tmp_path / "single", [0.99], [0.5])
+    found = {}
+    for paths in (clear, close, single):
+        name = paths[0].parent.name
+        page = page_of(paths, tmp_path / f"{name}.html")
+        table = re.search(r"<tbody>.*</tbody>", (tmp_path / f"{name}.html").read_text(), re.S)
+        assert table is not None
+        found[name] = (re.findall(r"<b>([\d.]+ %)</b>", table.group()), page.text)
+    assert found["clear"][0] and "EMC² is best by 1-NN accuracy" in found["clear"][1]
+    assert not found["close"][0] and "No winner by 1-NN accuracy" in found["close"][1]
+    assert not found["single"][0] and "no winner is named" in found["single"][1]
+
+
+def test_pairing_over_test_images_finds_what_two_intervals_would_hide(tmp_path: Path) -> None:
+    """One run right wherever the other is and on twelve images more: intervals overlap."""
+    labels, draws = np.zeros(359, dtype=int), np.random.default_rng(0)
+    hard = draws.random(359) < 0.3
+    extra = np.flatnonzero(hard)[:12]
+    runs = []
+    for method in ("emc2", "dcl"):
+        right = ~hard
+        right[extra] |= method == "emc2"
+        for seed in range(3):
+            flipped = right.copy()
+            flipped[draws.integers(0, 359)] ^= True
+            art = {"test_labels": labels, "right_knn1": flipped}
+            path = finished(tmp_path, f"{method}-seed{seed}", flipped.mean(), seed, **art)
+            runs.append(load_run(path))
+    found = estimates(group_runs(runs), "knn1")
+    first, second = (e.interval for e in found if e is not None)
+    assert first is not None and second is not None and first[0] < second[1]
+    assert winner(found, higher=True) == 0
+
+
+def test_false_winners_are_rare(tmp_path: Path) -> None:
+    """Equal methods, three seeds: at most one comparison of twenty names a winner (of 60: 7)."""
+    draws, named = np.random.default_rng(0), 0
+    for trial in range(60):
+        values = 0.9 + 0.01 * draws.standard_normal((2, 3))
+        paths = duel(tmp_path / str(trial), *values.tolist())
+        found = estimates(group_runs([load_run(path) for path in paths]), "knn1")
+        named += winner(found, higher=True) is not None
+    assert named <= 7  # P(more) < 0.02 at 5 %
+
+
+def test_the_terminal_shows_the_same_table(tmp_path: Path) -> None:
+    paths = duel(tmp_path / "clear", [0.97, 0.975, 0.97], [0.90, 0.905, 0.90])
+    console = Console(width=100, record=True, force_terminal=False)
+    console.print(comparison_table(paths))
+    text = console.export_text()
+    assert re.search(r"EMC² \(3 seeds\) +\*97\.2 %", text) and re.search(
+        r"\[9\d\.\d, 9\d\.\d\]", text
+    )
+    for name in ("Raw pixels", "Untrained encoder", "Chance"):
+        assert name in text
+    assert "EMC² is best by 1-NN accuracy" in text
+
+
+@pytest.mark.parametrize(
+    ("method", "numbers", "said"),
+    [
+        ("emc2", {"carried_mass": 0.001}, "chains add next to nothing"),
+        ("emc2", {"acceptance_rate": 0.005}, "each sits on one very hard negative"),
+        ("emc2", {"acceptance_rate": 0.99}, "--beta is too small"),
+        ("emc2", {"embedding_variance": 0.003}, "The embeddings have collapsed"),
+        ("emc2", {"acceptance_rate": 0.99, "embedding_variance": 0.001}, "because the embeddings"),
+        ("isir", {"acceptance_rate": 0.99}, None),
+        ("emc2", {"acceptance_rate": 0.3, "carried_mass": 0.3, "embedding_variance": 0.9}, None),
+    ],
+)
+def test_odd_numbers_come_with_a_sentence_and_a_remedy(
+    tmp_path: Path, method: str, numbers: dict[str, float], said: str | None
+) -> None:
+    fine = {"acceptance_rate": 0.5, "carried_mass": 0.5}
+    lines = [{"step": s, "samples": s, **(fine if s < 8 else numbers)} for s in range(1, 13)]
+    path = write_run(tmp_path / "run", make_config(method), lines)
+    sentences = advice(load_run(path))
+    if said is None:
+        assert sentences == []
+        return
+    assert any(said in sentence for sentence in sentences)
+    assert said in page_of([path], tmp_path / "page.html").text
+
+
+def test_estimates_are_drawn_as_a_band_at_the_size_of_the_probe_set(tmp_path: Path) -> None:
+    lines = [{"step": s, "samples": s, "seconds": s, "global_loss": 3.0,
+              "estimated_global_loss": 4.5, "estimated_global_loss_low": 4.0,
+              "estimated_global_loss_high": 5.0} for s in (1, 2, 3)]  # fmt: skip
+    config = make_config("emc2", probe_samples=1 + 1437 // 3)
+    page = page_of([write_run(tmp_path / "a", config, lines)], tmp_path / "a.html")
+    exact, band = page.data["charts"]["run-global_loss-samples"]["series"]
+    assert exact["y"] == [3.0] * 3 and band["sd"] == [0.5] * 3
+    np.testing.assert_allclose(band["y"], 4.5 - np.log(3), rtol=1e-4)
+    assert not any("run-estimated" in key for key in page.data["charts"])
+    for line in lines:
+        del line["estimated_global_loss_high"]
+    page = page_of([write_run(tmp_path / "b", config, lines)], tmp_path / "b.html")
+    assert len(page.data["charts"]["run-global_loss-samples"]["series"]) == 1
+    assert page.data["charts"]["run-estimated_global_loss-samples"]["series"][0]["y"] == [4.5] * 3
+    pages = [write_run(tmp_path / n, make_config("dcl", seed=i), lines) for i, n in enumerate("cd")]
+    page = page_of(pages, tmp_path / "cd.html")
+    assert not any("estimated" in key for key in page.data["charts"])
+
+
+def test_runs_go_by_the_names_they_were_given(tmp_path: Path) -> None:
+    names = ["big crops-seed0", "big crops-seed1", "emc2-seed0", "2026-11-15_143210_dcl_x_seed0"]
+    options: list[dict[str, Any]] = [{"beta": 5.0}, {"beta": 5.0}, {"beta": 7.0, "lr": 0.5}, {}]
+    methods = ["emc2", "emc2", "emc2", "dcl"]
+    loaded = [
+        load_run(write_run(tmp_path / n, make_config(m, seed=i, workers=i, **o), []))
+        for i, (n, m, o) in enumerate(zip(names, methods, options, strict=True))
+    ]
+    assert [g.label for g in group_runs(loaded)] == ["big crops", "EMC²", "DCL"]
+    many = {k: 1.5 for k in ("beta", "lr", "burn_in", "momentum", "gamma")}
+    twin = load_run(write_run(tmp_path / "x" / "big crops", make_config("emc2", **many), []))
+    assert [g.label for g in group_runs([loaded[0], twin])] == [
+        "big crops · beta=5.0 · burn_in=0.5 · lr=0.001 · 2 more",
+        "big crops · beta=1.5 · burn_in=1.5 · lr=1.5 · 2 more",
+    ]
+
+
+@pytest.mark.parametrize("classes", [2, 10, 37, 200])
+def test_many_long_class_names_stay_readable(tmp_path: Path, classes: int) -> None:
+    out = tmp_path / "page.html"
+    page = page_of([write_many(tmp_path / "run", classes)], out)
+    text = out.read_text()
+    names = re.search(r'<g class="names">(.*?)</g>', text)
+    assert names is not None
+    placed = re.findall(r'x="(\d+)" y="(\d+)"[^>]*>([^<]*)<', names.group(1))
+    assert min(classes, 8) - 1 <= len(placed) <= 20
+    spans = [(int(x) - 4.5 * len(n), int(y) - 13, int(x) + 4.5 * len(n), int(y))
+             for x, y, n in placed]  # fmt: skip
+    for i, a in enumerate(spans):
+        assert a[0] >= 0 and a[2] <= 720
+        assert not any(a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
+                       for b in spans[:i])  # fmt: skip
+    assert len({n for *_, n in placed}) == len(placed)  # cut in the middle, ends differ
+    buttons = [a for t, a in page.tags if t == "button" and "data-class" in a]
+    assert len({a["style"] for a in buttons}) == len(buttons) > 0.8 * classes
+    assert page.count("g", "names") == 2 and "Placed by t-SNE" in page.text
+    assert ("Find a class" in text) == (classes > 30)
+    assert f"confusion matrix of {classes} classes" in text
+    assert "Commonest mistakes" in page.text and "taken for" in page.text
+    assert out.stat().st_size < 1_500_000
+
+
+def test_two_hundred_colours_differ_and_ten_are_the_familiar_ones() -> None:
+    assert len(set(class_colours(200))) == 200
+    assert class_colours(10)[0] == "#3f90da"
+
+
+def test_the_confusion_matrix_counts_the_probes_answers(tmp_path: Path) -> None:
+    art = {"test_labels": np.array([0, 0, 0, 1, 1]), "probe_predicted": np.array([0, 1, 1, 1, 1]),
+           "right_probe": np.array([1, 0, 0, 1, 1], bool)}  # fmt: skip
+    info = {"pretrain": 9, "train": 9, "test": 5, "classes": ["cat", "dog"], "skipped": []}
+    config = make_config(data_info=info)
+    page = page_of([write_run(tmp_path / "r", config, [], artifacts=art)], tmp_path / "p.html")
+    assert "cat → dog: 2 of 3" in page.text and "cat → cat: 1 of 3" in page.text
+    assert "dog → dog: 2 of 2" in page.text and "2 of 5 answers are wrong" in page.text
+    assert "cat taken for dog2 of 3 (67 %)" in page.text
+
+
+def test_a_comparison_shows_the_same_images_by_every_method(tmp_path: Path) -> None:
+    paths = write_comparison(tmp_path / "runs", seeds=1)
+    page = page_of(paths, tmp_path / "page.html")
+    assert "Nearest neighbours, side by side" in page.text
+    assert page.count("div", "side") == 6 and page.count("div", "line") == 6 * 7
+
+
+def test_unlabelled_data_is_not_talked_about_as_if_it_had_labels(tmp_path: Path) -> None:
+    config = make_config("dcl", seed=1)
+    run = write_unlabelled(tmp_path / "heap")
+    page = page_of([run], tmp_path / "page.html")
+    for word in ("accuracy", "unlabelled", "test image", "Choose a class", "probe set’s"):
+        assert (word in page.text) == (word == "probe set’s"), word
+    assert "Each image, then the images" in page.text and page.count("div", "legend") == 0
+    lines = [{k: v for k, v in line.items() if k not in ("knn1", "probe", "chance")}
+             for line in make_metrics(config)]  # fmt: skip
+    other = write_run(tmp_path / "other", config | {"data_info": {}}, lines)
+    page = page_of([run, other], tmp_path / "both.html")
+    assert "best Global loss, exact first" in page.text and "1-NN" not in page.text
+    assert "the data has no labels" in page.text
+
+
+def test_views_are_shown_as_the_encoder_gets_them(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "r", make_config(recipe="digits"), [], artifacts=digit_artifacts())
+    page = page_of([run], tmp_path / "page.html")
+    assert "as the encoder gets them (recipe digits)" in page.text
+    assert sum(a.get("alt") == "augmented view" for _, a in page.tags) == 24

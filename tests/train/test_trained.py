@@ -1,0 +1,161 @@
+"""A trained encoder at work: files, folders, lists and images give the features they should."""
+
+from __future__ import annotations
+
+import csv
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as parquet
+import pytest
+import torch
+from PIL import Image
+
+import negchain
+from negchain.train.export import load_trained
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tool"))
+from tool_runs import TINY, negchain as command  # noqa: E402, I001
+
+Capture = pytest.CaptureFixture[str]
+
+
+def draw(path: Path, seed: int, size: tuple[int, int] = (12, 10)) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pixels = np.random.default_rng(seed).integers(0, 256, (*size, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("photos")
+    for split in ("train", "test"):
+        for kind in ("cat", "dog"):
+            for i in range(6):
+                draw(root / split / kind / f"{i}.png", seed=hash((split, kind, i)) % 2**31)
+    twin = (root / "train/cat/0.png").read_bytes()
+    (root / "test/dog/0.png").write_bytes(twin)
+    return root
+
+
+@pytest.fixture(scope="module")
+def run(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("runs") / "photos"
+    assert command("train", TINY, "--steps 3 --data", photos, "--out", out) == 0
+    return out
+
+
+def test_paths_images_and_tensors_give_the_same_features(run: Path, photos: Path) -> None:
+    trained = negchain.load(run, device="cpu")
+    files = [photos / "train/cat/1.png", photos / "test/dog/3.png"]
+    features = trained.encode(files)
+    assert features.shape == (2, trained.encoder.feature_dim) and features.dtype == torch.float32
+    found = trained.read(files)
+    pixels = torch.stack([found.picture(i) for i in range(2)])
+    encoder, _ = load_trained(run)
+    with torch.no_grad():
+        expected = encoder.features(pixels.float() / 255)
+    torch.testing.assert_close(features, expected)
+    torch.testing.assert_close(trained.encode(pixels), expected)
+    torch.testing.assert_close(trained.encode(pixels[1]), expected[1:])
+    torch.testing.assert_close(trained.encode(files[0]), expected[:1])
+    torch.testing.assert_close(trained.encode(str(files[1])), expected[1:])
+    with Image.open(files[0]) as first, Image.open(files[1]) as second:
+        torch.testing.assert_close(trained.encode([first, second]), expected)
+        torch.testing.assert_close(trained.encode(second), expected[1:])
+
+
+def test_a_folder_a_list_and_a_file_of_paths(run: Path, photos: Path, tmp_path: Path) -> None:
+    trained = negchain.load(run, device="cpu")
+    whole = trained.embed(photos)
+    assert len(whole.names) == 24 and whole.names[0] == "train/cat/0.png"
+    assert whole.class_names == ["cat"] * 6 + ["dog"] * 6 + ["cat"] * 6 + ["dog"] * 6
+    listed = tmp_path / "some.txt"
+    listed.write_text(f"{photos / 'train/cat/1.png'}\n\n{photos / 'train/dog/0.png'}\n")
+    some = trained.embed(listed)
+    torch.testing.assert_close(some.features, whole.features[[1, 6]])
+    assert some.class_names == ["", ""]
+
+
+@pytest.mark.parametrize("suffix", ["npz", "csv", "parquet"])
+def test_embed_writes_file_and_class_names(
+    run: Path, photos: Path, tmp_path: Path, suffix: str
+) -> None:
+    out = tmp_path / "deep" / f"all.{suffix}"
+    assert command("embed", run, "--data", photos, "--out", out) == 0
+    expected = negchain.load(run, device="cpu").embed(photos)
+    if suffix == "npz":
+        with np.load(out) as found:
+            got = found["names"].tolist(), found["classes"].tolist(), found["embeddings"]
+    elif suffix == "csv":
+        with out.open(newline="") as file:
+            head, *rows = csv.reader(file)
+        assert head[:3] == ["file", "class", "f0"]
+        vectors = np.array([row[2:] for row in rows], dtype=np.float32)
+        got = [row[0] for row in rows], [row[1] for row in rows], vectors
+    else:
+        table = parquet.read_table(out).to_pydict()
+        got = table["file"], table["class"], np.array(table["embedding"], np.float32)
+    assert got[0] == expected.names and got[1] == expected.class_names
+    np.testing.assert_allclose(got[2], expected.features.numpy(), rtol=1e-5, atol=1e-6)
+
+
+def test_embed_takes_files_and_names_the_unreadable(
+    run: Path, photos: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    broken = tmp_path / "broken.png"
+    broken.write_bytes(b"no picture")
+    good, out = photos / "train/cat/0.png", tmp_path / "a.npz"
+    options = ("--data", good, "--data", broken, "--out", out)
+    assert command("embed", run, *options) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "1 embeddings" in text and re.search(r"left out: \S*broken\.png", text)
+    assert command("embed", run, "--data", broken, "--out", out) == 2
+    assert "no image could be read" in capsys.readouterr().err
+    assert command("embed", run, "--data", good, "--out", tmp_path / "a.xlsx") == 2
+    assert ".npz, .csv, .parquet" in capsys.readouterr().err
+
+
+def test_colour_files_are_turned_grey_for_an_encoder_of_grey_images(
+    photos: Path, tmp_path: Path
+) -> None:
+    options = "--data digits --batch-size 32 --subset 64 --steps 1 --probe-samples 8 --quiet"
+    assert command("train", options, "--device cpu --eval-every 0 --out", tmp_path / "r") == 0
+    features = negchain.load(tmp_path / "r", device="cpu").encode(photos / "train/cat/0.png")
+    assert features.shape == (1, 128)
+    with pytest.raises(ValueError, match="give files, which are converted"):
+        negchain.load(tmp_path / "r", device="cpu").encode(photos)
+
+
+def test_refusals(run: Path, photos: Path) -> None:
+    trained = negchain.load(run, device="cpu")
+    with pytest.raises(ValueError, match="empty list"):
+        trained.encode([])
+    with pytest.raises(ValueError, match="is a folder; give it alone"):
+        trained.encode([photos])
+    with Image.open(photos / "train/cat/0.png") as image:
+        with pytest.raises(ValueError, match="some of each"):
+            trained.encode([image, "a.png"])  # type: ignore[list-item]
+
+
+def test_duplicates_finds_a_copy_across_train_and_test(
+    run: Path, photos: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    out = tmp_path / "twins.html"
+    assert command("duplicates", run, "--above 0.99999 --out", out) == 0
+    with out.with_suffix(".csv").open(newline="") as file:
+        head, *rows = csv.reader(file)
+    assert head == ["similarity", "file_a", "file_b", "class_a", "class_b"]
+    assert ["1.000000", "train/cat/0.png", "test/dog/0.png", "cat", "dog"] in rows
+    text = out.read_text()
+    assert "in training and test, two classes" in text and text.count("<img") == 2 * len(rows)
+    assert f"{len(rows)} pairs" in text and not re.search(r"https?://", text)
+    assert f"table: {out.with_suffix('.csv')}" in capsys.readouterr().out
+    assert command("duplicates", run, "--above -1 --out", out) == 0  # every pair: too many
+    assert "raise --above" in " ".join(capsys.readouterr().out.split())
+    assert "276 pairs" in out.read_text() and "Raise --above" in out.read_text()
+    assert command("duplicates", run, "--out", tmp_path / "twins.csv") == 2
+    assert "--out must end in .html" in capsys.readouterr().err
