@@ -406,7 +406,7 @@ def test_a_fast_step_with_another_gradient_is_found(
     monkeypatch.setattr(CopyingEncoder, "collect", wrong)
     settings = bench.Settings(device=torch.device("cpu"), quick=True)
     data = runs.pictures(settings)
-    chosen = runs.config(settings, 32, {**runs.METHODS["EMC², score"], "precision": "bf16"})
+    chosen = runs.config(settings, 32, {**runs.METHODS["EMC², cached"], "precision": "bf16"})
     with runs.prepared(chosen, data) as fast:
         fast.step.embed = accelerate(fast.encoder, torch.bfloat16, "blocks")
         check = steps._checked("", fast, data)

@@ -27,10 +27,9 @@ METHODS: dict[str, dict[str, object]] = {
     "DCL": {"method": "dcl"},
     "SogCLR": {"method": "sogclr"},
     "Negative Cache": {"method": "negcache"},
-    "EMC², score": {"method": "emc2", "carried": "score"},
     "EMC², cached": {"method": "emc2", "carried": "cached"},
     "EMC², encode": {"method": "emc2", "carried": "encode"},
-    "EMC², informed proposals": {"method": "emc2", "proposal": "cache"},
+    "EMC², informed proposals": {"method": "emc2", "proposal": "informed"},
     "EMC² i-SIR, encode": {"method": "isir", "carried": "encode"},
 }
 """Every method, by the name it has in tables."""

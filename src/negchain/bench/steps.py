@@ -35,7 +35,6 @@ AUGMENTATION = "augmentation alone"
 WHOLE = "augmentation alone, crops of whole pictures"
 NUM_WHOLE = 1024
 BARS = {
-    "EMC², score": Bar(ratio_at_most=1.03),
     "EMC², cached": Bar(ratio_at_most=1.03),
     "EMC², encode": Bar(ratio_at_most=1.50),  # half as many images again
 }
