@@ -33,7 +33,7 @@ from negchain.bench.timing import Timed, interleaved, release
 from negchain.data import DataBundle, ImageSet
 from negchain.fast import encoder as fast_encoder
 from negchain.train import trainer
-from negchain.train.config import resolve
+from negchain.train.resolve import resolve
 
 ENCODERS: dict[str, dict[str, object]] = {
     "resnet18-none": {"encoder": "resnet18", "norm": "none"},

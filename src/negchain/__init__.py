@@ -10,34 +10,35 @@ See `negchain.weights` for the estimators themselves and `docs/design.md` for th
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-from negchain.diagnostics import EstimatorReport, estimator_report
-from negchain.exact import global_backward, global_loss
-from negchain.losses import (
-    ISIR,
-    MH,
-    ContrastiveLoss,
-    DCLLoss,
-    EMC2Loss,
-    Given,
-    InBatch,
-    InfoNCELoss,
-    Informed,
-    NegativeCacheLoss,
-    Request,
-    SogCLRLoss,
-    StreamingEMC2Loss,
-    Uniform,
-    Want,
-)
-from negchain.losses.partition import effective_negatives
-from negchain.pool import Draw
-from negchain.weights.metropolis import Scan, mh_scan
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from negchain.diagnostics import EstimatorReport, estimator_report
+    from negchain.exact import global_backward, global_loss
+    from negchain.losses import (
+        ISIR,
+        MH,
+        ContrastiveLoss,
+        DCLLoss,
+        EMC2Loss,
+        Given,
+        InBatch,
+        InfoNCELoss,
+        Informed,
+        NegativeCacheLoss,
+        Request,
+        SogCLRLoss,
+        StreamingEMC2Loss,
+        Uniform,
+        Want,
+    )
+    from negchain.losses.partition import effective_negatives
+    from negchain.pool import Draw
     from negchain.train.trained import Trained
+    from negchain.weights.metropolis import Scan, mh_scan
 
 __version__ = "0.1.0"
 
@@ -90,3 +91,34 @@ __all__ = [
     "load",
     "mh_scan",
 ]
+
+# Where the names above live. They are imported when first used: torch takes seconds, and
+# `negchain --help` needs none of it.
+_MODULES = {
+    "diagnostics": ("EstimatorReport", "estimator_report"),
+    "exact": ("global_backward", "global_loss"),
+    "losses": (
+        "ISIR", "MH", "ContrastiveLoss", "DCLLoss", "EMC2Loss", "Given", "InBatch", "InfoNCELoss",
+        "Informed", "NegativeCacheLoss", "Request", "SogCLRLoss", "StreamingEMC2Loss", "Uniform",
+        "Want",
+    ),
+    "losses.partition": ("effective_negatives",),
+    "methods": (),
+    "pool": ("Draw",),
+    "weights": (),
+    "weights.metropolis": ("Scan", "mh_scan"),
+}  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:  # `negchain.losses` without an import of its own
+        return import_module(f"negchain.{name}")
+    for module, names in _MODULES.items():
+        if name in names:
+            value = globals()[name] = getattr(import_module(f"negchain.{module}"), name)
+            return value
+    raise AttributeError(f"module 'negchain' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -52,6 +52,7 @@ class EncoderConfig(TypedDict):
     projection: Projection
     embedding_dim: int | None
     seed: int
+    small_stem: bool
 
 
 class Encoder(nn.Module):
@@ -92,12 +93,13 @@ def build_encoder(
     projection: Projection = "paper",
     embedding_dim: int | None = None,
     seed: int = 0,
+    small_stem: bool | None = None,
 ) -> Encoder:
     """Build an encoder with fresh weights.
 
     Args:
         name: "resnet18", "resnet50", "small-cnn" or any timm model name.
-        image_size: side of the square images; up to 64 px the ResNets get a 3x3 stem.
+        image_size: side of the square images.
         channels: of the images.
         norm: "batch" keeps BatchNorm, "group" and "none" replace it by GroupNorm or nothing.
             LayerNorm and the like, which look at one sample at a time, always stay.
@@ -105,6 +107,8 @@ def build_encoder(
         embedding_dim: width of the embeddings; None for the table's (512 for "linear", 128 for
             "mlp" when asked for by name).
         seed: of the initial weights; the global generator is left as it was.
+        small_stem: the ResNets begin with a 3x3 convolution that keeps every pixel, at eight times
+            the cost; None: up to 64 px.
 
     Example:
         >>> encoder = build_encoder("small-cnn", image_size=8, channels=1)
@@ -117,6 +121,7 @@ def build_encoder(
     config = EncoderConfig(
         name=name, image_size=image_size, channels=channels, norm=norm, projection=projection,
         embedding_dim=embedding_dim, seed=seed,
+        small_stem=image_size <= SMALL_IMAGE if small_stem is None else small_stem,
     )  # fmt: skip
     _check(config)
     with torch.random.fork_rng(devices=[]):
@@ -138,6 +143,7 @@ def rebuild_encoder(config: dict[str, Any] | EncoderConfig) -> Encoder:
         projection=config["projection"],
         embedding_dim=config["embedding_dim"],
         seed=config["seed"],
+        small_stem=config["small_stem"],
     )
 
 
@@ -170,7 +176,7 @@ def _backbone(config: EncoderConfig) -> nn.Module:
     if name == "small-cnn":
         return _small_cnn(channels)
     if name in OWN_ENCODERS:
-        return _resnet(name, channels, small=config["image_size"] <= SMALL_IMAGE)
+        return _resnet(name, channels, small=config["small_stem"])
     arguments: dict[str, Any] = {"num_classes": 0, "in_chans": channels}
     published = timm.get_pretrained_cfg(name)
     if published is not None and published.fixed_input_size:  # ViTs and their kin

@@ -39,7 +39,8 @@ def test_every_method_has_a_step(measured: Path) -> None:
     table = record.read(measured).table("step")
     assert table is not None
     names = [row.name for row in table.rows]
-    assert names == [f"{name}, b = 32" for name in (*runs.METHODS, steps.AUGMENTATION)]
+    augmentations = (steps.AUGMENTATION, steps.WHOLE)
+    assert names == [f"{name}, b = 32" for name in (*runs.METHODS, *augmentations)]
     ratios = {row.name: row.ratio for row in table.rows}
     assert ratios["InfoNCE, b = 32"] == bench.Spread(1.0, 1.0, 1.0)
     for row in table.rows:

@@ -29,7 +29,8 @@ FIXED_KEYS = {
 OUR_KEYS = {
     "lr", "dropped_mass", "effective_negatives", "chain_age", "estimated_global_loss",
     "knn1_euclidean", "probe_l2", "probe_paper", "knn20", "knn20_top5", "probe_top5", "knn200",
-    "knn200_top5", "probe_1pct", "probe_10pct", "embedding_variance", "chance", "pixels_knn1", "pixels_probe",
+    "knn200_top5", "probe_1pct", "probe_10pct", "embedding_variance", "chance", "pixels_knn1",
+    "pixels_probe",
 }  # fmt: skip
 
 

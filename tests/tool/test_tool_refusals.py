@@ -110,8 +110,9 @@ def test_what_is_refused_late_leaves_no_run_behind(
         ("--resume --batch-size 4", "--batch-size was 8 and is now 4"),
         ("--resume --data digits", "--data was"),
         ("--resume --seed 1", "--seed was 0 and is now 1"),
-        ("--resume --steps 9", "--steps was 3 and is now 9"),
-        ("--resume --carried score", "--carried was 'encode'"),
+        ("--resume --steps 2", "--steps was 3 and is now 2"),
+        ("--resume --epochs 9", "set by --steps"),
+        ("--resume --carried cached", "--carried was 'encode'"),
     ],
 )
 def test_another_run_is_not_touched(

@@ -1,5 +1,6 @@
 """A config is valid or refused in one sentence; nothing in between."""
 
+import inspect
 import json
 import os
 from dataclasses import fields, replace
@@ -11,16 +12,16 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from negchain.train.config import (
+    METHODS,
     ConfigError,
     TrainConfig,
-    field_help,
     from_json,
-    resolve,
-    resume,
     same_run,
+    setting_of,
     to_json,
 )
 from negchain.train.presets import PRESETS
+from negchain.train.resolve import resolve, resume
 
 HINTS = get_type_hints(TrainConfig)
 BUILT_IN_DATA = ("digits", "cifar10", "stl10")
@@ -42,10 +43,10 @@ def one_sentence(message: str) -> str:
 
 
 def test_every_field_has_help_that_fits_the_screen() -> None:
-    assert list(field_help()) == [f.name for f in fields(TrainConfig)]
-    for text in field_help().values():
+    for field in fields(TrainConfig):
+        text = setting_of(field.name).help
         assert text.endswith(".") and "\n" not in text and len(text) < 100
-    assert "beta = 1/temperature" in field_help()["beta"]
+    assert "beta = 1/temperature" in setting_of("beta").help
 
 
 def test_the_fixed_options_of_the_command_line_are_fields() -> None:
@@ -155,7 +156,7 @@ def test_wrong_values_are_named(name: str, value: Any) -> None:
         ({"method": "sogclr", "proposal": "batch"}, ("--proposal", "--method")),
         ({"method": "isir", "burn_in": 0.5}, ("--burn-in", "--method emc2")),
         ({"method": "emc2", "gamma": 0.9}, ("--gamma", "--method sogclr")),
-        ({"method": "emc2", "refresh": 0.1}, ("--refresh", "--proposal cache")),
+        ({"method": "emc2", "refresh": 0.1}, ("--refresh", "--proposal informed")),
         ({"method": "infonce", "denominator": "negatives"}, ("--denominator", "--method dcl")),
         ({"method": "dcl", "denominator": "all"}, ("--denominator", "--method infonce")),
         ({"epochs": 3, "steps": 30}, ("--epochs", "--steps")),
@@ -173,10 +174,10 @@ def test_contradictions_name_both_sides(overrides: dict[str, Any], named: tuple[
 
 def test_defaults_never_contradict() -> None:
     """Only what was given can: gamma, burn-in and the rest keep their defaults unused."""
-    for method in get_args(HINTS["method"]):
+    for method in METHODS:
         for preset in (None, "stl10-b32", "stl10-b256", "stl10-subset"):
             resolve(preset, {"method": method})
-    assert resolve(None, {"proposal": "cache", "refresh": 0.1}).refresh == 0.1
+    assert resolve(None, {"proposal": "informed", "refresh": 0.1}).refresh == 0.1
     assert resolve(None, {"data": "digits", "download": False}).download is False
 
 
@@ -217,8 +218,8 @@ def test_resume_keeps_what_is_computed(tmp_path: Path, monkeypatch: pytest.Monke
     assert resume(saved, command) == saved  # the same command line, with --resume
     assert resume(saved, {"workers": 5, "device": "cpu", "eval_every": 1}).workers == 5
     with pytest.raises(ConfigError, match="--batch-size was 8 and is now 16") as caught:
-        resume(saved, {"batch_size": 16, "epochs": 7})
-    assert "--epochs was 100 and is now 7" in one_sentence(str(caught.value))
+        resume(saved, {"batch_size": 16, "seed": 7})
+    assert "--seed was 0 and is now 7" in one_sentence(str(caught.value))
     with pytest.raises(ConfigError, match="--preset"):
         resume(saved, {"preset": "stl10-b32"})
 
@@ -230,6 +231,7 @@ FREE = (
 CHANGED: dict[str, Any] = {
     "data": "cifar10", "steps": 5, "embedding_dim": 8, "image_size": 16, "augmentations": 2,
     "subset": 500, "out": "x", "preset": "stl10-b32", "root": "r", "encoder": "resnet50",
+    "method": "dcl", "pretrained": "timm",
 }  # fmt: skip
 
 
@@ -313,7 +315,7 @@ def test_wild_settings_run_or_are_refused(preset: Any, overrides: dict[str, Any]
 
 @settings(max_examples=100, deadline=None)
 @given(
-    method=st.sampled_from(get_args(HINTS["method"])),
+    method=st.sampled_from(METHODS),
     batch_size=st.integers(2, 4096),
     beta=st.floats(1e-3, 1000),
     seed=st.integers(0, 2**32 - 1),
@@ -324,7 +326,63 @@ def test_valid_settings_always_run(**overrides: Any) -> None:
 
 
 def test_every_setting_is_an_option_of_the_command_line() -> None:
-    from negchain.cli.options import _GROUPS
+    from negchain.cli.train import command
 
-    offered = [name for names in _GROUPS.values() for name in names]
-    assert sorted(offered) == sorted(field.name for field in fields(TrainConfig))
+    options = inspect.signature(command).parameters
+    assert {field.name for field in fields(TrainConfig)} <= set(options)
+
+
+# ---- other names ------------------------------------------------------------------------------
+
+
+def test_temperature_is_one_over_beta() -> None:
+    assert resolve(None, {"temperature": 0.1}).beta == pytest.approx(10)
+    assert "beta = 1/temperature" in refusal(temperature=0.1, beta=5)
+    for wrong in (0, -1, float("nan"), float("inf"), "hot"):
+        assert "--temperature must be" in refusal(temperature=wrong)
+
+
+def test_simclr_is_infonce() -> None:
+    assert resolve(None, {"method": "simclr"}) == resolve(None, {"method": "infonce"})
+
+
+def test_timm_tags_name_weights() -> None:
+    assert resolve(None, {"encoder": "resnet18.a1_in1k"}).encoder == "resnet18.a1_in1k"
+    assert "did you mean 'a1_in1k'" in refusal(encoder="resnet18.a1_in1")
+
+
+# ---- starting from a run's settings -----------------------------------------------------------
+
+
+def test_a_run_is_repeated_from_its_config(tmp_path: Path) -> None:
+    saved = resolve("stl10-b32", {"method": "sogclr", "gamma": 0.3, "optimizer": "sgd"})
+    assert resolve(None, {}, saved=saved) == saved
+    other = resolve(None, {"method": "infonce", "epochs": 3}, saved=saved)
+    assert (other.denominator, other.epochs, other.lr) == ("all", 3, saved.lr)
+    stepped = resolve(None, {"epochs": 3}, saved=replace(saved, steps=7))
+    assert stepped.steps is None and stepped.epochs == 3
+    with pytest.raises(ConfigError, match="give one of them"):
+        resolve(None, {"preset": "stl10-b32"}, saved=saved)
+
+
+def test_a_run_can_be_extended_but_not_shortened() -> None:
+    by_epochs = resolve(None, {"epochs": 4})
+    assert resume(by_epochs, {"epochs": 9}).epochs == 9
+    assert resume(by_epochs, {"epochs": 4}) == by_epochs
+    by_steps = resolve(None, {"steps": 40})
+    assert resume(by_steps, {"steps": 41}).steps == 41
+    for saved, longer, words in (
+        (by_epochs, {"epochs": 3}, "--epochs was 4 and is now 3"),
+        (by_epochs, {"steps": 10**6}, "set by --epochs"),
+        (by_steps, {"epochs": 100}, "set by --steps"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            resume(saved, longer)
+
+
+def test_pretrained_is_timm_or_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "--pretrained must be timm, a run folder" in refusal(pretrained="nowhere.pt")
+    (tmp_path / "a.pt").write_bytes(b"")
+    assert resolve(None, {"pretrained": "a.pt"}).pretrained == str(tmp_path / "a.pt")
+    assert resolve(None, {"pretrained": "timm"}).pretrained == "timm"

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from negchain.train.config import ConfigError, TrainConfig, resolve
+from negchain.train.config import ConfigError, TrainConfig
 from negchain.train.presets import DATA_DEFAULTS, PRESET_HELP, PRESETS, preset
+from negchain.train.resolve import resolve
 
 # The appendix table row by row: model, beta, b, lr, d, weight decay, cache refresh, burn-in steps.
 TABLE = {

@@ -13,9 +13,10 @@ import torch
 
 from negchain import EMC2Loss, InfoNCELoss
 from negchain.train import checkpoint, reading, trainer
-from negchain.train.config import TrainConfig, resolve
+from negchain.train.config import TrainConfig
 from negchain.train.progress import Progress
 from negchain.train.reading import Clock, Reading
+from negchain.train.resolve import resolve
 from negchain.train.run_folder import RunFolder, read_metrics
 from negchain.train.step import TrainStep
 

@@ -14,7 +14,7 @@ import re
 from pathlib import Path
 
 from negchain.bench.record import Record, grid, markdown, read
-from negchain.train.checkpoint import replacing
+from negchain.files import replacing
 from negchain.train.config import ConfigError
 
 PAGES = ("README.md", "docs/speed.md")

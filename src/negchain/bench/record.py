@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from negchain.bench.table import Row, Spread, Table
-from negchain.train.checkpoint import replacing
+from negchain.files import replacing
 from negchain.train.config import ConfigError
 from negchain.train.run_folder import versions
 

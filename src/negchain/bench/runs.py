@@ -16,7 +16,8 @@ from negchain.bench.table import Settings
 from negchain.data import DataBundle, ImageSet
 from negchain.optim import set_lr
 from negchain.train import trainer
-from negchain.train.config import TrainConfig, resolve
+from negchain.train.config import TrainConfig
+from negchain.train.resolve import resolve
 from negchain.train.run_folder import RunFolder
 
 NUM_IMAGES = 12_000  # 96 px: 330 MB

@@ -1,6 +1,7 @@
 """The command line: `negchain train | evaluate | embed | duplicates | compare | report | bench`.
 
 Exit status: 0 done, 1 failed, 2 refused before starting, 130 interrupted after a checkpoint.
+Nothing here imports torch: a command does when it runs, so that help and refusals are quick.
 """
 
 from __future__ import annotations
@@ -8,14 +9,15 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from typing import Any
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
+from negchain import __version__
+from negchain.__main__ import missing
 from negchain.cli import bench, compare, inspect, train
 from negchain.cli.duplicates import duplicates
-from negchain.train.config import ConfigError
+from negchain.cli.terminal import Failed, Stopped, result, say
 
 app = typer.Typer(
     help="Train contrastive encoders on the global loss with small batches (EMC² and relatives).",
@@ -38,6 +40,21 @@ app.command("report")(inspect.report)
 app.command("bench", help=bench.HELP)(bench.command)
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        result(f"negchain {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which it is.")
+    ] = False,
+) -> None:
+    pass
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit with its status."""
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
@@ -45,36 +62,41 @@ def main(arguments: list[str] | None = None) -> None:
 
 def run(arguments: list[str]) -> int:
     """Run the command line; returns the exit status."""
-    console = Console(stderr=True, soft_wrap=True, highlight=False)
     try:
         status = typer.main.get_command(app)(arguments, prog_name="negchain", standalone_mode=False)
         return int(status or 0)
     except typer.Exit as request:
         return request.exit_code
-    except train.Stopped as stopped:
-        console.print(f"[bold yellow]stopped:[/] {stopped}", markup=True)
+    except Stopped as stopped:
+        say(f" {stopped}", "stopped", "bold yellow")
         return 130
-    except (KeyboardInterrupt, typer.Abort):
-        console.print("[bold yellow]stopped[/] before the next checkpoint")
+    except (KeyboardInterrupt, typer.Abort) as stopped:
+        if isinstance(stopped.__cause__, EOFError):  # typer takes it for the end of typing
+            return _explain("failed", stopped.__cause__, 1)
+        say(" before the next checkpoint", "stopped", "bold yellow")
         return 130
     except UsageProblem as error:
         if not arguments:  # then the problem is that help was all there was to show
             error.show()
             return 2
-        return _explain(console, "refused", f"{error.format_message()} (see --help)", 2)
-    except train.Failed as failed:
-        return _explain(console, "failed", failed, 1)
-    except (ConfigError, ValueError, OSError) as error:
-        return _explain(console, "refused", error, 2)
+        return _explain("refused", f"{error.format_message()} (see --help)", 2)
+    except Failed as failed:
+        return _explain("failed", failed, 1)
+    except ModuleNotFoundError as error:
+        if (install := missing(error)) is None:
+            return _explain("failed", error, 1)
+        return _explain("refused", install, 2)
+    except (ValueError, OSError) as error:
+        return _explain("refused", error, 2)
     except Exception as error:  # our fault: say so in a sentence, details on request
-        return _explain(console, "failed", error, 1)
+        return _explain("failed", error, 1)
 
 
-def _explain(console: Console, word: str, error: BaseException | str, status: int) -> int:
-    console.print(f"[bold red]{word}:[/]", end=" ")
-    console.print(str(error) or type(error).__name__, markup=False)
+def _explain(word: str, error: BaseException | str, status: int) -> int:
+    text = " ".join(str(error).split()) or type(error).__name__
+    say(f" {text}", f"{word}:", "bold red")
     if os.environ.get("NEGCHAIN_DEBUG") and isinstance(error, BaseException):
         traceback.print_exception(error)
     elif word == "failed":
-        console.print("(set NEGCHAIN_DEBUG=1 for the traceback)", style="dim")
+        say("", "(set NEGCHAIN_DEBUG=1 for the traceback)", "dim")
     return status

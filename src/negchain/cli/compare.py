@@ -8,29 +8,25 @@ their kernels run side by side, else they get the GPU in turns (see `negchain.tr
 from __future__ import annotations
 
 import subprocess
-import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, cast, get_args
 
-import torch
 from rich.console import Console
-from rich.progress import Progress, TimeElapsedColumn
 
 from negchain.cli.options import option, with_config_options
-from negchain.cli.train import Stopped
-from negchain.report import comparison_table, write_report
-from negchain.train.concurrent import launch, stop
-from negchain.train.config import _BELONGS, ConfigError, TrainConfig, resolve, same_run
-from negchain.train.export import load_run_config
+from negchain.cli.terminal import Stopped, result, say
+from negchain.files import real_folder
+from negchain.train.concurrent import launch, progress_of, stop
+from negchain.train.config import METHODS, ConfigError, TrainConfig, flag, method_named, same_run
 from negchain.train.presets import choose
-from negchain.train.run_folder import is_run, read_metrics
+from negchain.train.progress import Bar
+from negchain.train.resolve import for_method, resolve
+from negchain.train.run_folder import is_run, load_run_config, read_metrics
 from negchain.train.sharing import Mode, interruptible, shared_gpu
 
 Plan = tuple[Path, TrainConfig, dict[str, Any]]
-
-METHODS = ("infonce", "dcl", "sogclr", "negcache", "emc2", "isir")
 
 HELP = """Train several methods and seeds on one recipe and compare them on one page.
 
@@ -48,23 +44,29 @@ through NVIDIA's MPS where that works (`--sharing auto`), else they take turns.
         option("seeds", int, 1, "--seeds", help="Seeds 0 .. N-1 for each method."),
         option("jobs", int, 0, "--jobs", help="Runs at a time; 0: 4 on a GPU, 1 on a CPU."),
         option("sharing", str, "auto", "--sharing", help="auto|mps|off: share a GPU by MPS."),
+        option("quiet", bool, False, "--quiet", help="No progress bar."),
     ],
     leave_out=("method", "seed", "graph"),
 )
-def command(methods: str, seeds: int, jobs: int, sharing: str, **settings: Any) -> int:
+def command(methods: str, seeds: int, jobs: int, sharing: str, quiet: bool, **settings: Any) -> int:
     """See `HELP`."""
-    chosen = [choose("--methods", name.strip(), METHODS) for name in methods.split(",")]
+    chosen = [method_named("--methods", name.strip()) for name in methods.split(",")]
     if seeds < 1 or jobs < 0:
         raise ConfigError(f"--seeds must be at least 1 and --jobs at least 0, got {seeds}, {jobs}")
     folder = Path(settings.pop("out") or f"runs/{time.strftime('%Y-%m-%d_%H%M%S')}_compare")
     plans: list[Plan] = []
     for method in chosen:
-        given = _for_method(method, settings)
+        given = for_method(method, settings)
         for seed in range(seeds):
             config = resolve(given.get("preset"), {**given, "method": method, "seed": seed})
             path = folder / f"{method}-seed{seed}"
             _refuse_another(path, config)
             plans.append((path, config, given))
+
+    import torch  # the settings are right: now it is worth its seconds
+
+    from negchain.report import comparison_table, write_report
+
     on_gpu = plans[0][1].device != "cpu" and torch.cuda.is_available()
     if on_gpu:  # a run that cannot get it then fails; with "auto" it would train on the CPU
         plans = [(path, config, {**given, "device": "cuda"}) for path, config, given in plans]
@@ -72,15 +74,15 @@ def command(methods: str, seeds: int, jobs: int, sharing: str, **settings: Any) 
     waiting = [p for p in plans if not (p[0] / "summary.json").exists()]
     try:
         with interruptible(), _sharing(sharing, on_gpu, jobs, len(waiting)) as environment:
-            failed = _run_all(waiting, jobs, environment)
+            failed = _run_all(waiting, jobs, environment, show=not quiet)
     except KeyboardInterrupt:
-        raise Stopped(f"the same command with --out {folder} continues the runs") from None
+        raise Stopped(f"; the same command with --out {folder} continues the runs") from None
     runs = [path for path, _, _ in plans if is_run(path) and read_metrics(path)]
     if runs:
         Console(highlight=False).print(comparison_table(runs))
-        print(f"report: {write_report(runs, folder / 'report.html')}")
+        result(f"report: {write_report(runs, folder / 'report.html')}")
     for path in failed:
-        print(f"failed: {path} (see {path}.log)", file=sys.stderr)
+        say(f"failed: {path} (see {path}.log)")
     return 1 if failed else 0
 
 
@@ -95,11 +97,13 @@ def _sharing(
         raise ConfigError(f"--sharing mps needs --jobs of at least 2, got {jobs}; leave it out")
     if not on_gpu or min(jobs, runs) < 2:
         return nullcontext({})
-    return shared_gpu(min(jobs, runs), mode, say=lambda text: print(text, file=sys.stderr))
+    return shared_gpu(min(jobs, runs), mode, say=say)
 
 
 def _refuse_another(path: Path, config: TrainConfig) -> None:
     """Refuse to take a run of other settings for the one asked for."""
+    if path.is_symlink():
+        real_folder(path)
     if is_run(path) and (differences := same_run(load_run_config(path), config)):
         raise ConfigError(
             f"{path} holds a run with other settings: {'; '.join(differences)}; choose another "
@@ -107,43 +111,31 @@ def _refuse_another(path: Path, config: TrainConfig) -> None:
         )
 
 
-def _for_method(method: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """The options a method knows."""
-    kept = dict(settings)
-    for name, decider, values, _ in _BELONGS:
-        if decider == "method" and method not in values:
-            kept.pop(name, None)
-    if method != "negcache" and kept.get("proposal") != "cache":
-        kept.pop("refresh", None)
-    if method in ("infonce", "dcl"):
-        kept.pop("denominator", None)
-    return {name: value for name, value in kept.items() if value is not None}
-
-
-def _run_all(waiting: list[Plan], jobs: int, environment: dict[str, str]) -> list[Path]:
+def _run_all(waiting: list[Plan], jobs: int, environment: dict[str, str], show: bool) -> list[Path]:
     """Run the plans, `jobs` at a time; returns those that failed."""
     running: dict[Path, subprocess.Popen[bytes]] = {}
     failed: list[Path] = []
-    total = len(waiting)
-    bar = Progress(
-        *Progress.get_default_columns(), TimeElapsedColumn(), console=Console(stderr=True)
-    )
-    try:
-        with bar:
-            task = bar.add_task(f"{total} runs, {jobs} at a time", total=total)
+    total, done = len(waiting), 0
+    with Bar(show, total, count=lambda n: f"{int(n + 1e-9)} of {total} runs done") as bar:
+        try:
             while waiting or running:
                 while waiting and len(running) < jobs:
                     path, config, given = waiting.pop(0)
                     running[path] = _launch(path, config, given, environment)
+                    started = done + len(running)
+                    bar.say(f"run {started} of {total}: {path.name}")
                 for path, process in list(running.items()):
                     if process.poll() is not None:
                         del running[path]
-                        bar.advance(task)
+                        done += 1
                         if process.returncode != 0:
                             failed.append(path)
+                shares = {path.name: progress_of(path) for path in running}
+                text = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
+                bar.at(done + sum(shares.values()), text)
                 time.sleep(0.1)
-    finally:
-        stop(running.values())  # each can be resumed
+        finally:
+            stop(running.values())  # each can be resumed
     return failed
 
 
@@ -155,10 +147,10 @@ def _launch(
         arguments += ["--resume", "--device", given.get("device", config.device)]
     else:
         for name, value in {**given, "method": config.method, "seed": config.seed}.items():
-            flag = "--" + name.replace("_", "-")
+            word = flag(name)
             if isinstance(value, bool):
-                arguments.append(flag if value else f"--no-{flag[2:]}")
+                arguments.append(word if value else f"--no-{word[2:]}")
             else:
-                arguments += [flag, str(value)]
+                arguments += [word, str(value)]
     path.parent.mkdir(parents=True, exist_ok=True)
     return launch(arguments, Path(f"{path}.log"), environment)

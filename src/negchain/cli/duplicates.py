@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Annotated, Optional
 
 import typer
-from rich.console import Console
+
+from negchain.cli.terminal import result
+from negchain.files import replacing
+from negchain.train.config import ConfigError
 
 SHOWN = 200  # pairs on the page; the CSV has them all
 TOO_MANY = 0.05  # share of all pairs above the similarity, from which the encoder is to blame
@@ -32,8 +35,6 @@ def duplicates(
     """
     from negchain.neighbours import similar_pairs
     from negchain.report.duplicates import Pair, write_duplicates
-    from negchain.train.checkpoint import replacing
-    from negchain.train.config import ConfigError
     from negchain.train.trained import load_run_encoder
 
     if out.suffix != ".html":
@@ -65,11 +66,9 @@ def duplicates(
         out, title, pairs[:SHOWN], pictures,
         total=total, images=count, above=above, crowded=crowded,
     )  # fmt: skip
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(
-        f"{total:,} pairs of {count:,} images with a similarity of at least {above:g}", markup=False
-    )
+    result(f"{total:,} pairs of {count:,} images with a similarity of at least {above:g}")
     if crowded:
-        console.print("that is so many that the encoder, not the images, is alike: raise --above")
-    print(f"page: {out}\ntable: {out.with_suffix('.csv')}")
+        result("that is so many that the encoder, not the images, is alike: raise --above")
+    result(f"page: {out}")
+    result(f"table: {out.with_suffix('.csv')}")
     return 0

@@ -5,19 +5,18 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 from rich.console import Console
 
-from negchain.data.printable import printable
-from negchain.encoders import rebuild_encoder
-from negchain.report import summary_table, write_report
-from negchain.train import checkpoint, trainer
+from negchain.cli.terminal import result, say
+from negchain.files import read_object, replacing
 from negchain.train.config import ConfigError
-from negchain.train.export import export_encoder, load_run_config, load_trained
-from negchain.train.judge import Judge, baselines
-from negchain.train.trained import check_embedding_file, load_run_encoder
+from negchain.train.run_folder import load_run_config
+
+if TYPE_CHECKING:  # what brings torch is imported by the commands, so that --help is quick
+    from negchain.train.judge import Judge
 
 RunFolderArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
 
@@ -28,24 +27,31 @@ def evaluate(
         Optional[str],  # noqa: UP045 - typer reads it
         typer.Option(help="Other data, with labelled train/ and test/."),
     ] = None,
+    checkpoint: Annotated[
+        str, typer.Option(metavar="latest|best|STEP", help="Which of the run's checkpoints.")
+    ] = "latest",
+    root: Annotated[str, typer.Option(help="Folder of downloaded data sets.")] = "data",
     device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where to encode.")] = "auto",
 ) -> int:
-    """Probe a run's newest checkpoint: 1-NN, linear probes, exact global loss.
+    """Probe a run's newest checkpoint, or another: 1-NN, linear probes, exact global loss.
 
     Prints a table and writes `evaluation.json` into the run folder.
 
         negchain evaluate runs/photos --data ./other-photos
     """
-    judge, encoder, step = _judge(run, data, device)
+    from negchain.encoders import rebuild_encoder
+    from negchain.report import summary_table
+    from negchain.train.judge import baselines
+
+    judge, encoder, step = _judge(run, data, device, root, checkpoint)
     if data is not None and not judge.data.labelled:
-        raise ConfigError(f"{printable(data)} cannot be probed: {judge.data.unprobed}")
+        raise ConfigError(f"{data} cannot be probed: {judge.data.unprobed}")
     numbers: dict[str, Any] = {"step": step, "data": judge.config.data}
     fresh = rebuild_encoder(encoder.encoder_config).to(judge.device)
     numbers |= baselines(judge.before(fresh)) | judge.thorough(encoder)[0]
-    console = Console(highlight=False)
-    console.print(f"step {step:,}, {judge.config.data}", markup=False)
-    console.print(summary_table(numbers))
-    with checkpoint.replacing(run / "evaluation.json") as file:
+    result(f"step {step:,}, {judge.config.data}")
+    Console(highlight=False).print(summary_table(numbers))
+    with replacing(run / "evaluation.json") as file:
         file.write(json.dumps(numbers, indent=2).encode() + b"\n")
     return 0
 
@@ -64,28 +70,31 @@ def embed(
         Optional[Path],  # noqa: UP045 - typer reads it
         typer.Option(help="Also write the encoder (safetensors, model card) into this folder."),
     ] = None,
+    root: Annotated[str, typer.Option(help="Folder of downloaded data sets.")] = "data",
     device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where to encode.")] = "auto",
 ) -> int:
     """Write embeddings of images with file and class names, and optionally export the encoder.
 
     negchain embed runs/photos --data ./photos --out photos.csv --export model/
     """
+    from negchain.train.export import export_encoder
+    from negchain.train.trained import check_embedding_file, load_run_encoder
+
     check_embedding_file(out)
-    trained = load_run_encoder(run, device)
+    trained = load_run_encoder(run, device, root)
     found = trained.read(data[0] if len(data) == 1 else data)
     if export is not None:
         summary = run / "summary.json"
-        results = json.loads(summary.read_text()) if summary.exists() else {}
+        results = read_object(summary) if summary.exists() else {}
         export_encoder(export, trained.encoder, load_run_config(run), results)
     embedded = trained.embed_found(found)
     embedded.save(out)
-    console = Console(highlight=False, soft_wrap=True)
     count, size = embedded.features.shape
-    console.print(f"{count:,} embeddings of size {size}: {out}", markup=False)
+    result(f"{count:,} embeddings of size {size}: {out}")
     for name, reason in found.skipped:
-        console.print(f"left out: {name} ({reason})", markup=False)
+        result(f"left out: {name} ({reason})")
     if export is not None:
-        console.print(f"encoder: {export}", markup=False)
+        result(f"encoder: {export}")
     return 0
 
 
@@ -97,15 +106,25 @@ def report(
 
     negchain report runs/a runs/b --out compare.html
     """
-    print(f"report: {write_report(runs, out)}")
+    from negchain.report import write_report
+
+    result(f"report: {write_report(runs, out)}")
     return 0
 
 
-def _judge(run: Path, data: str | None, device: str) -> tuple[Judge, Any, int]:
+def _judge(
+    run: Path, data: str | None, device: str, root: str, which: str
+) -> tuple[Judge, Any, int]:
+    from negchain.train import trainer
+    from negchain.train.export import load_trained
+    from negchain.train.judge import Judge
+
     config = load_run_config(run)
-    encoder, state = load_trained(run)
+    encoder, loaded = load_trained(run, which)
+    for warning in loaded.warnings:
+        say(f"note: {warning}; step {loaded.step} is used instead")
     described = encoder.encoder_config
-    changed = replace(config, device=device, data=data or config.data)  # type: ignore[arg-type]
+    changed = replace(config, device=device, data=data or config.data, root=root)  # type: ignore[arg-type]
     where = trainer.choose_device(changed)
     subset = config.subset if data is None else None  # a part of the run's own data, not of others
     changed = replace(changed, image_size=described["image_size"], subset=subset)
@@ -118,4 +137,4 @@ def _judge(run: Path, data: str | None, device: str) -> tuple[Judge, Any, int]:
     augment = trainer.run_augmentation(replace(config, image_size=described["image_size"]), bundle)
     autocast = trainer.autocast_dtype(config, where)
     judge = Judge(changed, bundle, augment, where, autocast)
-    return judge, encoder.to(where), int(state["step"])
+    return judge, encoder.to(where), loaded.step

@@ -1,28 +1,16 @@
-"""Command-line options made from `TrainConfig`: one per field, its help the string under it."""
+"""Command-line options made from `TrainConfig`: one per field."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection
 from types import NoneType
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
-from negchain.train.config import TrainConfig, field_help
+from negchain.train.config import Setting, TrainConfig, flag, hints, setting_of
 from negchain.train.presets import FOLDER_DEFAULTS, PRESET_HELP
-
-_GROUPS = {
-    "The run": ("preset", "out", "seed", "device", "precision", "graph", "epochs", "steps"),
-    "Data": ("data", "recipe", "image_size", "augmentations", "subset", "root", "download",
-             "strict", "holdout", "workers", "resident_gb"),
-    "Negatives": ("method", "batch_size", "beta", "burn_in", "carried", "denominator", "proposal",
-                  "gamma", "refresh"),
-    "Encoder and optimizer": ("encoder", "norm", "embedding_dim", "projector", "optimizer", "lr",
-                              "weight_decay", "momentum", "warmup_epochs"),
-    "Watching": ("eval_every", "probe_samples", "log_every", "checkpoint_every",
-                 "keep_checkpoints"),
-}  # fmt: skip
 
 Command = Callable[..., int]
 
@@ -36,12 +24,12 @@ def with_config_options(
     """
 
     def decorate(command: Command) -> Command:
-        hints, texts = get_type_hints(TrainConfig), field_help()
         parameters = list(extra)
-        for panel, names in _GROUPS.items():
-            for name in names:
-                if name not in leave_out:
-                    parameters.append(_option(name, hints[name], texts[name], panel))
+        for name, hint in hints().items():
+            if name not in leave_out:
+                parameters.append(_option(name, hint, setting_of(name)))
+            if name == "beta":
+                parameters.append(_TEMPERATURE)
         signature = inspect.Signature(parameters, return_annotation=int)
         command.__signature__ = signature  # type: ignore[attr-defined]
         command.__annotations__ = {p.name: p.annotation for p in parameters} | {"return": int}
@@ -50,23 +38,30 @@ def with_config_options(
     return decorate
 
 
-def option(name: str, kind: Any, default: Any, *flags: str, help: str) -> inspect.Parameter:
+def option(
+    name: str, kind: Any, default: Any, *flags: str, help: str, panel: str | None = None
+) -> inspect.Parameter:
     """A keyword option for `with_config_options`."""
-    annotation = Annotated[kind, typer.Option(*flags, help=help)]
+    annotation = Annotated[kind, typer.Option(*flags, help=help, rich_help_panel=panel)]
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
     )
 
 
-def _option(name: str, hint: Any, text: str, panel: str) -> inspect.Parameter:
-    flag = "--" + name.replace("_", "-")
-    default = getattr(TrainConfig, name, None)
-    settings: dict[str, Any] = {"help": text, "rich_help_panel": panel, "show_default": False}
-    if get_origin(hint) is Literal:
-        settings["metavar"] = "|".join(get_args(hint))
+_TEMPERATURE = option(
+    "temperature", float | None, None, help="The same as --beta, the other way round: 1/beta.",
+    panel="Negatives",
+)  # fmt: skip
+
+
+def _option(name: str, hint: Any, known: Setting) -> inspect.Parameter:
+    word, default, text = flag(name), getattr(TrainConfig, name), known.help
+    settings: dict[str, Any] = {"rich_help_panel": known.panel, "show_default": False}
+    if choices := known.choices or (get_origin(hint) is Literal and get_args(hint)):
+        settings["metavar"] = "|".join(choices)
         kind: Any = str
     elif hint is bool:
-        kind, flag = bool, f"{flag}/--no-{name.replace('_', '-')}"
+        kind, word = bool, f"{word}/--no-{word[2:]}"
     else:
         kind = next(k for k in (get_args(hint) or (hint,)) if k is not NoneType)
     if name == "preset":
@@ -76,8 +71,8 @@ def _option(name: str, hint: Any, text: str, panel: str) -> inspect.Parameter:
         shown = ("on" if default else "off") if isinstance(default, bool) else f"{default}"
         if pictures != default:
             shown += f" for digits, {pictures} for folders"
-        settings["help"] = f"{text} [default: {shown}]"
-    annotation = Annotated[kind | None, typer.Option(flag, **settings)]
+        text = f"{text} [default: {shown}]"
+    annotation = Annotated[kind | None, typer.Option(word, help=text, **settings)]
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
     )

@@ -5,30 +5,40 @@ from __future__ import annotations
 import json
 import platform
 import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from rich.console import Console
 
 from negchain.cli.options import option, with_config_options
-from negchain.data import DataBundle
-from negchain.report import summary_table
-from negchain.train import trainer
-from negchain.train.config import ConfigError, TrainConfig, resolve, resume
-from negchain.train.export import load_run_config
+from negchain.cli.terminal import Failed, Stopped, result, say
+from negchain.files import read_text
+from negchain.train.config import ConfigError, TrainConfig, from_json
 from negchain.train.presets import PRESET_HELP
 from negchain.train.progress import Progress
-from negchain.train.run_folder import RunFolder, default_out, is_run, versions
+from negchain.train.resolve import resolve, resume
+from negchain.train.run_folder import (
+    RunFolder,
+    check_writable,
+    default_out,
+    is_run,
+    load_run_config,
+    own_settings,
+    versions,
+)
+
+if TYPE_CHECKING:  # what brings torch is imported by the functions below, so that --help is quick
+    from negchain.data import DataBundle
+    from negchain.train.trainer import Run
 
 HELP = """Train an encoder and write its run folder: config, metrics, checkpoints, report.
 
 With no options it trains EMC² on scikit-learn's digits, on a CPU in about a minute.
 
     negchain train --data ./photos --method emc2 --epochs 100 --out runs/photos
-    negchain train --out runs/photos --resume
+    negchain train --out runs/photos --resume                  # go on; --epochs 200 extends
+    negchain train --config runs/photos --seed 1 --out runs/b  # the same settings again
 
 `--data` is a folder with `train/`, `test/` and optionally `unlabeled/` in class sub-folders, or any
 folder of images. Presets hold the paper's settings; every value can be overridden:
@@ -38,65 +48,93 @@ folder of images. Presets hold the paper's settings; every value can be overridd
 PACKAGES = ("negchain", "torch", "torchvision", "timm", "triton", "numpy", "scikit-learn")
 
 
-class Stopped(Exception):
-    """The run was interrupted and can be continued."""
-
-
-class Failed(Exception):
-    """The run began and could not go on."""
-
-
 @with_config_options(
     [
         option("resume_", bool, False, "--resume", help="Continue the run in --out exactly."),
+        option(
+            "config_",
+            Path | None,
+            None,
+            "--config",
+            help="Start from the settings of another run: its folder, or its config.json.",
+        ),  # fmt: skip
         option("quiet", bool, False, "--quiet", help="No progress bar."),
     ]
 )
-def command(resume_: bool, quiet: bool, **settings: Any) -> int:
+def command(resume_: bool, config_: Path | None, quiet: bool, **settings: Any) -> int:
     """See `HELP`."""
-    console = Console(stderr=True, highlight=False)
+    if resume_ and config_ is not None:
+        raise ConfigError("--resume reads the config of the run in --out; leave out --config")
     show = not quiet
-    if resume_:
-        run, notes = _resumed(settings, show)
-    else:
-        run, notes = _started(settings, show)
+    run, notes = _resumed(settings, show) if resume_ else _started(settings, config_, show)
+
+    from negchain.train.trainer import Interrupted
+
     with run.folder:
-        _announce(console, run, notes)
+        _announce(run, notes)
         try:
             summary = run.train(Progress(show))
-        except trainer.Interrupted as error:
+        except Interrupted as error:
             where = f"continue with: negchain train --out {run.folder.path} --resume"
             raise Stopped(f"{error}; {where}") from None
-        except (KeyboardInterrupt, SystemExit):
-            raise
         except Exception as error:
             raise Failed(f"{error}") from error
     _show(run, summary)
     return 0
 
 
-def _started(settings: dict[str, Any], show: bool) -> tuple[trainer.Run, list[str]]:
-    config = resolve(settings.pop("preset", None), settings)
+def _started(settings: dict[str, Any], file: Path | None, show: bool) -> tuple[Run, list[str]]:
+    saved = None if file is None else _read_config(file, settings)
+    config = resolve(settings.pop("preset", None), settings, saved)
+
+    from negchain.train import trainer
+
     if config.out is not None and is_run(config.out):
         raise ConfigError(
             f"--out {config.out} already holds a run; add --resume to continue it, or name "
             "another folder"
         )
+    check_writable(Path(config.out or "runs"))
     data = trainer.load_images(config, show)
     text = json.dumps(record(config, data), indent=2) + "\n"
     run = trainer.prepare(config, data, lambda: RunFolder.create(folder_for(config), config=text))
-    return run, list(data.notes)
+    return run, [*data.notes, *run.notes]
 
 
-def _resumed(settings: dict[str, Any], show: bool) -> tuple[trainer.Run, list[str]]:
+def _read_config(file: Path, settings: dict[str, Any]) -> TrainConfig:
+    """The settings of another run; what it wrote to or fetched from is for the user to say."""
+    saved = from_json(read_text(file / "config.json" if file.is_dir() else file))
+    if saved.pretrained is not None and settings.get("pretrained") is None:
+        raise ConfigError(
+            f"{file} starts from --pretrained {saved.pretrained}, which a file alone may not fetch "
+            "or read; give --pretrained as well"
+        )
+    return own_settings(saved)
+
+
+def _resumed(settings: dict[str, Any], show: bool) -> tuple[Run, list[str]]:
     if settings.get("out") is None:
         raise ConfigError("--resume needs --out, the folder of the run to continue")
+
+    from negchain.train import trainer
+
     path = Path(settings["out"])
-    config = resume(load_run_config(path), settings)
+    saved = load_run_config(path)
+    config = resume(saved, settings)
     data = trainer.load_images(config, show)
-    run = trainer.prepare(config, data, lambda: RunFolder.resume(path))
+    run = trainer.prepare(config, data, lambda: RunFolder.resume(path), fresh=False)
     try:
-        return run, [*data.notes, *run.restore()]
+        notes = [*data.notes, *run.restore(given=settings.get("pretrained") is not None)]
+        if (config.epochs, config.steps) != (saved.epochs, saved.steps):
+            was = saved.steps or saved.epochs * run.order.steps_per_epoch
+            notes.append(
+                f"extended from {was:,} to {run.total_steps:,} steps: from here on the learning "
+                "rate follows the longer schedule"
+            )
+            known = json.loads(run.folder.config())
+            known |= {"epochs": config.epochs, "steps": config.steps}
+            run.folder.rewrite_config(json.dumps(known, indent=2) + "\n")
+        return run, notes
     except BaseException:
         run.folder.close()
         raise
@@ -111,8 +149,12 @@ def folder_for(config: TrainConfig) -> Path:
 
 def record(config: TrainConfig, data: DataBundle) -> dict[str, Any]:
     """config.json: what was asked for, and what it ran on."""
+    import torch
+
+    from negchain.train.trainer import choose_device
+
     hardware = f"{platform.machine()} CPU"
-    if trainer.choose_device(config).type == "cuda":
+    if choose_device(config).type == "cuda":
         hardware = torch.cuda.get_device_name()
     sizes = {
         "pretrain": len(data.pretrain),
@@ -145,25 +187,31 @@ def _commit() -> str | None:
     return done.stdout.strip() or None
 
 
-def _announce(console: Console, run: trainer.Run, notes: list[str]) -> None:
-    config = run.config
-    console.print(
-        f"[bold]{config.method}[/] on {config.data}: {len(run.data.pretrain):,} images, "
-        f"batch {config.batch_size}, {run.total_steps:,} steps, {config.encoder}, {run.device}"
+def _announce(run: Run, notes: list[str]) -> None:
+    config, images = run.config, len(run.data.pretrain)
+    say(
+        f" on {config.data}: {images:,} images, batch {config.batch_size}, {run.total_steps:,} "
+        f"steps, {config.encoder}, {run.device}",
+        config.method,
     )
-    console.print(f"run folder: {run.folder.path}")
+    say(f"run folder: {run.folder.path}")
+    if left := images % config.batch_size:
+        say(
+            f"note: {left:,} of {images:,} images sit out every epoch, others each time: the last "
+            f"batch would not be full"
+        )
     for note in notes:
-        console.print(f"note: {note}", markup=False)
+        say(f"note: {note}")
     for name, reason in run.data.skipped[:5]:
-        console.print(f"left out: {name} ({reason})", markup=False)
+        say(f"left out: {name} ({reason})")
     if len(run.data.skipped) > 5:
-        console.print(f"left out: {len(run.data.skipped) - 5} more files, named in config.json")
+        say(f"left out: {len(run.data.skipped) - 5} more files, named in config.json")
 
 
-def _show(run: trainer.Run, summary: dict[str, Any]) -> None:
-    console = Console(highlight=False)
-    console.print(summary_table(summary))
+def _show(run: Run, summary: dict[str, Any]) -> None:
+    from negchain.report import summary_table
+
+    Console(highlight=False).print(summary_table(summary))
     if not run.data.labelled:
-        console.print(f"nothing was probed: {run.data.unprobed}", markup=False)
-    print(f"report: {run.folder.path / 'report.html'}")
-    sys.stdout.flush()
+        result(f"nothing was probed: {run.data.unprobed}")
+    result(f"report: {run.folder.path / 'report.html'}")

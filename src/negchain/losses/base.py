@@ -43,7 +43,8 @@ from negchain.losses.table import Tables
 from negchain.objective import Denominator, Estimate, contrastive_objective
 from negchain.pool import Draw, Side
 
-Report = dict[str, list[Tensor]]
+Number = Callable[[], Tensor]  # computed when somebody looks
+Report = dict[str, list[Number]]
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ class ContrastiveLoss(Stateful):
         if isinstance(self.proposals, InBatch) and self.proposals.copies == 2 and views != "shared":
             raise ValueError("InBatch(copies=2) is for the two views of views='shared'")
         self._turn = 0
-        self._info: Mapping[str, Tensor | Callable[[], Tensor]] = {}
+        self._info: Mapping[str, Number] = {}
         self.add_state("step", torch.zeros((), dtype=torch.int64))
         sizes = [num_samples or 0, num_keys or 0, ids_per_item]
         self.add_state("sizes", torch.tensor(sizes, dtype=torch.int64))
@@ -457,7 +458,7 @@ class ContrastiveLoss(Stateful):
     def _finish(self, total: list[Tensor], report: Report) -> Tensor:
         """The mean loss over sides; the other numbers stay on the device for `info`."""
         if not is_traced(total[0]):
-            self._info = {name: torch.stack(v).mean() for name, v in report.items() if v}
+            self._info = {name: _mean_of(v) for name, v in report.items() if v}
         return sum(total[1:], total[0]) / len(total)
 
     @property
@@ -478,7 +479,8 @@ class ContrastiveLoss(Stateful):
 
     def take_info(self) -> tuple[list[str], Tensor]:
         """What `info` will say, still on the device: names, and values for `read_info`."""
-        values = [v() if callable(v) else v for v in self._info.values()]
+        with torch.no_grad():
+            values = [number() for number in self._info.values()]
         kind = values[0].dtype if values else torch.float32
         return list(self._info), torch.stack([*self.faults.to(kind), *(v.detach() for v in values)])
 
@@ -501,6 +503,11 @@ class ContrastiveLoss(Stateful):
         learned = isinstance(self.beta, Tensor)
         beta = f"{float(self.beta):g} (learned)" if learned else f"{self.beta}"
         return f"beta={beta}, views={self.views!r}, denominator={self.denominator!r}"
+
+
+def _mean_of(numbers: Sequence[Number]) -> Number:
+    """The mean over sides, as late as each of them."""
+    return lambda: torch.stack([number().detach() for number in numbers]).mean()
 
 
 def _tower(side: int) -> Any:

@@ -20,10 +20,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from negchain.fast import fused
-from negchain.losses.base import Call, ContrastiveLoss, one_of
+from negchain.losses.base import Call, ContrastiveLoss, Number, Report, one_of
 from negchain.losses.batch import Batch, Ids, Views, as_ids, check_answer
 from negchain.losses.chains import Arrival, Carried, ChainTable, stored_slots
 from negchain.losses.partition import detached_logits, log_sum_and_count
@@ -51,11 +52,11 @@ class Visit:
     batch: Batch
     sides: list[Side]
     total: list[Tensor] = field(default_factory=list)
-    report: dict[str, list[Tensor]] = field(default_factory=dict)
+    report: Report = field(default_factory=dict)
     arrivals: list[tuple[int, Tensor, Arrival]] = field(default_factory=list)
     runnings: list[tuple[int, Tensor]] = field(default_factory=list)
 
-    def note(self, numbers: dict[str, Tensor]) -> None:
+    def note(self, numbers: dict[str, Number]) -> None:
         """Numbers of one side for `info`."""
         for name, number in numbers.items():
             self.report.setdefault(name, []).append(number)
@@ -324,14 +325,18 @@ class EMC2Loss(ContrastiveLoss):
         visit.total.append(value)
         if running is not None:
             visit.runnings.append((number, running))
-        positive = self._beta(similarity) * torch.linalg.vecdot(side.queries, side.positives)
+        positive = torch.linalg.vecdot(side.queries.detach(), side.positives.detach())
+        positive = positive * _number(self._beta(similarity))
+
+        def mean_of(log_partition: Tensor) -> Number:
+            def mean() -> Tensor:
+                gap = torch.where(log_partition > -math.inf, log_partition - positive, 0.0)
+                return (F.softplus(gap) if self.denominator == "all" else gap).mean()
+
+            return mean
+
         ends = {"global_loss_low": low, "global_loss_high": high, "global_loss": middle}
-        positive = positive.detach()
-        for name, log_partition in ends.items():
-            gap = torch.where(log_partition > -math.inf, log_partition - positive, 0.0)
-            if self.denominator == "all":
-                gap = torch.nn.functional.softplus(gap)
-            visit.note({name: gap.mean()})
+        visit.note({name: mean_of(log_partition) for name, log_partition in ends.items()})
 
     def _start(
         self,
@@ -359,7 +364,7 @@ class EMC2Loss(ContrastiveLoss):
             unusable, keys = unusable | ~seen, keys.masked_fill(~seen[:, None], 0.0)
         similarity = torch.linalg.vecdot(side.queries, keys)
         beta = self._beta(similarity)
-        logit = similarity.detach() * (beta.detach() if isinstance(beta, Tensor) else beta)
+        logit = similarity.detach() * _number(beta)
         unusable = unusable | ~torch.isfinite(logit)
         return Start(ids, logit.masked_fill(unusable, -math.inf), similarity)
 
@@ -408,6 +413,10 @@ class EMC2Loss(ContrastiveLoss):
         visits = self.seen // (self.num_samples or 1)
         rate = torch.clamp(1.0 / (1.0 + visits), min=self.partition_rate)
         return moving_log_mean(old, log_partition, rate.to(log_partition.dtype))
+
+
+def _number(beta: float | Tensor) -> float | Tensor:
+    return beta.detach() if isinstance(beta, Tensor) else beta
 
 
 def _checked_augmentations(augmentations: int | None, views: Views, proposals: Proposals) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -115,8 +116,8 @@ class NegativeCacheLoss(ContrastiveLoss):
             weights = (~side.excludes(ids)).to(similarity.dtype)[:, None]
             estimate = Estimate(weights, part.log_partition)
             total.append(self._value(side, similarity, estimate))
-            report["global_loss"].append(total[-1].detach())
-            report["effective_negatives"].append(effective_negatives(weights))
+            report["global_loss"].append(total[-1].detach)
+            report["effective_negatives"].append(partial(effective_negatives, weights))
             if self.training:
                 table = self.tables[number]
                 table.write(

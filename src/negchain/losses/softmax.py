@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal
 
 from torch import Tensor
@@ -82,8 +83,8 @@ class _InBatchLoss(ContrastiveLoss):
             log_partition = global_log_partition(side, logits)
             if log_partition is not None and not (in_batch and self.num_keys is not None):
                 gap = (log_partition - log_sum).nan_to_num(0.0)
-                report["global_loss_low"].append(value.detach() + gap.mean())
-            report["effective_negatives"].append(effective_negatives(weights))
+                report["global_loss_low"].append((value.detach() + gap.mean()).detach)
+            report["effective_negatives"].append(partial(effective_negatives, weights))
         if self.training:
             self._remember(batch, sides, requests)
             self._count_keys(batch)

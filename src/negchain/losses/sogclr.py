@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal
 
 import torch
@@ -115,8 +116,8 @@ class SogCLRLoss(ContrastiveLoss):
             total.append(self._value(side, similarity, estimate))
             if self.training:
                 write_view_mean(table, batch.index, log_u, batch.valid)
-            report["global_loss_low"].append(total[-1].detach())
-            report["effective_negatives"].append(effective_negatives(weights))
+            report["global_loss_low"].append(total[-1].detach)
+            report["effective_negatives"].append(partial(effective_negatives, weights))
         if self.training:
             self._remember(batch, sides, requests)
             self._count_keys(batch)

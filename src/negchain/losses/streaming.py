@@ -131,6 +131,8 @@ class StreamingEMC2Loss(EMC2Loss):
                     total += grad
             visit.total = [v.detach() for v in visit.total]
             visit.sides = []
+            for name, numbers in visit.report.items():  # now: they hold on to the panel
+                visit.report[name] = [number().detach for number in numbers]
             panels.append(visit)
             shares.append(share)
         return panels, shares, grads
@@ -174,7 +176,10 @@ def _joined(panels: list[Visit], shares: list[float]) -> Visit:
         sides=[],
         total=[_mean(values, shares) for values in zip(*(p.total for p in panels), strict=True)],
         report={
-            name: [_mean([p.report[name][side] for p in panels], shares) for side in range(len(v))]
+            name: [
+                _mean([p.report[name][side]() for p in panels], shares).detach
+                for side in range(len(v))
+            ]
             for name, v in first.report.items()
         },
         arrivals=arrivals,

@@ -22,7 +22,7 @@ Shapes: `B` chains, `N` rows, `K` columns, `D` embedding.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -73,15 +73,21 @@ class Walk:
     slots: tuple[Tensor, ...]  # per view [B], the chain of each row
     finals: tuple[Tensor, ...]  # per view [B], row * K + column of the final state, -1 = unmoved
 
-    def report(self, valid: Tensor) -> dict[str, Tensor]:  # [B] bool
+    def report(self, valid: Tensor) -> dict[str, Callable[[], Tensor]]:  # [B] bool
         """Numbers for `info`; see docs/diagnostics.md."""
-        moved = ((self.finals[-1] >= 0) & valid).sum()
         kind = self.weights.dtype
+
+        def age() -> Tensor:
+            moved = ((self.finals[-1] >= 0) & valid).sum()
+            return (valid.sum() - moved).to(kind) / moved.clamp(min=1)
+
         return {
-            "acceptance_rate": self.accepts.sum().to(kind) / self.num_steps.sum().clamp(min=1),
-            "carried_mass": self.carried_weight.mean(),
-            "chain_age": (valid.sum() - moved).to(kind) / moved.clamp(min=1),
-            "effective_negatives": effective_negatives(self.weights, self.carried_weight),
+            "acceptance_rate": lambda: (
+                self.accepts.sum().to(kind) / self.num_steps.sum().clamp(min=1)
+            ),
+            "carried_mass": lambda: self.carried_weight.mean(),
+            "chain_age": age,
+            "effective_negatives": lambda: effective_negatives(self.weights, self.carried_weight),
         }
 
     def arrivals(self, side: Side, keep_keys: bool) -> Iterator[tuple[Tensor, Arrival]]:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
-import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,6 +20,9 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from negchain.files import is_plain, read_arrays, read_object
+from negchain.train.run_folder import metric_lines
 
 FloatArray = NDArray[np.float64]
 
@@ -168,29 +171,14 @@ def load_run(path: Path) -> Run:
 that `negchain train --out` wrote
     """
     path = Path(path)
-    if not (path / "config.json").is_file():
+    if not is_plain(path / "config.json"):
         raise ValueError(
             f"a run is a folder with a config.json, and {path} has none; "
             "name a folder that `negchain train --out` wrote"
         )
-    config = _read_object(path / "config.json")
-    summary = _read_object(path / "summary.json") if (path / "summary.json").is_file() else None
+    config = read_object(path / "config.json")
+    summary = read_object(path / "summary.json") if os.path.lexists(path / "summary.json") else None
     return Run(path, config, _read_metrics(path, config), summary, _read_artifacts(path))
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"), parse_constant=lambda name: None)
-    except ValueError as error:
-        raise ValueError(
-            f"{path} must hold JSON, got {error}; restore the file or leave this run out"
-        ) from None
-    if not isinstance(value, dict):
-        raise ValueError(
-            f"{path} must hold a JSON object, got {type(value).__name__}; "
-            "restore the file or leave this run out"
-        )
-    return value
 
 
 def _finite(value: object) -> float | None:
@@ -201,13 +189,15 @@ def _finite(value: object) -> float | None:
 
 def _read_metrics(path: Path, config: dict[str, Any]) -> list[dict[str, float]]:
     file = path / "metrics.jsonl"
-    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    lines = metric_lines(file)
     merged: dict[tuple[str, float], dict[str, float]] = {}
     batch_size = _finite(config.get("batch_size"))
     for number, line in enumerate(lines, start=1):
         try:
             entry = json.loads(line) if line.strip() else {}
-        except ValueError:
+            if not isinstance(entry, dict):
+                raise ValueError("not an object")
+        except (ValueError, RecursionError):
             if number == len(lines):  # cut off by a kill while it was being written
                 break
             raise ValueError(
@@ -225,16 +215,9 @@ def _read_metrics(path: Path, config: dict[str, Any]) -> list[dict[str, float]]:
 
 def _read_artifacts(path: Path) -> dict[str, NDArray[Any]]:
     file = path / "artifacts.npz"
-    if not file.is_file():
+    if not os.path.lexists(file):
         return {}
-    try:
-        with np.load(file, allow_pickle=False) as archive:
-            return {key: archive[key] for key in archive.files}
-    except (ValueError, OSError, zipfile.BadZipFile) as error:
-        raise ValueError(
-            f"{file} must be an .npz of plain arrays, got {error}; "
-            "delete it to report without galleries"
-        ) from None
+    return read_arrays(file)
 
 
 @dataclass(frozen=True)

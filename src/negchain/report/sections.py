@@ -192,7 +192,8 @@ def standing(run: Run) -> str:
         f"{run.data_info.get('test') or 'the'} test images. In brackets: the range that other test "
         "images of this kind would give, 19 times of 20. Raw pixels: the images themselves as "
         "features, averaged to at most 16 × 16. Chance: always the commonest class.</p>"
-        f'<div class="said">{said}</div><div class="grid">{"".join(blocks)}{more}</div></section>'
+        f'<div class="said">{said}</div>'
+        f'<div class="grid top">{"".join(blocks)}{more}</div></section>'
     )
 
 

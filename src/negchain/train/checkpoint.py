@@ -1,29 +1,32 @@
 """Checkpoints that are complete or absent: atomic to write, checked to read.
 
 A file `step-000001234.pt` is a `torch.save` archive followed by a footer with the SHA-256 of the
-archive. Writing goes to a hidden file in the same folder, to the disk (fsync), then under its name
-(rename, fsync of the folder); older ones are deleted only after that. So a process killed at any
-moment, or a machine without power, leaves the previous checkpoints readable, and the footer tells
-a half-written or damaged file from a good one, which the archive's own format does not do for
-every bit.
+archive; `best.pt` is the same, outside the count of those that are kept. Writing goes to a hidden
+file in the same folder, to the disk (fsync), then under its name (rename, fsync of the folder);
+older ones are deleted only after that. So a process killed at any moment, or a machine without
+power, leaves the previous checkpoints readable, and the footer tells a half-written or damaged file
+from a good one, which the archive's own format does not do for every bit.
 """
 
 import hashlib
 import mmap
 import os
+import pickle
 import re
+import zipfile
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
-CHECKPOINT_SCHEMA = 1
+from negchain.files import FileRefused, open_plain, real_folder, replacing
+
+CHECKPOINT_SCHEMA = 2
 """Number of the layout of a checkpoint's state; raise it when the trainer changes the layout."""
 
+BEST = "best.pt"
 _NAME = re.compile(r"step-(\d{9,})\.pt")
 _FOOTER = b"\nsha256:"
 _FOOTER_SIZE = len(_FOOTER) + 64
@@ -43,29 +46,6 @@ class Loaded:
     warnings: list[str]
 
 
-@contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Write a file that appears under its name whole and on the disk, or not at all.
-
-    >>> import tempfile; folder = Path(tempfile.mkdtemp())
-    >>> with replacing(folder / "a.txt") as file:
-    ...     _ = file.write(b"all of it")
-    >>> [p.name for p in folder.iterdir()]
-    ['a.txt']
-    """
-    hidden = path.with_name(f".{path.name}.tmp")
-    try:
-        with open(hidden, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(hidden, path)
-    except BaseException:
-        hidden.unlink(missing_ok=True)
-        raise
-    _sync_folder(path.parent)
-
-
 def save(folder: Path, state: dict[str, Any], step: int, keep: int) -> Path:
     """Write `state` as the checkpoint of `step`, then delete all but the latest `keep`.
 
@@ -80,14 +60,11 @@ def save(folder: Path, state: dict[str, Any], step: int, keep: int) -> Path:
     """
     assert keep >= 1 and step >= 0
     _check_plain(state, "state")
-    folder.mkdir(parents=True, exist_ok=True)
+    real_folder(folder)
     for stale in folder.glob(".step-*.tmp"):  # left by a process that was killed while saving
         stale.unlink()
     path = folder / f"step-{step:09d}.pt"
-    with replacing(path) as file:
-        writer = _HashingWriter(file)
-        torch.save({"schema": CHECKPOINT_SCHEMA, "step": step, "state": state}, writer)  # type: ignore[arg-type]
-        file.write(_FOOTER + writer.digest.hexdigest().encode())
+    _write(path, state, step)
     # A later step than this one is a damaged file that the resumed run had to step back from; it
     # must not count among the latest, or pruning would delete a good one in its favour.
     past = [p for s, p in _checkpoints(folder) if s <= step]
@@ -95,6 +72,36 @@ def save(folder: Path, state: dict[str, Any], step: int, keep: int) -> Path:
         if old not in past[-keep:]:
             old.unlink()
     return path
+
+
+def save_best(folder: Path, state: dict[str, Any], step: int) -> Path:
+    """Write `state` as the best checkpoint so far, in the place of the one before."""
+    _check_plain(state, "state")
+    path = real_folder(folder) / BEST
+    _write(path, state, step)
+    return path
+
+
+def load_named(folder: Path, name: str) -> Loaded:
+    """Read one checkpoint: "best", or a step such as "1234".
+
+    >>> import tempfile; folder = Path(tempfile.mkdtemp())
+    >>> path = save_best(folder, {"weights": torch.ones(3)}, step=7)
+    >>> load_named(folder, "best").step
+    7
+    """
+    files = {str(step): path for step, path in _checkpoints(folder)}
+    if (folder / BEST).exists():
+        files["best"] = folder / BEST
+    path = files.get(name.removeprefix("step-").removesuffix(".pt").lstrip("0") or "0")
+    if path is None:
+        raise CheckpointError(
+            f"{folder} has no checkpoint {name!r}; it has {', '.join(files) or 'none'}"
+        )
+    try:
+        return _checked(path, _read(path, "cpu"), [])
+    except (OSError, ValueError, _Damaged) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; choose another one") from error
 
 
 def load_latest(folder: Path, *, map_location: str | torch.device = "cpu") -> Loaded | None:
@@ -109,17 +116,12 @@ def load_latest(folder: Path, *, map_location: str | torch.device = "cpu") -> Lo
     for step, path in reversed(found):
         try:
             content = _read(path, map_location)
-        except (OSError, _Damaged) as error:
+            if content["step"] != step:
+                raise _Damaged(f"it says it is of step {content['step']}")
+        except (OSError, FileRefused, _Damaged) as error:
             warnings.append(f"{path} is skipped because it is damaged: {error}")
             continue
-        schema = content.get("schema")
-        if schema != CHECKPOINT_SCHEMA:
-            raise CheckpointError(
-                f"{path} has checkpoint schema {schema} and this version reads "
-                f"{CHECKPOINT_SCHEMA}; continue it with the version that wrote it"
-            )
-        assert content["step"] == step
-        return Loaded(content["state"], step, warnings)
+        return _checked(path, content, warnings)
     if found:
         raise CheckpointError(
             f"all {len(found)} checkpoints in {folder} are damaged (the newest: {warnings[0]}); "
@@ -129,7 +131,7 @@ def load_latest(folder: Path, *, map_location: str | torch.device = "cpu") -> Lo
 
 
 class _Damaged(Exception):
-    """The footer is missing or does not match."""
+    """The file is not a whole checkpoint."""
 
 
 class _HashingWriter:
@@ -137,36 +139,85 @@ class _HashingWriter:
 
     def __init__(self, file: BinaryIO) -> None:
         self.digest = hashlib.sha256()
+        self.failed: OSError | None = None
         self._file = file
 
     def write(self, data: bytes) -> int:
         self.digest.update(data)
-        return self._file.write(data)
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.failed = error
+            raise
 
     def flush(self) -> None:
         self._file.flush()
 
 
+def _write(path: Path, state: dict[str, Any], step: int) -> None:
+    with replacing(path) as file:
+        writer = _HashingWriter(file)
+        try:
+            torch.save({"schema": CHECKPOINT_SCHEMA, "step": step, "state": state}, writer)  # type: ignore[arg-type]
+        except RuntimeError:
+            if writer.failed is not None:  # torch turns "no space left" into "unexpected pos"
+                raise writer.failed from None
+            raise
+        file.write(_FOOTER + writer.digest.hexdigest().encode())
+
+
 def _read(path: Path, map_location: str | torch.device) -> dict[str, Any]:
-    with open(path, "rb") as file:
+    with open_plain(path) as file:
         size = os.fstat(file.fileno()).st_size - _FOOTER_SIZE
         if size <= 0:
             raise _Damaged("it is too short")
         file.seek(size)
-        footer = file.read()
+        footer = file.read(_FOOTER_SIZE)
         # A map ends where the archive ends and needs no second copy of it in memory.
         with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as archive:
             if footer != _FOOTER + hashlib.sha256(archive).hexdigest().encode():
                 raise _Damaged("its checksum does not match")
-            content = torch.load(archive, map_location=map_location, weights_only=True)  # type: ignore[arg-type]
-    assert isinstance(content, dict)
+            try:
+                refuse_compressed(archive, size)
+                content = torch.load(archive, map_location=map_location, weights_only=True)  # type: ignore[arg-type]
+            except pickle.UnpicklingError as error:  # torch's words advise to run it
+                raise _Damaged("it holds more than tensors, numbers and text") from error
+            except Exception as error:  # a matching checksum proves nothing about who wrote it
+                raise _Damaged(str(error).split("\n")[0] or type(error).__name__) from error
+    shape = {"schema": int, "step": int, "state": dict}
+    if not isinstance(content, dict) or any(
+        type(content.get(name)) is not kind for name, kind in shape.items()
+    ):
+        raise _Damaged("it holds something else than a checkpoint")
     return content
+
+
+def refuse_compressed(archive: mmap.mmap, size: int) -> None:
+    """`torch.save` stores; a compressed archive could expand to any size."""
+    with zipfile.ZipFile(archive) as members:  # type: ignore[call-overload]
+        found = members.infolist()
+    archive.seek(0)
+    if any(m.compress_type != zipfile.ZIP_STORED for m in found):
+        raise _Damaged("its archive is compressed, which ours never is")
+    if sum(m.file_size for m in found) > size:
+        raise _Damaged("its archive claims more bytes than it has")
+
+
+def _checked(path: Path, content: dict[str, Any], warnings: list[str]) -> Loaded:
+    schema = content["schema"]
+    if schema != CHECKPOINT_SCHEMA:
+        raise CheckpointError(
+            f"{path} has checkpoint schema {schema} and this version reads "
+            f"{CHECKPOINT_SCHEMA}; continue it with the version that wrote it"
+        )
+    return Loaded(content["state"], content["step"], warnings)
 
 
 def _checkpoints(folder: Path) -> list[tuple[int, Path]]:
     """Return (step, path) of every checkpoint, oldest first."""
-    if not folder.is_dir():
+    if not folder.exists():
         return []
+    real_folder(folder)
     matches = ((_NAME.fullmatch(p.name), p) for p in folder.iterdir())
     return sorted((int(m.group(1)), p) for m, p in matches if m)
 
@@ -188,11 +239,3 @@ def _check_plain(value: object, where: str) -> None:
             f"{where} is of type {type(value).__name__}; a checkpoint holds tensors, numbers, "
             "strings, None, dictionaries, lists and tuples, so convert it to one of them"
         )
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

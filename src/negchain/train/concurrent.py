@@ -16,7 +16,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from negchain.train.run_folder import Metric, read_metrics
+from negchain.files import open_plain, read_object
+from negchain.train.run_folder import last_metrics
 from negchain.train.sharing import Mode, interruptible, shared_gpu
 
 ENDLESS = 10**7  # steps
@@ -32,10 +33,11 @@ def launch(
     not two signals, of which the second would mean not to wait for the checkpoint.
     """
     source = str(Path(__file__).resolve().parents[2])
-    path = f"{source}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    with open(log, "ab") as file:
+    path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
+    with open_plain(log, "ab") as file:
         return subprocess.Popen(
-            [sys.executable, "-m", "negchain", "train", *arguments],
+            # -P: what lies in the working directory is never imported
+            [sys.executable, "-P", "-m", "negchain", "train", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=file,
@@ -89,10 +91,20 @@ def images_per_second(
     return [(a[0] - b[0]) / (a[1] - b[1]) for b, a in zip(before, after, strict=True)]
 
 
+def progress_of(run: Path) -> float:
+    """The share of its steps that a run has done, as far as its folder says."""
+    try:
+        config, step = read_object(run / "config.json"), last_metrics(run).get("step", 0)
+        size, batch = config["data_info"]["pretrain"], config["batch_size"]
+        total = config["steps"] or config["epochs"] * (size // batch)
+        return min(1.0, float(step or 0) / float(total))
+    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError):
+        return 0.0  # it has only begun
+
+
 def _latest(run: Path, name: str) -> float:
     """A number of the last line of metrics, 0 while there is none."""
-    lines: list[dict[str, Metric]] = read_metrics(run)
-    value = lines[-1][name] if lines else 0
+    value = last_metrics(run).get(name, 0)
     assert isinstance(value, int | float)
     return value
 

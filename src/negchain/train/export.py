@@ -14,29 +14,43 @@ from typing import Any
 import timm
 from safetensors.torch import save_file
 
-from negchain.encoders import SMALL_IMAGE, Encoder, EncoderConfig, rebuild_encoder
+from negchain.encoders import Encoder, EncoderConfig, rebuild_encoder
 from negchain.train import checkpoint
-from negchain.train.config import ConfigError, TrainConfig, from_json
-from negchain.train.run_folder import is_run
+from negchain.train.config import ConfigError, TrainConfig, to_json
 
 
-def load_run_config(path: Path) -> TrainConfig:
-    """The settings of a run folder."""
-    if not is_run(path):
-        raise ConfigError(
-            f"{path} holds no run (no config.json); give a folder negchain train made"
-        )
-    return from_json((path / "config.json").read_text(encoding="utf-8"))
+def load_trained(path: Path, which: str = "latest") -> tuple[Encoder, checkpoint.Loaded]:
+    """The encoder of a run's checkpoint, on the CPU in eval mode, and the checkpoint.
 
-
-def load_trained(path: Path) -> tuple[Encoder, dict[str, Any]]:
-    """The encoder of a run's newest checkpoint, on the CPU in eval mode, and the checkpoint."""
-    loaded = checkpoint.load_latest(path / "checkpoints")
+    Args:
+        path: the run folder.
+        which: "latest", "best", or the step of one that was kept. Where "latest" had to step back
+            from a damaged file, `Loaded.warnings` says so.
+    """
+    folder = path / "checkpoints"
+    loaded = checkpoint.load_latest(folder) if which == "latest" else None
+    if which != "latest":
+        loaded = checkpoint.load_named(folder, which)
     if loaded is None:
         raise ConfigError(f"{path} has no checkpoint yet; let it train, or use --resume")
-    encoder = rebuild_encoder(loaded.state["encoder_config"])
-    encoder.load_state_dict(loaded.state["encoder"])
-    return encoder.eval(), loaded.state
+    return encoder_of(loaded.state, folder), loaded
+
+
+def encoder_of(state: dict[str, Any], source: Path) -> Encoder:
+    """The encoder that the state of a checkpoint holds."""
+    described, weights = state.get("encoder_config"), state.get("encoder")
+    try:
+        if not isinstance(described, dict) or not isinstance(weights, dict):
+            raise ValueError("it holds no encoder")
+        encoder = rebuild_encoder(described)
+        encoder.load_state_dict(weights)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        reason = str(error).split("\n")[0]
+        raise ConfigError(
+            f"the newest checkpoint in {source} does not fit the encoder it describes ({reason}); "
+            "choose another one"
+        ) from error
+    return encoder.eval()
 
 
 def export_encoder(
@@ -48,15 +62,9 @@ def export_encoder(
     folder.mkdir(parents=True, exist_ok=True)
     weights = {k: v.detach().cpu().contiguous() for k, v in encoder.backbone.state_dict().items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    record = {"encoder": dict(encoder.encoder_config), "training": json.loads(_plain(config))}
+    record = {"encoder": dict(encoder.encoder_config), "training": json.loads(to_json(config))}
     (folder / "config.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     (folder / "README.md").write_text(_card(encoder, config, results), encoding="utf-8")
-
-
-def _plain(config: TrainConfig) -> str:
-    from negchain.train.config import to_json
-
-    return to_json(config)
 
 
 def _card(encoder: Encoder, config: TrainConfig, results: dict[str, Any]) -> str:
@@ -97,7 +105,7 @@ def loading_code(config: EncoderConfig) -> str:
             f"model = {name}(weights=None{layer})",
             f"model.fc = nn.Sequential(nn.Linear({width}, {width}), nn.ReLU())",
         ]
-        if config["image_size"] <= SMALL_IMAGE:
+        if config["small_stem"]:
             lines.append(f"model.conv1 = nn.Conv2d({channels}, 64, 3, padding=1, bias=False)")
             lines.append("model.maxpool = nn.Identity()")
         elif channels != 3:

@@ -153,7 +153,7 @@ class Judge:
         images = self.data.pretrain
         chosen = torch.linspace(0, len(images) - 1, min(VIEWED, len(images))).long()
         originals = images.fetch(chosen)
-        augmented = finite_views(originals, self.augment, VIEWS, self.config.seed)
+        augmented = finite_views(images.pictures(chosen), self.augment, VIEWS, self.config.seed)
         return {"views_original": originals.numpy(), "views_augmented": augmented.numpy()}
 
     def _neighbours(

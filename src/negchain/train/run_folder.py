@@ -8,11 +8,13 @@
     report.html, artifacts.npz    written by others
     .lock           held while a process trains here
 
+Nothing in the folder may lead outside it (see `negchain.files`).
 Metrics may run ahead of the last checkpoint when a process dies; `truncate_after` takes them back
 to the step from which the run continues, so a resumed run's metrics equal an uninterrupted one's.
 """
 
 import contextlib
+import errno
 import fcntl
 import importlib.metadata
 import itertools
@@ -21,18 +23,24 @@ import math
 import os
 import platform
 import re
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO, Self
 
-from negchain.train.checkpoint import replacing
+from negchain.files import is_plain, naming, open_plain, read_text, real_folder, replacing
+from negchain.train.config import ConfigError, TrainConfig, from_json
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 Metric = float | int | str | None
+
+METRICS_LIMIT = 16 << 20  # bytes of metrics that are read whole
+LINE_LIMIT = 64 << 10  # bytes of one line of them
 
 _OURS = ("config.json", "metrics.jsonl", "tensorboard", "checkpoints", "summary.json",
          "report.html", "artifacts.npz")  # fmt: skip
@@ -44,7 +52,25 @@ class RunFolderError(ValueError):
 
 def is_run(path: str | Path) -> bool:
     """Whether `path` is the folder of a run: it holds a config.json."""
-    return (Path(path) / "config.json").is_file()
+    return is_plain(Path(path) / "config.json")
+
+
+def load_run_config(path: Path) -> TrainConfig:
+    """The settings of a run folder, less what only the command line may say (`own_settings`)."""
+    if not is_run(path):
+        raise ConfigError(
+            f"{path} holds no run (no config.json); give a folder negchain train made"
+        )
+    return own_settings(from_json(read_text(path / "config.json")))
+
+
+def own_settings(config: TrainConfig) -> TrainConfig:
+    """The settings of a file somebody else may have written: none to fetch or write by.
+
+    >>> own_settings(TrainConfig(data="cifar10", download=True, root="/home/them")).root
+    'data'
+    """
+    return replace(config, download=TrainConfig.download, root=TrainConfig.root, out=None)
 
 
 def default_out(
@@ -112,24 +138,39 @@ class RunFolder:
         path = Path(path)
         if not is_run(path):
             raise RunFolderError(f"{path} holds no run to resume; leave out --resume to start one")
-        return cls(path, _locked(path))
+        run = cls(path, _locked(path))
+        try:
+            for name in ("checkpoints", "tensorboard"):
+                if os.path.lexists(path / name):
+                    real_folder(path / name)
+        except BaseException:
+            run.close()
+            raise
+        return run
 
     def config(self) -> str:
         """Return the text of config.json."""
-        return (self.path / "config.json").read_text(encoding="utf-8")
+        return read_text(self.path / "config.json")
+
+    def rewrite_config(self, text: str) -> None:
+        """Replace config.json, when a run is extended."""
+        with replacing(self.path / "config.json") as file:
+            file.write(text.encode())
 
     def log(self, record: Mapping[str, Metric]) -> None:
         """Append one line of metrics, which names its `step`; non-finite numbers become null."""
         assert isinstance(record["step"], int)
         clean: dict[str, Metric] = _finite(record)
         if self._metrics is None:
-            self._metrics = open(self.path / "metrics.jsonl", "ab")
-        self._metrics.write(json.dumps(clean, allow_nan=False).encode() + b"\n")
-        self._metrics.flush()
-        events = self._writer()
-        for key, value in clean.items():
-            if key != "step" and isinstance(value, int | float):
-                events.add_scalar(key, value, record["step"])
+            self._metrics = open_plain(self.path / "metrics.jsonl", "ab")
+        with naming(self.path / "metrics.jsonl"):
+            self._metrics.write(json.dumps(clean, allow_nan=False).encode() + b"\n")
+            self._metrics.flush()
+        with naming(self.path / "tensorboard"):
+            events = self._writer()
+            for key, value in clean.items():
+                if key != "step" and isinstance(value, int | float):
+                    events.add_scalar(key, value, record["step"])
 
     def sync(self) -> None:
         """Force the metrics to the disk; before a checkpoint, so that it never runs ahead."""
@@ -147,12 +188,13 @@ class RunFolder:
         path = self.path / "metrics.jsonl"
         if not path.exists():
             return 0
-        lines = path.read_bytes().splitlines(keepends=True)
-        kept = [line for line in lines if (found := _parsed(line)) and found["step"] <= step]
-        if len(kept) < len(lines):
+        dropped = sum(1 for line in _lines(path) if not _until(line, step))
+        if dropped:
             with replacing(path) as file:
-                file.write(b"".join(kept))
-        return len(lines) - len(kept)
+                for line in _lines(path):
+                    if _until(line, step):
+                        file.write(line)
+        return dropped
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json, which marks the run as finished; non-finite numbers become null."""
@@ -161,11 +203,13 @@ class RunFolder:
 
     def close(self) -> None:
         """Close the files and let go of the folder."""
-        if self._metrics is not None:
-            self._metrics.close()
-        if self._events is not None:
-            self._events.close()
-        self._lock.close()
+        try:
+            if self._metrics is not None:
+                self._metrics.close()
+            if self._events is not None:
+                self._events.close()
+        finally:
+            self._lock.close()
 
     def __enter__(self) -> Self:
         """Return the folder itself."""
@@ -184,16 +228,54 @@ class RunFolder:
         if self._events is None:
             from torch.utils.tensorboard import SummaryWriter  # takes a second: when first needed
 
-            folder = str(self.path / "tensorboard")
+            folder = str(real_folder(self.path / "tensorboard"))
             self._events = SummaryWriter(folder, purge_step=self._purge_step)
         return self._events
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Metric]]:
     """Return the complete lines of a run's metrics; also while it is still being written."""
-    file = Path(path) / "metrics.jsonl"
-    lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
+    lines = metric_lines(Path(path) / "metrics.jsonl")
     return [record for line in lines if (record := _parsed(line))]
+
+
+def last_metrics(path: str | Path) -> dict[str, Metric]:
+    """The last complete line of a run's metrics; empty while there is none."""
+    file = Path(path) / "metrics.jsonl"
+    if not file.exists():
+        return {}
+    with open_plain(file) as content:
+        content.seek(max(0, os.fstat(content.fileno()).st_size - LINE_LIMIT))
+        lines = content.read(LINE_LIMIT).splitlines(keepends=True)
+    return next((record for line in reversed(lines) if (record := _parsed(line))), {})
+
+
+def metric_lines(file: Path) -> list[bytes]:
+    """The lines of a metrics.jsonl; of a very long one evenly chosen lines, and evaluations."""
+    if not file.exists():
+        return []
+    every = 1 + file.stat().st_size // METRICS_LIMIT
+    kept: list[bytes] = []
+    room = 2 * METRICS_LIMIT  # bytes; a hostile file may call every line an evaluation
+    for number, line in enumerate(_lines(file)):
+        if number % every == 0 or b'"global_loss"' in line:
+            kept.append(line)
+            room -= len(line)
+            if room < 0:
+                break
+    return kept
+
+
+def _lines(file: Path) -> Iterator[bytes]:
+    """The lines of a file one by one; longer ones than any of ours in pieces."""
+    with open_plain(file) as content:
+        while line := content.readline(LINE_LIMIT):
+            yield line
+
+
+def _until(line: bytes, step: int) -> bool:
+    found = _parsed(line)
+    return found is not None and found["step"] <= step
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:
@@ -201,7 +283,7 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
         return None
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
 
@@ -221,7 +303,7 @@ def _refuse_taken(path: Path) -> None:
         raise RunFolderError(
             f"{path} already holds a run; add --resume to continue it or choose another --out"
         )
-    if taken := [name for name in _OURS if (path / name).exists()]:
+    if taken := [name for name in _OURS if os.path.lexists(path / name)]:
         raise RunFolderError(
             f"{path} already holds {taken[0]}, which a run would overwrite; choose another --out"
         )
@@ -235,7 +317,7 @@ def _locked(path: Path) -> BinaryIO:
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
-        lock = open(path / ".lock", "a+b")
+        lock = open_plain(path / ".lock", "a+b")
     except OSError as error:
         raise RunFolderError(f"cannot write in {path} ({error}); choose another --out") from error
     try:
@@ -251,6 +333,20 @@ def _locked(path: Path) -> BinaryIO:
     lock.write(f"{os.getpid()}\n".encode())
     lock.flush()
     return lock
+
+
+def check_writable(path: Path) -> None:
+    """Refuse a folder that could not be made or written to, before there is anything to write."""
+    there = next(p for p in (path.absolute(), *path.absolute().parents) if os.path.lexists(p))
+    try:
+        if not there.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, "it is no folder", str(there))
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise RunFolderError(
+            f"cannot write in {there} ({error.strerror}); choose another --out"
+        ) from error
 
 
 def versions(packages: tuple[str, ...]) -> dict[str, str]:

@@ -188,7 +188,7 @@ def _try_client(program: str, environment: dict[str, str]) -> None:
     while True:
         try:
             trial = subprocess.run(
-                [sys.executable, "-c", TRIAL, program],
+                [sys.executable, "-P", "-c", TRIAL, program],
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,

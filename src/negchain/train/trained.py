@@ -24,9 +24,11 @@ from negchain.data.decode import num_cores, read_image
 from negchain.data.sources import BUILT_IN
 from negchain.encoders import Encoder
 from negchain.evaluation import embed_all
-from negchain.train import checkpoint, trainer
+from negchain.files import replacing
+from negchain.train import trainer
 from negchain.train.config import ConfigError, TrainConfig
-from negchain.train.export import load_run_config, load_trained
+from negchain.train.export import load_trained
+from negchain.train.run_folder import load_run_config
 
 ENCODE_BATCH = 256
 FORMATS = (".npz", ".csv", ".parquet")
@@ -81,7 +83,7 @@ class Embeddings:
         check_embedding_file(out)
         rows = self.features.cpu().numpy()
         out.parent.mkdir(parents=True, exist_ok=True)
-        with checkpoint.replacing(out) as file:
+        with replacing(out) as file:
             if out.suffix == ".npz":
                 np.savez_compressed(
                     file,
@@ -244,8 +246,8 @@ def _as_rgb(pixels: Tensor) -> Image.Image:
     return Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
 
 
-def load_run_encoder(run: str | Path, device: str = "auto") -> Trained:
-    """What `negchain.load` does."""
-    config = replace(load_run_config(Path(run)), device=device)  # type: ignore[arg-type]
+def load_run_encoder(run: str | Path, device: str = "auto", root: str = "data") -> Trained:
+    """What `negchain.load` does; `root` holds downloaded data sets."""
+    config = replace(load_run_config(Path(run)), device=device, root=root)  # type: ignore[arg-type]
     where = trainer.choose_device(config)
     return Trained(load_trained(Path(run))[0].to(where), config, where)

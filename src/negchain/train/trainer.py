@@ -6,10 +6,11 @@ metrics of its own step, and a run that is killed loses at most the steps since 
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
 
@@ -20,15 +21,18 @@ from torch import Tensor
 from negchain.augment import Augmentation, Images, augmentation, finite_views
 from negchain.data import DataBundle, ImageSet, load_data, stream_batches
 from negchain.encoders import Encoder, build_encoder
+from negchain.files import replacing
 from negchain.optim import build_optimizer, load_optimizer, lr_at, set_lr
 from negchain.report import write_report
 from negchain.train import checkpoint
 from negchain.train.config import ConfigError, TrainConfig
 from negchain.train.judge import Judge, baselines
 from negchain.train.order import DataOrder
+from negchain.train.pretrained import start_from
 from negchain.train.progress import Progress
 from negchain.train.reading import Clock, Reading
 from negchain.train.run_folder import RunFolder, read_metrics
+from negchain.train.stem import small_stem, stem_note
 from negchain.train.step import TrainStep, build_loss
 
 NOT_LOGGED = ("nonfinite_rows", "rows_without_negatives")  # zero, or somebody should know
@@ -58,6 +62,8 @@ class Run:
     done: int = 0  # steps finished
     seconds: float = 0.0  # spent training, over all sessions of the run
     evaluated: bool = False  # the last line of metrics, that of the end, is written
+    best: float | None = None  # score of the best encoder so far, which best.pt holds
+    notes: list[str] = field(default_factory=list)  # what was chosen for the user
     stop: bool = False
     _reading: Reading | None = None  # logged, but not yet read from the device
 
@@ -68,13 +74,14 @@ class Run:
         if self.done == 0:
             self.step.fill()
         with _stopping(self), progress:
-            progress.start(self.total_steps, self.done, self.config.batch_size)
+            progress.start(self.total_steps, self.done)
             baseline = self._before(progress)
             self._loop(progress)
             progress.say("evaluating")
             final, answers = self.judge.thorough(self.encoder)
             if not self.evaluated:
                 self._log(final)
+                self._keep_best(final)
                 self.evaluated = True
                 self._save()
             progress.say("reporting")
@@ -110,7 +117,7 @@ class Run:
         return baselines(found)
 
     def _keep_arrays(self, arrays: dict[str, Any]) -> None:
-        with checkpoint.replacing(self.folder.path / "artifacts.npz") as file:
+        with replacing(self.folder.path / "artifacts.npz") as file:
             np.savez_compressed(file, **arrays)
 
     def _page(self) -> None:
@@ -125,6 +132,7 @@ class Run:
             set_lr(self.step.optimizer, self._lr(self.done))
             self.step(self.done, index, images)
             self.done += 1
+            progress.step(self.done)
             last = self.done == self.total_steps
             evaluates = self._evaluates() and not last
             due = config.checkpoint_every and self.done % config.checkpoint_every == 0 and not last
@@ -137,8 +145,12 @@ class Run:
                 if self.device.type == "cuda":
                     torch.cuda.synchronize()  # so that queued steps count as training time
                 self.seconds += clock.lap()
-                self._log(self.judge.quick(self.encoder))
+                progress.say("evaluating")
+                found = self.judge.quick(self.encoder)
+                self._log(found)
+                self._keep_best(found)
                 self._page()
+                progress.say("training")
                 clock = Clock(self.done)
             stopping = self.stop  # asked once: a signal from here on ends the run a step later
             if stopping or due:
@@ -148,7 +160,7 @@ class Run:
                 clock.lap()
                 last_saved = self.done
             if stopping:
-                raise Interrupted(f"stopped after step {last_saved} of {self.total_steps}")
+                raise Interrupted(f"after step {last_saved} of {self.total_steps}")
 
     def _read(self, clock: Clock, progress: Progress) -> None:
         """Log what the last logged step left on the device.
@@ -169,7 +181,7 @@ class Run:
         found = {name: value for name, value in info.items() if value or name not in NOT_LOGGED}
         found = {_metric(name): value for name, value in found.items()}
         self._log({"loss": loss, "images_per_second": rate, **found}, reading.step)
-        progress.update(reading.step, loss, rate)
+        progress.update(loss, rate)
 
     def _evaluates(self) -> bool:
         every = self.config.eval_every * self.order.steps_per_epoch
@@ -225,15 +237,50 @@ class Run:
             "cuda_rng": cuda,
             "last_loss": float(self.step.loss),
             "evaluated": self.evaluated,
+            "best": self.best,
         }
         checkpoint.save(self.folder.checkpoints, state, self.done, self.config.keep_checkpoints)
 
-    def restore(self) -> list[str]:
-        """Continue from the newest whole checkpoint; returns what the user should know."""
+    def _keep_best(self, numbers: dict[str, float]) -> None:
+        """Keep the encoder if it is the best so far: by probe, or exact loss without labels."""
+        score = numbers.get("probe", -numbers.get("global_loss", math.inf))
+        if score > (-math.inf if self.best is None else self.best):
+            self.best = score
+            state = {
+                "encoder_config": dict(self.encoder.encoder_config),
+                "encoder": self.encoder.state_dict(),
+            }
+            checkpoint.save_best(self.folder.checkpoints, state, self.done)
+
+    def restore(self, given: bool = False) -> list[str]:
+        """Continue from the newest whole checkpoint; returns what the user should know.
+
+        Args:
+            given: --pretrained was given again; without it a run that starts from other weights
+                needs its own checkpoint, for what a file says is never fetched.
+        """
         loaded = checkpoint.load_latest(self.folder.checkpoints)
         if loaded is None:
+            notes = ["no checkpoint was written yet: starting from the first step"]
+            if self.config.pretrained is not None:
+                if not given:
+                    raise ConfigError(
+                        "no checkpoint was written yet, and the run starts from --pretrained "
+                        f"{self.config.pretrained}; give --pretrained again, or start a new run"
+                    )
+                notes.append(start_from(self.encoder, self.config.pretrained))
             self.folder.truncate_after(0)
-            return ["no checkpoint was written yet: starting from the first step"]
+            return notes
+        try:
+            return self._restore(loaded)
+        except (KeyError, TypeError, RuntimeError) as error:
+            reason = str(error).split("\n")[0]
+            raise ConfigError(
+                f"the checkpoint of step {loaded.step} in {self.folder.checkpoints} does not fit "
+                f"this run ({reason}); delete it to continue from the one before"
+            ) from error
+
+    def _restore(self, loaded: checkpoint.Loaded) -> list[str]:
         state = loaded.state
         if state["fingerprint"] != self.data.fingerprint:
             raise ConfigError(
@@ -242,7 +289,6 @@ class Run:
                 "--resident-gb keeps them at another size; restore what was, or start a new run in "
                 "another --out"
             )
-        self.folder.truncate_after(loaded.step)
         self.encoder.load_state_dict(state["encoder"])
         self.step.loss_fn.load_state_dict(state["loss"])
         load_optimizer(self.step.optimizer, state["optimizer"])
@@ -250,8 +296,10 @@ class Run:
         if state["cuda_rng"] is not None and self.device.type == "cuda":
             torch.cuda.set_rng_state(state["cuda_rng"])
         self.done, self.seconds = loaded.step, float(state["seconds"])
-        self.evaluated = bool(state["evaluated"])
+        self.evaluated = bool(state["evaluated"]) and self.done >= self.total_steps
+        self.best = state["best"]
         self.step.loss.fill_(state["last_loss"])
+        self.folder.truncate_after(loaded.step)
         return [f"continuing after step {self.done} of {self.total_steps}", *loaded.warnings]
 
 
@@ -283,10 +331,16 @@ def load_images(config: TrainConfig, progress: bool) -> DataBundle:
     return data
 
 
-def prepare(config: TrainConfig, data: DataBundle, open_folder: Callable[[], RunFolder]) -> Run:
+def prepare(
+    config: TrainConfig,
+    data: DataBundle,
+    open_folder: Callable[[], RunFolder],
+    fresh: bool = True,
+) -> Run:
     """Build everything a run needs on its device; nothing is trained yet.
 
-    The folder is opened last: what is refused on the way leaves none behind.
+    The folder is opened last: what is refused on the way leaves none behind. Unless the run is
+    `fresh`, its weights come from a checkpoint and not from `--pretrained`.
     """
     device = choose_device(config)
     if device.type == "cpu" and config.encoder == "small-cnn":
@@ -296,7 +350,12 @@ def prepare(config: TrainConfig, data: DataBundle, open_folder: Callable[[], Run
     torch.manual_seed(config.seed)
     order = DataOrder(len(data.pretrain), config.batch_size, config.seed)
     augment = run_augmentation(config, data)
-    encoder = build_run_encoder(config, data).to(device)
+    encoder = build_run_encoder(config, data)
+    note = stem_note(config, data)
+    notes = [] if note is None else [note]
+    if fresh and config.pretrained is not None:
+        notes.append(start_from(encoder, config.pretrained))
+    encoder = encoder.to(device)
     if device.type == "cuda":
         encoder = encoder.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         torch.backends.cudnn.benchmark = True
@@ -316,7 +375,8 @@ def prepare(config: TrainConfig, data: DataBundle, open_folder: Callable[[], Run
     step = TrainStep(config, encoder, loss_fn, optimizer, augment, images, autocast, table)
     judge = Judge(config, data, augment, device, autocast)
     total = config.steps or config.epochs * order.steps_per_epoch
-    return Run(config, data, open_folder(), device, encoder, step, order, judge, total)
+    folder = open_folder()
+    return Run(config, data, folder, device, encoder, step, order, judge, total, notes=notes)
 
 
 def choose_device(config: TrainConfig) -> torch.device:
@@ -357,6 +417,7 @@ def build_run_encoder(config: TrainConfig, data: DataBundle) -> Encoder:
         projection=config.projector,
         embedding_dim=config.embedding_dim,
         seed=config.seed,
+        small_stem=small_stem(config, data),
     )
 
 

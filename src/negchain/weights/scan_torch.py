@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -68,6 +69,8 @@ def scan_torch(
 
 def _state_logits(threshold: Tensor, logits: Tensor, start_logit: Tensor) -> Tensor:
     """Logit of the chain's state before the first step and after each, [N, K+1]."""
+    if logits.device.type == "cpu":
+        return _state_logits_numpy(threshold, logits, start_logit)
     level = torch.cat([start_logit[:, None], logits], 1)
     reach = torch.cat([torch.full_like(start_logit[:, None], math.inf), threshold], 1)
     distance = 1
@@ -80,3 +83,20 @@ def _state_logits(threshold: Tensor, logits: Tensor, start_logit: Tensor) -> Ten
         level = torch.cat([level[:, :distance], torch.where(moves, right, left)], 1)
         distance *= 2
     return level
+
+
+def _state_logits_numpy(threshold: Tensor, logits: Tensor, start_logit: Tensor) -> Tensor:
+    """The same on a CPU, in place: numpy takes a fraction of torch's time over small arrays."""
+    num_chains, num_columns = logits.shape
+    level = np.empty((num_chains, num_columns + 1), logits.numpy().dtype)
+    level[:, 0], level[:, 1:] = start_logit.numpy(), logits.numpy()
+    reach = np.empty_like(level)
+    reach[:, 0], reach[:, 1:] = math.inf, threshold.numpy()
+    distance = 1
+    while distance <= num_columns:
+        left = level[:, :-distance].copy()
+        moves = reach[:, distance:] > left
+        np.maximum(reach[:, :-distance].copy(), reach[:, distance:], out=reach[:, distance:])
+        np.copyto(level[:, distance:], left, where=~moves)
+        distance *= 2
+    return torch.from_numpy(level)

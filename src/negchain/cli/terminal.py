@@ -1,0 +1,42 @@
+"""What commands say: words on stderr, results on stdout.
+
+Names of files and classes come from other people: what a terminal would take for a command (escape
+sequences) or rich for markup (`[/]`) is shown as text.
+"""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.text import Text
+
+
+class Stopped(Exception):
+    """The run was interrupted and can be continued; the message says where and how."""
+
+
+class Failed(Exception):
+    """The run began and could not go on."""
+
+
+def printable(text: str) -> str:
+    r"""The text with every character that cannot be printed written as an escape.
+
+    >>> print(printable("a\x1b[2Jb\n"))
+    a\x1b[2Jb\n
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text
+    )
+
+
+def say(text: str, lead: str = "", style: str = "bold") -> None:
+    """A line on stderr; `lead` stands in front of it in a style of its own."""
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    console.print(Text.assemble((printable(lead), style), printable(text)))
+
+
+def result(text: str) -> None:
+    """A line on stdout."""
+    print(printable(text), flush=True)

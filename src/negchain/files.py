@@ -1,0 +1,216 @@
+"""Files in folders that other people may have prepared.
+
+Run folders are passed on, so nothing in one may lead outside it: what is opened is a plain file and
+never a link, a pipe or a device; new files get a random name that did not exist, then their own by
+renaming, which replaces a link instead of following it. What is read is bounded before it is read.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import secrets
+import stat
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+JSON_LIMIT = 64 << 20  # bytes; a config names the files that were left out
+ARRAYS_LIMIT = 512 << 20  # bytes of all arrays of an .npz together
+
+_FLAGS = {
+    "rb": os.O_RDONLY,
+    "ab": os.O_WRONLY | os.O_APPEND | os.O_CREAT,
+    "a+b": os.O_RDWR | os.O_APPEND | os.O_CREAT,
+}
+
+
+class FileRefused(ValueError):
+    """A file is not what it should be; the message is one sentence for the user."""
+
+
+class DiskFull(OSError):
+    """There is no room for a file; the message names it."""
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Turn "no space left on device" into a sentence that names the file and what to do."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise DiskFull(
+            f"the disk is full: {path} could not be written ({error.strerror}); free some space "
+            "and try again (a training run goes on with --resume)"
+        ) from error
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Write a file that appears under its name whole and on the disk, or not at all.
+
+    >>> import tempfile; folder = Path(tempfile.mkdtemp())
+    >>> with replacing(folder / "a.txt") as file:
+    ...     _ = file.write(b"all of it")
+    >>> [p.name for p in folder.iterdir()]
+    ['a.txt']
+    """
+    hidden = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with naming(path):
+        descriptor = os.open(hidden, flags, 0o644)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(hidden, path)
+        except BaseException:
+            hidden.unlink(missing_ok=True)
+            raise
+    _sync_folder(path.parent)
+
+
+def open_plain(path: Path, mode: Literal["rb", "ab", "a+b"] = "rb") -> BinaryIO:
+    """Open a plain file, made if it is to be written; a link or a pipe is refused.
+
+    >>> open_plain(Path("/dev/null"))
+    Traceback (most recent call last):
+    negchain.files.FileRefused: /dev/null must be a plain file, and it is a device, a pipe or a \
+folder; remove it
+    """
+    flags = _FLAGS[mode] | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        descriptor = os.open(path, flags, 0o644)
+    except OSError as error:
+        if error.errno == errno.ELOOP or path.is_symlink():
+            raise FileRefused(f"{path} must be a plain file, and it is a link; remove it") from None
+        if error.errno not in (errno.ENXIO, errno.EISDIR):  # a pipe nobody reads; a folder
+            raise
+        raise _not_plain(path) from None
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode):
+        os.close(descriptor)
+        raise _not_plain(path)
+    if mode != "rb" and found.st_nlink > 1:
+        os.close(descriptor)
+        raise FileRefused(
+            f"{path} is written to, and it is the same file as another (a hard link); copy the "
+            "folder to break the tie"
+        )
+    return os.fdopen(descriptor, mode)
+
+
+def _not_plain(path: Path) -> FileRefused:
+    return FileRefused(
+        f"{path} must be a plain file, and it is a device, a pipe or a folder; remove it"
+    )
+
+
+def is_plain(path: Path) -> bool:
+    """Whether there is a plain file of that name, which is not a link."""
+    try:
+        return stat.S_ISREG(path.lstat().st_mode)
+    except (OSError, ValueError):
+        return False
+
+
+def real_folder(path: Path) -> Path:
+    """Return `path`, made if it is not there; a link in its place is refused."""
+    if path.is_symlink() or (path.exists() and not path.is_dir()):
+        raise FileRefused(
+            f"{path} must be a folder of its own, and it is a link or a file; remove it"
+        )
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def read_bytes(path: Path, limit: int) -> bytes:
+    """The content of a plain file of at most `limit` bytes."""
+    with open_plain(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        content = file.read(limit + 1) if size <= limit else b""
+    if size > limit or len(content) > limit:
+        raise FileRefused(
+            f"{path} has {size >> 20:,} MB and at most {limit >> 20:,} MB are read; restore the "
+            "file that belongs there"
+        )
+    return content
+
+
+def read_text(path: Path, limit: int = JSON_LIMIT) -> str:
+    """The text of a plain file, which is UTF-8."""
+    try:
+        return read_bytes(path, limit).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise FileRefused(f"{path} must hold text (UTF-8), but {error}; restore the file") from None
+
+
+def read_object(path: Path, limit: int = JSON_LIMIT) -> dict[str, Any]:
+    """The JSON object a file holds; NaN and infinities, which JSON does not know, become None."""
+    try:
+        value = json.loads(read_text(path, limit), parse_constant=lambda name: None)
+    except FileRefused:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise FileRefused(
+            f"{path} must hold JSON, got {error}; restore the file or leave it out"
+        ) from None
+    if not isinstance(value, dict):
+        raise FileRefused(
+            f"{path} must hold a JSON object, got {type(value).__name__}; restore the file or "
+            "leave it out"
+        )
+    return value
+
+
+def read_arrays(path: Path, limit: int = ARRAYS_LIMIT) -> dict[str, NDArray[Any]]:
+    """The arrays of an .npz: plain numbers or text, of at most `limit` bytes together."""
+    try:
+        with open_plain(path) as file, zipfile.ZipFile(file) as archive:
+            members = [m for m in archive.infolist() if m.filename.endswith(".npy")]
+            if sum(member.file_size for member in members) > limit:
+                raise FileRefused(f"its arrays have more than {limit >> 20:,} MB")
+            found = {}
+            for member in members:
+                with archive.open(member) as stream:
+                    found[member.filename[:-4]] = _read_array(stream, member.file_size)  # type: ignore[arg-type]
+            return found
+    except (ValueError, OSError, EOFError, NotImplementedError, RuntimeError,
+            zipfile.BadZipFile, zipfile.zlib.error) as error:  # type: ignore[attr-defined] # fmt: skip
+        raise FileRefused(
+            f"{path} must be an .npz of plain arrays, but {error}; delete it or restore it"
+        ) from None
+
+
+def _read_array(stream: BinaryIO, size: int) -> NDArray[Any]:
+    """One .npy; its header says how much it holds, which is checked against what is there."""
+    import numpy as np  # a tenth of a second, which `negchain --help` can do without
+
+    version = np.lib.format.read_magic(stream)
+    read = {(1, 0): np.lib.format.read_array_header_1_0}.get(
+        version, np.lib.format.read_array_header_2_0
+    )
+    shape, fortran, dtype = read(stream)
+    count = prod(shape)
+    if dtype.hasobject or min(shape, default=1) < 0 or count * dtype.itemsize > size:
+        raise ValueError(f"an array of {dtype} and shape {shape} is not in {size} bytes")
+    flat = np.frombuffer(stream.read(count * dtype.itemsize), dtype, count)
+    return flat.reshape(shape, order="F" if fortran else "C").copy()
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

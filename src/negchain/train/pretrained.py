@@ -1,0 +1,125 @@
+"""`--pretrained`: an encoder's first weights from timm, another run, or a file of weights.
+
+Tensors are matched by name and shape; what does not match keeps its fresh weights and is named.
+Nothing is unpickled but tensors.
+"""
+
+from __future__ import annotations
+
+import mmap
+import pickle
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from torch import Tensor
+
+from negchain.encoders import Encoder
+from negchain.files import open_plain
+from negchain.train.checkpoint import refuse_compressed
+from negchain.train.config import ConfigError
+from negchain.train.export import load_trained
+from negchain.train.run_folder import is_run
+
+# What people's checkpoints put around a state dict, and before the names of a backbone in it.
+_WRAPPERS = ("state_dict", "model_state_dict", "model", "net", "encoder", "state")
+_PREFIXES = ("", "backbone.", "module.", "module.backbone.", "encoder.", "model.", "net.",
+             "model.backbone.", "encoder_q.", "module.encoder_q.")  # fmt: skip
+
+
+def start_from(encoder: Encoder, source: str) -> str:
+    """Load weights into `encoder`; returns a sentence about what was found.
+
+    Args:
+        encoder: on the CPU, with fresh weights.
+        source: "timm" (the weights timm publishes for the encoder's name; may download), a run
+            folder, or a file: .safetensors, or what `torch.save` wrote.
+    """
+    if source == "timm":
+        weights = _from_timm(encoder)
+    elif is_run(source):
+        weights = dict(load_trained(Path(source))[0].state_dict())
+    else:
+        weights = _from_file(Path(source))
+    own = encoder.backbone.state_dict()
+    matches = [_matching(own, weights, prefix) for prefix in _PREFIXES]
+    found = max(matches, key=len)
+    have, need = (sum(t.numel() for t in tensors.values()) for tensors in (found, own))
+    if have < need / 2:
+        raise ConfigError(
+            f"--pretrained {source} holds {len(found)} of the {len(own)} tensors of "
+            f"{encoder.encoder_config['name']} with norm={encoder.encoder_config['norm']!r}; the "
+            f"first it lacks is {next(name for name in own if name not in found)!r}: choose the "
+            "encoder, --norm and --stem the weights were made with"
+        )
+    encoder.backbone.load_state_dict(found, strict=False)
+    head = encoder.projector.state_dict()
+    if len(_matching(head, weights, "projector.")) == len(head):
+        encoder.projector.load_state_dict(_matching(head, weights, "projector."))
+    fresh = [name for name in own if name not in found]
+    rest = f"; fresh: {', '.join(fresh[:4])}{', ...' * (len(fresh) > 4)}" if fresh else ""
+    return f"weights from {source}: {len(found)} of {len(own)} tensors of the backbone{rest}"
+
+
+def _matching(own: Mapping[str, Tensor], weights: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    found = {name: weights.get(prefix + name) for name in own}
+    return {
+        name: value
+        for name, value in found.items()
+        if isinstance(value, Tensor) and value.shape == own[name].shape
+    }
+
+
+def _from_timm(encoder: Encoder) -> dict[str, Any]:
+    described = encoder.encoder_config
+    name = described["name"]
+    arguments: dict[str, Any] = {"num_classes": 0, "in_chans": described["channels"]}
+    published = timm.get_pretrained_cfg(name)
+    if published is None or not published.has_weights:
+        raise ConfigError(f"timm has no weights for {name!r}; leave out --pretrained")
+    if published.fixed_input_size:
+        arguments["img_size"] = described["image_size"]
+    try:
+        model = timm.create_model(name, pretrained=True, **arguments)
+    except Exception as error:  # no network, mostly; each library in between has errors of its own
+        reason = str(error).split("\n")[0]
+        raise ConfigError(
+            f"timm's weights for {name!r} could not be fetched ({reason}); try again with a "
+            "network, or give a file of weights"
+        ) from error
+    return dict(model.state_dict())
+
+
+def _from_file(path: Path) -> dict[str, Any]:
+    """The tensors of a file by name."""
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            return dict(load_file(path))
+        with open_plain(path) as file:
+            if zipfile.is_zipfile(file):
+                with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as archive:
+                    refuse_compressed(archive, len(archive))
+            file.seek(0)
+            content: Any = torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:  # torch's words advise to run it
+        raise ConfigError(
+            f"--pretrained {path} holds more than tensors, which is never loaded; give a state "
+            "dict saved by torch.save or as .safetensors"
+        ) from error
+    except Exception as error:  # pickles of other things, half a file, not a file of weights at all
+        reason = str(error).split("\n")[0] or type(error).__name__
+        raise ConfigError(
+            f"--pretrained {path} is no file of weights ({reason}); give a state dict saved by "
+            "torch.save or as .safetensors"
+        ) from error
+    while isinstance(content, dict):
+        inner = next((content[k] for k in _WRAPPERS if isinstance(content.get(k), dict)), None)
+        if inner is None:
+            return content
+        content = inner
+    raise ConfigError(f"--pretrained {path} holds no state dict, but {type(content).__name__}")

@@ -1,0 +1,246 @@
+"""From what the user gave to a `TrainConfig`, with contradictions refused.
+
+`resolve` lays the sources of a value over each other,
+
+    field default  <  data set's default  <  preset  <  what the user gave,
+
+and remembers what the user gave, because only that can contradict: `--gamma 0.5` with EMC² is a
+mistake, gamma's default standing unused in an EMC² run is not. Only this module looks at the
+machine (folder, GPU, encoder name).
+"""
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from negchain.train import presets
+from negchain.train.config import (
+    ConfigError,
+    TrainConfig,
+    flag,
+    hints,
+    method_named,
+    same_run,
+    setting_of,
+)
+from negchain.train.presets import DATA_DEFAULTS, choose, show
+
+# Which choices an option belongs to: option, deciding field, values it goes with, what it is.
+_BELONGS: tuple[tuple[str, str, tuple[str | None, ...], str], ...] = (
+    ("carried", "method", ("emc2", "isir"), "only chains carry a negative"),
+    ("proposal", "method", ("emc2", "isir"), "only chains have proposals"),
+    ("burn_in", "method", ("emc2",), "i-SIR and the others discard no steps"),
+    ("gamma", "method", ("sogclr",), "the rate of its moving average"),
+    ("momentum", "optimizer", ("sgd", "lars"), "Adam has its own"),
+    ("download", "data", ("cifar10", "stl10"), "nothing else can be downloaded"),
+    ("root", "data", ("cifar10", "stl10"), "other data is not stored there"),
+)
+
+
+def resolve(
+    preset: str | None, overrides: Mapping[str, object], saved: TrainConfig | None = None
+) -> TrainConfig:
+    """Lay defaults, preset and the user's settings over each other, and refuse contradictions.
+
+    An override of None counts as not given; 0 for `augmentations`, `embedding_dim`, `image_size`
+    or `subset` takes back what a preset or a data set asked for; `temperature` is 1/beta. `saved`,
+    the settings of another run, takes the place of defaults and preset. Folders become absolute.
+
+    >>> resolve("stl10-b32", {"epochs": 20}).warmup_epochs  # a tenth of the run
+    2.0
+    """
+    given = _given(overrides)
+    if saved is not None:
+        return _resolve_from(saved, given)
+    name = given.pop("preset", preset)
+    chosen = {} if name is None else presets.preset(name)
+    data: Any = given.get("data", chosen.get("data", TrainConfig.data))
+    if name is not None and "data" not in chosen and "data" not in given:
+        raise ConfigError(f"--preset {name} needs --data PATH, the folder of its images")
+    named = isinstance(data, str) and data in DATA_DEFAULTS
+    base = {**(DATA_DEFAULTS[data] if named else presets.FOLDER_DEFAULTS), **chosen, "preset": name}
+    config = replace(TrainConfig(), **{**base, **given})
+    config = _fit(config, base, given)
+    _refuse_contradictions(config, given)
+    return _on_this_machine(config)
+
+
+def _resolve_from(saved: TrainConfig, given: dict[str, Any]) -> TrainConfig:
+    if "preset" in given:
+        raise ConfigError(
+            "--preset and --config both hold settings to start from; give one of them"
+        )
+    if "epochs" in given and "steps" not in given:
+        saved = replace(saved, steps=None)  # else the saved steps would decide
+    config = replace(saved, **given)
+    config = _fit(config, {}, {**given, "lr": config.lr, "warmup_epochs": config.warmup_epochs})
+    _refuse_contradictions(config, given)
+    return _on_this_machine(config)
+
+
+def resume(saved: TrainConfig, overrides: Mapping[str, object]) -> TrainConfig:
+    """Settings of a continued run: the saved ones, with what may change on the way changed.
+
+    A longer --epochs or --steps extends it.
+
+    >>> resume(TrainConfig(epochs=60), {"log_every": 5, "epochs": 80}).epochs
+    80
+    """
+    given = _given(overrides)
+    config = _on_this_machine(replace(saved, **given))
+    for name, other in (("epochs", "steps"), ("steps", "epochs")):
+        now, before = given.get(name), getattr(saved, name)
+        if now is not None and now != before:
+            if (saved.steps is None) == (name == "steps"):
+                raise ConfigError(
+                    f"the length of this run is set by {flag(other)}; extend it with that"
+                )
+            if now < before:
+                raise ConfigError(
+                    f"a run can be extended and not shortened: {flag(name)} was {before} and is "
+                    f"now {now}; start a new run in another --out"
+                )
+    if differences := same_run(saved, replace(config, epochs=saved.epochs, steps=saved.steps)):
+        raise ConfigError(
+            f"a resumed run keeps its settings, but {'; '.join(differences)}: leave these "
+            "options out, or start a new run in another --out"
+        )
+    _refuse_contradictions(config, given)
+    return config
+
+
+def for_method(method: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that were given and that a method knows.
+
+    >>> for_method("dcl", {"burn_in": 0.5, "lr": 0.1, "seed": None})
+    {'lr': 0.1}
+    """
+    kept = {name: value for name, value in settings.items() if value is not None}
+    for name, decider, values, _ in _BELONGS:
+        if decider == "method" and method not in values:
+            kept.pop(name, None)
+    if method != "negcache" and kept.get("proposal") != "informed":
+        kept.pop("refresh", None)
+    if method in ("infonce", "dcl"):
+        kept.pop("denominator", None)
+    return kept
+
+
+def _given(overrides: Mapping[str, object]) -> dict[str, Any]:
+    given: dict[str, Any] = {}
+    for name, value in overrides.items():
+        choose("the setting", name, [*hints(), "temperature"])
+        if value is not None and name != "temperature":
+            zero = setting_of(name).zero_is_none and type(value) is int and value == 0
+            given[name] = None if zero else value
+    temperature = overrides.get("temperature")
+    if temperature is not None:
+        if not isinstance(temperature, int | float) or not 0.001 <= temperature < math.inf:
+            raise ConfigError(
+                f"--temperature must be a number of at least 0.001, got {show(temperature)}"
+            )
+        if "beta" in given:
+            raise ConfigError(
+                "--temperature and --beta are one setting (beta = 1/temperature); give one of them"
+            )
+        given["beta"] = 1 / temperature
+    if "method" in given:
+        given["method"] = method_named("--method", given["method"])
+    if isinstance(given.get("pretrained"), str):
+        given["pretrained"] = _weights_path(given["pretrained"])
+    return given
+
+
+def _fit(config: TrainConfig, base: dict[str, Any], given: dict[str, Any]) -> TrainConfig:
+    """Adapt defaults that depend on what was given: rate, warm-up, built-in denominators."""
+    changed: dict[str, Any] = {}
+    if "lr" not in given and config.optimizer != base.get("optimizer", TrainConfig.optimizer):
+        lars = round(0.075 * math.sqrt(config.batch_size), 6)
+        changed["lr"] = presets.OPTIMIZER_LR.get(config.optimizer, lars)
+    if "warmup_epochs" not in given:
+        changed["warmup_epochs"] = min(config.warmup_epochs, config.epochs / 10)
+    if "denominator" not in given and config.method in ("infonce", "dcl"):
+        changed["denominator"] = "all" if config.method == "infonce" else "negatives"
+    return replace(config, **changed)
+
+
+def _refuse_contradictions(config: TrainConfig, given: Mapping[str, object]) -> None:
+    for name, decider, values, reason in _BELONGS:
+        actual = getattr(config, decider)
+        if name in given and given[name] is not False and actual not in values:
+            owners = " or ".join(value or "0" for value in values)
+            _refuse(name, f"{flag(decider)} {owners}", decider, actual, reason)
+    cached = config.method == "negcache" or (
+        config.method in ("emc2", "isir") and config.proposal == "informed"
+    )
+    if "refresh" in given and not cached:
+        owners = "--method negcache or --proposal informed"
+        _refuse("refresh", owners, "method", config.method, "only these keep a table")
+    built_in = {"infonce": "all", "dcl": "negatives"}.get(config.method, config.denominator)
+    if config.denominator != built_in:
+        other = "dcl" if config.method == "infonce" else "infonce"
+        raise ConfigError(
+            f"--method {config.method} has --denominator {built_in} built in and --denominator "
+            f"{config.denominator} was given; choose --method {other} for that"
+        )
+    if "epochs" in given and "steps" in given:
+        raise ConfigError("--epochs and --steps both set the length of the run; give one of them")
+    if "warmup_epochs" in given and config.steps is None and config.warmup_epochs > config.epochs:
+        raise ConfigError(
+            f"--warmup-epochs {config.warmup_epochs:g} is longer than --epochs {config.epochs}; "
+            "lower --warmup-epochs or raise --epochs"
+        )
+
+
+def _refuse(name: str, owners: str, decider: str, actual: str, reason: str) -> None:
+    raise ConfigError(
+        f"{flag(name)} belongs to {owners} ({reason}) and {flag(decider)} is "
+        f"{show(actual)}; leave out {flag(name)} or change {flag(decider)}"
+    )
+
+
+def _on_this_machine(config: TrainConfig) -> TrainConfig:
+    """Refuse a folder, GPU or encoder that is not there; return `config` with absolute folders."""
+    # Imported here because torch and timm take seconds, and reading a config needs neither.
+    import torch
+
+    from negchain.data.sources import named_sources
+
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda needs a GPU and none is visible; use --device cpu or auto")
+    if config.encoder not in ("small-cnn", "resnet18", "resnet50"):
+        _check_timm(config.encoder)
+    data = config.data
+    if data not in DATA_DEFAULTS:
+        try:
+            parts = named_sources(data)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        data = ",".join(p if p in DATA_DEFAULTS else os.path.abspath(p) for p in parts)
+    return replace(config, data=data, root=os.path.abspath(config.root))
+
+
+def _weights_path(start: str | None) -> str | None:
+    """`--pretrained` as an absolute path, unless it is no path."""
+    if start is None or start == "timm":
+        return start
+    if not os.path.exists(start):
+        raise ConfigError(
+            f"--pretrained must be timm, a run folder or a file of weights, and there is no "
+            f"{show(start)}; check the path"
+        )
+    return os.path.abspath(start)
+
+
+def _check_timm(name: str) -> None:
+    """Refuse a name timm does not know; "resnet18.a1_in1k" names its weights after the dot."""
+    import timm
+
+    base, _, tag = name.partition(".")
+    known = timm.list_models()
+    choose("--encoder", name if base not in known else base, ["small-cnn", *known])
+    if tag:
+        tags = [full.partition(".")[2] for full in timm.list_pretrained(f"{base}.*")]
+        choose(f"the weights named after {base!r} in --encoder", tag, tags)

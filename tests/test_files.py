@@ -1,0 +1,202 @@
+"""Files other people prepared: never followed, waited for or read without bound."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+import threading
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from negchain.files import (
+    DiskFull,
+    FileRefused,
+    open_plain,
+    read_arrays,
+    read_bytes,
+    read_object,
+    real_folder,
+    replacing,
+)
+
+ENV = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "src")}
+
+
+def test_a_new_file_follows_no_link(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for name in ("a.json", ".a.json.tmp"):  # its name, and the name temporary files had once
+        (folder / name).symlink_to(victim)
+    with replacing(folder / "a.json") as file:
+        file.write(b"new")
+    assert victim.read_text() == "mine"
+    assert (folder / "a.json").read_text() == "new" and not (folder / "a.json").is_symlink()
+
+
+def test_two_writers_do_not_meet(tmp_path: Path) -> None:
+    with replacing(tmp_path / "a") as first, replacing(tmp_path / "a") as second:
+        first.write(b"1" * 10)
+        second.write(b"2")
+    assert (tmp_path / "a").read_bytes() == b"1" * 10
+    assert os.listdir(tmp_path) == ["a"]
+
+
+MODES: list[tuple[str, str]] = [("rb", "pipe"), ("ab", "pipe"), ("a+b", "pipe"), ("rb", "link"),
+                                ("ab", "link"), ("a+b", "link"), ("rb", "folder")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("mode", "kind"), MODES)
+def test_only_plain_files_are_opened(mode: str, kind: str, tmp_path: Path) -> None:
+    path, target = tmp_path / "a", tmp_path / "target"
+    target.write_text("mine")
+    make: dict[str, Callable[[], None]] = {
+        "pipe": lambda: os.mkfifo(path),
+        "link": lambda: path.symlink_to(target),
+        "folder": path.mkdir,
+    }
+    make[kind]()
+
+    def attempt() -> None:
+        with pytest.raises(FileRefused, match="must be a plain file"):
+            open_plain(path, mode)  # type: ignore[arg-type]
+
+    thread = threading.Thread(target=attempt, daemon=True)
+    thread.start()
+    thread.join(timeout=20)
+    assert not thread.is_alive(), "it waits for somebody to write"
+    assert target.read_text() == "mine"
+
+
+def test_a_file_under_two_names_is_not_written_to(tmp_path: Path) -> None:
+    (tmp_path / "victim").write_text("mine")
+    os.link(tmp_path / "victim", tmp_path / ".lock")
+    with pytest.raises(FileRefused, match="hard link"):
+        open_plain(tmp_path / ".lock", "a+b")
+    assert read_bytes(tmp_path / ".lock", 10) == b"mine"  # reading harms nobody
+
+
+def test_a_folder_is_no_link(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "checkpoints").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(FileRefused, match="a folder of its own"):
+        real_folder(tmp_path / "checkpoints")
+
+
+def test_what_is_read_is_bounded(tmp_path: Path) -> None:
+    with open(tmp_path / "big", "wb") as file:
+        file.truncate(10**12)
+    with pytest.raises(FileRefused, match="at most 1 MB are read"):
+        read_bytes(tmp_path / "big", 1 << 20)
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"[]", b"\xff\xfe", b"[" * 10**5, b"1" * 10**5])
+def test_json_that_is_none_is_a_sentence(text: bytes, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_bytes(text)
+    with pytest.raises(FileRefused) as caught:
+        read_object(tmp_path / "a.json")
+    assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+# ---- arrays -----------------------------------------------------------------------------------
+
+
+def npz(path: Path, **arrays: object) -> Path:
+    np.savez_compressed(path, **arrays)  # type: ignore[arg-type]
+    return path
+
+
+def test_arrays_come_back(tmp_path: Path) -> None:
+    arrays = {
+        "a": np.arange(6, dtype=np.uint8).reshape(2, 3),
+        "f": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+        "names": np.array(["cat", "µ"]),
+        "none": np.zeros((0, 3), np.float32),
+        "one": np.array(3.5),
+    }
+    found = read_arrays(npz(tmp_path / "a.npz", **arrays))
+    for name, value in arrays.items():
+        assert found[name].dtype == value.dtype
+        np.testing.assert_array_equal(found[name], value)
+
+
+def claiming(shape: tuple[int, ...], content: bytes) -> bytes:
+    """An .npy whose header promises more than it holds."""
+    buffer = io.BytesIO()
+    header = {"descr": "|u1", "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(buffer, header)  # type: ignore[arg-type]
+    return buffer.getvalue() + content
+
+
+def test_arrays_that_expand_are_refused_before_they_are_read(tmp_path: Path) -> None:
+    path = npz(tmp_path / "bomb.npz", nobody_reads_me=np.zeros(600 << 20, np.uint8))
+    assert path.stat().st_size < 1 << 20
+    with pytest.raises(FileRefused, match="more than 512 MB"):
+        read_arrays(path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"PK",
+        b"not a zip at all" * 100,
+        claiming((10**15,), b"x"),
+        claiming((-1,), b"x"),
+        claiming((9,), b"only 5"),
+    ],
+)
+def test_arrays_that_are_none_are_a_sentence(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "a.npz"
+    if content.startswith(b"\x93NUMPY"):
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("a.npy", content)
+    else:
+        path.write_bytes(content)
+    with pytest.raises(FileRefused, match="must be an .npz of plain arrays"):
+        read_arrays(path)
+
+
+def test_objects_are_not_unpickled(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", a=np.array([{}], dtype=object), allow_pickle=True)
+    with pytest.raises(FileRefused, match="plain arrays"):
+        read_arrays(tmp_path / "a.npz")
+
+
+# ---- a full disk ------------------------------------------------------------------------------
+
+
+def test_a_full_disk_names_the_file_and_what_to_do(tmp_path: Path) -> None:
+    """The process may write files of 4 kB only, which is as good as a disk with no room left."""
+    code = f"""
+import resource, signal
+from pathlib import Path
+import torch
+from negchain.files import DiskFull
+from negchain.train import checkpoint
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+try:
+    checkpoint.save(Path({str(tmp_path)!r}), {{"a": torch.zeros(10**6)}}, 3, keep=1)
+except DiskFull as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENV)
+    assert "step-000000003.pt" in done.stdout and "free some space" in done.stdout, done.stderr
+    assert os.listdir(tmp_path) == []
+
+
+def test_no_space_left_in_the_middle(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("old")
+    with pytest.raises(DiskFull, match=r"a could not be written .*free some space"):
+        with replacing(tmp_path / "a") as file:
+            file.write(b"half of it")
+            raise OSError(28, "No space left on device")
+    assert (tmp_path / "a").read_text() == "old" and os.listdir(tmp_path) == ["a"]

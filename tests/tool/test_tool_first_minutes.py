@@ -1,0 +1,144 @@
+"""What a new user meets first: what was chosen, how far it is, and how to go on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tool_runs import DIGITS, TINY, metrics_of, negchain, picture_folder, state_of
+
+from negchain import __version__
+from negchain.train.export import load_trained
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return picture_folder(tmp_path_factory.mktemp("data") / "pictures")
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("runs") / "digits"
+    options = DIGITS.replace("--eval-every 0", "--eval-every 1")
+    assert negchain("train", options, "--subset 70 --epochs 4 --keep-checkpoints 1 --out", out) == 0
+    return out
+
+
+def test_version(capsys: Capture) -> None:
+    assert negchain("--version") == 0
+    assert capsys.readouterr().out.strip() == f"negchain {__version__}"
+
+
+def test_progress_is_alive_when_redirected(pictures: Path, tmp_path: Path, capsys: Capture) -> None:
+    options = TINY.replace("--quiet", "") + " --steps 3 --data"
+    assert negchain("train", options, pictures, "--out", tmp_path / "run") == 0
+    said = capsys.readouterr().err
+    assert "training: 0/3 steps" in said and "training: 1/3 steps" in said
+    assert "evaluating" in said
+
+
+def test_compare_says_which_run_of_how_many(
+    pictures: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    options = TINY.replace("--quiet", "") + " --methods simclr,dcl --steps 2 --data"
+    assert negchain("compare", options, pictures, "--out", tmp_path / "duel") == 0
+    said = capsys.readouterr().err
+    assert "run 1 of 2: infonce-seed0" in said and "run 2 of 2: dcl-seed0" in said
+
+
+def test_images_that_sit_out_are_counted(tmp_path: Path, capsys: Capture) -> None:
+    data = picture_folder(tmp_path / "pictures", count=27)
+    assert negchain("train", TINY, "--steps 2 --data", data, "--out", tmp_path / "run") == 0
+    assert "3 of 27 images sit out every epoch" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_decoding(
+    pictures: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def decoded(*arguments: object) -> None:
+        raise AssertionError("it decoded first")
+
+    monkeypatch.setattr("negchain.train.trainer.load_images", decoded)
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file" / "run", Path("/proc/nowhere/run")):
+        assert negchain("train", TINY, "--data", pictures, "--out", out) == 2
+        assert "choose another --out" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("side", "size", "small"), [(20, 64, True), (200, 64, False), (200, 32, True), (200, 65, None)]
+)
+def test_the_stem_is_chosen_by_the_pictures(
+    side: int, size: int, small: bool | None, tmp_path: Path, capsys: Capture
+) -> None:
+    data = picture_folder(tmp_path / "pictures", count=4, side=side)
+    options = "--encoder resnet18 --recipe none --batch-size 2 --steps 1 --probe-samples 2 --quiet"
+    options += f" --device cpu --workers 0 --eval-every 0 --image-size {size} --data"
+    assert negchain("train", options, data, "--out", tmp_path / "run") == 0
+    said = " ".join(capsys.readouterr().err.split())
+    encoder, _ = load_trained(tmp_path / "run")
+    assert encoder.encoder_config["small_stem"] is bool(small)
+    assert ("--stem large takes about an eighth" in said) is (small is True)
+    assert ("--stem small sees more" in said) is (small is False)
+
+
+# ---- going on from what exists ----------------------------------------------------------------
+
+
+def test_a_run_is_extended(pictures: Path, tmp_path: Path, capsys: Capture) -> None:
+    out = tmp_path / "run"
+    options = "--epochs 2 --checkpoint-every 2 --data"
+    assert negchain("train", TINY, options, pictures, "--out", out) == 0
+    assert negchain("train --quiet --resume --epochs 4 --out", out) == 0
+    assert "extended from 6 to 12 steps" in " ".join(capsys.readouterr().err.split())
+    assert state_of(out)["step"] == 12 and metrics_of(out)[-1]["step"] == 12
+    assert json.loads((out / "config.json").read_text())["epochs"] == 4
+    assert json.loads((out / "summary.json").read_text())["step"] == 12
+    rates = [line["lr"] for line in metrics_of(out)]
+    assert rates[-1] == pytest.approx(0) and rates[7] > 0
+
+
+def test_a_config_repeats_a_run(pictures: Path, tmp_path: Path) -> None:
+    first, second = tmp_path / "a", tmp_path / "b"
+    options = "--method sogclr --gamma 0.3 --seed 3 --steps 3 --data"
+    assert negchain("train", TINY, options, pictures, "--out", first) == 0
+    for source in (first / "config.json", first):
+        second = tmp_path / source.name.replace(".", "-") / "again"
+        assert negchain("train --quiet --config", source, "--out", second) == 0
+        assert metrics_of(first) == metrics_of(second)
+        a, b = (state_of(path)["encoder"] for path in (first, second))
+        assert all(torch.equal(a[name], b[name]) for name in a)
+    assert negchain("train --quiet --seed 4 --config", first, "--out", tmp_path / "c") == 0
+    assert metrics_of(tmp_path / "c") != metrics_of(first)
+
+
+def test_a_run_starts_from_another(pictures: Path, tmp_path: Path, capsys: Capture) -> None:
+    first, second = tmp_path / "a", tmp_path / "b"
+    assert negchain("train", TINY, "--steps 3 --data", pictures, "--out", first) == 0
+    options = ("--steps 1 --lr 1e-9 --weight-decay 0 --method dcl --data", pictures)
+    arguments = (*options, "--pretrained", first, "--out", second)
+    assert negchain("train", TINY, *arguments) == 0
+    assert "weights from" in capsys.readouterr().err
+    a, b = (load_trained(path)[0].backbone.state_dict() for path in (first, second))
+    weights = [name for name in a if a[name].is_floating_point() and "running" not in name]
+    assert all(torch.allclose(a[name], b[name], atol=1e-6) for name in weights)
+
+
+def test_the_best_checkpoint_is_kept_and_evaluated(digits: Path, capsys: Capture) -> None:
+    scores = {line["step"]: line["probe"] for line in metrics_of(digits) if "probe" in line}
+    scores.pop(0, None)
+    best = max(scores.values())
+    expected = next(step for step, score in scores.items() if score == best)
+    files = {path.name for path in (digits / "checkpoints").iterdir()}
+    assert files == {"best.pt", f"step-{max(scores):09d}.pt"}
+    assert negchain("evaluate", digits, "--checkpoint best") == 0
+    found = json.loads((digits / "evaluation.json").read_text())
+    assert found["step"] == expected and found["probe"] == pytest.approx(best)
+    capsys.readouterr()
+    assert negchain("evaluate", digits, f"--checkpoint {max(scores)}") == 0
+    assert negchain("evaluate", digits, "--checkpoint 3") == 2
+    assert "no checkpoint '3'; it has" in " ".join(capsys.readouterr().err.split())
