@@ -12,7 +12,7 @@ from negchain.data import DataBundle, ImageSet
 from negchain.encoders import build_encoder
 from negchain.fast.encoder import accelerate, choose
 from negchain.optim import build_optimizer, set_lr
-from negchain.train.config import resolve
+from negchain.train.resolve import resolve
 
 pytestmark = pytest.mark.gpu
 SIDE, COUNT, STEPS = 96, 16, 5
