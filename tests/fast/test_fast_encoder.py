@@ -171,8 +171,9 @@ def test_gradients_of_networks(make) -> None:
         assert (expected.norm() == 0) == unmoved, name
 
 
-def test_compiled_networks(monkeypatch) -> None:
+def test_compiled_networks(monkeypatch, tmp_path) -> None:
     """Within bf16's rounding of "plain": embeddings, gradients, running statistics."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # nothing is compiled yet
     moved, move = [], beside.move
     monkeypatch.setattr(beside, "move", lambda *given: moved.append(move(*given)) or moved[-1])
     found = []

@@ -15,8 +15,7 @@ import negchain
 from negchain import bench
 from negchain.augment import augmentation
 from negchain.bench import docs, equality, record, runs, scan, steps, stream, timing, usual
-from negchain.fast.encoder import accelerate
-from negchain.fast.layers import WeightGradients
+from negchain.fast.encoder import CopyingEncoder, accelerate
 from negchain.weights.metropolis import Scan, mh_scan
 
 Capture = pytest.CaptureFixture[str]
@@ -398,17 +397,17 @@ def test_a_fast_step_with_another_gradient_is_found(
     planted: str, shape: tuple[int, ...] | None, factor: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Adam's first steps hide the size of a gradient from the losses, not from its moments."""
-    add_now = WeightGradients.add_now
+    collect = CopyingEncoder.collect
 
-    def wrong(gradients: WeightGradients, weight: torch.Tensor, gradient: torch.Tensor) -> None:
-        chosen = shape is None or weight.shape == shape
-        add_now(gradients, weight, factor * gradient if chosen else gradient)
+    def wrong(fast: CopyingEncoder, given: Any) -> list[Any]:
+        found = collect(fast, given)
+        return [factor * g if shape is None or g.shape == shape else g for g in found]
 
     monkeypatch.setattr(steps, "CHECKED_STEPS", 3)
-    monkeypatch.setattr(WeightGradients, "add_now", wrong)
+    monkeypatch.setattr(CopyingEncoder, "collect", wrong)
     settings = bench.Settings(device=torch.device("cpu"), quick=True)
     data = runs.pictures(settings)
-    chosen = runs.config(settings, 32, {**runs.METHODS["EMC², score"], "precision": "bf16"})
+    chosen = runs.config(settings, 32, {**runs.METHODS["EMC², cached"], "precision": "bf16"})
     with runs.prepared(chosen, data) as fast:
         fast.step.embed = accelerate(fast.encoder, torch.bfloat16, "blocks")
         check = steps._checked("", fast, data)

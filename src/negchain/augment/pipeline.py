@@ -23,6 +23,7 @@ from torch import Tensor
 from negchain import draws
 from negchain.augment import blur, colour, crop
 from negchain.augment.pictures import Images, Pictures
+from negchain.fast import augment as fused
 from negchain.fast.backends import prefers_triton, triton_error
 
 
@@ -224,7 +225,7 @@ class Augmentation:
         """
         pixels = images.pixels if isinstance(images, Pictures) else images
         if backend == "auto":
-            backend = "triton" if prefers_triton(pixels) else "torch"
+            backend = "triton" if prefers_triton(pixels) and fused.applies(self) else "torch"
         if backend == "torch":
             if isinstance(uniforms, Draws):
                 uniforms = uniforms.uniforms(len(images), self.num_uniforms)
@@ -233,6 +234,11 @@ class Augmentation:
             reason = triton_error(pixels)
             if reason is not None:
                 raise ValueError(f"backend='triton' needs {reason}; use backend='torch'")
+            if not fused.applies(self):
+                raise ValueError(
+                    f"backend='triton' knows {', '.join(sorted(fused.KNOWN))}, got {self}; "
+                    "use backend='torch'"
+                )
             from negchain.fast.augment.fused_triton import augment_fused
 
             return augment_fused(self, images, uniforms)
@@ -247,7 +253,7 @@ class Augmentation:
     ) -> Tensor:
         """Augment `table[index]`, M uint8 images and positions [N]: pixels [N,C,size,size].
 
-        `index` may come in up to three parts of equal length, which are read where they are.
+        `index` may come in parts; up to three of equal length are read where they are.
         On a GPU with Triton they come as an encoder wants them, in `dtype` and channels last,
         without a copy of the images in between; elsewhere as from a call, float32.
 
@@ -259,11 +265,14 @@ class Augmentation:
         >>> augment.from_table(table, (index, index), drawn, torch.float32).shape
         torch.Size([6, 3, 8, 8])
         """
-        if not prefers_triton(table.pixels if isinstance(table, Pictures) else table):
+        pixels = table.pixels if isinstance(table, Pictures) else table
+        if not (prefers_triton(pixels) and fused.applies(self)):
             whole = index if isinstance(index, Tensor) else torch.cat([*index])
             return self(table[whole], uniforms)
         from negchain.fast.augment.fused_triton import augment_fused
 
+        if not isinstance(index, Tensor) and (len(index) > 3 or len(set(map(len, index))) > 1):
+            index = torch.cat([*index])
         return augment_fused(self, table, uniforms, index=index, dtype=dtype, channels_last=True)
 
     def plain(self, images: Images) -> Tensor:

@@ -5,7 +5,8 @@ the like) that says when it may take the twin's place. Nothing outside this fold
 
     fused/      the losses in a dozen kernel launches; twin: `negchain.losses`
     augment/    augmentation in four; twin: `negchain.augment`
-    layers/     layers of encoders; twin: the encoder itself
+    encoder     one fast path for every encoder: compiled (beside) or by hand (layers/);
+                twin: the encoder itself
     scan_triton, draws_triton    twins: `weights.scan_torch`, `negchain.draws`
     backends    whether Triton can run here
     streams     work beside other work on one GPU

@@ -151,7 +151,7 @@ class CopyingEncoder(PlainEncoder):
         for copy, grad in zip(self._copies, given, strict=True):
             own = answered.get(copy)
             found.append(grad if own is None else own if grad is None else own + grad)
-        narrow = {n: g for n, g in enumerate(found) if g is not None and g.dtype != torch.float32}
+        narrow = {n: g for n, g in enumerate(found) if g is not None and g.itemsize < 4}
         wide = {number: torch.empty_like(self._weights[number]) for number in narrow}
         if narrow:
             torch._foreach_copy_(list(wide.values()), list(narrow.values()))

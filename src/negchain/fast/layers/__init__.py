@@ -1,7 +1,7 @@
 """Layers of image encoders that torch leaves slow in small batches on a GPU.
 
     weight_gradients  gradients of weights on a stream of their own
-    convolution       convolutions that use it
+    convolution       parts of convolutions, and a first layer
     residual          a ResNet's blocks without normalisation, ReLUs inside the convolutions
     masked            a kernel of their backward pass
     few_channels      kernels of a first layer

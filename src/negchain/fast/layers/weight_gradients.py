@@ -58,7 +58,7 @@ class WeightGradients:
     def _widen(self, weight: Tensor) -> None:
         """Make gradients float32 beside the backward pass too, many in one launch."""
         self._narrow.append(weight)
-        narrow = {w: self._found[w] for w in self._narrow if self._found[w].dtype != torch.float32}
+        narrow = {w: self._found[w] for w in self._narrow if self._found[w].itemsize < 4}
         if sum(gradient.nbytes for gradient in narrow.values()) < WIDENED_AT_ONCE:
             return
         wide = [torch.empty_like(g, dtype=torch.float32) for g in narrow.values()]

@@ -1,0 +1,49 @@
+"""An operation the kernels do not know is done by the readable twin, not left out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from negchain.augment import Augmentation, recipes
+from negchain.augment.pipeline import Params
+from negchain.fast import augment as fused
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inverting(Augmentation):
+    """With an operation that has no kernel."""
+
+    invert: bool = False
+
+    def _normalized(self, pixels: Tensor) -> Tensor:
+        return 1 - pixels if self.invert else pixels
+
+
+class Black(Augmentation):
+    def apply(self, images: Tensor, params: Params) -> Tensor:
+        return torch.zeros(len(images), images.shape[1], self.size, self.size)
+
+
+def test_every_recipe_has_kernels() -> None:
+    assert recipes.RECIPES
+    for name in recipes.RECIPES:
+        assert fused.applies(recipes.augmentation(name, size=32)), name
+
+
+def test_an_operation_without_a_kernel_is_not_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where kernels are preferred."""
+    monkeypatch.setattr("negchain.augment.pipeline.prefers_triton", lambda like: True)
+    monkeypatch.setattr("negchain.augment.pipeline.triton_error", lambda like: None)
+    images = torch.zeros(2, 3, 8, 8, dtype=torch.uint8)
+    for augment, value in ((Inverting(size=8, invert=True), 1.0), (Black(size=8), 0.0)):
+        assert not fused.applies(augment)
+        u, index = torch.empty(2, 0), torch.arange(2)
+        assert (augment(images, u) == value).all()
+        assert (augment.from_table(images, index, u, torch.float32) == value).all()
+        with pytest.raises(ValueError, match="use backend='torch'"):
+            augment(images, u, backend="triton")
+    assert fused.applies(Inverting(size=8))
