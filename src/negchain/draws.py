@@ -38,7 +38,6 @@ STREAM_INIT = 4  # first state of each chain
 STREAM_PROPOSE = 5  # explicit draws from a proposal distribution
 STREAM_VIEW = 6  # which view's final state is stored
 STREAM_COPY = 7  # which copy of an item a row is offered
-STREAM_SLOT = 8  # which proposal a carried state takes the place of (i-SIR)
 STREAM_AUGMENT = 32  # the views of a step
 STREAM_STORED = 33  # which stored augmentations a step uses
 STREAM_PROBE = 34  # views of the fixed set the exact loss is computed on

@@ -152,6 +152,20 @@ def _negcache(s: LossSettings) -> ContrastiveLoss:
     )
 
 
+def _importance(s: LossSettings) -> ContrastiveLoss:
+    from negchain.losses import ImportanceLoss, Informed
+
+    return ImportanceLoss(
+        s.num_samples,
+        s.beta,
+        Informed(refresh=s.option("refresh", 0.01), alone=True),
+        dim=s.dim,
+        denominator=s.denominator,
+        normalize=s.normalize,
+        seed=s.seed,
+    )
+
+
 def _emc2(s: LossSettings, isir: bool = False) -> ContrastiveLoss:
     from negchain.losses import ISIR, MH, EMC2Loss, InBatch, Informed
 
@@ -204,6 +218,15 @@ register(
 register(
     Method(
         "isir", "EMC² i-SIR", ("#d99000", "#f2b63c"), lambda s: _emc2(s, isir=True), options=_CHAIN
+    )
+)
+register(
+    Method(
+        "informed",
+        "informed importance",
+        ("#7a5195", "#b99ad6"),
+        _importance,
+        options=("refresh",),
     )
 )
 register(

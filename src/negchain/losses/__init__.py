@@ -7,6 +7,7 @@
 | `negative_cache.py` | `NegativeCacheLoss` |
 | `emc2.py` (`chains.py` its state, `walk.py` one visit) | `EMC2Loss` |
 | `streaming.py` | `StreamingEMC2Loss`, for batches of thousands |
+| `importance.py` | `ImportanceLoss`: fresh draws from a stale table, no chain |
 | `settings.py` | how chains move, where proposals come from |
 | `request.py` | what a loss wants encoded |
 | `table.py` | the stale table of informed proposals and Negative Cache |
@@ -15,6 +16,7 @@
 
 from negchain.losses.base import ContrastiveLoss
 from negchain.losses.emc2 import EMC2Loss
+from negchain.losses.importance import ImportanceLoss
 from negchain.losses.negative_cache import NegativeCacheLoss
 from negchain.losses.request import Request, Want
 from negchain.losses.settings import ISIR, MH, Given, InBatch, Informed, Uniform
@@ -29,6 +31,7 @@ __all__ = [
     "DCLLoss",
     "EMC2Loss",
     "Given",
+    "ImportanceLoss",
     "InBatch",
     "InfoNCELoss",
     "Informed",

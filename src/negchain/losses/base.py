@@ -368,7 +368,7 @@ class ContrastiveLoss(Stateful):
     ) -> tuple[Batch, list[Side]]:
         """The batch and its sides, with drawn columns appended."""
         batch = self._checked(call)
-        alone = isinstance(self.proposals, (Uniform, Given)) and self.proposals.alone
+        alone = not isinstance(self.proposals, InBatch) and self.proposals.alone
         sides = self._sides(batch, use_batch=not alone, **layout)
         if isinstance(self.proposals, InBatch):
             if call.draw is not None:

@@ -211,7 +211,8 @@ def as_embedding(z: Tensor, normalize: bool) -> Tensor:
         return z
     norm = torch.linalg.vector_norm(z, dim=-1, keepdim=True)
     if z.device.type == "cpu" and not is_traced(z) and bool((norm > SHORTEST).all()):
-        return z / norm  # the same in fewer operations
+        unit: Tensor = z / norm  # the same in fewer operations
+        return unit
     return torch.where(norm > SHORTEST, z / norm.clamp_min(SHORTEST), z.detach() * 0)
 
 

@@ -83,6 +83,8 @@ class Informed:
     """The proposal's beta, relative to the loss's."""
     refresh: float = 0.01
     """Share of the table that is encoded anew per step, in turn."""
+    alone: bool = False
+    """Instead of the batch, not beside it."""
 
     def __post_init__(self) -> None:
         """Refuse what is out of range."""

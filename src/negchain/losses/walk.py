@@ -5,13 +5,10 @@ offered one copy of every other item (the two rows different ones), and the stat
 chosen by a coin, is stored. (Offering the same items again and again would drive the chain to the
 softmax over the batch.)
 
-Columns of several kinds (the batch, and draws from beyond it) have different probabilities q:
-
-mh      one sweep per kind, one after the other. In each the ratio uses that kind's q for proposals
-        and held state alike, so every sweep leaves p as it is, and so do all of them.
-isir    one softmax over all of them with the mixture's q. The carried state takes the place of one
-        proposal, whose kind is drawn with probability n_k q_k(carried): then the set of states is
-        one that p and the kinds could have produced, whichever of them p made (an exact step).
+Columns of several kinds (the batch, and draws from beyond it) have different probabilities q. They
+are walked over one kind after the other: in each such sweep proposals and held state are weighed
+by that kind's q, so every sweep leaves p as it is, and so do all of them. (One scan over all kinds
+with the mixture's q would not: draws from a stale table depend on who is in the batch.)
 
 A batch without replacement is a uniformly random *set*: with i-SIR a carried state that is itself
 in the batch is counted once, and so is an item that a batch holds twice.
@@ -31,7 +28,7 @@ from torch import Tensor
 from negchain import draws
 from negchain.losses.chains import Arrival
 from negchain.losses.partition import effective_negatives
-from negchain.losses.settings import ISIR, MH, Kernel
+from negchain.losses.settings import ISIR, Kernel
 from negchain.pool import Kind, Side, first_writer
 from negchain.weights.isir import isir_weights
 from negchain.weights.metropolis import Backend, Scan, mh_scan
@@ -128,15 +125,13 @@ def walk_chains(
         rows: [N] numbers of the rows in the whole batch, for their draws.
     """
     stream = 16 * side_number
-    if isinstance(sampler.kernel, ISIR):
-        scan = _isir(side, logits, start, sampler, stream, rows)
-        num_steps = torch.ones_like(scan.accepts)
-    elif len(side.kinds) == 1:
-        num_steps = (logits > -math.inf).sum(1)
-        first = _corrected(start, side.kinds[0])
-        scan = _sweep(logits, first, num_steps, _skipped(sampler, num_steps), sampler, stream, rows)
-    else:
+    if len(side.kinds) > 1:
         scan, num_steps = _sweeps(side, similarity, start, beta, sampler, stream, rows)
+    else:
+        num_steps = _num_steps(logits, sampler)
+        held = _corrected(start, side.kinds[0])
+        skipped = _skipped(sampler, num_steps)
+        scan = _sweep(side, 0, logits, start.ids, held, skipped, sampler, stream, rows)
     # A chain that had nowhere to go may still sit on an excluded state: that has no weight.
     mass = torch.where(start.logit > -math.inf, scan.start_weight, 0.0)
     return Walk(
@@ -158,10 +153,15 @@ def _corrected(start: Start, kind: Kind) -> Tensor:  # [N]
     return torch.where(start.logit > -math.inf, corrected, -math.inf)
 
 
+def _num_steps(logits: Tensor, sampler: Sampler) -> Tensor:  # [N,K] -> [N]
+    """Moves each row can make: its proposals; one for i-SIR."""
+    count = (logits > -math.inf).sum(1)
+    return torch.ones_like(count) if isinstance(sampler.kernel, ISIR) else count
+
+
 def _skipped(sampler: Sampler, num_steps: Tensor) -> Tensor:  # [N] -> [N]
     """P, the steps of each row that are not counted."""
-    assert isinstance(sampler.kernel, MH)
-    burn_in = sampler.kernel.burn_in
+    burn_in = 0.0 if isinstance(sampler.kernel, ISIR) else sampler.kernel.burn_in
     if burn_in >= 1:
         return torch.full_like(num_steps, int(burn_in))
     # 1e-3: a share like 0.29 of 100 steps is 29 steps, not 28, whatever the precision
@@ -169,29 +169,52 @@ def _skipped(sampler: Sampler, num_steps: Tensor) -> Tensor:  # [N] -> [N]
 
 
 def _sweep(
+    side: Side,
+    number: int,
     logits: Tensor,
+    ids: Tensor,
     start: Tensor,
-    num_steps: Tensor,
     skipped: Tensor,
     sampler: Sampler,
     stream: int,
     rows: Tensor,
-    first_column: int = 0,
 ) -> Scan:
-    """One Metropolis-Hastings scan over the columns of one kind, in a random order."""
-    assert isinstance(sampler.kernel, MH)
-    seed, step, every = sampler.seed, sampler.step, sampler.kernel.count_every
-    num_columns = logits.shape[1]
+    """Move over the columns of one kind: a scan in a random order, or an i-SIR step.
+
+    Args:
+        side: whose rows move.
+        number: of the kind.
+        logits: [N, K] corrected by its q.
+        ids: [N] of the states the chains are in.
+        start: [N] their logits, corrected likewise.
+        skipped: [N] steps that are not counted.
+        sampler, stream, rows: the draws.
+    """
+    seed, step, num_columns = sampler.seed, sampler.step, logits.shape[1]
+    kernel, kind = sampler.kernel, side.kinds[number]
+    if isinstance(kernel, ISIR):
+        if number == 0 and kind.log_q is None and len(side.key_ids[0]) >= kind.last:
+            start, logits = _as_set(side, kind, ids, start, logits)
+        noise = draws.gumbel(
+            seed,
+            step,
+            draws.STREAM_GUMBEL + stream,
+            rows,
+            num_columns + 1,
+            logits.dtype,
+            first_column=kind.first + number,
+        )
+        return isir_weights(logits, start, noise, kernel.count_every)
     log_u = draws.log_uniform(
-        seed, step, draws.STREAM_ACCEPT + stream, rows, num_columns, logits.dtype, first_column
+        seed, step, draws.STREAM_ACCEPT + stream, rows, num_columns, logits.dtype, kind.first
     )
     burn_in: int | Tensor = skipped
-    if every > 1:
-        burn_in = int(num_columns * sampler.kernel.burn_in + 1e-3)
-    if first_column > 0:  # draws come in a random order as they are
-        return mh_scan(logits, start, log_u, burn_in, sampler.backend, every)
+    if kernel.count_every > 1:
+        burn_in = int(num_columns * kernel.burn_in + 1e-3)
+    if number > 0:  # draws come in a random order as they are
+        return mh_scan(logits, start, log_u, burn_in, sampler.backend, kernel.count_every)
     order = draws.permutation(seed, step, draws.STREAM_ORDER + stream, num_columns)
-    scan = mh_scan(logits[:, order], start, log_u, burn_in, sampler.backend, every)
+    scan = mh_scan(logits[:, order], start, log_u, burn_in, sampler.backend, kernel.count_every)
     weights = torch.empty_like(scan.weights)
     weights[:, order] = scan.weights
     last = torch.where(scan.last >= 0, order[scan.last.clamp(min=0)], -1)
@@ -207,26 +230,29 @@ def _sweeps(
     stream: int,
     rows: Tensor,
 ) -> tuple[Scan, Tensor]:
-    """A sweep per kind of columns, each with its own q; weights are shares of all counted steps."""
+    """A sweep per kind of columns, each with its own q.
+
+    Weights are shares of all counted steps; with i-SIR a sweep counts as its number of columns.
+    """
     beta = beta.detach() if isinstance(beta, Tensor) else beta
     plain = (similarity.detach() * beta).masked_fill(side.all_excluded(), -math.inf)
     ids, here = side.column_ids(), torch.arange(len(plain), device=plain.device)
-    steps = [(plain[:, kind.first : kind.last] > -math.inf).sum(1) for kind in side.kinds]
+    isir = isinstance(sampler.kernel, ISIR)
+    parts = [plain[:, kind.first : kind.last] for kind in side.kinds]
+    steps = [_num_steps(part, sampler) for part in parts]
     total = torch.stack(steps).sum(0)
     left = _skipped(sampler, total)  # steps that are still to be skipped
     visits = plain.new_zeros(len(plain), plain.shape[1] + 1)  # the last column counts the start
     at = torch.full_like(here, -1)  # column each chain is at, -1: its start
     held, accepts = start, torch.zeros_like(here)
-    for kind, num_steps in zip(side.kinds, steps, strict=True):
-        part = plain[:, kind.first : kind.last]
+    for number, (kind, part, num_steps) in enumerate(zip(side.kinds, parts, steps, strict=True)):
         if kind.log_q is not None:
             part = part - kind.log_q(ids[:, kind.first : kind.last])
             part = part.masked_fill(~torch.isfinite(part), -math.inf)
         skipped = torch.minimum(left, num_steps)
-        scan = _sweep(
-            part, _corrected(held, kind), num_steps, skipped, sampler, stream, rows, kind.first
-        )
-        counted = (num_steps - skipped).to(plain.dtype)[:, None]
+        first = _corrected(held, kind)
+        scan = _sweep(side, number, part, held.ids, first, skipped, sampler, stream, rows)
+        counted = (kind.count if isir else num_steps - skipped).to(plain.dtype)[:, None]
         visits[:, kind.first : kind.last] += scan.weights * counted
         visits[here, at] += scan.start_weight * counted[:, 0]
         at = torch.where(scan.last >= 0, scan.last + kind.first, at)
@@ -237,75 +263,38 @@ def _sweeps(
             start.similarity,
         )
         accepts, left = accepts + scan.accepts, left - skipped
-    counted = visits.sum(1)
-    visits[here, at] += (counted == 0).to(visits.dtype)  # nothing counted: the final state counts
-    weights = visits / counted.clamp(min=1)[:, None]
+    counted_all = visits.sum(1)
+    visits[here, at] += (counted_all == 0).to(visits.dtype)  # nothing counted: the final state is
+    weights = visits / torch.where(counted_all > 0, counted_all, 1.0)[:, None]
     return Scan(weights[:, :-1], weights[:, -1], at, held.logit, accepts), total
 
 
-def _isir(
-    side: Side, logits: Tensor, start: Start, sampler: Sampler, stream: int, rows: Tensor
-) -> Scan:
-    """One i-SIR step of every row."""
-    assert isinstance(sampler.kernel, ISIR)
-    seed, step, num_columns = sampler.seed, sampler.step, logits.shape[1]
-    kinds = side.kinds
-    if len(kinds) > 1:
-        correction = side.correction(start.ids[:, None])
-        first = start.logit if correction is None else start.logit - correction[:, 0]
-        u = draws.uniform(seed, step, draws.STREAM_SLOT + stream, rows, 2, logits.dtype)
-        logits = logits.masked_fill(_taken_place(side, start, u), -math.inf)
-    elif kinds[0].log_q is None:  # a set: {carried} u batch holds an item once
-        ids = side.key_ids.repeat_interleave(side.num_rows // len(side.key_ids), 0)
-        inside = (start.ids[:, None] == ids).any(1)
-        first = start.logit.masked_fill(inside, -math.inf)
-        logits = logits.masked_fill(_repeated(side), -math.inf)
-    else:
-        first = _corrected(start, kinds[0])
-    noise = draws.gumbel(
-        seed, step, draws.STREAM_GUMBEL + stream, rows, num_columns + 1, logits.dtype
+def _as_set(
+    side: Side, kind: Kind, ids: Tensor, start: Tensor, logits: Tensor
+) -> tuple[Tensor, Tensor]:
+    """i-SIR over a batch as a set: {held} u batch holds an item once."""
+    batch = side.key_ids[:, kind.first : kind.last]
+    names = batch.repeat_interleave(side.num_rows // len(batch), 0)
+    inside = (ids[:, None] == names).any(1)
+    return start.masked_fill(inside, -math.inf), logits.masked_fill(
+        _repeated(side, kind), -math.inf
     )
-    return isir_weights(logits, first, noise, sampler.kernel.count_every)
 
 
-def _repeated(side: Side) -> Tensor:  # [N,K] bool
+def _repeated(side: Side, kind: Kind) -> Tensor:  # [N,K] bool
     """Columns whose item a usable column further left is too; each copy of the batch by itself."""
-    groups, width = side.key_ids.shape
-    usable = ~side.excluded.view(groups, -1, width).all(1)
+    batch = side.key_ids[:, : kind.last]
+    groups, width = batch.shape
+    usable = ~side.excluded[:, :width].reshape(groups, -1, width).all(1)
     masks = []
     for ids, good in zip(
-        side.key_ids.view(groups * side.copies, -1),
-        usable.view(groups * side.copies, -1),
+        batch.reshape(groups * side.copies, -1),
+        usable.reshape(groups * side.copies, -1),
         strict=True,
     ):
         first = first_writer(ids, good)
         masks.append((first >= 0) & (first != torch.arange(len(ids), device=ids.device)))
     return torch.stack(masks).view(groups, width).repeat_interleave(side.num_rows // groups, 0)
-
-
-def _taken_place(side: Side, start: Start, u: Tensor) -> Tensor:  # [N,2] -> [N,K] bool
-    """The proposal of each row whose place its carried state takes."""
-    shares = []
-    for kind in side.kinds:
-        log_q = 0.0 if kind.log_q is None else kind.log_q(start.ids[:, None])[:, 0]
-        shares.append(kind.count.to(u.dtype).log() + log_q)
-    ends = torch.softmax(torch.stack(shares), 0).cumsum(0)  # [kinds,N]
-    chosen = (u[:, 0] > ends[:-1]).sum(0)  # [N]
-    excluded = side.all_excluded()
-    mask = torch.zeros_like(excluded)
-    for number, kind in enumerate(side.kinds):
-        counts = torch.zeros_like(excluded)
-        if kind.log_q is None:  # of the row's negatives only
-            counts[:, kind.first : kind.last] = ~excluded[:, kind.first : kind.last]
-        else:
-            counts[:, kind.first : kind.last] = True
-            if number == 0:  # the batch of a corpus: the row's own column is no draw
-                own = torch.arange(len(counts), device=counts.device) % max(kind.last, 1)
-                counts[torch.arange(len(counts), device=counts.device), own] = False
-        place = counts.cumsum(1)
-        target = torch.ceil(u[:, 1] * place[:, -1]).clamp(min=1)
-        mask |= counts & (place == target[:, None]) & (chosen == number)[:, None]
-    return mask & (start.logit > -math.inf)[:, None]
 
 
 def _finals(

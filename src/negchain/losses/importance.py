@@ -1,0 +1,110 @@
+"""Informed importance weights: fresh draws from a stale table, corrected by their probabilities.
+
+    q(z) = (1 - share) / M + share * mean_i softmax_z(sharpness * beta * x_i . psi_old(z))
+    W_ij = softmax_j( beta s_ij - log q(z_j) )
+    Z_i  = 1/n sum_j e^{beta s_ij} / q(z_j)
+
+Estimates   p_i by self-normalised importance weights over the batch and the draws; no chain.
+State       the table: M x D floats, and a refresh cursor.
+Cost        M D per row for q, one encode per draw, refresh * M encodes per step.
+Bias        of the partition: none, whatever the table holds (draws alone, the default). Of the
+            weights: O(1/n), as for every ratio of two means; small where q is close to p
+            (tests/losses/test_importance.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from torch import Tensor
+
+from negchain.losses.base import Call, ContrastiveLoss, Report
+from negchain.losses.batch import Views
+from negchain.losses.partition import (
+    detached_logits,
+    effective_negatives,
+    global_log_partition,
+)
+from negchain.losses.request import Request
+from negchain.losses.settings import Informed, Proposals
+from negchain.objective import Denominator, Estimate
+from negchain.weights.softmax import softmax_weights
+
+
+class ImportanceLoss(ContrastiveLoss):
+    r"""The global loss from draws of a stale table, corrected by log q; the partition is fresh.
+
+    $$ W_{ij} \propto \frac{e^{\beta s_{ij}}}{q(z_j)}, \qquad
+       \hat Z_i = \frac1n \sum_j \frac{e^{\beta s_{ij}}}{q(z_j)} $$
+
+    What to use where every step can afford a product with a table of all keys: dense retrieval,
+    image-text pairs, image sets up to some millions.
+
+    Args:
+        num_samples: number of anchors; also of keys unless `num_keys` is given.
+        beta: inverse temperature; a `nn.Parameter` to learn it.
+        proposals: where the draws come from: `Informed(...)`, or `Uniform(...)` (then no table).
+            Columns of the batch beside them (alone=False) bias the partition by O(1/B): which keys
+            a stale table proposes depends on who is in the batch.
+        views, symmetric, num_keys, key_counts, dim, normalize, seed: as for `InfoNCELoss`.
+        denominator: "all" (the positive kept in, against the estimate of the *global* partition, so
+            that solved pairs stop pulling) or "negatives" (eq. (1)).
+
+    Example:
+        >>> import torch
+        >>> encoder, items = torch.nn.Linear(5, 8), torch.randn(50, 5)
+        >>> loss_fn = ImportanceLoss(50, beta=10.0)
+        >>> encode = lambda ids: encoder(items[ids])
+        >>> loss_fn.fill(encode)
+        >>> index = torch.arange(4)
+        >>> loss_fn(encode(index), encode(index), index, encode=encode).backward()
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        beta: float | Tensor = 14.28,
+        proposals: Proposals | None = None,
+        *,
+        views: Views = "shared",
+        symmetric: bool = True,
+        denominator: Denominator = "negatives",
+        num_keys: int | None = None,
+        key_counts: Tensor | None = None,
+        dim: int | None = None,
+        normalize: bool = True,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(
+            num_samples,
+            beta,
+            views=views,
+            symmetric=symmetric,
+            denominator=denominator,
+            proposals=proposals or Informed(alone=True),
+            num_keys=num_keys,
+            key_counts=key_counts,
+            dim=dim,
+            normalize=normalize,
+            seed=seed,
+        )
+
+    def _loss(self, call: Call, requests: Sequence[Request]) -> Tensor:
+        batch, sides = self._begin(call, requests)
+        total: list[Tensor] = []
+        report: Report = {"global_loss_low": [], "effective_negatives": []}
+        for side in sides:
+            similarity = side.similarities()
+            logits = detached_logits(side, similarity, self._beta(similarity))
+            weights, _ = softmax_weights(logits)
+            log_partition = global_log_partition(side, logits)
+            assert log_partition is not None
+            total.append(self._value(side, similarity, Estimate(weights, log_partition)))
+            report["global_loss_low"].append(total[-1].detach)
+            report["effective_negatives"].append(partial(effective_negatives, weights))
+        if self.training:
+            self._remember(batch, sides, requests)
+            self._count_keys(batch)
+            self.step += 1
+        return self._finish(total, report)
