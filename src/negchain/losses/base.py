@@ -14,7 +14,7 @@ Shapes: `B` batch, `N` rows, `K` columns, `D` embedding.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,15 +36,12 @@ from negchain.losses.batch import (
     per_side,
 )
 from negchain.losses.columns import popularity, with_draw
-from negchain.losses.request import Encode, Part, Request, Want
+from negchain.losses.reporting import Reporting
+from negchain.losses.request import Encode, Part, Request, Want, answered, check_requests
 from negchain.losses.settings import Given, InBatch, Informed, Proposals, Uniform
-from negchain.losses.state import Stateful
 from negchain.losses.table import Tables
 from negchain.objective import Denominator, Estimate, contrastive_objective
 from negchain.pool import Draw, Side
-
-Number = Callable[[], Tensor]  # computed when somebody looks
-Report = dict[str, list[Number]]
 
 
 @dataclass(frozen=True)
@@ -61,7 +58,7 @@ class Call:
     drawn: Drawn | None = None
 
 
-class ContrastiveLoss(Stateful):
+class ContrastiveLoss(Reporting):
     """Abstract base of the losses; docs/own_method.md makes one.
 
     A method implements `_loss(call, requests)`: the loss of a batch, []. What it wants encoded
@@ -71,7 +68,6 @@ class ContrastiveLoss(Stateful):
 
     __call__: Callable[..., Tensor]
     step: Tensor  # [] calls in training mode
-    faults: Tensor  # [3] samples not finite, samples out of range, rows without negatives
     key_counts: Tensor  # [num_keys + 1] how often each key was a positive, and the sum
 
     def __init__(
@@ -126,11 +122,9 @@ class ContrastiveLoss(Stateful):
         if isinstance(self.proposals, InBatch) and self.proposals.copies == 2 and views != "shared":
             raise ValueError("InBatch(copies=2) is for the two views of views='shared'")
         self._turn = 0
-        self._info: Mapping[str, Number] = {}
         self.add_state("step", torch.zeros((), dtype=torch.int64))
         sizes = [num_samples or 0, num_keys or 0, ids_per_item]
         self.add_state("sizes", torch.tensor(sizes, dtype=torch.int64))
-        self.add_state("faults", torch.zeros(3, dtype=torch.int64), saved=False)
         self._counts_keys = num_keys is not None and key_counts is None
         if num_keys is not None:
             self.add_state("key_counts", _first_counts(key_counts, num_keys))
@@ -291,7 +285,7 @@ class ContrastiveLoss(Stateful):
         with torch.autocast(z_a.device.type, enabled=False):
             if encode is not None:
                 requests = self._encoded(call, encode)
-            self._check(call, requests)
+            check_requests(self, self._turn, call.index, requests)
             total = self._loss(call, requests)
         if self.training:
             self._turn += 1
@@ -311,28 +305,6 @@ class ContrastiveLoss(Stateful):
             **named,  # type: ignore[arg-type]
         )
         return first, second.encode(encode)
-
-    def _check(self, call: Call, requests: Sequence[Request]) -> None:
-        """Refuse requests that are not this call's."""
-        for request in requests:
-            if request.owner is not self:
-                raise ValueError("this request was made by another loss; ask this one")
-            if call.index is None or not _same(request.index, call.index, self.step.device):
-                raise ValueError(
-                    "this request was made for another batch: its index is not the index of this "
-                    "call; ask again with the positions you pass here"
-                )
-            if any(part.embeddings is None for part in request.parts):
-                raise ValueError(
-                    "this request was not answered: call "
-                    "request.answer(encoder(items[request.ids]))"
-                )
-            stale = [part for part in request.parts if part.purpose == "draw"]
-            if stale and request.turn != self._turn:
-                raise ValueError(
-                    f"this request was made for call {request.turn} of the loss and this is call "
-                    f"{self._turn}: its draws are of another step; ask anew before every call"
-                )
 
     def _loss(self, call: Call, requests: Sequence[Request]) -> Tensor:
         raise NotImplementedError
@@ -399,22 +371,10 @@ class ContrastiveLoss(Stateful):
             return list(zip(*pair, strict=True))  # type: ignore[arg-type]
         found = []
         for side in range(self.num_sides):
-            part = self._part(requests, "draw", side)
+            part = answered(requests, "draw", side)
             assert part.draw is not None and part.embeddings is not None
             found.append((part.draw, part.embeddings))
         return found
-
-    def _part(self, requests: Sequence[Request], purpose: Any, side: int) -> Part:
-        """An answered part of the call's requests; its absence is explained."""
-        for request in requests:
-            part = request.part(purpose, side)
-            if part is not None:
-                return part
-        raise ValueError(
-            f"this loss needs its {purpose} negatives encoded: call it with "
-            "encode=lambda ids: encoder(items[ids]), or pass loss_fn.request(index) and "
-            "loss_fn.request(index, z_a, z_b), answered"
-        )
 
     def _count_keys(self, batch: Batch) -> None:
         """Remember which keys were positives; part of changing state."""
@@ -455,49 +415,6 @@ class ContrastiveLoss(Stateful):
             positive, similarity, estimate, beta, self.denominator, carried_similarity
         )
 
-    def _finish(self, total: list[Tensor], report: Report) -> Tensor:
-        """The mean loss over sides; the other numbers stay on the device for `info`."""
-        if not is_traced(total[0]):
-            self._info = {name: _mean_of(v) for name, v in report.items() if v}
-        return sum(total[1:], total[0]) / len(total)
-
-    @property
-    def info(self) -> dict[str, float]:
-        """Numbers about the last call as Python floats; reading them waits for the device.
-
-        Every loss reports `effective_negatives` (mean over rows of 1 / sum of squared weights) and,
-        since it was built, `nonfinite_rows` and `rows_without_negatives` (these train nothing).
-        Where the size of the data set is known also an estimate of the global loss, eq. (1):
-        `global_loss_low` lies below it on average (the logarithm of a noisy mean); see each loss.
-
-        Raises:
-            ValueError: samples had an index out of range. (On a CPU such a batch is refused at
-                once; on a GPU its rows change no state and are reported here.)
-        """
-        names, values = self.take_info()
-        return self.read_info(names, values.tolist())
-
-    def take_info(self) -> tuple[list[str], Tensor]:
-        """What `info` will say, still on the device: names, and values for `read_info`."""
-        with torch.no_grad():
-            values = [number() for number in self._info.values()]
-        kind = values[0].dtype if values else torch.float32
-        return list(self._info), torch.stack([*self.faults.to(kind), *(v.detach() for v in values)])
-
-    def read_info(self, names: list[str], values: list[float]) -> dict[str, float]:
-        """`info` from what `take_info` gave."""
-        nonfinite, out_of_range, lonely = map(float, values[:3])
-        if out_of_range:
-            raise ValueError(
-                f"index must hold data set positions below {self.num_samples}, but "
-                f"{out_of_range:.0f} did not; was the loss built for another data set?"
-            )
-        return {
-            **dict(zip(names, values[3:], strict=True)),
-            "nonfinite_rows": nonfinite,
-            "rows_without_negatives": lonely,
-        }
-
     def extra_repr(self) -> str:
         """The settings, for `print(loss)`."""
         learned = isinstance(self.beta, Tensor)
@@ -505,27 +422,8 @@ class ContrastiveLoss(Stateful):
         return f"beta={beta}, views={self.views!r}, denominator={self.denominator!r}"
 
 
-def _mean_of(numbers: Sequence[Number]) -> Number:
-    """The mean over sides, as late as each of them."""
-    return lambda: torch.stack([number().detach() for number in numbers]).mean()
-
-
 def _tower(side: int) -> Any:
     return "keys" if side == 0 else "anchors"
-
-
-def _same(mine: Tensor, given: Ids, device: torch.device) -> bool:
-    """Whether two batches are one; nobody is waited for while a CUDA graph is recorded."""
-    if mine is given:
-        return True
-    given = as_ids("index", given, len(mine), device) if len(given) == len(mine) else mine[:0]
-    if len(given) != len(mine):
-        return False
-    if mine.is_cuda and (
-        mine.data_ptr() == given.data_ptr() or torch.cuda.is_current_stream_capturing()
-    ):
-        return True
-    return torch.equal(mine, given)
 
 
 def _first_counts(counts: Tensor | None, num_keys: int) -> Tensor:

@@ -24,11 +24,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from negchain.fast import fused
-from negchain.losses.base import Call, ContrastiveLoss, Number, Report, one_of
+from negchain.losses.base import Call, ContrastiveLoss, one_of
 from negchain.losses.batch import Batch, Ids, Views, as_ids, check_answer
 from negchain.losses.chains import Arrival, Carried, ChainTable, stored_slots
 from negchain.losses.partition import detached_logits, log_sum_and_count
-from negchain.losses.request import Part, Request, Want
+from negchain.losses.reporting import Number, Report
+from negchain.losses.request import Part, Request, Want, answered
 from negchain.losses.settings import (
     InBatch,
     Informed,
@@ -230,9 +231,7 @@ class EMC2Loss(ContrastiveLoss):
         self._check_held(call, requests)
         if fused.applies(self, call.z_a) and call.known is None and call.augmentation is None:
             carried = [
-                self._part(requests, "carried", side).embeddings
-                if self.carried == "encode"
-                else None
+                answered(requests, "carried", side).embeddings if self.carried == "encode" else None
                 for side in range(self.num_sides)
             ]
             total, self._info = fused.emc2(self, call, carried)
@@ -352,7 +351,7 @@ class EMC2Loss(ContrastiveLoss):
         ids = self.chains.ids(number, slot)
         unusable = side.excludes(ids)
         if self.carried == "encode":
-            part = self._part(requests, "carried", number)
+            part = answered(requests, "carried", number)
             assert part.embeddings is not None
             keys = check_answer(part.embeddings, batch.z_a, self.normalize)
             views = keys.view(-1, len(batch.index), keys.shape[1])[:, items]

@@ -15,10 +15,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from negchain.losses.base import Call, ContrastiveLoss, Report
+from negchain.losses.base import Call, ContrastiveLoss
 from negchain.losses.batch import Views, check_answer
 from negchain.losses.partition import effective_negatives
-from negchain.losses.request import Part, Request, Want
+from negchain.losses.reporting import Report
+from negchain.losses.request import Part, Request, Want, answered
 from negchain.losses.settings import check_refresh
 from negchain.losses.table import Tables
 from negchain.objective import Denominator, Estimate
@@ -108,7 +109,7 @@ class NegativeCacheLoss(ContrastiveLoss):
         total: list[Tensor] = []
         report: Report = {"global_loss": [], "effective_negatives": []}
         for number, side in enumerate(sides):
-            part = self._part(requests, "draw", number)
+            part = answered(requests, "draw", number)
             assert part.embeddings is not None and part.log_partition is not None
             keys = check_answer(part.embeddings, batch.z_a, self.normalize)
             ids = part.want.ids

@@ -22,6 +22,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from negchain.losses.batch import Ids, as_ids
 from negchain.pool import Draw
 
 Tower = Literal["keys", "anchors"]
@@ -123,3 +124,54 @@ class Request:
         """The part for one purpose and side, if it was asked for."""
         found = (p for p in self.parts if (p.purpose, p.side) == (purpose, side))
         return next(found, None)
+
+
+def answered(requests: Sequence[Request], purpose: Purpose, side: int) -> Part:
+    """An answered part of a call's requests; its absence is explained."""
+    for request in requests:
+        part = request.part(purpose, side)
+        if part is not None:
+            return part
+    raise ValueError(
+        f"this loss needs its {purpose} negatives encoded: call it with "
+        "encode=lambda ids: encoder(items[ids]), or pass loss_fn.request(index) and "
+        "loss_fn.request(index, z_a, z_b), answered"
+    )
+
+
+def check_requests(
+    owner: object, turn: int, index: Ids | None, requests: Sequence[Request]
+) -> None:
+    """Refuse requests that are not those of this loss, batch and call."""
+    for request in requests:
+        if request.owner is not owner:
+            raise ValueError("this request was made by another loss; ask this one")
+        if index is None or not _same(request.index, index):
+            raise ValueError(
+                "this request was made for another batch: its index is not the index of this "
+                "call; ask again with the positions you pass here"
+            )
+        if any(part.embeddings is None for part in request.parts):
+            raise ValueError(
+                "this request was not answered: call request.answer(encoder(items[request.ids]))"
+            )
+        drawn = any(part.purpose == "draw" for part in request.parts)
+        if drawn and request.turn != turn:
+            raise ValueError(
+                f"this request was made for call {request.turn} of the loss and this is call "
+                f"{turn}: its draws are of another step; ask anew before every call"
+            )
+
+
+def _same(mine: Tensor, given: Ids) -> bool:
+    """Whether two batches are one; nobody is waited for while a CUDA graph is recorded."""
+    if mine is given:
+        return True
+    if len(given) != len(mine):
+        return False
+    given = as_ids("index", given, len(mine), mine.device)
+    if mine.is_cuda and (
+        mine.data_ptr() == given.data_ptr() or torch.cuda.is_current_stream_capturing()
+    ):
+        return True
+    return torch.equal(mine, given)

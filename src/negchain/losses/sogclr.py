@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from negchain.fast import fused
-from negchain.losses.base import Call, ContrastiveLoss, Report, one_of
+from negchain.losses.base import Call, ContrastiveLoss, one_of
 from negchain.losses.batch import Views
 from negchain.losses.partition import detached_logits, effective_negatives, global_log_partition
+from negchain.losses.reporting import Report
 from negchain.losses.request import Request
 from negchain.losses.settings import InBatch, Proposals, Uniform, as_proposals
 from negchain.objective import Denominator, Estimate
