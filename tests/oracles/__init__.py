@@ -3,6 +3,7 @@
 | file | holds |
 |---|---|
 | `exact.py` | the global loss and its gradient for every layout of data: float64, loops |
+| `in_batch.py` | what InfoNCE, DCL and SogCLR make of one batch |
 | `chains.py` | one chain, one step, in scalars; the loss of a batch in one dense formula |
 """
 

@@ -35,7 +35,7 @@ Known = Sequence[Collection[int]]  # per row of the data set: further positives,
 
 
 class Row(NamedTuple):
-    """One anchor in one view beside one view of its positive."""
+    """One anchor in one view beside one view of its positive. A negative may be listed twice."""
 
     share: float  # of the row in the mean over rows
     anchor: int
@@ -155,9 +155,18 @@ def allowed(own: int, other: int, known: Known | None, row: int) -> bool:
 
 
 def exact(
-    rows: Sequence[Row], table: np.ndarray, beta: float, denominator: str = "negatives"
+    rows: Sequence[Row],
+    table: np.ndarray,
+    beta: float,
+    denominator: str = "negatives",
+    *,
+    tilt: np.ndarray | None = None,
 ) -> Exact:
-    """The sum over rows of the module's header. A row without negatives contributes nothing."""
+    """The sum over rows of the module's header. A row without negatives contributes nothing.
+
+    `tilt` [T] is added to the logits of the negatives: the gradient of a *wrong* p, to know what
+    a mistake would look like.
+    """
     table = np.asarray(table, dtype=np.float64)
     unit, norm = normalised(table)
     positive, negative = np.zeros_like(table), np.zeros_like(table)
@@ -167,8 +176,9 @@ def exact(
             continue
         own = float(unit[row.anchor] @ unit[row.positive])
         similarity = unit[row.negatives] @ unit[row.anchor]
-        log_partition = math.log(row.count) + log_sum_exp(beta * similarity)
-        p = np.exp(beta * similarity - log_sum_exp(beta * similarity))
+        logits = beta * similarity + (0.0 if tilt is None else tilt[row.negatives])
+        log_partition = math.log(row.count) + log_sum_exp(logits)
+        p = np.exp(logits - log_sum_exp(logits))
         pull, loss = 1.0, log_partition - beta * own
         if denominator == "all":
             pull, loss = 1 / (1 + math.exp(-loss)), math.log1p(math.exp(loss))
@@ -187,6 +197,23 @@ def target(row: Row, table: np.ndarray, beta: float) -> np.ndarray:
     return np.exp(logits - log_sum_exp(logits))
 
 
+def weighted(
+    rows: Sequence[Row],
+    table: np.ndarray,
+    beta: float,
+    weights: Sequence[np.ndarray],
+    pulls: Sequence[float],
+) -> np.ndarray:
+    """The gradient for given weights of the negatives and factors c_r: any method's, [T,D]."""
+    unit, norm = normalised(np.asarray(table, dtype=np.float64))
+    total = np.zeros_like(unit)
+    for row, w, pull in zip(rows, weights, pulls, strict=True):
+        scale = row.share * pull * beta
+        add_similarity(total, unit, norm, row.anchor, [row.positive], np.array([-scale]))
+        add_similarity(total, unit, norm, row.anchor, row.negatives, scale * w)
+    return total
+
+
 def add_similarity(
     total: np.ndarray,
     unit: np.ndarray,
@@ -195,11 +222,13 @@ def add_similarity(
     others: Sequence[int],
     weights: np.ndarray,
 ) -> None:
-    """total += sum_z weight_z ds(anchor, z)/de, one negative at a time."""
-    for z, weight in zip(others, weights, strict=True):
-        s = unit[anchor] @ unit[z]
-        total[anchor] += weight * (unit[z] - s * unit[anchor]) / norm[anchor]
-        total[z] += weight * (unit[anchor] - s * unit[z]) / norm[z]
+    """total += sum_z weight_z ds(anchor, z)/de."""
+    others = list(others)
+    s = unit[others] @ unit[anchor]
+    pull = (unit[others] - s[:, None] * unit[anchor]) / norm[anchor]
+    total[anchor] += weights @ pull
+    back = (unit[anchor] - s[:, None] * unit[others]) / norm[others][:, None]
+    np.add.at(total, others, weights[:, None] * back)
 
 
 def normalised(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
