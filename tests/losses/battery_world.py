@@ -62,10 +62,11 @@ class World:
         """[T,1] lengths of the raw embeddings."""
         return self.table.norm(dim=1, keepdim=True).numpy()
 
+    @functools.lru_cache(maxsize=4)  # noqa: B019 worlds are few, and live as long as the tests
     def targets(
         self, beta: float, symmetric: bool, per_view: bool
-    ) -> list[tuple[int, int, np.ndarray, np.ndarray]]:
-        """Per row (side, chain, ids of its negatives, p).
+    ) -> list[tuple[int, int, np.ndarray, np.ndarray, Row]]:
+        """Per row (side, chain, ids of its negatives, p, the row).
 
         `per_view`: a chain for each view of each item, whose ids name items and views.
         """
@@ -76,7 +77,8 @@ class World:
             chain = (row.anchor - offset * second) // (self.num_views // per_item)
             first = offset if self.views == "paired" and not second else 0
             ids = (np.array(row.negatives) - first) // (self.num_views // per_item)
-            found.append((int(second), chain, ids, target(row, self.table.numpy(), beta)))
+            p = target(row, self.table.numpy(), beta)
+            found.append((int(second), chain, ids, p, row))
         return found
 
 
