@@ -20,7 +20,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import negchain
+import oracles
 from negchain import ISIR, MH, Given, InBatch, Informed, Uniform
+from oracles import Exact
 
 SIZE, KEYS, DIM = 48, 40, 5  # anchors of every world, keys of a corpus, embedding
 
@@ -47,6 +49,7 @@ class Setting:
     gamma: float = 0.9
     refresh: float = 0.01
     # the data
+    size: int = SIZE
     num_views: int = 1
     num_known: int = 0
     batch_size: int = 8
@@ -72,10 +75,10 @@ class Setting:
     def world(self) -> World:
         if self.views == "shared":
             views = self.augmentations or self.num_views
-            return make_world("shared", SIZE, num_views=views, num_known=self.num_known)
+            return make_world("shared", self.size, num_views=views, num_known=self.num_known)
         return make_world(
             "paired",
-            SIZE,
+            self.size,
             num_keys=KEYS if self.corpus else None,
             num_views=self.num_views,
             num_known=self.num_known,
@@ -85,18 +88,18 @@ class Setting:
     @property
     def copies(self) -> float:
         """Negatives of eq. (1) that an item stands for."""
-        if self.loss == "infonce":  # saturates against the sum of its own columns
-            batch = (self.batch_size - 1) * (2 if self.views == "shared" else 1)
-            items = (KEYS if self.corpus else SIZE) - 1
-            return (MANY + batch) / items
         if self.loss == "cache" or self.views == "paired":
             return 1.0
         return float(self.augmentations or 2)
 
-    @property
-    def kept(self) -> str:
-        """The denominator of the oracle."""
-        return "all" if self.loss == "infonce" else self.denominator
+    def exact(self) -> Exact:
+        """What the mean gradient is measured against."""
+        rows, kept = self.world.rows(self.both_ways, self.copies), self.denominator
+        if self.loss == "infonce":  # saturates against the sum of its own columns
+            kept, copies = "all", 2 if self.views == "shared" else 1
+            columns = MANY + copies * (self.batch_size - 1)
+            rows = [row._replace(count=columns / len(row.negatives)) for row in rows]
+        return oracles.exact(rows, self.world.table.numpy(), self.beta, kept)
 
     @property
     def deterministic(self) -> bool:
@@ -107,7 +110,7 @@ class Setting:
         """Keyword arguments of the constructor, but for the seed."""
         beta = nn.Parameter(torch.tensor(self.beta, dtype=torch.float64)) if self.learned else None
         given: dict[str, Any] = {
-            "num_samples": SIZE,
+            "num_samples": self.size,
             "beta": self.beta if beta is None else beta,
             "views": self.views,
             "symmetric": self.symmetric,
@@ -119,7 +122,7 @@ class Setting:
         if self.loss != "streaming" and self.corpus:
             given["num_keys"] = KEYS
         if self.key_counts:
-            used = make_world("paired", SIZE, num_keys=KEYS, popularity=1.0).pairs[:, 1]
+            used = make_world("paired", self.size, num_keys=KEYS, popularity=1.0).pairs[:, 1]
             given["key_counts"] = torch.bincount(used, minlength=KEYS)
         if self.chains:
             given |= {"kernel": self.kernel, "carried": self.carried}

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from oracles import Exact, Row, corpus_rows, exact, paired_rows, shared_rows, target
+from oracles import Row, corpus_rows, paired_rows, shared_rows, target
 
 Order = Literal["epochs", "fresh", "repeats"]
 
@@ -37,7 +37,7 @@ class World:
         second = self.views == "paired" and tower == "keys"
         return ids * self.num_views + view + (self.num_anchors * self.num_views if second else 0)
 
-    def rows(self, symmetric: bool = True, copies: float = 2.0) -> list[Row]:
+    def rows(self, symmetric: bool = True, copies: float = 1.0) -> list[Row]:
         """What the oracle adds up; `copies` as in `oracles.shared_rows`."""
         known = None if self.known is None else [set(row) for row in self.known.tolist()]
         if self.views == "shared":
@@ -53,9 +53,6 @@ class World:
             return paired_rows(self.num_anchors, views=both, symmetric=symmetric, known=known)
         pairs = [(int(i), int(k)) for i, k in self.pairs]
         return corpus_rows(pairs, self.num_anchors, self.num_keys, views=both, known=known)
-
-    def exact(self, beta: float, denominator: str, symmetric: bool, copies: float) -> Exact:
-        return exact(self.rows(symmetric, copies), self.table.numpy(), beta, denominator)
 
     @functools.cached_property
     def norm(self) -> np.ndarray:

@@ -41,7 +41,7 @@ def examples(count: int) -> settings:
 def verdict_of(setting: Setting, seeds: int, steps: int) -> Verdict:
     """Run a setting on independent seeds and judge it by its promise."""
     world, beta, held = setting.world, setting.beta, promise(setting)
-    exact = world.exact(beta, setting.kept, setting.both_ways, setting.copies)
+    exact = setting.exact()
     gradients, betas = [], []
     for seed in range(seeds):
         loss_fn = setting.build(seed)

@@ -22,7 +22,7 @@ import negchain.losses.base as base
 import negchain.losses.batch as batch
 import negchain.losses.emc2 as emc2
 import negchain.losses.walk as walk
-from negchain import ISIR, MH, Draw, EMC2Loss, Given, StreamingEMC2Loss, Uniform
+from negchain import MH, Draw, EMC2Loss, Given, StreamingEMC2Loss, Uniform
 from oracles.exact import Exact, weighted
 from oracles.visit import expected_weights
 
@@ -41,15 +41,28 @@ def keys_counted_as_uniform(patch) -> None:
 
 
 def held_state_keeps_its_old_q(patch) -> None:
-    """Issue 2: the carried state is scored with the q of another visit than the proposals'."""
-    right, last = walk._corrected, {}
+    """Issue 2: the carried state is scored with the q it was once proposed with."""
+    right, now, memory = EMC2Loss._start, {}, {}
 
-    def stale(start, kind):
-        old = last.get("q", kind.log_q)
-        last["q"] = kind.log_q
-        return right(start, dataclasses.replace(kind, log_q=old))
+    def start(self, number, side, slots, *rest):
+        if now.get("loss") is not self:
+            memory.clear()
+            now.clear()
+        now["loss"], now["chains"] = self, torch.cat(slots).tolist()
+        return right(self, number, side, slots, *rest)
 
-    patch.setattr(walk, "_corrected", stale)
+    def corrected(start, kind):
+        ids = start.ids[:, None]
+        before = now.get("q", kind.log_q)(ids)[:, 0].tolist()
+        for chain, held, log_q in zip(now["chains"], start.ids.tolist(), before, strict=True):
+            if memory.get(chain, (None,))[0] != held:
+                memory[chain] = (held, log_q)
+        now["q"] = kind.log_q
+        used = torch.tensor([memory[chain][1] for chain in now["chains"]], dtype=torch.float64)
+        return start.logit - used
+
+    patch.setattr(EMC2Loss, "_start", start)
+    patch.setattr(walk, "_corrected", corrected)
 
 
 def panels_count_shared_graphs_twice(patch) -> None:
@@ -72,7 +85,11 @@ def lonely_rows_are_dropped(patch) -> None:
         lonely = side.all_excluded().all(1)
         log_partition = estimate.log_partition.masked_fill(lonely, -math.inf)
         return right(
-            self, side, similarity, estimate._replace(log_partition=log_partition), carried_similarity
+            self,
+            side,
+            similarity,
+            estimate._replace(log_partition=log_partition),
+            carried_similarity,
         )
 
     patch.setattr(base.ContrastiveLoss, "_value", dropped)
@@ -171,13 +188,15 @@ def divided_by_all_steps(patch) -> None:
     patch.setattr(walk, "mh_scan", longer)
 
 
+FEW = Setting(size=6, batch_size=6)
+ALL = Setting(size=16, batch_size=16, beta=5.0, views="paired", symmetric=False)
 PLANTED = [
-    (keys_counted_as_uniform, CORPUS),
+    (keys_counted_as_uniform, dataclasses.replace(CORPUS, order="repeats")),
     (keys_counted_as_uniform, dataclasses.replace(CORPUS, kernel="isir", key_counts=True)),
-    (held_state_keeps_its_old_q, Setting(proposals=Given())),
-    (held_state_keeps_its_old_q, Setting(proposals=Given(), kernel="isir")),
+    (held_state_keeps_its_old_q, dataclasses.replace(ALL, proposals=Given())),
+    (held_state_keeps_its_old_q, dataclasses.replace(ALL, proposals=Given(), kernel="isir")),
     (panels_count_shared_graphs_twice, Setting(loss="streaming", kernel="mh")),
-    (lonely_rows_are_dropped, Setting(batch_size=2, order="repeats", proposals=Uniform(1, True))),
+    (lonely_rows_are_dropped, dataclasses.replace(FEW, proposals=Uniform(1, alone=True))),
     (lonely_rows_are_dropped, Setting(batch_size=1, kernel="isir")),
     (labels_hold_both_ways_in_the_batch, Setting(kernel="isir", num_known=3)),
     (answers_of_an_earlier_visit, Setting(order="repeats")),
@@ -187,7 +206,12 @@ PLANTED = [
     (own_item_is_a_negative, Setting()),
     (divided_by_all_steps, Setting()),
 ]
-QUICK = (ratio_upside_down, panels_count_shared_graphs_twice, keys_counted_as_uniform)
+QUICK = (ratio_upside_down, panels_count_shared_graphs_twice)
+
+
+def steps_of(setting: Setting) -> int:
+    """A step of a few rows says little: more of them."""
+    return STEPS * (3 if setting.size < 8 else 1)
 
 
 def name(case) -> str:
@@ -197,15 +221,12 @@ def name(case) -> str:
 @pytest.mark.statistical
 @pytest.mark.parametrize(
     "plant, setting",
-    [
-        pytest.param(*case, marks=() if case[0] in QUICK else pytest.mark.slow)
-        for case in PLANTED
-    ],
+    [pytest.param(*case, marks=() if case[0] in QUICK else pytest.mark.slow) for case in PLANTED],
     ids=lambda case: name(case),
 )
 def test_planted_bug_is_flagged(monkeypatch, plant, setting) -> None:
     plant(monkeypatch)
-    verdict = verdict_of(setting, SEEDS, STEPS)
+    verdict = verdict_of(setting, SEEDS, steps_of(setting))
     assert not verdict.passes, verdict
 
 
@@ -213,5 +234,105 @@ def test_planted_bug_is_flagged(monkeypatch, plant, setting) -> None:
 @pytest.mark.statistical
 @pytest.mark.parametrize("setting", dict.fromkeys(case[1] for case in PLANTED), ids=str)
 def test_without_the_plant_nothing_is_flagged(setting) -> None:
-    verdict = verdict_of(setting, SEEDS, STEPS)
+    verdict = verdict_of(setting, SEEDS, steps_of(setting))
     assert verdict.passes, verdict
+
+
+# ---------------------------------------------------------------- burn-in
+
+
+NUM = 40  # chains
+
+
+def first_visit(seeds: int, beta: float = 5.0, steps: int = 5, burn_in: int = 2):
+    """The gradient of one visit whose chains all start at their likeliest negative."""
+    world = make_world("paired", NUM)
+    rows, table = world.rows(symmetric=False), world.table.numpy()
+    unit = torch.nn.functional.normalize(world.table, dim=1)
+    first = [max(row.negatives, key=lambda z: float(unit[z] @ unit[row.anchor])) for row in rows]
+
+    def gradient(skipped: int | None) -> np.ndarray:
+        weights = [
+            np.zeros(len(row.negatives))
+            if skipped is None
+            else expected_weights(row, table, beta, start, steps, skipped)
+            for row, start in zip(rows, first, strict=True)
+        ]
+        return weighted(rows, table, beta, weights, [1.0] * len(rows))
+
+    positive, whole = gradient(None), gradient(burn_in)
+    expected = Exact(0.0, positive, whole - positive, 0.0)
+    along = {"negatives": expected.negative, "burn-in": gradient(burn_in + 1) - whole}
+    index, found = torch.arange(NUM), []
+    for seed in range(seeds):
+        generator = torch.Generator().manual_seed(seed)
+        loss_fn = EMC2Loss(
+            NUM,
+            beta,
+            MH(burn_in=burn_in),
+            views="paired",
+            symmetric=False,
+            proposals=Given(),
+            seed=seed,
+        )
+        loss_fn.chains.states[0] = torch.tensor(first) - NUM
+        ids = torch.randint(NUM - 1, (NUM, steps), generator=generator)
+        ids = ids + (ids >= index[:, None])  # never the row's own positive: R steps for everyone
+        leaf = world.table.clone().requires_grad_()
+        loss_fn(
+            leaf[:NUM],
+            leaf[NUM:],
+            index,
+            encode=lambda ids, leaf=leaf: leaf[NUM + ids],
+            draw=Draw(ids),
+            drawn=leaf[NUM + ids],
+        ).backward()
+        found.append(leaf.grad.numpy())
+    return judge(np.stack(found), expected, along, world.norm)
+
+
+@pytest.mark.statistical
+def test_first_visit_is_as_expected() -> None:
+    verdict = first_visit(seeds=150)
+    assert verdict.passes, verdict
+
+
+@pytest.mark.statistical
+@pytest.mark.parametrize("plant", [counts_burn_in(1), counts_burn_in(-1)], ids=name)
+def test_burn_in_off_by_one_is_flagged(monkeypatch, plant) -> None:
+    plant(monkeypatch)
+    verdict = first_visit(seeds=150)
+    assert not verdict.passes, verdict
+
+
+# ---------------------------------------------------------------- the rate of the running partition
+
+
+def moved_by() -> float:
+    """How far one visit of a small last batch moves the running partition, as a share."""
+    setting = Setting(denominator="all", batch_size=3)
+    world, loss_fn = setting.world, setting.build(0)
+    start_at_target(loss_fn, world, setting.beta, 0)
+    unit = torch.nn.functional.normalize(world.table, dim=1)
+    before = loss_fn.log_partition[0, 0].exp().item()
+    index = torch.tensor([0, 7, 21])
+    loss_fn(unit[index], unit[index], index, encode=lambda ids: unit[ids])
+    after = loss_fn.log_partition[0, 0].exp().item()
+    fresh = 47 * 2 * float((setting.beta * unit[index[1:]] @ unit[0]).exp().mean())
+    return (after - before) / (fresh - before)
+
+
+def test_a_small_last_batch_moves_the_partition_as_any_other() -> None:
+    assert moved_by() == pytest.approx(0.05, rel=1e-3)
+
+
+def test_a_rate_by_the_size_of_this_batch_is_flagged(monkeypatch) -> None:
+    """Issue 8: visits estimated as steps times the size of this batch."""
+
+    def rate_of_this_batch(self, number, side, log_partition):
+        old = self.log_partition[number][side.anchor_ids].to(log_partition.dtype)
+        visits = int(self.step) * (side.num_rows // 2) // self.num_samples
+        return emc2.moving_log_mean(old, log_partition, max(1 / (1 + visits), 0.05))
+
+    monkeypatch.setattr(EMC2Loss, "_running_partition", rate_of_this_batch)
+    assert moved_by() != pytest.approx(0.05, rel=1e-3)
