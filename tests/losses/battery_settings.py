@@ -169,6 +169,15 @@ def refused(s: Setting) -> list[str]:
     return [word for word, is_broken in broken.items() if is_broken]
 
 
+def broken(s: Setting) -> str | None:
+    """Bugs the battery has found and that are still there; `test_found.py` shows each."""
+    if s.augmentations and not s.symmetric and s.carried == "encode":
+        return "stored augmentations with one view as anchors"
+    if s.denominator == "all" and s.batch_size == 1 and s.proposals in (None, "batch", InBatch(2)):
+        return "the running partition of rows without proposals"
+    return None
+
+
 # ---------------------------------------------------------------- what is promised
 
 
