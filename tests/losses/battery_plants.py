@@ -79,12 +79,6 @@ def lonely_rows_are_dropped(patch) -> None:
     patch.setattr(base.ContrastiveLoss, "_value", dropped)
 
 
-def repeats_are_counted_but_held_state_is_not(patch) -> None:
-    """Issue 6: i-SIR drops the carried state where its item is in the batch, once or twice."""
-    right = walk._repeated
-    patch.setattr(walk, "_repeated", lambda side: torch.zeros_like(right(side)))
-
-
 def labels_hold_both_ways_in_the_batch(patch) -> None:
     """Issue 7: `known` given for one side is mutual in the batch, not for carried states."""
     right = batch.matches

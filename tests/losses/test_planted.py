@@ -25,7 +25,6 @@ from battery_plants import (
     own_item_is_a_negative,
     panels_count_shared_graphs_twice,
     ratio_upside_down,
-    repeats_are_counted_but_held_state_is_not,
 )
 from battery_run import judge, start_at_target
 from battery_settings import Setting
@@ -46,10 +45,6 @@ PLANTED = [
     (panels_count_shared_graphs_twice, Setting(loss="streaming", kernel="mh")),
     (lonely_rows_are_dropped, dataclasses.replace(FEW, proposals=Uniform(1, alone=True))),
     (lonely_rows_are_dropped, Setting(batch_size=1, kernel="isir")),
-    (
-        repeats_are_counted_but_held_state_is_not,
-        Setting(kernel="isir", size=12, batch_size=10, order="repeats"),
-    ),
     (labels_hold_both_ways_in_the_batch, Setting(kernel="isir", num_known=3, size=24)),
     (answers_of_an_earlier_visit, Setting(order="repeats")),
     (ratio_upside_down, Setting()),
@@ -66,7 +61,6 @@ def steps_of(plant) -> int:
     small = (
         labels_hold_both_ways_in_the_batch,
         answers_of_an_earlier_visit,
-        repeats_are_counted_but_held_state_is_not,
     )
     return STEPS * (8 if plant in small else 1)
 
