@@ -175,7 +175,7 @@ def broken(s: Setting) -> str | None:
         return "stored augmentations with one view as anchors"
     if s.denominator == "all" and s.batch_size == 1 and s.proposals in (None, "batch", InBatch(2)):
         return "the running partition of rows without proposals"
-    if s.key_counts and (s.kernel == "isir" or isinstance(s.kernel, ISIR)):
+    if s.corpus and (s.kernel == "isir" or isinstance(s.kernel, ISIR)):
         return "i-SIR with a held key the batch never proposes"
     return None
 

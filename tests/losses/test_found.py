@@ -47,7 +47,7 @@ def test_the_gradient_of_rows_without_proposals_is_not_too_long() -> None:
 
 @pytest.mark.xfail(strict=True, raises=AssertionError, reason="logit - log 0 = inf, softmax NaN")
 def test_isir_with_a_held_key_the_batch_never_proposes() -> None:
-    """Given key_counts of 0 the held key's corrected logit is inf: MH stays there, i-SIR is NaN."""
+    """A key counted 0 times has a corrected logit of inf: MH stays there, i-SIR is NaN."""
     queries, keys = torch.randn(4, 3).requires_grad_(), torch.randn(6, 3)
     counts = torch.tensor([1, 1, 1, 1, 0, 0])
     loss_fn = EMC2Loss(4, 5.0, "isir", views="paired", num_keys=6, key_counts=counts)

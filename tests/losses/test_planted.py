@@ -41,7 +41,6 @@ CORPUS = Setting(views="paired", corpus=True)
 FEW = Setting(size=6, batch_size=6)
 PLANTED = [
     (keys_counted_as_uniform, dataclasses.replace(CORPUS, order="repeats")),
-    (keys_counted_as_uniform, dataclasses.replace(CORPUS, kernel="isir")),
     (panels_count_shared_graphs_twice, Setting(loss="streaming", kernel="mh")),
     (lonely_rows_are_dropped, dataclasses.replace(FEW, proposals=Uniform(1, alone=True))),
     (lonely_rows_are_dropped, Setting(batch_size=1, kernel="isir")),
