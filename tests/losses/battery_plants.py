@@ -1,0 +1,166 @@
+"""Bugs to plant: each function takes pytest's monkeypatch and breaks the losses in one way."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+
+import negchain.losses.base as base
+import negchain.losses.batch as batch
+import negchain.losses.walk as walk
+from negchain import EMC2Loss, StreamingEMC2Loss
+
+# ---------------------------------------------------------------- what an independent check found
+
+
+def keys_counted_as_uniform(patch) -> None:
+    """Issue 1: the batch's columns pass for uniform draws from the corpus."""
+
+    def uniform(counts, *_):
+        return lambda ids: torch.full(ids.shape, -math.log(len(counts) - 1), dtype=torch.float64)
+
+    patch.setattr(base, "popularity", uniform)
+
+
+def held_state_keeps_its_old_q(patch) -> None:
+    """Issue 2: the carried state is scored with the q it was once proposed with."""
+    right, now, memory = EMC2Loss._start, {}, {}
+
+    def start(self, number, side, slots, *rest):
+        if now.get("loss") is not self:
+            memory.clear()
+            now.clear()
+        now["loss"], now["chains"] = self, torch.cat(slots).tolist()
+        return right(self, number, side, slots, *rest)
+
+    def corrected(start, kind):
+        ids = start.ids[:, None]
+        before = now.get("q", kind.log_q)(ids)[:, 0].tolist()
+        for chain, held, log_q in zip(now["chains"], start.ids.tolist(), before, strict=True):
+            if memory.get(chain, (None,))[0] != held:
+                memory[chain] = (held, log_q)
+        now["q"] = kind.log_q
+        used = torch.tensor([memory[chain][1] for chain in now["chains"]], dtype=torch.float64)
+        return start.logit - used
+
+    patch.setattr(EMC2Loss, "_start", start)
+    patch.setattr(walk, "_corrected", corrected)
+
+
+def panels_count_shared_graphs_twice(patch) -> None:
+    """Issue 3: embeddings of one graph are not cut apart, and each gets the gradient of both."""
+    right = StreamingEMC2Loss._visit_all
+
+    def twice(self, *args):
+        visit = right(self, *args)
+        visit.total[0] = 2 * visit.total[0] - visit.total[0].detach()
+        return visit
+
+    patch.setattr(StreamingEMC2Loss, "_visit_all", twice)
+
+
+def lonely_rows_are_dropped(patch) -> None:
+    """Issue 4: a row without a proposal loses its positive and its carried state too."""
+    right = base.ContrastiveLoss._value
+
+    def dropped(self, side, similarity, estimate, carried_similarity=None):
+        lonely = side.all_excluded().all(1)
+        log_partition = estimate.log_partition.masked_fill(lonely, -math.inf)
+        return right(
+            self,
+            side,
+            similarity,
+            estimate._replace(log_partition=log_partition),
+            carried_similarity,
+        )
+
+    patch.setattr(base.ContrastiveLoss, "_value", dropped)
+
+
+def labels_hold_both_ways_in_the_batch(patch) -> None:
+    """Issue 7: `known` given for one side is mutual in the batch, not for carried states."""
+    right = batch.matches
+
+    def mutual(ids, own, known):
+        mask = right(ids, own, known)
+        if known is None or len(ids) != len(known):
+            return mask
+        return mask | (known[None, :, :] == own[:, None, None]).any(-1)
+
+    patch.setattr(batch, "matches", mutual)
+
+
+def answers_of_an_earlier_visit(patch) -> None:
+    """Issue 7: embeddings of the states that chains held one visit ago."""
+    right, last = EMC2Loss._start, {}
+
+    def stale(self, number, side, slots, *rest):
+        start = right(self, number, side, slots, *rest)
+        key = (id(self), number)
+        old = last.setdefault(key, torch.full((self.num_samples,), math.nan, dtype=torch.float64))
+        logit, similarity = start.logit.clone(), start.similarity
+        for row, slot in enumerate(torch.cat(slots).tolist()):
+            if math.isfinite(old[slot]) and logit[row] > -math.inf:
+                logit[row] = old[slot]
+        old[torch.cat(slots)] = start.logit
+        return dataclasses.replace(start, logit=logit, similarity=similarity)
+
+    patch.setattr(EMC2Loss, "_start", stale)
+
+
+# ---------------------------------------------------------------- what one gets wrong in a sampler
+
+
+def ratio_upside_down(patch) -> None:
+    right = walk.mh_scan
+
+    def inverted(logits, start, log_u, *rest):
+        flipped = torch.where(logits > -math.inf, -logits, -math.inf)
+        return right(flipped, torch.where(start > -math.inf, -start, -math.inf), log_u, *rest)
+
+    patch.setattr(walk, "mh_scan", inverted)
+
+
+def counts_burn_in(by: int):
+    def plant(patch) -> None:
+        right = walk._skipped
+        patch.setattr(walk, "_skipped", lambda sampler, steps: right(sampler, steps) + by)
+
+    plant.__name__ = f"burn_in_{by:+d}"
+    return plant
+
+
+def carried_state_is_dropped(patch) -> None:
+    right = EMC2Loss._start
+
+    def dropped(self, *args):
+        start = right(self, *args)
+        return dataclasses.replace(start, logit=torch.full_like(start.logit, -math.inf))
+
+    patch.setattr(EMC2Loss, "_start", dropped)
+
+
+def own_item_is_a_negative(patch) -> None:
+    right = batch.matches
+
+    def lenient(ids, own, known):
+        mask = right(ids, own, known)
+        return torch.zeros_like(mask) if len(ids) == len(own) else mask
+
+    patch.setattr(batch, "matches", lenient)
+
+
+def divided_by_all_steps(patch) -> None:
+    right = walk.mh_scan
+
+    def longer(logits, start, log_u, burn_in, *rest):
+        done = right(logits, start, log_u, burn_in, *rest)
+        steps = (logits > -math.inf).sum(1).clamp(min=1)
+        share = (steps - burn_in) / steps
+        return done._replace(
+            weights=done.weights * share[:, None], start_weight=done.start_weight * share
+        )
+
+    patch.setattr(walk, "mh_scan", longer)

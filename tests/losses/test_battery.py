@@ -1,0 +1,167 @@
+"""Every legal setting of every loss is held to what is promised of it; every other is refused.
+
+Settings are drawn from the whole constructor space (hypothesis, derandomised: the same ones every
+time; `numbered` turns a number into a setting). False alarms: `battery_run.ALARM`, 1e-5 per
+setting, so 2e-3 for the two hundred of the long part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from battery_in_batch import worst_difference
+from battery_run import Verdict, directions, judge, run, start_at_target
+from battery_settings import (
+    Setting,
+    broken,
+    promise,
+    refused,
+    settings_of_chains,
+    settings_without_chains,
+)
+from battery_world import World
+from hypothesis import HealthCheck, Phase, assume, given, settings
+from torch import Tensor
+
+import negchain
+from negchain import ISIR, MH, EMC2Loss, InBatch, Informed, StreamingEMC2Loss, Uniform
+
+
+def examples(count: int) -> settings:
+    """The same examples every time; none is shrunk, each being a run of its own."""
+    return settings(
+        max_examples=count,
+        derandomize=True,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+def verdict_of(setting: Setting, seeds: int, steps: int) -> Verdict:
+    """Run a setting on independent seeds and judge it by its promise."""
+    world, beta, held = setting.world, setting.beta, promise(setting)
+    exact = setting.exact()
+    gradients, betas = [], []
+    for seed in range(seeds):
+        loss_fn = setting.build(seed)
+        if setting.chains:
+            start_at_target(loss_fn, world, beta, seed)
+        loss_fn.fill((stored_of(world, "anchors"), stored_of(world, "keys")))
+        gradient, slope = run(
+            loss_fn,
+            world,
+            batch_size=setting.batch_size,
+            order=setting.order,
+            steps=steps,
+            seed=seed,
+        )
+        gradients.append(gradient)
+        betas.append(slope)
+    return judge(
+        np.stack(gradients),
+        exact,
+        directions(world, beta, setting.both_ways, exact),
+        world.norm,
+        bound=held.bound,
+        never_longer=held.never_longer,
+        betas=np.array(betas) if setting.learned else None,
+        only=slice(0, world.num_anchors * world.num_views if held.anchors_only else None),
+    )
+
+
+def stored_of(world: World, tower: str) -> Callable[[Tensor], Tensor]:
+    """The first view of every item, for stale tables to start with."""
+    unit = torch.nn.functional.normalize(world.table, dim=1)
+    return lambda ids: unit[world.address(tower, ids, 0 * ids)]
+
+
+def check(setting: Setting, seeds: int, steps: int) -> None:
+    if setting.deterministic:
+        assert worst_difference(setting, 4) < 1e-5, setting
+        return
+    verdict = verdict_of(setting, seeds, steps)
+    assert verdict.passes, f"{setting}\npromised: {promise(setting)}\n{verdict}"
+
+
+@pytest.mark.statistical
+@examples(6)
+@given(settings_of_chains)
+def test_chains_keep_their_promise(setting) -> None:
+    assume(not refused(setting) and not broken(setting))
+    check(setting, seeds=16, steps=8)
+
+
+@pytest.mark.statistical
+@examples(10)
+@given(settings_without_chains)
+def test_other_losses_keep_their_promise(setting) -> None:
+    check(setting, seeds=12, steps=6)
+
+
+@pytest.mark.slow
+@pytest.mark.statistical
+@examples(120)
+@given(settings_of_chains)
+def test_chains_keep_their_promise_at_length(setting) -> None:
+    assume(not refused(setting) and not broken(setting))
+    check(setting, seeds=24, steps=40)
+
+
+@pytest.mark.slow
+@pytest.mark.statistical
+@examples(80)
+@given(settings_without_chains)
+def test_other_losses_keep_their_promise_at_length(setting) -> None:
+    check(setting, seeds=24, steps=24)
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+@examples(300)
+@given(settings_of_chains)
+def test_impossible_settings_are_refused_and_no_others(setting) -> None:
+    rules = refused(setting)
+    if not rules:
+        setting.build(0)
+        return
+    with pytest.raises(ValueError, match="|".join(rules)):
+        setting.build(0)
+
+
+OUT_OF_RANGE = [
+    (lambda: EMC2Loss(1), "num_samples", "1"),
+    (lambda: EMC2Loss(9, beta=0.0), "beta", "0.0"),
+    (lambda: EMC2Loss(9, beta=float("inf")), "beta", "inf"),
+    (lambda: EMC2Loss(9, kernel="gibbs"), "kernel", "gibbs"),
+    (lambda: EMC2Loss(9, proposals="cache"), "proposals", "cache"),
+    (lambda: EMC2Loss(9, carried="score"), "carried", "score"),
+    (lambda: EMC2Loss(9, views="both"), "views", "both"),
+    (lambda: EMC2Loss(9, denominator="none"), "denominator", "none"),
+    (lambda: EMC2Loss(9, partition_rate=1.5), "partition_rate", "1.5"),
+    (lambda: EMC2Loss(9, augmentations=0), "augmentations", "0"),
+    (lambda: EMC2Loss(9, views="paired", num_keys=1), "num_keys", "1"),
+    (lambda: MH(burn_in=1.5), "burn_in", "1.5"),
+    (lambda: MH(burn_in=-0.1), "burn_in", "-0.1"),
+    (lambda: ISIR(count_every=0), "count_every", "0"),
+    (lambda: InBatch(copies=3), "copies", "3"),
+    (lambda: Uniform(num=0), "num", "0"),
+    (lambda: Informed(share=1.0), "share", "1.0"),
+    (lambda: Informed(sharpness=0.0), "sharpness", "0.0"),
+    (lambda: Informed(refresh=2.0), "refresh", "2.0"),
+    (lambda: StreamingEMC2Loss(9, kernel="gibbs"), "kernel", "gibbs"),
+    (lambda: negchain.SogCLRLoss(9, gamma=0.0), "gamma", "0.0"),
+    (lambda: negchain.NegativeCacheLoss(9, refresh=-1.0), "refresh", "-1.0"),
+]
+
+
+@pytest.mark.parametrize("build, rule, value", OUT_OF_RANGE)
+def test_values_out_of_range_are_named(build, rule, value) -> None:
+    with pytest.raises(ValueError) as refusal:
+        build()
+    assert rule in str(refusal.value) and value in str(refusal.value)

@@ -1,0 +1,253 @@
+"""The bugs the battery is for: each is planted, and its statistic must flag it.
+
+What an independent check once found in the losses (issue "The core under attack"), and the older
+list of mistakes one makes with a sampler. Every plant is judged by the same promise as the correct
+code, which must pass with the same seeds: nothing here is about sensitivity alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+from battery_plants import (
+    answers_of_an_earlier_visit,
+    carried_state_is_dropped,
+    counts_burn_in,
+    divided_by_all_steps,
+    held_state_keeps_its_old_q,
+    keys_counted_as_uniform,
+    labels_hold_both_ways_in_the_batch,
+    lonely_rows_are_dropped,
+    own_item_is_a_negative,
+    panels_count_shared_graphs_twice,
+    ratio_upside_down,
+)
+from battery_run import judge, start_at_target
+from battery_settings import Setting
+from battery_world import make_world
+from test_battery import verdict_of
+
+import negchain.losses.emc2 as emc2
+from negchain import MH, Draw, EMC2Loss, Given, Uniform
+from oracles.exact import Exact, weighted
+from oracles.visit import expected_weights
+
+SEEDS, STEPS = 16, 18
+CORPUS = Setting(views="paired", corpus=True)
+FEW = Setting(size=6, batch_size=6)
+PLANTED = [
+    (keys_counted_as_uniform, dataclasses.replace(CORPUS, order="repeats")),
+    (panels_count_shared_graphs_twice, Setting(loss="streaming", kernel="mh")),
+    (lonely_rows_are_dropped, dataclasses.replace(FEW, proposals=Uniform(1, alone=True))),
+    (lonely_rows_are_dropped, Setting(batch_size=1, kernel="isir")),
+    (labels_hold_both_ways_in_the_batch, Setting(kernel="isir", num_known=3, size=24)),
+    (answers_of_an_earlier_visit, Setting(order="repeats")),
+    (ratio_upside_down, Setting()),
+    (carried_state_is_dropped, Setting()),
+    (carried_state_is_dropped, Setting(kernel="isir", views="paired")),
+    (own_item_is_a_negative, Setting()),
+    (divided_by_all_steps, Setting()),
+]
+QUICK = (ratio_upside_down, panels_count_shared_graphs_twice)
+
+
+def steps_of(plant) -> int:
+    """Some bugs are small where an anchor has 47 negatives and few labels: longer runs."""
+    small = (
+        labels_hold_both_ways_in_the_batch,
+        answers_of_an_earlier_visit,
+    )
+    return STEPS * (8 if plant in small else 1)
+
+
+def name(case) -> str:
+    return case.__name__ if callable(case) else str(case)
+
+
+@pytest.mark.statistical
+@pytest.mark.parametrize(
+    "plant, setting",
+    [pytest.param(*case, marks=() if case[0] in QUICK else pytest.mark.slow) for case in PLANTED],
+    ids=name,
+)
+def test_planted_bug_is_flagged(monkeypatch, plant, setting) -> None:
+    plant(monkeypatch)
+    verdict = verdict_of(setting, SEEDS, steps_of(plant))
+    assert not verdict.passes, verdict
+
+
+@pytest.mark.slow
+@pytest.mark.statistical
+@pytest.mark.parametrize("plant, setting", PLANTED, ids=name)
+def test_without_the_plant_nothing_is_flagged(plant, setting) -> None:
+    verdict = verdict_of(setting, SEEDS, steps_of(plant))
+    assert verdict.passes, verdict
+
+
+# ---------------------------------------------------------------- a q that changes
+
+
+def share_of_the_likelier_key(kernel: str) -> tuple[float, float]:
+    """How often chains over two keys hold the first, p = 0.752, and how many deviations off it is.
+
+    Every visit offers one draw, from a q that favours the first key or the second by turns of a
+    coin. 400 chains of equal anchors are 400 replicates. Whatever the coins, each starts at p and
+    stays there, so given the coins their time averages are independent with mean p.
+    """
+    p, chains, generator = 0.752, 400, torch.Generator().manual_seed(3)
+    height = math.log(p / (1 - p)) / 2
+    keys = torch.tensor([[height, 1.0], [-height, 1.0], [0.0, 1.0]], dtype=torch.float64)
+    loss_fn = EMC2Loss(
+        chains,
+        1.0,
+        kernel,
+        views="paired",
+        num_keys=3,
+        proposals=Given(),
+        normalize=False,
+    )
+    index = torch.arange(chains)
+    loss_fn.chains.states[0] = (torch.rand(chains, generator=generator) > p).int()
+    anchors = torch.tensor([[1.0, 0.0]], dtype=torch.float64).expand(chains, -1)
+    positive, held, coins = torch.full((chains,), 2), [], []
+    for _ in range(60):
+        first = bool(torch.rand(1, generator=generator) < 0.5)
+        q = torch.tensor([0.9, 0.05, 0.05] if first else [0.05, 0.9, 0.05], dtype=torch.float64)
+        ids = torch.multinomial(q, chains, replacement=True, generator=generator)[:, None]
+        loss_fn(
+            anchors,
+            keys[positive],
+            index,
+            key_index=positive,
+            encode=lambda ids: keys[ids],
+            draw=Draw(ids, q.log()),
+            drawn=keys[ids],
+        )
+        held.append((loss_fn.held(index)[0] == 0).double())
+        coins.append(first)
+    states, coin = torch.stack(held), torch.tensor(coins)
+    worst = (p, 0.0)
+    for favoured in (True, False):  # given the coins every visit leaves p: after these, after those
+        shares = states[coin == favoured].mean(0)
+        deviations = float((shares.mean() - p) / shares.std()) * math.sqrt(chains)
+        worst = max(worst, (float(shares.mean()), deviations), key=lambda found: abs(found[1]))
+    return worst
+
+
+@pytest.mark.statistical
+@pytest.mark.parametrize("kernel", ["mh", "isir"])
+def test_a_changing_q_leaves_the_target_as_it_is(kernel) -> None:
+    share, deviations = share_of_the_likelier_key(kernel)
+    assert abs(deviations) < 4.9, share
+
+
+@pytest.mark.statistical
+@pytest.mark.parametrize("kernel", ["mh", "isir"])
+def test_a_held_state_with_its_old_q_is_flagged(monkeypatch, kernel) -> None:
+    held_state_keeps_its_old_q(monkeypatch)
+    share, deviations = share_of_the_likelier_key(kernel)
+    assert abs(deviations) > 4.9, share
+
+
+# ---------------------------------------------------------------- burn-in
+
+
+NUM = 40  # chains
+
+
+def first_visit(seeds: int, beta: float = 5.0, steps: int = 5, burn_in: int = 2):
+    """The gradient of one visit whose chains all start at their likeliest negative."""
+    world = make_world("paired", NUM)
+    rows, table = world.rows(symmetric=False), world.table.numpy()
+    unit = torch.nn.functional.normalize(world.table, dim=1)
+    first = [max(row.negatives, key=lambda z: float(unit[z] @ unit[row.anchor])) for row in rows]
+
+    def gradient(skipped: int | None) -> np.ndarray:
+        weights = [
+            np.zeros(len(row.negatives))
+            if skipped is None
+            else expected_weights(row, table, beta, start, steps, skipped)
+            for row, start in zip(rows, first, strict=True)
+        ]
+        return weighted(rows, table, beta, weights, [1.0] * len(rows))
+
+    positive, whole = gradient(None), gradient(burn_in)
+    expected = Exact(0.0, positive, whole - positive, 0.0)
+    along = {"negatives": expected.negative, "burn-in": gradient(burn_in + 1) - whole}
+    index, found = torch.arange(NUM), []
+    for seed in range(seeds):
+        generator = torch.Generator().manual_seed(seed)
+        loss_fn = EMC2Loss(
+            NUM,
+            beta,
+            MH(burn_in=burn_in),
+            views="paired",
+            symmetric=False,
+            proposals=Given(),
+            seed=seed,
+        )
+        loss_fn.chains.states[0] = torch.tensor(first) - NUM
+        ids = torch.randint(NUM - 1, (NUM, steps), generator=generator)
+        ids = ids + (ids >= index[:, None])  # never the row's own positive: R steps for everyone
+        leaf = world.table.clone().requires_grad_()
+        loss_fn(
+            leaf[:NUM],
+            leaf[NUM:],
+            index,
+            encode=lambda ids, leaf=leaf: leaf[NUM + ids],
+            draw=Draw(ids),
+            drawn=leaf[NUM + ids],
+        ).backward()
+        found.append(leaf.grad.numpy())
+    return judge(np.stack(found), expected, along, world.norm)
+
+
+@pytest.mark.statistical
+def test_first_visit_is_as_expected() -> None:
+    verdict = first_visit(seeds=150)
+    assert verdict.passes, verdict
+
+
+@pytest.mark.statistical
+@pytest.mark.parametrize("plant", [counts_burn_in(1), counts_burn_in(-1)], ids=name)
+def test_burn_in_off_by_one_is_flagged(monkeypatch, plant) -> None:
+    plant(monkeypatch)
+    verdict = first_visit(seeds=150)
+    assert not verdict.passes, verdict
+
+
+# ---------------------------------------------------------------- the rate of the running partition
+
+
+def moved_by() -> float:
+    """How far one visit of a small last batch moves the running partition, as a share."""
+    setting = Setting(denominator="all", batch_size=3)
+    world, loss_fn = setting.world, setting.build(0)
+    start_at_target(loss_fn, world, setting.beta, 0)
+    unit = torch.nn.functional.normalize(world.table, dim=1)
+    before = loss_fn.log_partition[0, 0].exp().item()
+    index = torch.tensor([0, 7, 21])
+    loss_fn(unit[index], unit[index], index, encode=lambda ids: unit[ids])
+    after = loss_fn.log_partition[0, 0].exp().item()
+    fresh = 47 * 2 * float((setting.beta * unit[index[1:]] @ unit[0]).exp().mean())
+    return (after - before) / (fresh - before)
+
+
+def test_a_small_last_batch_moves_the_partition_as_any_other() -> None:
+    assert moved_by() == pytest.approx(0.05, rel=1e-3)
+
+
+def test_a_rate_by_the_size_of_this_batch_is_flagged(monkeypatch) -> None:
+    """Issue 8: visits estimated as steps times the size of this batch."""
+
+    def rate_of_this_batch(self, number, side, log_partition):
+        old = self.log_partition[number][side.anchor_ids].to(log_partition.dtype)
+        visits = int(self.step) * (side.num_rows // 2) // self.num_samples
+        return emc2.moving_log_mean(old, log_partition, max(1 / (1 + visits), 0.05))
+
+    monkeypatch.setattr(EMC2Loss, "_running_partition", rate_of_this_batch)
+    assert moved_by() != pytest.approx(0.05, rel=1e-3)
