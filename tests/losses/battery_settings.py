@@ -170,13 +170,9 @@ def refused(s: Setting) -> list[str]:
 
 
 def broken(s: Setting) -> str | None:
-    """Bugs the battery has found and that are still there; `test_found.py` shows each."""
-    if s.augmentations and not s.symmetric and s.carried == "encode":
-        return "stored augmentations with one view as anchors"
+    """Settings whose gradient is known to be wrong by an amount nobody promises."""
     if s.denominator == "all" and s.batch_size == 1 and s.proposals in (None, "batch", InBatch(2)):
-        return "the running partition of rows without proposals"
-    if s.corpus and (s.kernel == "isir" or isinstance(s.kernel, ISIR)):
-        return "i-SIR with a held key the batch never proposes"
+        return "1 - p+ of a row that never had a proposal comes from its carried state alone"
     return None
 
 

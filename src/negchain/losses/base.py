@@ -120,7 +120,10 @@ class ContrastiveLoss(Reporting):
                 f"proposals={self.proposals} draws from the data set; give its size, num_samples="
             )
         if isinstance(self.proposals, InBatch) and self.proposals.copies == 2 and views != "shared":
-            raise ValueError("InBatch(copies=2) is for the two views of views='shared'")
+            raise ValueError(
+                "InBatch(copies=2) is for the two views of views='shared', got views='paired'; "
+                "use InBatch()"
+            )
         self._turn = 0
         self.add_state("step", torch.zeros((), dtype=torch.int64))
         sizes = [num_samples or 0, num_keys or 0, ids_per_item]

@@ -210,7 +210,7 @@ class EMC2Loss(ContrastiveLoss):
             return tuple(fused.carried_ids(self, side, index) for side in range(self.num_sides))
         slots = self._slots(index, augmentation)
         if self.augmentations:
-            return tuple(self.chains.ids(0, slot) for slot in slots)
+            return tuple(self.chains.ids(0, slot) for slot in slots[: self._views_per_item])
         return tuple(self.chains.ids(side, slots[0]) for side in range(self.num_sides))
 
     def _parts(
@@ -318,8 +318,9 @@ class EMC2Loss(ContrastiveLoss):
         high = torch.logaddexp(log_sum, held) + log_m - (count + 1).to(log_m.dtype).log()
         high = torch.where(held > -math.inf, high, low)
         middle = torch.where(low > -math.inf, (low + high) / 2, high)
-        running = self._running_partition(number, side, torch.where(low > -math.inf, low, high))
-        estimate = Estimate(walk.weights, middle, running, walk.carried_weight)
+        running = self._running_partition(number, side, low)
+        saturation = None if running is None else torch.where(running > -math.inf, running, high)
+        estimate = Estimate(walk.weights, middle, saturation, walk.carried_weight)
         value = self._value(side, similarity, estimate, walk.start.similarity)
         visit.total.append(value)
         if running is not None:

@@ -195,6 +195,8 @@ def _sweep(
     if isinstance(kernel, ISIR):
         if number == 0 and kind.log_q is None and len(side.key_ids[0]) >= kind.last:
             start, logits = _as_set(side, kind, ids, start, logits)
+        stays = start == math.inf  # this kind never proposes the held state, so it never leaves it
+        start, logits = start.masked_fill(stays, 0.0), logits.masked_fill(stays[:, None], -math.inf)
         noise = draws.gumbel(
             seed,
             step,
