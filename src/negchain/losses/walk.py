@@ -195,6 +195,8 @@ def _sweep(
     if isinstance(kernel, ISIR):
         if number == 0 and kind.log_q is None and len(side.key_ids[0]) >= kind.last:
             start, logits = _as_set(side, kind, ids, start, logits)
+        alone = start == math.inf  # a state this kind never proposes: the chain stays there
+        start, logits = start.masked_fill(alone, 0.0), logits.masked_fill(alone[:, None], -math.inf)
         noise = draws.gumbel(
             seed,
             step,
