@@ -93,7 +93,7 @@ def bits(
         >>> torch.equal(whole[2:], part)   # a row's draws do not depend on its neighbours
         True
     """
-    if not step.is_cuda and not rows.is_cuda:
+    if step.device.type == rows.device.type == "cpu":
         return _bits_numpy(seed, step, stream, rows, num_columns, first_column)
     if step.is_cuda and first_column == 0 and prefers_triton(rows):
         from negchain.fast.draws_triton import bits_triton
