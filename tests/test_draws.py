@@ -6,11 +6,14 @@ False alarms: 1e-3 per test where a distribution is tested; seeds are fixed.
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
 from scipy import stats
 
+import negchain
 from negchain import draws
 from negchain.weights import draw_from
 
@@ -28,6 +31,15 @@ def test_a_function_of_its_arguments() -> None:
     for seed, step, stream in ((4, 5, 2), (3, 6, 2), (3, 5, 3), (3 + 2**32, 5, 2)):
         other = draws.bits(seed, torch.tensor(step), stream, ROWS, 50)
         assert (other == whole).float().mean() < 1e-3
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**40 + 3, -5])
+@pytest.mark.parametrize("step", [torch.tensor(5), torch.tensor(2**33 + 1), torch.arange(200)])
+def test_numpy_and_torch_draw_the_same_bits(seed, step) -> None:
+    """One step, or one per row (chains beyond 2^32); rows and columns anywhere."""
+    rows = ROWS + 2**31 - 100
+    key = (seed, step, draws.STREAM_INIT, rows, 1 if step.dim() else 9, 3)
+    assert torch.equal(draws._bits_numpy(*key), draws._bits_torch(*key))
 
 
 @pytest.mark.statistical
@@ -107,3 +119,24 @@ def test_draws_from_a_distribution() -> None:
     planted = torch.bincount(draw_from((q + 0.01).log(), u), minlength=6)[kept].double()
     expected = q[kept] * planted.sum()
     assert stats.chisquare(planted.numpy(), expected.numpy()).pvalue < 1e-6
+
+
+# ---------------------------------------------------------------- one number per stream
+
+REGISTER = {name: value for name, value in vars(draws).items() if name.startswith("STREAM_")}
+LOSS_STREAMS = [value for value in REGISTER.values() if value < 16]
+
+
+def test_no_two_purposes_share_a_number() -> None:
+    """The loss's streams are shifted by 16 for the second direction."""
+    others = [value for value in REGISTER.values() if value >= 16]
+    used = [*LOSS_STREAMS, *(16 + value for value in LOSS_STREAMS), *others]
+    assert len(set(used)) == len(used)
+    assert len(LOSS_STREAMS) >= 7 and len(others) >= 3
+
+
+def test_streams_are_registered_nowhere_else() -> None:
+    root = Path(negchain.__file__).parent
+    own = re.compile(r"^STREAM_\w+ = (?!tl\.constexpr\(draws\.)", re.MULTILINE)
+    found = [str(p.relative_to(root)) for p in root.rglob("*.py") if own.search(p.read_text())]
+    assert found == ["draws.py"]

@@ -19,7 +19,7 @@ import negchain.losses.walk as walk
 from negchain import Draw, EMC2Loss, Given
 from negchain.losses.settings import ISIR, MH
 from negchain.pool import Kind, Side
-from negchain.weights import mh_scan
+from negchain.weights import isir_weights, mh_scan
 from oracles import unit
 
 ALARM = 1e-4
@@ -109,14 +109,14 @@ def carried_with_the_next_kinds_q(start, kind):
     return start.logit - mixture[start.ids]
 
 
-def carried_is_an_additional_slot(side, start, u):
-    return torch.zeros_like(side.all_excluded())
-
-
-def always_in_place_of_a_draw(side, start, u):
-    mask = torch.zeros_like(side.all_excluded())
-    mask[:, -1] = True
-    return mask
+def one_softmax_over_both(side, similarity, start, beta, sampler, stream, rows):
+    """All columns with the mixture's q, the carried state beside them as one slot more."""
+    ids = side.column_ids()
+    logits = (similarity - side.correction(ids)).masked_fill(side.all_excluded(), -math.inf)
+    held = start.logit - side.correction(start.ids[:, None])[:, 0]
+    generator = torch.Generator().manual_seed(1)
+    u = torch.rand(len(ids), ids.shape[1] + 1, generator=generator, dtype=logits.dtype)
+    return isir_weights(logits, held, -(-u.log()).log()), torch.ones_like(rows)
 
 
 @pytest.mark.statistical
@@ -125,8 +125,8 @@ def always_in_place_of_a_draw(side, start, u):
     [
         (MH(), "_sweeps", one_scan_over_both),
         (MH(), "_corrected", carried_with_the_next_kinds_q),
-        (ISIR(), "_taken_place", carried_is_an_additional_slot),
-        (ISIR(), "_taken_place", always_in_place_of_a_draw),
+        (ISIR(), "_sweeps", one_softmax_over_both),
+        (ISIR(), "_corrected", carried_with_the_next_kinds_q),
     ],
 )
 def test_a_planted_bug_of_two_kinds_is_caught(monkeypatch, kernel, name, bug) -> None:
@@ -171,7 +171,7 @@ def test_isir_with_repeated_items_leaves_p_invariant(views) -> None:
 
 
 def test_repeats_counted_twice_are_caught(monkeypatch) -> None:
-    monkeypatch.setattr(walk, "_repeated", lambda side: torch.zeros_like(side.all_excluded()))
+    monkeypatch.setattr(walk, "_repeated", lambda side, kind: torch.zeros_like(side.all_excluded()))
     kernel, p = isir_kernel(4, 4, "paired")
     assert (p @ kernel - p).abs().max() > 1e-3
 
