@@ -126,10 +126,11 @@ def _bits_torch(
     seed: int, step: Tensor, stream: int, rows: Tensor, num_columns: int, first_column: int = 0
 ) -> Tensor:
     """The readable twin of `draws_triton.bits_triton`."""
-    key = stream_key(seed, step, stream).reshape(-1, 1)  # one, or one per row
+    key = stream_key(seed, step, stream)  # [], or one per row
     last = first_column + num_columns
     columns = torch.arange(first_column, last, dtype=torch.int32, device=rows.device) * GOLDEN
-    row_hash, column_hash = _mix(rows.to(torch.int32) + key[:, 0]), _mix(columns ^ key)
+    row_hash = _mix(rows.to(torch.int32) + key)
+    column_hash = _mix(columns ^ (key[:, None] if key.dim() else key))
     x = _mix(row_hash[:, None] + column_hash)
     return (x >> 1) & 0x7FFFFFFF
 
