@@ -1,12 +1,127 @@
-"""One number per random stream, all of them in `negchain.draws`."""
+"""Random numbers as a function of (seed, step, stream, row, column).
+
+False alarms: 1e-3 per test where a distribution is tested; seeds are fixed.
+"""
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
+import pytest
+import torch
+from scipy import stats
+
 import negchain
 from negchain import draws
+from negchain.weights import draw_from
+
+STEP = torch.tensor(5)
+ROWS = torch.arange(200)
+
+
+def test_a_function_of_its_arguments() -> None:
+    whole = draws.bits(3, STEP, 2, ROWS, 50)
+    assert torch.equal(whole, draws.bits(3, torch.tensor(5), 2, ROWS, 50))
+    assert torch.equal(whole[20:30], draws.bits(3, STEP, 2, torch.arange(20, 30), 50))
+    assert torch.equal(whole[:, :7], draws.bits(3, STEP, 2, ROWS, 7))
+    assert torch.equal(whole[:, 7:19], draws.bits(3, STEP, 2, ROWS, 12, first_column=7))
+    assert whole.min() >= 0
+    for seed, step, stream in ((4, 5, 2), (3, 6, 2), (3, 5, 3), (3 + 2**32, 5, 2)):
+        other = draws.bits(seed, torch.tensor(step), stream, ROWS, 50)
+        assert (other == whole).float().mean() < 1e-3
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**40 + 3, -5])
+@pytest.mark.parametrize("step", [torch.tensor(5), torch.tensor(2**33 + 1), torch.arange(200)])
+def test_numpy_and_torch_draw_the_same_bits(seed, step) -> None:
+    """One step, or one per row (chains beyond 2^32); rows and columns anywhere."""
+    rows = ROWS + 2**31 - 100
+    key = (seed, step, draws.STREAM_INIT, rows, 1 if step.dim() else 9, 3)
+    assert torch.equal(draws._bits_numpy(*key), draws._bits_torch(*key))
+
+
+@pytest.mark.statistical
+@pytest.mark.parametrize("seed", [0, 1, 2**40 + 7])
+def test_uniform(seed) -> None:
+    u = draws.uniform(seed, STEP, draws.STREAM_ACCEPT, ROWS, 500, torch.float64)
+    assert u.min() > 0 and u.max() <= 1
+    counts = torch.histc(u.float(), bins=64, min=0, max=1)
+    assert stats.chisquare(counts.numpy()).pvalue > 1e-3
+    assert stats.kstest(u.flatten().numpy(), "uniform").pvalue > 1e-3
+
+
+@pytest.mark.statistical
+def test_rows_columns_and_steps_are_uncorrelated() -> None:
+    def centred(step: int, stream: int = 2) -> torch.Tensor:
+        return draws.uniform(0, torch.tensor(step), stream, ROWS, 500, torch.float64) - 0.5
+
+    u = centred(5)
+    pairs = [
+        (u[1:], u[:-1]),
+        (u[:, 1:], u[:, :-1]),
+        (u[1:, 1:], u[:-1, :-1]),
+        (u[1:, :-1], u[:-1, 1:]),
+        (u, centred(6)),
+        (u, centred(5, 3)),
+        (u[:, :200], u[:, :200].T),
+    ]
+    for a, b in pairs:
+        z = float((a * b).sum() * 12 / math.sqrt(a.numel()))
+        assert abs(z) < 3.9  # 1e-4 each, 1e-3 together
+    # no row is a shifted copy of another
+    bits = draws.bits(0, STEP, 2, ROWS, 500)
+    assert len(torch.unique(bits)) > 0.999 * bits.numel()
+
+
+@pytest.mark.statistical
+def test_gumbel_argmax_draws_from_the_softmax() -> None:
+    logits = torch.tensor([0.0, 2.0, -1.0, 1.0, 3.0], dtype=torch.float64)
+    rows = torch.arange(40_000)
+    noise = draws.gumbel(1, STEP, draws.STREAM_GUMBEL, rows, 5, torch.float32)
+    winner = (logits.float() + noise).argmax(1)
+    counts = torch.bincount(winner, minlength=5)
+    assert stats.chisquare(counts.numpy(), (logits.softmax(0) * 40_000).numpy()).pvalue > 1e-3
+
+
+def test_log_uniform_is_finite_in_float32() -> None:
+    log_u = draws.log_uniform(0, STEP, 2, torch.arange(2000), 500, torch.float32)
+    assert torch.isfinite(log_u).all() and log_u.max() <= 0
+    noise = draws.gumbel(0, STEP, 3, torch.arange(2000), 500, torch.float32)
+    assert not torch.isnan(noise).any() and not (noise == math.inf).any()
+
+
+@pytest.mark.statistical
+def test_permutations_are_uniform() -> None:
+    counts: dict[tuple[int, ...], int] = {}
+    for step in range(2400):
+        order = tuple(draws.permutation(0, torch.tensor(step), draws.STREAM_ORDER, 4).tolist())
+        counts[order] = counts.get(order, 0) + 1
+    assert len(counts) == 24
+    assert stats.chisquare(list(counts.values())).pvalue > 1e-3
+
+
+def test_integers_below() -> None:
+    bound = torch.tensor([1, 2, 5, 5])
+    u = torch.tensor([1.0, 0.49, 1.0, 1e-9], dtype=torch.float64)
+    assert draws.integers_below(bound, u).tolist() == [0, 0, 4, 0]
+
+
+@pytest.mark.statistical
+def test_draws_from_a_distribution() -> None:
+    q = torch.tensor([0.05, 0.3, 0.0, 0.2, 0.4, 0.05], dtype=torch.float64)
+    u = draws.uniform(0, STEP, draws.STREAM_PROPOSE, torch.zeros(1), 40_000, torch.float64)[0]
+    counts = torch.bincount(draw_from(q.log(), u), minlength=6)
+    assert counts[2] == 0
+    kept = q > 0
+    assert stats.chisquare(counts[kept].numpy(), (q * 40_000)[kept].numpy()).pvalue > 1e-3
+    planted = torch.bincount(draw_from((q + 0.01).log(), u), minlength=6)[kept].double()
+    expected = q[kept] * planted.sum()
+    assert stats.chisquare(planted.numpy(), expected.numpy()).pvalue < 1e-6
+
+
+# ---------------------------------------------------------------- one number per stream
 
 REGISTER = {name: value for name, value in vars(draws).items() if name.startswith("STREAM_")}
 LOSS_STREAMS = [value for value in REGISTER.values() if value < 16]

@@ -93,7 +93,7 @@ def bits(
         >>> torch.equal(whole[2:], part)   # a row's draws do not depend on its neighbours
         True
     """
-    if not step.is_cuda and not rows.is_cuda:
+    if step.device.type == rows.device.type == "cpu":
         return _bits_numpy(seed, step, stream, rows, num_columns, first_column)
     if step.is_cuda and first_column == 0 and prefers_triton(rows):
         from negchain.fast.draws_triton import bits_triton
@@ -126,11 +126,12 @@ def _bits_torch(
     seed: int, step: Tensor, stream: int, rows: Tensor, num_columns: int, first_column: int = 0
 ) -> Tensor:
     """The readable twin of `draws_triton.bits_triton`."""
-    key = stream_key(seed, step, stream)
+    key = stream_key(seed, step, stream)  # [], or one per row
     last = first_column + num_columns
     columns = torch.arange(first_column, last, dtype=torch.int32, device=rows.device) * GOLDEN
-    row_hash, column_hash = _mix(rows.to(torch.int32) + key), _mix(columns ^ key)
-    x = _mix(row_hash[:, None] + column_hash[None, :])
+    row_hash = _mix(rows.to(torch.int32) + key)
+    column_hash = _mix(columns ^ (key[:, None] if key.dim() else key))
+    x = _mix(row_hash[:, None] + column_hash)
     return (x >> 1) & 0x7FFFFFFF
 
 

@@ -106,7 +106,7 @@ def global_loss(
         symmetric: both views (directions) are anchors.
         denominator: "negatives" (eq. (1)) or "all" (positive kept in the denominator).
         index: [M] ids; items with equal ids are never negatives of each other. None: all different.
-        known: [M, L] further ids that are no negatives of an item, padded with -1.
+        known: [M, L] further ids that are no negatives of an item, padded with -1; not mutual.
         normalize: bring embeddings to unit length first.
 
     Returns:
@@ -156,8 +156,8 @@ def _exclusion(
         item = torch.arange(num_rows, device=ids.device)[rows] % size
         mask = ids[item][:, None] == ids[None, :]
         if known is not None:
-            for column in known.unbind(1):  # mutual: i names j, or j names i
-                mask |= (ids[None, :] == column[item][:, None]) | (ids[item][:, None] == column)
+            for column in known.unbind(1):
+                mask |= ids[None, :] == column[item][:, None]
         return mask.repeat(1, num_keys // size)
 
     return excluded

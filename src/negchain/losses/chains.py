@@ -106,7 +106,7 @@ class ChainTable(Stateful):
     def ids(self, side: int, slots: Tensor) -> Tensor:  # [B] -> [B] int64
         """Ids of the carried states."""
         held = self.states[side][slots].long()
-        if not held.is_cuda and bool((held >= 0).all()):
+        if held.device.type == "cpu" and bool((held >= 0).all()):
             return held
         return torch.where(held >= 0, held, self.initial_ids(side, slots))
 

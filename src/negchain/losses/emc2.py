@@ -13,6 +13,7 @@ Shapes: `B` batch, `N` rows (2B for shared views), `K` columns, `D` embedding.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 from collections.abc import Sequence
@@ -277,6 +278,8 @@ class EMC2Loss(ContrastiveLoss):
             coin=sampler.coin(len(call.z_a)) if one_copy else None,
             items=items,
         )
+        if self.streams:  # tiles meet one copy of every item, and so do their readable twins
+            sides = [dataclasses.replace(side, hidden_keys=None) for side in sides]
         visit = Visit(batch, sides)
         numbers = torch.arange(len(batch.index), device=batch.index.device)[items]
         for number, side in enumerate(sides):
@@ -317,6 +320,7 @@ class EMC2Loss(ContrastiveLoss):
         held = walk.start.logit if correction is None else walk.start.logit - correction[:, 0]
         high = torch.logaddexp(log_sum, held) + log_m - (count + 1).to(log_m.dtype).log()
         high = torch.where(held > -math.inf, high, low)
+        self._count_lonely(high)
         middle = torch.where(low > -math.inf, (low + high) / 2, high)
         running = self._running_partition(number, side, low)
         saturation = None if running is None else torch.where(running > -math.inf, running, high)

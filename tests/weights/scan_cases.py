@@ -1,7 +1,7 @@
 """Inputs every implementation of `mh_scan` must agree on; run as a script it checks Triton.
 
 Triton decides at its import whether it interprets, hence the process of its own:
-    TRITON_INTERPRET=1 python tests/core/scan_cases.py
+    TRITON_INTERPRET=1 python tests/weights/scan_cases.py
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 COLUMNS = (1, 2, 7, 41, 401, 1271)
 ROWS = 5
-FEW = ("excluded", "scale=14.28", "never left")  # what a slow interpreter is given of wide shapes
+FEW = ("K=401 excluded", "K=1271 never left")  # what a slow interpreter is given of wide shapes
 
 
 def scan_cases(
