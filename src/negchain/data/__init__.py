@@ -1,6 +1,35 @@
-"""Data: from digits, torchvision sets and folders of images to sets with stable positions."""
+"""Data: from digits, torchvision sets and folders of images to sets with stable positions.
 
-from negchain.data.image_set import DataBundle, ImageSet, stream_batches
-from negchain.data.sources import BUILT_IN, load_data
+`negchain.data.indexed` needs torch only; the others, which are imported when they are first used,
+what `negchain[train]` installs.
+"""
 
-__all__ = ["BUILT_IN", "DataBundle", "ImageSet", "load_data", "stream_batches"]
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from negchain.data.indexed import Indexed, Prefetched, prefetch
+
+if TYPE_CHECKING:
+    from negchain.data.image_set import DataBundle, ImageSet, stream_batches
+    from negchain.data.sources import BUILT_IN, load_data
+
+__all__ = [
+    "BUILT_IN",
+    "DataBundle",
+    "ImageSet",
+    "Indexed",
+    "Prefetched",
+    "load_data",
+    "prefetch",
+    "stream_batches",
+]
+_WHERE = dict.fromkeys(("DataBundle", "ImageSet", "stream_batches"), "image_set")
+_WHERE |= dict.fromkeys(("BUILT_IN", "load_data"), "sources")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_WHERE[name]}"), name)

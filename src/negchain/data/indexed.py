@@ -1,0 +1,152 @@
+"""Any map-style data set with the positions of its samples, and a loader that thinks ahead.
+
+Which items the chains of a later batch hold is known while the current one trains: a chain moves
+only when its own sample is in a batch. So the workers of a `DataLoader` can decode them with the
+batch. Where a sample comes again before its batch is used, what its chain holds may change: those
+items alone are then fetched in the main process, and numbers are those of a loop without workers.
+
+Shapes: `B` batch, `R` positions a loss wants encoded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from negchain.losses import ContrastiveLoss, Request
+
+Plan = tuple[list[int], list[int]]  # positions of a batch, and of what its loss will ask for
+
+
+class Indexed(Dataset[tuple[Any, ...]]):
+    """A map-style data set whose samples begin with their position: `(position, *sample)`.
+
+    Example:
+        >>> from torch.utils.data import TensorDataset
+        >>> indexed = Indexed(TensorDataset(torch.zeros(5, 3), torch.arange(5)))
+        >>> position, image, label = indexed[4]
+        >>> position, int(label)
+        (4, 4)
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        return len(self.dataset)
+
+    def __getitem__(self, position: int) -> tuple[Any, ...]:
+        """Position and sample; one that is no tuple counts as one of length 1."""
+        sample = self.dataset[position]
+        return (position, *sample) if isinstance(sample, (tuple, list)) else (position, sample)
+
+
+class Prefetched(NamedTuple):
+    """A batch, and what the loss wants encoded for it."""
+
+    index: Tensor  # [B]
+    batch: Any  # the samples at `index`, collated
+    request: Request  # to be answered with the embeddings of `items`
+    items: Any  # the samples at `request.ids`, collated; None where nothing is wanted
+
+
+def prefetch(
+    loss_fn: ContrastiveLoss,
+    dataset: Any,
+    batches: Iterable[Sequence[int]],
+    *,
+    wanted: Any = None,
+    collate: Callable[[list[Any]], Any] = default_collate,
+    **loader: Any,
+) -> Iterator[Prefetched]:
+    """Batches with the items their loss asks for, all of them decoded by a loader's workers.
+
+    Use every batch before the next is taken, as a training loop does.
+
+    Args:
+        loss_fn: any loss of one encoder (two towers encode `request.wants` themselves).
+        dataset: map-style; sample i belongs to position i.
+        batches: positions of each batch, as a `batch_sampler` gives them.
+        wanted: map-style data set that items of requests come from, such as one view instead of
+            two; None: `dataset`.
+        collate: from a list of samples to a batch; tensors, or tuples, lists or dicts of them.
+        loader: of `torch.utils.data.DataLoader`: num_workers=, prefetch_factor=, ...
+
+    Example:
+        >>> import negchain
+        >>> items, encoder = torch.randn(40, 3), torch.nn.Linear(3, 8)
+        >>> loss_fn, order = negchain.EMC2Loss(40), torch.randperm(40).split(8)
+        >>> for index, batch, request, held in prefetch(loss_fn, items, order):
+        ...     answered = request.answer(encoder(held))
+        ...     loss = loss_fn(encoder(batch), encoder(batch + 0.1), index, answered)
+    """
+    source = dataset if wanted is None else wanted
+    used = 0  # batches that have been trained on
+
+    def plans() -> Iterator[Plan]:  # runs in this process, as far ahead as the loader likes
+        for number, positions in enumerate(batches):
+            index = torch.as_tensor(positions)
+            ids = loss_fn.request(index, ahead=number - used).ids
+            yield index.tolist(), ids.tolist()
+
+    pairs = _Pairs(dataset, source, collate)
+    for index, batch, ids, items in DataLoader(
+        pairs, sampler=_Once(plans()), batch_size=None, collate_fn=_as_it_is, **loader
+    ):
+        request = loss_fn.request(index)
+        yield Prefetched(index, batch, request, _renewed(items, ids, request.ids, source, collate))
+        used += 1
+
+
+def _renewed(
+    items: Any, had: Tensor, ids: Tensor, source: Any, collate: Callable[[list[Any]], Any]
+) -> Any:
+    """The items at `ids`, given those at `had`: where they differ, fetched now."""
+    ids = ids.cpu()
+    if len(ids) != len(had):
+        return collate([source[i] for i in ids.tolist()]) if len(ids) else None
+    rows = torch.nonzero(ids != had).flatten()
+    if len(rows):
+        _put(items, rows, collate([source[i] for i in ids[rows].tolist()]))
+    return items
+
+
+def _put(into: Any, rows: Tensor, values: Any) -> None:
+    """into[rows] = values, for batches of any structure."""
+    if isinstance(into, Tensor):
+        into[rows] = values
+    else:
+        for key in into if isinstance(into, dict) else range(len(into)):
+            _put(into[key], rows, values[key])
+
+
+class _Pairs(Dataset[Any]):
+    """A whole batch and what is wanted with it, from a plan; runs in the workers."""
+
+    def __init__(self, dataset: Any, source: Any, collate: Callable[[list[Any]], Any]) -> None:
+        self.dataset, self.source, self.collate = dataset, source, collate
+
+    def __getitem__(self, plan: Any) -> tuple[Tensor, Any, Tensor, Any]:
+        index, ids = plan
+        batch = self.collate([self.dataset[i] for i in index])
+        items = self.collate([self.source[i] for i in ids]) if ids else None
+        return torch.tensor(index), batch, torch.tensor(ids, dtype=torch.int64), items
+
+
+class _Once:
+    """A sampler over an iterator."""
+
+    def __init__(self, plans: Iterator[Plan]) -> None:
+        self.plans = plans
+
+    def __iter__(self) -> Iterator[Plan]:
+        return self.plans
+
+
+def _as_it_is(sample: Any) -> Any:
+    return sample

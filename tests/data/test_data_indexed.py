@@ -1,0 +1,107 @@
+"""Samples with positions, and requests that come through the loader's workers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+import negchain
+from negchain.data.indexed import Indexed, prefetch
+
+NUM = 30
+Loss = negchain.ContrastiveLoss
+
+
+class Counted:
+    """Items as (vector, label), counting what this process fetches."""
+
+    def __init__(self) -> None:
+        self.items = torch.randn(NUM, 5, generator=torch.Generator().manual_seed(0))
+        self.fetched = 0
+
+    def __len__(self) -> int:
+        return NUM
+
+    def __getitem__(self, position: int) -> tuple[Tensor, int]:
+        self.fetched += 1
+        return self.items[position], position
+
+
+def make(method: str) -> Loss:
+    if method == "infonce":
+        return negchain.InfoNCELoss(NUM, 5.0)
+    uniform = negchain.Uniform(6) if method == "uniform" else "batch"
+    return negchain.EMC2Loss(NUM, 5.0, proposals=uniform)
+
+
+def order(repeats: bool) -> list[Tensor]:
+    """Two epochs; with repeats, neighbouring batches share samples."""
+    generator = torch.Generator().manual_seed(2)
+    if repeats:
+        return [torch.randint(8, (6,), generator=generator).unique() for _ in range(12)]
+    return [b for _ in range(2) for b in torch.randperm(NUM, generator=generator).split(6)]
+
+
+def plain_loop(loss_fn: Loss, batches: list[Tensor]) -> list[float]:
+    data, encoder = Counted(), torch.nn.Linear(5, 4)
+    values = []
+    for index in batches:
+        request = loss_fn.request(index)
+        if len(request.ids):
+            request.answer(encoder(data.items[request.ids]))
+        z = encoder(data.items[index])
+        values.append(float(loss_fn(z, z + 0.1, index, request).detach()))
+    return values
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("repeats", [False, True])
+@pytest.mark.parametrize("method", ["infonce", "emc2", "uniform"])
+def test_numbers_are_those_of_a_loop_without_prefetching(
+    method: str, repeats: bool, workers: int
+) -> None:
+    torch.manual_seed(0)
+    expected = plain_loop(make(method), order(repeats))
+    torch.manual_seed(0)
+    encoder, data, loss_fn = torch.nn.Linear(5, 4), Counted(), make(method)
+    values, asked = [], 0
+    for index, batch, request, items in prefetch(
+        loss_fn, data, order(repeats), num_workers=workers
+    ):
+        vectors, labels = batch
+        assert torch.equal(labels, index)
+        if items is not None:
+            assert torch.equal(items[1], request.ids)
+            request.answer(encoder(items[0]))
+            asked += len(request.ids)
+        z = encoder(vectors)
+        values.append(float(loss_fn(z, z + 0.1, index, request).detach()))
+    assert values == expected
+    if workers:  # the main process fetches only what has changed since the workers were asked
+        assert data.fetched <= asked // 2 and (data.fetched > 0 or method == "infonce")
+
+
+def test_items_may_come_from_a_data_set_of_their_own() -> None:
+    views, one = TensorDataset(torch.zeros(NUM, 2), torch.zeros(NUM, 2)), torch.arange(NUM)
+    steps = prefetch(make("emc2"), views, [torch.arange(4)], wanted=one)
+    _, batch, request, items = next(steps)
+    assert len(batch) == 2 and torch.equal(items, request.ids)
+
+
+def test_samples_begin_with_their_position() -> None:
+    loader: Any = DataLoader(Indexed(Counted()), batch_size=4)
+    index, vectors, labels = next(iter(loader))
+    assert torch.equal(index, labels) and vectors.shape == (4, 5)
+    assert Indexed(torch.arange(3) * 10)[2] == (2, torch.tensor(20)) and len(Indexed([1, 2])) == 2
+
+
+def test_torchvision_is_not_needed() -> None:
+    code = "import sys; sys.modules['torchvision'] = None; import negchain.data.indexed"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
