@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         StreamingEMC2Loss,
         Uniform,
         Want,
+        WeightedLoss,
     )
     from negchain.losses.partition import effective_negatives
     from negchain.pool import Draw
@@ -86,6 +87,7 @@ __all__ = [
     "StreamingEMC2Loss",
     "Uniform",
     "Want",
+    "WeightedLoss",
     "effective_negatives",
     "estimator_report",
     "global_backward",
@@ -102,7 +104,7 @@ _MODULES = {
     "losses": (
         "ISIR", "MH", "ContrastiveLoss", "DCLLoss", "EMC2Loss", "Given", "ImportanceLoss",
         "InBatch", "InfoNCELoss", "Informed", "NegativeCacheLoss", "Request", "SogCLRLoss",
-        "StreamingEMC2Loss", "Uniform", "Want",
+        "StreamingEMC2Loss", "Uniform", "Want", "WeightedLoss",
     ),
     "losses.partition": ("effective_negatives",),
     "methods": (),

@@ -7,6 +7,7 @@ of your own needs one call, `register(Method(...))`, and no change in the packag
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -77,6 +78,11 @@ def register(method: Method) -> Method:
         >>> METHODS.pop("soft-dcl").title
         'soft DCL'
     """
+    if not re.fullmatch(r"[a-z][a-z0-9-]*", method.name):
+        raise ValueError(
+            "a method's name must be made of small letters, digits and '-' (it names folders and "
+            f"colours), got {method.name!r}; its title may be anything"
+        )
     METHODS[method.name] = method
     return method
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import platform
-import subprocess
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,18 +15,9 @@ from negchain.train.config import ConfigError, TrainConfig, from_json
 from negchain.train.presets import PRESET_HELP
 from negchain.train.progress import Progress
 from negchain.train.resolve import resolve, resume
-from negchain.train.run_folder import (
-    RunFolder,
-    check_writable,
-    default_out,
-    is_run,
-    load_run_config,
-    own_settings,
-    versions,
-)
+from negchain.train.run_folder import RunFolder, load_run_config, own_settings
 
 if TYPE_CHECKING:  # what brings torch is imported by the functions below, so that --help is quick
-    from negchain.data import DataBundle
     from negchain.train.trainer import Run
 
 HELP = """Train an encoder and write its run folder: config, metrics, checkpoints, report.
@@ -44,8 +32,6 @@ With no options it trains EMC² on scikit-learn's digits, on a CPU in about a mi
 folder of images. Presets hold the paper's settings; every value can be overridden:
 
 """ + "\n".join(f"* `{name}`: {text}" for name, text in PRESET_HELP.items())  # fmt: skip
-
-PACKAGES = ("negchain", "torch", "torchvision", "timm", "triton", "numpy", "scikit-learn")
 
 
 @with_config_options(
@@ -87,18 +73,9 @@ def _started(settings: dict[str, Any], file: Path | None, show: bool) -> tuple[R
     saved = None if file is None else _read_config(file, settings)
     config = resolve(settings.pop("preset", None), settings, saved)
 
-    from negchain.train import trainer
+    from negchain.train.start import start
 
-    if config.out is not None and is_run(config.out):
-        raise ConfigError(
-            f"--out {config.out} already holds a run; add --resume to continue it, or name "
-            "another folder"
-        )
-    check_writable(Path(config.out or "runs"))
-    data = trainer.load_images(config, show)
-    text = json.dumps(record(config, data), indent=2) + "\n"
-    run = trainer.prepare(config, data, lambda: RunFolder.create(folder_for(config), config=text))
-    return run, [*data.notes, *run.notes]
+    return start(config, show)
 
 
 def _read_config(file: Path, settings: dict[str, Any]) -> TrainConfig:
@@ -138,53 +115,6 @@ def _resumed(settings: dict[str, Any], show: bool) -> tuple[Run, list[str]]:
     except BaseException:
         run.folder.close()
         raise
-
-
-def folder_for(config: TrainConfig) -> Path:
-    """Where the run goes: where the user said, or a new folder."""
-    if config.out is not None:
-        return Path(config.out)
-    return default_out(method=config.method, data=config.data, seed=config.seed)
-
-
-def record(config: TrainConfig, data: DataBundle) -> dict[str, Any]:
-    """config.json: what was asked for, and what it ran on."""
-    import torch
-
-    from negchain.train.trainer import choose_device
-
-    hardware = f"{platform.machine()} CPU"
-    if choose_device(config).type == "cuda":
-        hardware = torch.cuda.get_device_name()
-    sizes = {
-        "pretrain": len(data.pretrain),
-        "train": 0 if data.train is None else len(data.train),
-        "test": 0 if data.test is None else len(data.test),
-        "held_out": data.held_out,
-        "unprobed": None if data.labelled else data.unprobed,
-        "classes": list(data.classes),
-        "skipped": [list(pair) for pair in data.skipped],
-        "fingerprint": data.fingerprint,
-        "notes": list(data.notes),
-    }
-    return {
-        **asdict(config),
-        "versions": versions(PACKAGES),
-        "hardware": hardware,
-        "commit": _commit(),
-        "data_info": sizes,
-    }
-
-
-def _commit() -> str | None:
-    """The commit of a source checkout, None for an installed package."""
-    here = Path(__file__).resolve().parents[3]
-    if not (here / ".git").exists():
-        return None
-    done = subprocess.run(
-        ["git", "-C", str(here), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-    )
-    return done.stdout.strip() or None
 
 
 def _announce(run: Run, notes: list[str]) -> None:

@@ -8,6 +8,7 @@
 | `emc2.py` (`chains.py` its state, `walk.py` one visit) | `EMC2Loss` |
 | `streaming.py` | `StreamingEMC2Loss`, for batches of thousands |
 | `importance.py` | `ImportanceLoss`: fresh draws from a stale table, no chain |
+| `weighted.py` | `WeightedLoss`, base of a method of your own |
 | `settings.py` | how chains move, where proposals come from |
 | `request.py` | what a loss wants encoded |
 | `table.py` | the stale table of informed proposals and Negative Cache |
@@ -23,6 +24,7 @@ from negchain.losses.settings import ISIR, MH, Given, InBatch, Informed, Uniform
 from negchain.losses.softmax import DCLLoss, InfoNCELoss
 from negchain.losses.sogclr import SogCLRLoss
 from negchain.losses.streaming import StreamingEMC2Loss
+from negchain.losses.weighted import WeightedLoss
 
 __all__ = [
     "ISIR",
@@ -41,4 +43,5 @@ __all__ = [
     "StreamingEMC2Loss",
     "Uniform",
     "Want",
+    "WeightedLoss",
 ]

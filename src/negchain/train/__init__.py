@@ -1,1 +1,29 @@
 """The trainer: configuration, presets, run folders and checkpoints."""
+
+from pathlib import Path
+from typing import Any
+
+
+def run(*, show: bool = False, **settings: Any) -> Path:
+    """Train as `negchain train` does, in this process; returns the folder with its report.
+
+    Methods you registered (`negchain.methods.register`) can be named too.
+
+    Args:
+        show: a progress bar on stderr.
+        settings: of `negchain.train.config.TrainConfig`, by name, such as `method`, `data`, `out`.
+
+    Example:
+        >>> import tempfile
+        >>> folder = run(method="dcl", steps=2, subset=64, out=tempfile.mkdtemp() + "/run")
+        >>> (folder / "report.html").exists()
+        True
+    """
+    from negchain.train.progress import Progress
+    from negchain.train.resolve import resolve
+    from negchain.train.start import start
+
+    begun, _ = start(resolve(settings.pop("preset", None), settings), show)
+    with begun.folder:
+        begun.train(Progress(show))
+    return begun.folder.path

@@ -1,0 +1,74 @@
+"""A method of your own: `logits -> weights`, and the loss around it is there.
+
+Shapes: `N` rows, `K` columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from negchain.losses.base import Call, ContrastiveLoss, Report
+from negchain.losses.partition import detached_logits, effective_negatives, global_log_partition
+from negchain.losses.request import Request
+from negchain.objective import Estimate
+
+
+class WeightedLoss(ContrastiveLoss):
+    """Base of a method that weighs the columns at hand; implement `weigh`.
+
+    Views, known positives, draws (`proposals=`), denominators, reports, checkpoints and the trainer
+    come with it. State goes through `add_state`, and changes in `commit` only.
+
+    Example:
+        >>> import torch
+        >>> class Hardest(WeightedLoss):
+        ...     def weigh(self, logits, ids):
+        ...         hardest = logits == logits.amax(1, keepdim=True)
+        ...         return hardest.float(), logits.logsumexp(1)
+        >>> z_a, z_b = torch.randn(2, 8, 4).requires_grad_().unbind()
+        >>> Hardest(100, 10.0)(z_a, z_b, torch.arange(8)).backward()
+    """
+
+    def weigh(self, logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """The method: an estimate of the softmax over all negatives; changes nothing.
+
+        Args:
+            logits: [N, K] beta * similarity of every row to every column, without gradient, minus
+                log(q m_neg) where a column was not drawn uniformly; -inf: no negative of the row.
+            ids: [N] data set positions of the rows.
+
+        Returns:
+            Weights [N, K], 0 where a logit is -inf, and the log of the sum over the negatives [N]
+            that the value of the loss is made with (`logits.logsumexp(1)`: the batch's own).
+        """
+        raise NotImplementedError
+
+    def commit(self, logits: Tensor, ids: Tensor) -> None:
+        """Change the method's state after a step in training mode; by default there is none."""
+
+    def _loss(self, call: Call, requests: Sequence[Request]) -> Tensor:
+        batch, sides = self._begin(call, requests)
+        values: list[Tensor] = []
+        report: Report = {"global_loss_low": [], "effective_negatives": []}
+        seen = []
+        for side in sides:
+            similarity = side.similarities()
+            logits = detached_logits(side, similarity, self._beta(similarity))
+            weights, log_sum = self.weigh(logits, side.anchor_ids)
+            weights = weights.to(logits.dtype)
+            values.append(self._value(side, similarity, Estimate(weights, log_sum)))
+            log_partition = global_log_partition(side, logits)
+            if log_partition is not None:
+                gap = (log_partition - log_sum).nan_to_num(0.0)
+                report["global_loss_low"].append(values[-1].detach() + gap.mean())
+            report["effective_negatives"].append(effective_negatives(weights))
+            seen.append((logits, side.anchor_ids))
+        if self.training:
+            self._remember(batch, sides, requests)
+            self._count_keys(batch)
+            for logits, ids in seen:
+                self.commit(logits, ids)
+            self.step += 1
+        return self._finish(values, report)

@@ -1,0 +1,76 @@
+"""Starting a run: from its settings to a `trainer.Run` in a folder of its own."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from negchain.data import DataBundle
+from negchain.train import trainer
+from negchain.train.config import ConfigError, TrainConfig
+from negchain.train.run_folder import RunFolder, check_writable, default_out, is_run, versions
+
+PACKAGES = ("negchain", "torch", "torchvision", "timm", "triton", "numpy", "scikit-learn")
+
+
+def start(config: TrainConfig, show: bool) -> tuple[trainer.Run, list[str]]:
+    """A new run, prepared, and what the user should know; `show`: progress of loading data."""
+    if config.out is not None and is_run(config.out):
+        raise ConfigError(
+            f"--out {config.out} already holds a run; add --resume to continue it, or name "
+            "another folder"
+        )
+    check_writable(Path(config.out or "runs"))
+    data = trainer.load_images(config, show)
+    text = json.dumps(record(config, data), indent=2) + "\n"
+    run = trainer.prepare(config, data, lambda: RunFolder.create(folder_for(config), config=text))
+    return run, [*data.notes, *run.notes]
+
+
+def folder_for(config: TrainConfig) -> Path:
+    """Where the run goes: where the user said, or a new folder."""
+    if config.out is not None:
+        return Path(config.out)
+    return default_out(method=config.method, data=config.data, seed=config.seed)
+
+
+def record(config: TrainConfig, data: DataBundle) -> dict[str, Any]:
+    """config.json: what was asked for, and what it ran on."""
+    hardware = f"{platform.machine()} CPU"
+    if trainer.choose_device(config).type == "cuda":
+        hardware = torch.cuda.get_device_name()
+    sizes = {
+        "pretrain": len(data.pretrain),
+        "train": 0 if data.train is None else len(data.train),
+        "test": 0 if data.test is None else len(data.test),
+        "held_out": data.held_out,
+        "unprobed": None if data.labelled else data.unprobed,
+        "classes": list(data.classes),
+        "skipped": [list(pair) for pair in data.skipped],
+        "fingerprint": data.fingerprint,
+        "notes": list(data.notes),
+    }
+    return {
+        **asdict(config),
+        "versions": versions(PACKAGES),
+        "hardware": hardware,
+        "commit": _commit(),
+        "data_info": sizes,
+    }
+
+
+def _commit() -> str | None:
+    """The commit of a source checkout, None for an installed package."""
+    here = Path(__file__).resolve().parents[3]
+    if not (here / ".git").exists():
+        return None
+    done = subprocess.run(
+        ["git", "-C", str(here), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+    )
+    return done.stdout.strip() or None

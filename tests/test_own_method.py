@@ -1,0 +1,52 @@
+"""The register is the one place where a method has a name; a method of your own needs no other."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from negchain import methods
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_a_method_of_your_own_is_measured_trained_and_drawn(tmp_path: Path) -> None:
+    example = ROOT / "examples" / "own_method.py"
+    source = example.read_text()
+    assert len(source.splitlines()) < 150
+    few = ["--epochs", "1", "--subset", "128", "--steps", "5", "--out", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, str(example), *few],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^hard +\d", done.stdout, re.M)  # in the estimator report
+    page = (tmp_path / "compare.html").read_text(encoding="utf-8")
+    assert "Hard DCL" in page and "--hard: #7b3fb8;" in page and "var(--hard)" in page
+
+
+def test_no_other_file_lists_methods() -> None:
+    """Two names of methods in one line of source are a list."""
+    name = "|".join(n for n in methods.trained() if n != "isir")
+    listed = re.compile(rf"[\"']({name})[\"'].*[\"']({name})[\"']")
+    for path in (ROOT / "src").rglob("*.py"):
+        if path.name == "methods.py" or "fused" in path.parts:  # fused: names of kernels
+            continue
+        code = re.sub(r"^ *(>>>|\.\.\.).*$", "", path.read_text(encoding="utf-8"), flags=re.M)
+        assert not listed.search(code), path
+
+
+def test_names_and_aliases() -> None:
+    assert methods.named("simclr").name == "infonce"
+    with pytest.raises(ValueError, match="must be one of infonce, dcl"):
+        methods.named("moco")
+    with pytest.raises(ValueError, match="small letters"):
+        methods.register(methods.Method("Bad name", "", ("", ""), lambda settings: None))  # type: ignore[arg-type,return-value]
+    assert "emc2-cached" not in methods.trained() and "emc2-cached" in methods.METHODS
