@@ -12,14 +12,13 @@ import torch
 from tool_runs import negchain as run
 
 import negchain
-from negchain import bench
+from negchain import bench, methods
 from negchain.augment import augmentation
-from negchain.bench import docs, equality, record, runs, scan, steps, stream, timing, usual
+from negchain.bench import equality, large, record, runs, scan, steps, timing, usual
 from negchain.fast.encoder import CopyingEncoder, accelerate
 from negchain.weights.metropolis import Scan, mh_scan
 
 Capture = pytest.CaptureFixture[str]
-ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 QUICK = bench.Settings(device=CPU, quick=True)
 
@@ -39,14 +38,15 @@ def test_every_method_has_a_step(measured: Path) -> None:
     table = record.read(measured).table("step")
     assert table is not None
     names = [row.name for row in table.rows]
-    augmentations = (steps.AUGMENTATION, steps.WHOLE)
-    assert names == [f"{name}, b = 32" for name in (*runs.METHODS, *augmentations)]
+    for name in methods.trained():
+        assert f"{methods.METHODS[name].title}, small-cnn, b = 32" in names
+    assert "EMC², cached, small-cnn, b = 32" in names
     ratios = {row.name: row.ratio for row in table.rows}
-    assert ratios["InfoNCE, b = 32"] == bench.Spread(1.0, 1.0, 1.0)
+    assert ratios["InfoNCE, small-cnn, b = 32"] == bench.Spread(1.0, 1.0, 1.0)
     for row in table.rows:
         assert row.ratio is not None and 0 < row.value.low <= row.value.median <= row.value.high
-        assert row.unit == "ms" and row.bar == "" and row.met is None  # bars are a GPU's
-    part = ratios["augmentation alone, b = 32"]
+        assert row.unit == "ms"
+    part = ratios[f"{steps.AUGMENTATION}, small-cnn, b = 32"]
     assert part is not None and part.median < 1
 
 
@@ -57,7 +57,7 @@ def test_the_trainer_stands_against_the_usual_way(measured: Path) -> None:
     assert base.name == "the usual way, InfoNCE, b = 32" and base.ratio is None
     assert [row.name for row in ours] == [
         "negchain, InfoNCE, b = 32",
-        "negchain, EMC², encode, b = 32",
+        "negchain, EMC², b = 32",
     ]
     assert all(row.unit == "images/s" and row.value.low > 0 for row in table.rows)
 
@@ -74,28 +74,18 @@ def test_the_scan_is_a_speed_up_and_equal(measured: Path) -> None:
 def test_state_is_one_integer_per_sample(measured: Path) -> None:
     table = record.read(measured).table("tables")
     assert table is not None
-    held = {row.name: (row.value.median, row.met) for row in table.rows if row.unit == "bytes"}
-    assert held["state per sample, up to 2^31 samples"] == (4.0, True)
-    assert held["state per sample, beyond 2^31 samples"] == (8.0, True)
+    held = {row.name: row.value.median for row in table.rows if row.unit == "bytes"}
+    assert held["state per sample, up to 2^31 samples"] == 4.0
+    assert held["state per sample, beyond 2^31 samples"] == 8.0
 
 
 def test_losses_of_every_kind_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench.losses, "CASES", ((32, 14.28),))
     table = bench.measure("losses", QUICK)
-    names = " ".join(row.name for row in table.rows)
-    for method in (
-        "InfoNCE",
-        "DCL",
-        "SogCLR",
-        "Negative Cache",
-        "encode",
-        "cached",
-        "score",
-        "i-SIR",
-    ):
-        assert method in names
+    names = [row.name for row in table.rows]
+    assert names == [f"{m.title}, b = 32, β = 14.28" for m in methods.METHODS.values()]
     assert table.rows[0].ratio == bench.Spread(1.0, 1.0, 1.0)
-    assert len(table.checks) == 4 and not table.mismatches
+    assert len(table.checks) == 3 and not table.mismatches
 
 
 def test_measuring_leaves_torch_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,22 +137,6 @@ def test_short_calls_are_repeated_until_the_window_is_full(monkeypatch: pytest.M
     assert calls[0] == timing.WARM_UP + 1 + 2 * 20
 
 
-@pytest.mark.parametrize(
-    ("bar", "ratio", "value", "met"),
-    [
-        (bench.Bar(ratio_at_most=1.03), 1.03, 9.0, True),
-        (bench.Bar(ratio_at_most=1.03), 1.04, 9.0, False),
-        (bench.Bar(ratio_at_least=14), 13.9, 9.0, False),
-        (bench.Bar(ratio_at_least=100, value_at_most=0.02), 500.0, 0.021, False),
-        (bench.Bar(ratio_at_least=100, value_at_most=0.02), 500.0, 0.019, True),
-        (bench.Bar(value_at_most=4), None, 4.0, True),
-    ],
-)
-def test_bars(bar: bench.Bar, ratio: float | None, value: float, met: bool) -> None:
-    spread = None if ratio is None else bench.Spread(ratio, ratio, ratio)
-    assert bar.met(spread, bench.Spread(value, value, value)) is met
-
-
 # ---------------------------------------------------------------------- the usual way
 
 
@@ -183,7 +157,7 @@ def test_the_usual_way_has_the_same_recipe() -> None:
 
 def test_the_usual_step_trains() -> None:
     data = runs.pictures(QUICK)
-    chosen = runs.config(QUICK, 32, runs.METHODS["InfoNCE"])
+    chosen = runs.config(QUICK, 32, runs.VARIANTS[runs.BASE], {})
     encoder = bench.throughput.trainer.build_run_encoder(chosen, data)
     step = usual.UsualStep(encoder, beta=14.28, lr=1e-3, weight_decay=0.0, bf16=False)
     assert data.pretrain.images is not None
@@ -208,20 +182,20 @@ def test_exact_inputs_are_not_rounded(rng: torch.Generator) -> None:
     assert 0.1 < inside.mean() < 0.9  # clusters, neither flat nor trivial
 
 
-@pytest.mark.parametrize("case", [stream.CASES[0], stream.CASES[2]], ids=["mh", "isir"])
+@pytest.mark.parametrize("case", [large.CASES[0], large.CASES[2]], ids=["mh", "isir"])
 @pytest.mark.parametrize("exact", [True, False])
 def test_a_streaming_loss_that_draws_otherwise_is_found(
-    case: stream.Case, exact: bool, monkeypatch: pytest.MonkeyPatch
+    case: large.Case, exact: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def loss(self: stream.Case, size: int, *, stream: bool) -> negchain.EMC2Loss:
+    def loss(self: large.Case, size: int, *, streaming: bool) -> negchain.EMC2Loss:
         settings: dict[str, Any] = {"kernel": self.kernel, "views": self.views, "symmetric": False}
-        return negchain.EMC2Loss(1000, self.beta, seed=int(stream and different), **settings)
+        return negchain.EMC2Loss(1000, self.beta, seed=int(streaming and different), **settings)
 
-    monkeypatch.setattr(stream, "NUM_SAMPLES", 1000)
-    monkeypatch.setattr(stream, "CHECKED_SIZE", 64)
-    monkeypatch.setattr(stream.Case, "loss", loss)
+    monkeypatch.setattr(large, "NUM_SAMPLES", 1000)
+    monkeypatch.setattr(large, "CHECKED_SIZE", 64)
+    monkeypatch.setattr(large.Case, "loss", loss)
     for different in (False, True):
-        assert stream._check(QUICK, case, exact).ok is not different
+        assert large._check(QUICK, case, exact).ok is not different
 
 
 # ---------------------------------------------------------------------- records
@@ -261,7 +235,7 @@ def test_a_mismatch_ends_in_status_1(
         return found._replace(last=found.last.where(found.last != found.last.max(), 0))
 
     monkeypatch.setattr(scan, "mh_scan", wrong)
-    monkeypatch.setattr(scan, "LIMIT_MS", {32: 0.02})
+    monkeypatch.setattr(scan, "BATCHES", (32,))
     assert run("bench --quick --device cpu --only scan --out", tmp_path) == 1
     said = capsys.readouterr()
     assert "mismatch: torch equals the loop to the last bit, b = 32" in said.err
@@ -285,50 +259,6 @@ def test_a_table_that_fails_leaves_the_others(
     assert found.tables == [fine] and list(found.failed) == ["scan"]
 
 
-# ---------------------------------------------------------------------- documentation
-
-
-def blocks() -> list[Any]:
-    return [
-        pytest.param(ROOT / page, match, id=f"{page}:{match[2]}")
-        for page in docs.PAGES
-        for match in docs.BLOCK.finditer((ROOT / page).read_text(encoding="utf-8"))
-    ]
-
-
-@pytest.mark.parametrize(("page", "block"), blocks())
-def test_figures_in_the_documentation_are_those_of_a_record(
-    page: Path, block: re.Match[str]
-) -> None:
-    named = re.match(r"From \[[^]]+\]\(([^)]+)\)", block[3])
-    assert named, f"{block[2]} names no record: run negchain bench --docs FILE.json"
-    found = record.read((page.parent / named[1]).with_suffix(".json"))
-    assert block[3] == docs.render(found, block[2], named[1])
-
-
-def test_every_table_has_its_place_in_the_documentation() -> None:
-    names = [block.values[1][2] for block in blocks()]
-    barred = [f"{docs.SUMMARY}{name}" for name in ("trainer", "step", "scan", "stream", "tables")]
-    assert sorted(names) == sorted([*bench.SUBJECTS, *barred])
-
-
-def test_docs_fills_the_blocks_it_has_tables_for(
-    measured: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "docs").mkdir()
-    empty = "text\n<!-- bench:{} -->\nold\n<!-- /bench -->\nmore\n"
-    (tmp_path / "README.md").write_text(empty.format("summary_trainer"))
-    (tmp_path / "docs" / "speed.md").write_text(empty.format("scan") + empty.format("jobs"))
-    monkeypatch.chdir(tmp_path)
-    assert run("bench --docs", measured) == 0
-    said = capsys.readouterr().out
-    assert "written: docs/speed.md: scan" in said and "left as it was: docs/speed.md: jobs" in said
-    page = (tmp_path / "docs" / "speed.md").read_text()
-    assert page.count("old") == 1 and page.count("text") == page.count("more") == 2
-    assert "the loop, b = 256" in page and "commit" in page
-    assert "negchain, EMC², encode" in (tmp_path / "README.md").read_text()
-
-
 # ---------------------------------------------------------------------- refusals
 
 
@@ -341,7 +271,6 @@ def test_docs_fills_the_blocks_it_has_tables_for(
         ("--show nowhere.json", "nowhere.json cannot be read"),
         ("--show wrong.json", "wrong.json is no record of negchain bench"),
         ("--show list.json", "list.json is no record of negchain bench"),
-        ("--docs record.json", "run it in the root of the checkout"),
         ("extra", "extra"),
     ],
 )
@@ -365,7 +294,7 @@ def test_help_names_every_option_and_table(
     monkeypatch.setenv("COLUMNS", "140")
     assert run("bench --help") == 0
     text = capsys.readouterr().out
-    options = "--only --device --out --quick --large --seed --show --docs".split()
+    options = "--only --device --out --quick --large --seed --show".split()
     assert [word for word in (*options, *bench.SUBJECTS) if word not in text] == []
 
 
@@ -377,7 +306,7 @@ def test_a_missing_gpu_is_refused(capsys: Capture) -> None:
 
 @pytest.mark.gpu
 def test_everything_is_measured_on_a_gpu(tmp_path: Path) -> None:
-    only = "scan,losses,stream,tables,step"
+    only = "scan,losses,large,tables,step"
     assert run(f"bench --quick --device cuda --only {only} --out", tmp_path) == 0
     found = record.read(next(tmp_path.glob("*.json")))
     assert [table.subject for table in found.tables] == only.split(",")
@@ -407,7 +336,8 @@ def test_a_fast_step_with_another_gradient_is_found(
     monkeypatch.setattr(CopyingEncoder, "collect", wrong)
     settings = bench.Settings(device=torch.device("cpu"), quick=True)
     data = runs.pictures(settings)
-    chosen = runs.config(settings, 32, {**runs.METHODS["EMC², cached"], "precision": "bf16"})
+    given = {"carried": "cached", "precision": "bf16", "norm": "none"}
+    chosen = runs.config(settings, 32, {"method": "emc2"}, given)
     with runs.prepared(chosen, data) as fast:
         fast.step.embed = accelerate(fast.encoder, torch.bfloat16, "blocks")
         check = steps._checked("", fast, data)

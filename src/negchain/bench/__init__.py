@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import torch
 
-from negchain.bench import chains, jobs, losses, scan, steps, stream, throughput
-from negchain.bench.table import Bar, Check, Row, Settings, Spread, Table
+from negchain.bench import chains, large, losses, scan, steps, throughput
+from negchain.bench.table import Check, Row, Settings, Spread, Table
 from negchain.bench.timing import release
 
 SUBJECTS: dict[str, Callable[[Settings], Table]] = {
@@ -17,14 +17,10 @@ SUBJECTS: dict[str, Callable[[Settings], Table]] = {
     "losses": losses.table,
     "step": steps.table,
     "trainer": throughput.table,
-    "stream": stream.table,
+    "large": large.table,
     "tables": chains.table,
-    "jobs": jobs.table,
 }
 """Everything that can be measured, by the name `--only` takes."""
-
-ON_REQUEST = ("jobs",)
-"""On a CPU measured only when named: processes that start for half a minute to share two cores."""
 
 
 def measure(subject: str, settings: Settings) -> Table:
@@ -39,9 +35,7 @@ def measure(subject: str, settings: Settings) -> Table:
 
 
 __all__ = [
-    "ON_REQUEST",
     "SUBJECTS",
-    "Bar",
     "Check",
     "Row",
     "Settings",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import negchain
-from negchain.bench.table import Bar, Row, Settings, Table
+from negchain.bench.table import Row, Settings, Table
 from negchain.bench.timing import Timed, graphed, interleaved, release
 from negchain.losses.chains import ChainTable
 
@@ -13,7 +13,6 @@ BATCH, DIM, BETA = 256, 128, 14.28
 SMALL = 10**5
 STEPS = 512  # batches of positions drawn ahead
 BANK = 4096  # embeddings that stand for those of the data set
-BAR = Bar(ratio_at_most=1.05)
 
 
 def table(settings: Settings) -> Table:
@@ -28,18 +27,7 @@ def table(settings: Settings) -> Table:
     settings.say("timing")
     times = interleaved(timed, settings.rounds, window_ms=20.0 if settings.quick else 60.0)
     base = _name(SMALL)
-    rows = [
-        Row.of(
-            name,
-            times[name],
-            "ms",
-            against=base,
-            base=times[base],
-            bar=None if name == base or settings.quick else BAR,
-            headline=name == _name(sizes[-1]),
-        )
-        for name in times
-    ]
+    rows = [Row.of(name, times[name], "ms", against=base, base=times[base]) for name in times]
     del timed
     release()
     return Table(
@@ -79,10 +67,9 @@ def _step(settings: Settings, size: int) -> Timed:
     def call() -> object:
         index = ahead[number % STEPS][0]
         number.add_(1)
-        ids = loss_fn.carried(index)
-        assert isinstance(ids, torch.Tensor)
-        held = bank[ids % BANK].requires_grad_()  # not the bank: who shares a row would be felt
-        value = loss_fn(z_a, z_b, index, carried=held)
+        request = loss_fn.request(index)
+        held = bank[request.ids % BANK].requires_grad_()  # who shares a row of the bank is not felt
+        value = loss_fn(z_a, z_b, index, request.answer(held))
         return torch.autograd.grad(value, (z_a, z_b, held))
 
     return graphed(call, device)
@@ -91,18 +78,10 @@ def _step(settings: Settings, size: int) -> Timed:
 def _bytes() -> list[Row]:
     """Bytes per sample, from tables of 1,000 chains over as many and over 2^31 + 1 states."""
     rows = []
-    cases = (("up to 2^31 samples", 1000, 4), ("beyond 2^31 samples", 2**31 + 1, 8))
-    for name, num_states, expected in cases:
+    for name, num_states in (("up to 2^31 samples", 1000), ("beyond 2^31 samples", 2**31 + 1)):
         chains = ChainTable(
             1, 1000, num_states=num_states, ids_per_item=1, own=True, keep="encode", seed=0
         )
-        held = sum(buffer.nbytes for buffer in chains.buffers()) / 1000
-        rows.append(
-            Row.of(
-                f"state per sample, {name}",
-                [held],
-                "bytes",
-                bar=Bar(value_at_most=expected),
-            )
-        )
+        held = sum(state.nbytes for state in chains.state_tensors()) / 1000
+        rows.append(Row.of(f"state per sample, {name}", [held], "bytes"))
     return rows

@@ -52,7 +52,7 @@ def difference(
     values, gradients, ends = [], [], []
     for loss_fn in (fast, slow):
         for _ in range(VISITS):
-            value = loss_fn(z_a, z_b, index, carried=held)
+            value = loss_fn(z_a, z_b, index, encode=lambda ids: held)
         values.append(float(value.detach()))
         gradients.append([g.double() for g in torch.autograd.grad(value, inputs)])
         ends.append(loss_fn.chains.ids(0, index))

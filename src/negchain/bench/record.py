@@ -219,8 +219,6 @@ def cells(rows: tuple[Row, ...]) -> tuple[list[str], list[list[str]]]:
         "what": [row.name for row in rows],
         "against": [row.against if row.ratio is not None else "" for row in rows],
         "measured": [spread_text(row.value, f" {row.unit}") for row in rows],
-        "bar": [row.bar for row in rows],
-        "met": ["" if row.met is None else "yes" if row.met else "**no**" for row in rows],
     }
     used = {head: texts for head, texts in columns.items() if any(texts)}
     return list(used), [list(line) for line in zip(*used.values(), strict=True)]

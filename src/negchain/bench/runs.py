@@ -14,48 +14,55 @@ from torch import Tensor
 
 from negchain.bench.table import Settings
 from negchain.data import DataBundle, ImageSet
+from negchain.methods import METHODS, trained
 from negchain.optim import set_lr
 from negchain.train import trainer
 from negchain.train.config import TrainConfig
 from negchain.train.resolve import resolve
 from negchain.train.run_folder import RunFolder
 
-NUM_IMAGES = 12_000  # 96 px: 330 MB
+NUM_IMAGES = 4_000  # 96 px: 110 MB
 SIDE = 96
 STEADY_LR = 1e-4  # small enough for every method without a warm-up
-METHODS: dict[str, dict[str, object]] = {
-    "InfoNCE": {"method": "infonce"},
-    "DCL": {"method": "dcl"},
-    "SogCLR": {"method": "sogclr"},
-    "Negative Cache": {"method": "negcache"},
-    "EMC², cached": {"method": "emc2", "carried": "cached"},
-    "EMC², encode": {"method": "emc2", "carried": "encode"},
-    "EMC², informed proposals": {"method": "emc2", "proposal": "informed"},
-    "EMC² i-SIR, encode": {"method": "isir", "carried": "encode"},
-}
-"""Every method, by the name it has in tables."""
-
-
 ENCODERS: dict[str, dict[str, object]] = {
-    "ResNet-18 with BatchNorm": {"encoder": "resnet18", "norm": "batch"},
+    "ResNet-18": {"encoder": "resnet18", "norm": "batch"},
     "ResNet-18 without normalisation": {"encoder": "resnet18", "norm": "none"},
-    "ViT-tiny": {"encoder": "vit_tiny_patch16_224"},
+    "ViT-Tiny": {"encoder": "vit_tiny_patch16_224"},
 }
-"""What is trained on a GPU; the first is the default of `negchain train` and the headline."""
-DEFAULT_ENCODER = next(iter(ENCODERS))
+"""Of the runs on a GPU; the first, which people get by default, comes with every method."""
+
+
+def _variants() -> dict[str, dict[str, object]]:
+    found: dict[str, dict[str, object]] = {}
+    for name in trained():
+        method = METHODS[name]
+        found[method.title] = {"method": name}
+        if "carried" in method.options:
+            found[f"{method.title}, cached"] = {"method": name, "carried": "cached"}
+        if "proposal" in method.options:
+            found[f"{method.title}, informed"] = {"method": name, "proposal": "informed"}
+    return found
+
+
+VARIANTS = _variants()
+"""Every method the trainer knows and what it can be told, by the name it has in tables."""
+BASE = next(iter(VARIANTS))
+DEFAULT = METHODS[TrainConfig.method].title
+
+
+def encoders(settings: Settings) -> dict[str, dict[str, object]]:
+    """What is trained, by the name it has in tables."""
+    return ENCODERS if settings.on_gpu else {"small-cnn": {"norm": "batch"}}
 
 
 def setting(settings: Settings) -> str:
     """What `config` and `pictures` make up, in words."""
     if settings.on_gpu:
         return (
-            f"{DEFAULT_ENCODER} unless another is named, {SIDE} px, recipe simclr-stl10 with blur, "
-            f"bf16, Adam, {NUM_IMAGES:,} random pictures with the statistics of photographs"
+            f"{SIDE} px, recipe simclr-stl10 with blur, bf16, Adam, {NUM_IMAGES:,} pictures with "
+            "the spectrum of photographs; ResNet-18 has BatchNorm unless said otherwise"
         )
-    return (
-        "small-cnn without normalisation on scikit-learn's digits, 8 px, recipe digits, float32, "
-        "Adam"
-    )
+    return "small-cnn with BatchNorm on scikit-learn's digits, 8 px, recipe digits, float32, Adam"
 
 
 def batch_sizes(settings: Settings) -> tuple[int, ...]:
@@ -64,13 +71,13 @@ def batch_sizes(settings: Settings) -> tuple[int, ...]:
 
 
 def config(
-    settings: Settings, batch: int, method: dict[str, object], encoder: str = DEFAULT_ENCODER
+    settings: Settings, batch: int, method: dict[str, object], encoder: dict[str, object]
 ) -> TrainConfig:
     """The paper's STL-10 preset on a GPU, digits on a CPU; no evaluations, no checkpoints."""
-    common = {**method, "batch_size": batch, "eval_every": 0, "checkpoint_every": 0}
+    common = {**method, **encoder, "batch_size": batch, "eval_every": 0, "checkpoint_every": 0}
     if settings.on_gpu:
-        return resolve(f"stl10-b{batch}", {**ENCODERS[encoder], **common, "device": "cuda"})
-    return resolve(None, {**common, "data": "digits", "norm": "none", "device": "cpu"})
+        return resolve(f"stl10-b{batch}", {**common, "device": "cuda"})
+    return resolve(None, {**common, "data": "digits", "device": "cpu"})
 
 
 def pictures(settings: Settings) -> DataBundle:
@@ -79,7 +86,7 @@ def pictures(settings: Settings) -> DataBundle:
         return trainer.load_images(resolve(None, {"data": "digits"}), progress=False)
     pixels = pictures_like_photographs(NUM_IMAGES, SIDE, settings.seed)
     names = tuple(map(str, range(NUM_IMAGES)))
-    return DataBundle("random", ImageSet(names, None, pixels), None, None, (), (), "0" * 16)
+    return DataBundle("made up", ImageSet(names, None, pixels), None, None, (), (), "0" * 16)
 
 
 def pictures_like_photographs(count: int, side: int, seed: int) -> Tensor:

@@ -7,11 +7,11 @@ import math
 import torch
 from torch import Tensor
 
-from negchain.bench.table import Bar, Check, Row, Settings, Table
+from negchain.bench.table import Check, Row, Settings, Table
 from negchain.bench.timing import Timed, graphed, interleaved
 from negchain.weights.metropolis import Backend, Scan, mh_scan, scan_reference
 
-LIMIT_MS = {32: 0.02, 256: 0.05}
+BATCHES = (32, 256)
 BETA = 14.28
 CALLS = 50  # of a fast scan in one graph
 CHECKED_INPUTS = 3
@@ -24,7 +24,7 @@ def table(settings: Settings) -> Table:
     checks: list[Check] = []
     backends: tuple[Backend, ...] = ("triton", "torch") if settings.on_gpu else ("torch",)
     generator = settings.generator()
-    for batch in LIMIT_MS:
+    for batch in BATCHES:
         settings.say(f"b = {batch}")
         for backend in backends:
             checks.append(_check(backend, batch, generator, settings.device))
@@ -92,7 +92,6 @@ def _rows(
     rows = [Row.of(f"{loop}, b = {batch}", times[loop], "ms") for loop in loops]
     for backend in backends:
         for loop in loops:
-            bar = Bar(ratio_at_least=100, value_at_most=LIMIT_MS[batch])
             rows.append(
                 Row.of(
                     f"{backend}, b = {batch}",
@@ -101,8 +100,6 @@ def _rows(
                     against=loop,
                     base=times[loop],
                     speed_up=True,
-                    bar=bar if backend == "triton" else None,
-                    headline=backend == backends[0] and loop == here,
                 )
             )
     return rows

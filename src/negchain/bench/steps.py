@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
@@ -13,32 +12,27 @@ from negchain import draws
 from negchain.augment import Draws, Pictures
 from negchain.augment.pipeline import sides
 from negchain.bench.runs import (
-    DEFAULT_ENCODER,
-    ENCODERS,
-    METHODS,
+    BASE,
+    DEFAULT,
+    VARIANTS,
     batch_sizes,
     config,
+    encoders,
     on_device,
     pictures,
     prepared,
     setting,
     stepper,
 )
-from negchain.bench.table import Bar, Check, Row, Settings, Table
+from negchain.bench.table import Check, Row, Settings, Table
 from negchain.bench.timing import Timed, graphed, interleaved, release
 from negchain.data import DataBundle
 from negchain.data.storage import TIMES
 from negchain.train import trainer
 
-BASE = "InfoNCE"
 AUGMENTATION = "augmentation alone"
 WHOLE = "augmentation alone, crops of whole pictures"
 NUM_WHOLE = 1024
-BARS = {
-    "EMC², cached": Bar(ratio_at_most=1.03),
-    "EMC², encode": Bar(ratio_at_most=1.50),  # half as many images again
-}
-EVERY_ENCODER = (BASE, "EMC², encode")  # the other methods are measured with the default one
 CHECKED_STEPS = 20
 # How far from float32 the captured step may be: so many times as far as the eager one, and so much
 # beside. A gradient is many numbers, so the distances of two that round alike are nearly equal. A
@@ -72,12 +66,13 @@ def table(settings: Settings) -> Table:
     data = on_device(pictures(settings), settings.device)
     rows: list[Row] = []
     checks: list[Check] = []
-    encoders = ENCODERS if settings.on_gpu else (DEFAULT_ENCODER,)
-    for encoder, batch in itertools.product(encoders, batch_sizes(settings)):
-        found, equal = _measured(settings, batch, data, encoder)
-        rows += found
-        checks += equal
-        release()
+    for number, encoder in enumerate(encoders(settings)):
+        variants = tuple(VARIANTS) if number == 0 else (BASE, DEFAULT)
+        for batch in batch_sizes(settings):
+            found, equal = _measured(settings, encoder, batch, variants, data)
+            rows += found
+            checks += equal
+            release()
     graph = " A step is one replay of a CUDA graph." if settings.on_gpu else ""
     return Table(
         subject="step",
@@ -95,49 +90,39 @@ def table(settings: Settings) -> Table:
 
 
 def _measured(
-    settings: Settings, batch: int, data: DataBundle, encoder: str
+    settings: Settings, encoder: str, batch: int, variants: tuple[str, ...], data: DataBundle
 ) -> tuple[list[Row], list[Check]]:
+    where = f"{encoder}, b = {batch}"
     checks: list[Check] = []
     timed: dict[str, Timed] = {}
-    usual = encoder == DEFAULT_ENCODER
-    label = f"b = {batch}" if usual else f"{encoder}, b = {batch}"
     with ExitStack() as stack:
-        for name in METHODS if usual else EVERY_ENCODER:
-            settings.say(f"{label}: preparing {name}")
-            chosen = config(settings, batch, METHODS[name], encoder)
+        for name in variants:
+            settings.say(f"{where}: preparing {name}")
+            chosen = config(settings, batch, VARIANTS[name], encoders(settings)[encoder])
             run = stack.enter_context(prepared(chosen, data))
             if settings.on_gpu:
                 run.step.capture()
-                checks.append(_checked(f"{name}, {label}", run, data))
+                checks.append(_checked(f"{name}, {where}", run, data))
                 release()
             timed[name] = Timed(stepper(run), settings.device)
-            if name == BASE and usual:
+            if name == BASE and len(variants) == len(VARIANTS):
                 timed[AUGMENTATION] = _augmentation(run)
                 timed[WHOLE] = _augmentation_of_whole(settings, run)
                 if settings.on_gpu:
                     checks.append(_compared_pixels(settings, run))
-        settings.say(f"{label}: timing")
+        settings.say(f"{where}: timing")
         times = interleaved(timed, settings.rounds, window_ms=20.0 if settings.quick else 60.0)
     rows = [
         Row.of(
-            f"{name}, {label}",
+            f"{name}, {where}",
             times[name],
             "ms",
             against=f"{BASE} step",
             base=times[BASE],
-            bar=_bar(name, batch) if settings.on_gpu and usual else None,
-            headline=usual and name in BARS,
         )
-        for name in (*METHODS, AUGMENTATION, WHOLE)
-        if name in timed
+        for name in times
     ]
     return rows, checks
-
-
-def _bar(name: str, batch: int) -> Bar | None:
-    if name == AUGMENTATION:
-        return Bar(ratio_at_most=0.15) if batch == 32 else None
-    return BARS.get(name)
 
 
 def _augmentation(run: trainer.Run) -> Timed:
@@ -178,13 +163,12 @@ def _checked(name: str, run: trainer.Run, data: DataBundle) -> Check:
 def _compared(name: str, graph: trainer.Run, eager: trainer.Run, exact: trainer.Run) -> Check:
     """Loss and gradient of the first steps, replayed, eagerly and in float32, from the same state.
 
-    The same state anew for every step, because training amplifies rounding: an eager run whose
-    first weights are changed by 1e-4 of themselves loses Negative Cache's losses within ten steps
-    (records/2026-11-15_layers_h200.md). The gradient is read from Adam's first moment.
+    The same state anew for every step, because training amplifies rounding. The gradient is read
+    from Adam's first moment.
 
-    Float32 is the yardstick, because a gradient in bf16 is several per cent from the true one, and
-    chains and draws fall otherwise now and then: how far two such gradients may be apart depends on
-    method and batch. The captured step may be as far from float32 as the eager one is.
+    Float32 is the yardstick: a gradient in bf16 is several per cent from the true one, and how far
+    two such gradients may be apart depends on method and batch. The captured step may be as far
+    from float32 as the eager one is.
 
     Args:
         name: of what is compared.

@@ -1,4 +1,4 @@
-"""What a measurement is: rows of medians with quartiles, their ratios, and the bars they must meet.
+"""What a measurement is: rows of medians with quartiles, and their ratios.
 
 Plain data, so that a table goes to JSON and back unchanged; `record` and the command line only
 render it.
@@ -38,7 +38,7 @@ class Settings:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether CUDA events and graphs are at hand; bars are for a GPU."""
+        """Whether CUDA events and graphs are at hand."""
         return self.device.type == "cuda"
 
     @property
@@ -72,39 +72,7 @@ class Spread:
         return cls(median, low, high)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Bar:
-    """What a row's medians must reach.
-
-    >>> bar = Bar(ratio_at_least=100, value_at_most=0.02)
-    >>> bar.text("ms"), bar.met(Spread(250, 240, 260), Spread(0.03, 0.03, 0.03))
-    ('≥ 100×, ≤ 0.02 ms', False)
-    """
-
-    ratio_at_most: float | None = None
-    ratio_at_least: float | None = None
-    value_at_most: float | None = None
-
-    def text(self, unit: str) -> str:
-        """The bar in words."""
-        parts = [
-            (self.ratio_at_most, "≤ {:g}×"),
-            (self.ratio_at_least, "≥ {:g}×"),
-            (self.value_at_most, f"≤ {{:g}} {unit}"),
-        ]
-        return ", ".join(form.format(limit) for limit, form in parts if limit is not None)
-
-    def met(self, ratio: Spread | None, value: Spread) -> bool:
-        """Whether all of it holds."""
-        if self.value_at_most is not None and value.median > self.value_at_most:
-            return False
-        if ratio is None:
-            return self.ratio_at_most is None and self.ratio_at_least is None
-        below = self.ratio_at_most is None or ratio.median <= self.ratio_at_most
-        return below and (self.ratio_at_least is None or ratio.median >= self.ratio_at_least)
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Row:
     """One line of a table; `ratio` to the row or thing named in `against`."""
 
@@ -113,10 +81,6 @@ class Row:
     ratio: Spread | None
     value: Spread
     unit: str
-    bar: str = ""
-    met: bool | None = None
-    headline: bool = False
-    """Stands in the summary."""
 
     @classmethod
     def of(
@@ -128,8 +92,6 @@ class Row:
         against: str = "",
         base: Sequence[float] | None = None,
         speed_up: bool = False,
-        bar: Bar | None = None,
-        headline: bool = False,
     ) -> Row:
         """A row from its values, one per round, and those of what it is compared with.
 
@@ -144,16 +106,7 @@ class Row:
             pairs = zip(values, base, strict=True)
             ratio = Spread.of([b / v if speed_up else v / b for v, b in pairs])
         value = Spread.of(values)
-        return cls(
-            name=name,
-            against=against,
-            ratio=ratio,
-            value=value,
-            unit=unit,
-            bar="" if bar is None else bar.text(unit),
-            met=None if bar is None else bar.met(ratio, value),
-            headline=headline,
-        )
+        return cls(name=name, against=against, ratio=ratio, value=value, unit=unit)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,7 +151,8 @@ class Table:
         rows = []
         for row in plain["rows"]:
             ratio = None if row["ratio"] is None else Spread(**row["ratio"])
-            rows.append(Row(**{**row, "ratio": ratio, "value": Spread(**row["value"])}))
+            value = Spread(**row["value"])
+            rows.append(Row(row["name"], row["against"], ratio, value, row["unit"]))
         return cls(
             subject=plain["subject"],
             title=plain["title"],

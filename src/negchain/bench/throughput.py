@@ -11,16 +11,25 @@ from contextlib import ExitStack
 import torch
 
 from negchain.bench import usual
-from negchain.bench.runs import METHODS, batch_sizes, config, pictures, prepared, setting
-from negchain.bench.table import Bar, Row, Settings, Table
+from negchain.bench.runs import (
+    BASE,
+    DEFAULT,
+    VARIANTS,
+    batch_sizes,
+    config,
+    encoders,
+    pictures,
+    prepared,
+    setting,
+)
+from negchain.bench.table import Row, Settings, Table
 from negchain.bench.timing import release
 from negchain.data import DataBundle
 from negchain.train import trainer
 from negchain.train.config import TrainConfig
 from negchain.train.progress import Progress
 
-OURS = ("InfoNCE", "EMC², encode")
-BARS = {32: Bar(ratio_at_least=14), 256: Bar(ratio_at_least=11)}
+OURS = (BASE, DEFAULT)
 WINDOWS = 3
 WARM_UP = 30  # steps
 
@@ -35,10 +44,10 @@ def table(settings: Settings) -> Table:
         rates = _ours(settings, batch, data)
         release()
         settings.say(f"b = {batch}: the usual way")
-        chosen = config(settings, batch, METHODS["InfoNCE"])
+        chosen = config(settings, batch, VARIANTS[BASE], _encoder(settings))
         base = _usual(settings, chosen, data)
         release()
-        rows.append(Row.of(f"the usual way, InfoNCE, b = {batch}", base, "images/s"))
+        rows.append(Row.of(f"the usual way, {BASE}, b = {batch}", base, "images/s"))
         for name in OURS:
             rows.append(
                 Row.of(
@@ -47,8 +56,6 @@ def table(settings: Settings) -> Table:
                     "images/s",
                     against="the usual way",
                     base=base,
-                    bar=BARS[batch] if settings.on_gpu else None,
-                    headline=name == OURS[1],
                 )
             )
     return Table(
@@ -68,6 +75,10 @@ def table(settings: Settings) -> Table:
     )
 
 
+def _encoder(settings: Settings) -> dict[str, object]:
+    return next(iter(encoders(settings).values()))
+
+
 def _seconds(settings: Settings) -> float:
     if settings.quick:
         return 0.2
@@ -82,7 +93,7 @@ def _ours(settings: Settings, batch: int, data: DataBundle) -> dict[str, list[fl
         loops: dict[str, Advance] = {}
         for name in OURS:
             settings.say(f"b = {batch}: preparing {name}")
-            chosen = config(settings, batch, METHODS[name])
+            chosen = config(settings, batch, VARIANTS[name], _encoder(settings))
             loops[name] = _loop(stack.enter_context(prepared(chosen, data)))
             counts[name] = _steps_for(loops[name], _seconds(settings))
         for window, name in itertools.product(range(WINDOWS), OURS):

@@ -104,7 +104,7 @@ def info_nce(z_a: Tensor, z_b: Tensor, beta: float) -> Tensor:  # [B,D] [B,D] ->
 
     >>> import negchain
     >>> z_a, z_b = torch.randn(2, 6, 4)
-    >>> torch.allclose(info_nce(z_a, z_b, 5.0), negchain.InfoNCELoss(5.0)(z_a, z_b), atol=1e-5)
+    >>> torch.allclose(info_nce(z_a, z_b, 5.0), negchain.InfoNCELoss(beta=5.0)(z_a, z_b), atol=1e-5)
     True
     """
     z = F.normalize(torch.cat([z_a, z_b]), dim=1)

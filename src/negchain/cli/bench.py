@@ -11,12 +11,12 @@ HELP = """Measure the speed of this machine: tables of ratios, and a dated recor
 
     negchain bench                          # everything; minutes
     negchain bench --only scan,step         # some tables
-    negchain bench --show records/2026-11-15_bench_h200.json
+    negchain bench --show 2026-11-15_bench_h200.json
 
 Tables: `scan` (mh_scan against a loop over columns), `losses` (each against InfoNCE), `step` (the
 trainer's step of each method against InfoNCE's), `trainer` (images per second against a DataLoader
-with torchvision's transforms), `stream` (the streaming loss at large batches), `tables` (chain
-tables of many samples), `jobs` (several runs at a time).
+with torchvision's transforms), `large` (the streaming loss at large batches), `tables` (chain
+tables of many samples).
 
 Fast paths are compared with their readable twins in the same run; a mismatch ends in exit status 1.
 """
@@ -29,7 +29,7 @@ def command(
         str,
         typer.Option(
             metavar="TABLE,...",
-            help="Tables to measure; by default all, on a CPU all but jobs.",
+            help="Tables to measure; by default all.",
         ),
     ] = "",
     device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="What to measure.")] = "auto",
@@ -49,15 +49,8 @@ def command(
     show: Annotated[
         OptionalPath, typer.Option(metavar="FILE.json", help="Print a record; measure nothing.")
     ] = None,
-    docs: Annotated[
-        OptionalPath,
-        typer.Option(
-            metavar="FILE.json",
-            help="Write a record's tables into README.md and docs/speed.md of this checkout.",
-        ),
-    ] = None,
 ) -> int:
     """See `HELP`."""
     from negchain.cli.measure import measure  # brings torch, which --help does not need
 
-    return measure(only, device, out, quick, large, seed, show, docs)
+    return measure(only, device, out, quick, large, seed, show)

@@ -17,7 +17,6 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from negchain import bench
-from negchain.bench import docs as doc_pages
 from negchain.bench import record as records
 from negchain.train.config import ConfigError
 from negchain.train.presets import choose
@@ -34,15 +33,12 @@ def measure(
     large: bool,
     seed: int,
     show: Path | None,
-    docs: Path | None,
 ) -> int:
     """What `negchain bench` does; see `negchain.cli.bench` for the options."""
     if show is not None:
         return _show(records.read(show))
-    if docs is not None:
-        return _fill_pages(docs)
     where = _device(device)
-    subjects = _subjects(only, where)
+    subjects = _subjects(only)
     if not -1 <= seed < 2**31:
         raise ConfigError(f"--seed must be from 0 to 2147483647, or -1, got {seed}")
     words = ["negchain bench", *(["--only", ",".join(subjects)] if only else [])]
@@ -62,10 +58,10 @@ def _seed(given: int) -> int:
     return secrets.randbelow(2**31) if given < 0 else given
 
 
-def _subjects(only: str, device: torch.device) -> list[str]:
+def _subjects(only: str) -> list[str]:
     if only:
         return list({choose("--only", n.strip(), bench.SUBJECTS): None for n in only.split(",")})
-    return [n for n in bench.SUBJECTS if device.type == "cuda" or n not in bench.ON_REQUEST]
+    return list(bench.SUBJECTS)
 
 
 def _device(name: str) -> torch.device:
@@ -156,12 +152,3 @@ def _verdict(record: records.Record) -> int:
     for subject, reason in record.failed.items():
         console.print(f"failed: {subject}: {reason}", markup=False)
     return 1 if record.mismatches or record.failed else 0
-
-
-def _fill_pages(path: Path) -> int:
-    filled, left = doc_pages.rewrite_pages(path, Path("."))
-    for name in filled:
-        print(f"written: {name}")
-    for name in left:
-        print(f"left as it was: {name} (the record has no such table)")
-    return 0

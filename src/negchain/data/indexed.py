@@ -49,8 +49,8 @@ class Indexed(Dataset[tuple[Any, ...]]):
 class Prefetched(NamedTuple):
     """A batch, and what the loss wants encoded for it."""
 
-    index: Tensor  # [B]
-    batch: Any  # the samples at `index`, collated
+    positions: Tensor  # [B]
+    batch: Any  # the samples at `positions`, collated
     request: Request  # to be answered with the embeddings of `items`
     items: Any  # the samples at `request.ids`, collated; None where nothing is wanted
 

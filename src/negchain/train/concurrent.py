@@ -12,16 +12,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from negchain.files import open_plain, read_object
 from negchain.train.run_folder import last_metrics
-from negchain.train.sharing import Mode, interruptible, shared_gpu
 
 ENDLESS = 10**7  # steps
-MODES: tuple[Mode, ...] = ("off", "auto")
 
 
 def launch(
@@ -116,39 +113,3 @@ def _watch(runs: list[Path], processes: list[subprocess.Popen[bytes]], seconds: 
         if process.poll() is not None:
             said = run.with_suffix(".log").read_text(errors="replace").strip()
             raise RuntimeError(f"a run ended with status {process.returncode}: {said[-500:]}")
-
-
-@dataclass(frozen=True)
-class Row:
-    """So many runs at a time."""
-
-    jobs: int
-    sharing: str
-    """alone, turns or mps."""
-    rates: list[float]
-    """Images per second of each run."""
-    ratio: float
-    """Images per second of all runs together, over those of one alone."""
-
-
-def measure(
-    arguments: Sequence[str],
-    counts: Sequence[int] = (2, 4),
-    *,
-    seconds: float = 8.0,
-    say: Callable[[str], None],
-) -> list[Row]:
-    """One run alone, then each of `counts` in turns and, where it is available, through MPS."""
-    rows: list[Row] = []
-    with interruptible():
-        alone = images_per_second(1, arguments, {}, seconds=seconds)
-        rows.append(Row(1, "alone", alone, 1.0))
-        for jobs in (count for count in counts if count > 1):
-            for mode in MODES:
-                with shared_gpu(jobs, mode, say=say) as environment:
-                    if mode == "auto" and not environment:
-                        continue  # no MPS here, and `say` has said why
-                    rates = images_per_second(jobs, arguments, environment, seconds=seconds)
-                name = "turns" if mode == "off" else "mps"
-                rows.append(Row(jobs, name, rates, sum(rates) / alone[0]))
-    return rows

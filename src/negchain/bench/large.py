@@ -19,7 +19,7 @@ from torch import Tensor
 import negchain
 from negchain.bench import usual
 from negchain.bench.equality import clustered, difference, exact_clustered, flipped
-from negchain.bench.table import Bar, Check, Row, Settings, Table
+from negchain.bench.table import Check, Row, Settings, Table
 from negchain.bench.timing import graphed, interleaved, peak_bytes, release
 
 DIM = 512
@@ -46,7 +46,6 @@ class Case:
     flat: bool = False
     views: Literal["shared", "paired"] = "paired"
     all_weights: bool = False  # of i-SIR
-    has_bars: bool = True
 
     def count_every(self, size: int) -> int:
         """MH: steps from counted state to counted state; i-SIR: columns one speaks for."""
@@ -54,18 +53,17 @@ class Case:
             return max(TILE, size // COUNTED)
         return 1 if self.all_weights else max(2, -(-size // (GROUPS * TILE))) * TILE
 
-    def loss(self, size: int, *, stream: bool) -> negchain.EMC2Loss:
-        """The loss for B = size; stream=False is the dense, readable twin."""
-        return negchain.EMC2Loss(
+    def loss(self, size: int, *, streaming: bool) -> negchain.EMC2Loss:
+        """The loss for B = size; streaming=False is the dense, readable twin."""
+        every = self.count_every(size)
+        make = negchain.StreamingEMC2Loss if streaming else negchain.EMC2Loss
+        return make(
             NUM_SAMPLES,
             self.beta,
-            kernel=self.kernel,
-            carried="encode",
+            negchain.MH(count_every=every) if self.kernel == "mh" else negchain.ISIR(every),
             views=self.views,
             symmetric=self.views == "shared",
-            stream=stream,
-            count_every=self.count_every(size),
-            backend="auto" if stream else "torch",
+            backend="auto" if streaming else "torch",
         )
 
     @property
@@ -81,10 +79,9 @@ CASES = (
     Case("MH, β = 50", 50.0),
     Case("i-SIR, β = 14.28", 14.28, kernel="isir"),
     Case("MH, β = 14.28, random directions", 14.28, flat=True),
-    Case("i-SIR, all weights", 14.28, kernel="isir", all_weights=True, has_bars=False),
+    Case("i-SIR, all weights", 14.28, kernel="isir", all_weights=True),
 )
 SHARED = Case("MH, β = 14.28, shared views", 14.28, views="shared")
-TIME, MEMORY, PRODUCT = (Bar(ratio_at_most=limit) for limit in (0.4, 0.1, 4.0))
 
 
 def table(settings: Settings) -> Table:
@@ -99,7 +96,7 @@ def table(settings: Settings) -> Table:
             rows += _rows(settings, size, (SHARED,))
             release()
     return Table(
-        subject="stream",
+        subject="large",
         title=f"Streaming EMC² loss, forward + backward, d = {DIM}",
         compares=(
             "time and memory against InfoNCE by autograd on the same embeddings, and time against "
@@ -112,8 +109,8 @@ def table(settings: Settings) -> Table:
             "samples, paired views in one direction unless said otherwise; MH counts every "
             f"{TILE}th state (every {SIZES[-1] // COUNTED}th at B = {SIZES[-1]:,}).",
             f"i-SIR: one column of every {2 * TILE} has their weight (of every "
-            f"{SIZES[-1] // GROUPS} at B = {SIZES[-1]:,}), which is unbiased; “all weights” is the "
-            "softmax over all columns, whose backward pass is two dense products. It has no bar.",
+            f"{SIZES[-1] // GROUPS} at B = {SIZES[-1]:,}), which adds variance and no bias; “all "
+            "weights” is the softmax over all columns, whose backward pass is two dense products.",
             "Memory: the peak above the inputs, gradients of the inputs included.",
         ),
     )
@@ -150,27 +147,18 @@ def _rows(settings: Settings, size: int, cases: tuple[Case, ...]) -> list[Row]:
     times = interleaved(timed, settings.rounds, window_ms=20.0 if settings.quick else 50.0)
     base = next(iter(calls))
 
-    def row(name: str, unit: str, against: str = "", bar: Bar | None = None) -> Row:
+    def row(name: str, unit: str, against: str = "") -> Row:
         values = [peaks[name]] if unit == "MiB" else times[name]
         held = [peaks[against]] if unit == "MiB" and against else times.get(against)
-        return Row.of(
-            f"{name}, B = {size:,}",
-            values,
-            unit,
-            against=against,
-            base=held,
-            bar=bar if settings.on_gpu else None,
-            headline=name == CASES[0].name and size == SIZES[-1],
-        )
+        return Row.of(f"{name}, B = {size:,}", values, unit, against=against, base=held)
 
     rows = [row(base, "ms"), *([row(base, "MiB")] if settings.on_gpu else [])]
     for case in cases:
-        time, memory, product = (TIME, MEMORY, PRODUCT) if case.has_bars else (None, None, None)
-        rows.append(row(case.name, "ms", base, time))
+        rows.append(row(case.name, "ms", base))
         if settings.on_gpu:
-            rows.append(row(case.name, "MiB", base, memory))
+            rows.append(row(case.name, "MiB", base))
         if MATMUL in times:
-            rows.append(row(case.name, "ms", MATMUL, product if size == SIZES[-1] else None))
+            rows.append(row(case.name, "ms", MATMUL))
     return rows
 
 
@@ -197,9 +185,9 @@ def _calls(
 def _streaming(
     case: Case, z_a: Tensor, z_b: Tensor, held: Tensor, index: Tensor
 ) -> Callable[[], object]:
-    loss_fn = case.loss(len(z_a), stream=True).to(z_a.device)
+    loss_fn = case.loss(len(z_a), streaming=True).to(z_a.device)
     inputs = (z_a, z_b, held)
-    return lambda: torch.autograd.grad(loss_fn(z_a, z_b, index, carried=held), inputs)
+    return lambda: torch.autograd.grad(loss_fn(z_a, z_b, index, encode=lambda ids: held), inputs)
 
 
 def _gradients(
@@ -226,7 +214,8 @@ def _check(settings: Settings, case: Case, exact: bool) -> Check:
     """Value and gradients of the streaming loss against the dense one, same draws."""
     inputs = _inputs(settings, CHECKED_SIZE, flat=case.flat, exact=exact)
     fast, slow = (
-        case.loss(CHECKED_SIZE, stream=stream).to(settings.device) for stream in (True, False)
+        case.loss(CHECKED_SIZE, streaming=streaming).to(settings.device)
+        for streaming in (True, False)
     )
     found = difference(fast, slow, *inputs)
     ok = found.value <= case.value_tolerance
