@@ -318,7 +318,7 @@ def test_everything_is_measured_on_a_gpu(tmp_path: Path) -> None:
     [
         ("nothing", None, 1.0),
         ("all gradients too large", None, 1.2),
-        ("one missing", (64, 64, 3, 3), 0.0),  # the last convolution's
+        ("one missing", (128, 256), 0.0),  # of the first linear layer
         ("one too large", (64, 128), 1.1),  # the projector's, which bf16 hardly rounds
     ],
 )
