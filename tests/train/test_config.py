@@ -229,7 +229,6 @@ FREE = (
     "resident_gb log_every"
 ).split()
 CHANGED: dict[str, Any] = {
-    "method": "dcl",
     "data": "cifar10", "steps": 5, "embedding_dim": 8, "image_size": 16, "augmentations": 2,
     "subset": 500, "out": "x", "preset": "stl10-b32", "root": "r", "encoder": "resnet50",
     "method": "dcl", "pretrained": "timm",

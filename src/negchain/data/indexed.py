@@ -11,13 +11,11 @@ Shapes: `B` batch, `R` positions a loss wants encoded.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
-
-from negchain.losses import ContrastiveLoss, Request
 
 Plan = tuple[list[int], list[int]]  # positions of a batch, and of what its loss will ask for
 
@@ -46,17 +44,24 @@ class Indexed(Dataset[tuple[Any, ...]]):
         return (position, *sample) if isinstance(sample, (tuple, list)) else (position, sample)
 
 
+class Asks(Protocol):
+    """A loss, as far as it is needed here: it says what it wants encoded for a batch."""
+
+    def request(self, index: Tensor, *, ahead: int = 0) -> Any:
+        """What is wanted for a batch, `ahead` calls from now; see `negchain.Request`."""
+
+
 class Prefetched(NamedTuple):
     """A batch, and what the loss wants encoded for it."""
 
     positions: Tensor  # [B]
     batch: Any  # the samples at `positions`, collated
-    request: Request  # to be answered with the embeddings of `items`
+    request: Any  # a `negchain.Request`, to be answered with the embeddings of `items`
     items: Any  # the samples at `request.ids`, collated; None where nothing is wanted
 
 
 def prefetch(
-    loss_fn: ContrastiveLoss,
+    loss_fn: Asks,
     dataset: Any,
     batches: Iterable[Sequence[int]],
     *,

@@ -31,7 +31,14 @@ Encode = Callable[[Tensor], Tensor]
 
 
 class Want(NamedTuple):
-    """Positions to encode: where they lie, and whether the loss trains what comes back."""
+    """Positions to encode: where they lie, and whether the loss trains what comes back.
+
+    Example:
+        >>> import negchain
+        >>> (want,) = negchain.EMC2Loss(50).request(torch.tensor([4, 7])).wants
+        >>> len(want.ids), want.tower, want.gradient
+        (2, 'keys', True)
+    """
 
     ids: Tensor  # [R]; with k stored augmentations `item * k + augmentation`
     tower: Tower = "keys"  # "anchors": by the encoder of z_a (paired views in both directions)

@@ -18,7 +18,7 @@ class MH:
     burn_in: float = 0.5
     """Steps of a visit that are not counted (P): a share below 1, or their number."""
     count_every: int = 1
-    """Count every c-th state only (for batches of thousands): more variance, no bias."""
+    """Count every c-th state only (for large batches): at stationarity only the variance grows."""
 
     def __post_init__(self) -> None:
         """Refuse what is out of range."""
@@ -31,10 +31,15 @@ class MH:
 
 @dataclass(frozen=True)
 class ISIR:
-    """Iterated sampling-importance resampling: softmax over the carried state and the proposals."""
+    """Iterated sampling-importance resampling: softmax over the carried state and the proposals.
+
+    Example:
+        >>> ISIR(count_every=128)     # for batches of thousands
+        ISIR(count_every=128)
+    """
 
     count_every: int = 1
-    """One column of every c speaks for all c: more variance, no bias."""
+    """One column of every c speaks for all c: more variance, the same mean given the batch."""
 
     def __post_init__(self) -> None:
         """Refuse what is out of range."""
@@ -43,7 +48,12 @@ class ISIR:
 
 @dataclass(frozen=True)
 class InBatch:
-    """Proposals are the other items of the batch (the paper's experiments)."""
+    """Proposals are the other items of the batch (the paper's experiments).
+
+    Example:
+        >>> InBatch(copies=2)         # both views of every item to each row
+        InBatch(copies=2)
+    """
 
     copies: int = 1
     """Shared views: copies of every item a row is offered, 1 (one of the two views) or 2 (both)."""
@@ -56,7 +66,12 @@ class InBatch:
 
 @dataclass(frozen=True)
 class Uniform:
-    """Uniform draws from the whole set, offered to all rows."""
+    """Uniform draws from the whole set, offered to all rows.
+
+    Example:
+        >>> Uniform(32, alone=True)   # Algorithm 1 with R = 32
+        Uniform(num=32, alone=True)
+    """
 
     num: int | None = None
     """Draws per step; None: as many as the batch has samples."""
@@ -73,6 +88,10 @@ class Informed:
     """Draws from a stale table of all embeddings, beside the batch.
 
     q(z) = (1 - share) / M + share * mean_i softmax_z(sharpness * beta * q_i . psi_old(z))
+
+    Example:
+        >>> Informed(num=64).share    # half of the draws are uniform
+        0.5
     """
 
     num: int | None = None
@@ -100,7 +119,17 @@ class Informed:
 
 @dataclass(frozen=True)
 class Given:
-    """Draws the caller makes: `draw=Draw(ids, log_q)` and `drawn=` in the call."""
+    """Draws the caller makes: `draw=Draw(ids, log_q)` and `drawn=` in the call.
+
+    Example:
+        >>> import torch
+        >>> import negchain
+        >>> loss_fn = negchain.DCLLoss(100, proposals=Given())
+        >>> z, ids = torch.randn(6, 4), torch.randint(100, (12,))
+        >>> draw = negchain.Draw(ids)                       # uniform: no log_q
+        >>> loss_fn(z, z + 0.1, torch.arange(6), draw=draw, drawn=torch.randn(12, 4)).isfinite()
+        tensor(True)
+    """
 
     alone: bool = True
     """Instead of the batch, not beside it."""

@@ -6,6 +6,7 @@ Shapes: `N` rows, `K` columns.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from torch import Tensor
 
@@ -62,8 +63,8 @@ class WeightedLoss(ContrastiveLoss):
             log_partition = global_log_partition(side, logits)
             if log_partition is not None:
                 gap = (log_partition - log_sum).nan_to_num(0.0)
-                report["global_loss_low"].append(values[-1].detach() + gap.mean())
-            report["effective_negatives"].append(effective_negatives(weights))
+                report["global_loss_low"].append(partial(_shifted, values[-1].detach(), gap))
+            report["effective_negatives"].append(partial(effective_negatives, weights))
             seen.append((logits, side.anchor_ids))
         if self.training:
             self._remember(batch, sides, requests)
@@ -72,3 +73,7 @@ class WeightedLoss(ContrastiveLoss):
                 self.commit(logits, ids)
             self.step += 1
         return self._finish(values, report)
+
+
+def _shifted(value: Tensor, gap: Tensor) -> Tensor:
+    return value + gap.mean()
