@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -103,5 +105,8 @@ def test_samples_begin_with_their_position() -> None:
 
 def test_torchvision_is_not_needed() -> None:
     code = "import sys; sys.modules['torchvision'] = None; import negchain.data.indexed"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
