@@ -374,9 +374,13 @@ class ContrastiveLoss(Stateful):
                 self._with_draw(side, *pair) for side, pair in zip(sides, draws_of, strict=True)
             ]
         if not quiet and not is_traced(batch.z_a):
-            lonely = sum((side.all_excluded().all(1).sum() for side in sides), 0 * batch.faults[0])
-            self.faults += torch.cat([batch.faults, lonely[None]])
+            self.faults[:2] += batch.faults
         return batch, sides
+
+    def _count_lonely(self, log_partition: Tensor) -> None:  # [N]
+        """Note the rows without any negative (-inf), for `info`."""
+        if not is_traced(log_partition):
+            self.faults[2] += (log_partition == -math.inf).sum()
 
     def _draws(self, call: Call, requests: Sequence[Request]) -> list[tuple[Draw, Tensor]]:
         """What was drawn for each side, and its embeddings."""

@@ -322,6 +322,7 @@ class EMC2Loss(ContrastiveLoss):
         held = walk.start.logit if correction is None else walk.start.logit - correction[:, 0]
         high = torch.logaddexp(log_sum, held) + log_m - (count + 1).to(log_m.dtype).log()
         high = torch.where(held > -math.inf, high, low)
+        self._count_lonely(high)
         middle = torch.where(low > -math.inf, (low + high) / 2, high)
         running = self._running_partition(number, side, torch.where(low > -math.inf, low, high))
         estimate = Estimate(walk.weights, middle, running, walk.carried_weight)

@@ -84,6 +84,7 @@ class _InBatchLoss(ContrastiveLoss):
                 side = without_probabilities(side)
             logits = detached_logits(side, similarity, self._beta(similarity))
             weights, log_sum = softmax_weights(logits)
+            self._count_lonely(log_sum)
             value = self._value(side, similarity, Estimate(weights, log_sum))
             values.append(value)
             log_partition = global_log_partition(side, logits)

@@ -118,6 +118,7 @@ class SogCLRLoss(ContrastiveLoss):
             log_partition = global_log_partition(side, logits)
             log_num_negatives = side.log_num_negatives()
             assert log_partition is not None and log_num_negatives is not None
+            self._count_lonely(log_partition)
             estimate = Estimate(weights, log_partition, log_u + log_num_negatives)
             total.append(self._value(side, similarity, estimate))
             if self.training:
