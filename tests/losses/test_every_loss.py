@@ -10,17 +10,18 @@ from losses_under_test import (
     DIM,
     METHODS,
     M,
-    arguments,
     battery,
     case_name,
     data,
+    extras,
+    has_chains,
     run,
     same_state,
     snapshot,
 )
 from torch import nn
 
-from negchain import EMC2Loss
+from negchain import DCLLoss, EMC2Loss, InfoNCELoss, SogCLRLoss
 
 INDEX = torch.tensor([3, 14, 20, 7, 0])
 every_case = pytest.mark.parametrize("case", battery(), ids=case_name)
@@ -42,7 +43,7 @@ def test_trains_and_moves_its_state(case) -> None:
         assert value.dim() == 0 and torch.isfinite(value)
         assert all(torch.isfinite(p.grad).all() for p in net.parameters())
         assert any(p.grad.abs().max() > 0 for p in net.parameters())
-    stateless = case[0] in ("infonce", "dcl")
+    stateless = case[0] in ("infonce", "dcl")  # nothing to carry from step to step
     assert same_state(before, snapshot(loss_fn)) == stateless
     assert "effective_negatives" in loss_fn.info
 
@@ -60,11 +61,11 @@ def test_evaluation_mode_changes_nothing(case) -> None:
 
 
 @every_case
-@pytest.mark.parametrize("beta, size", [(100.0, 5), (100.0, 2)])
-def test_extremes_are_finite(case, beta, size) -> None:
+def test_extremes_are_finite(case) -> None:
+    """A large beta, and batches down to a single sample."""
     net, items = data()
-    loss_fn = build(case, beta)
-    for _ in range(2):
+    loss_fn = build(case, 100.0)
+    for size in (5, 2, 1):
         net.zero_grad()
         value = run(loss_fn, net, items, INDEX[:size])
         value.backward()
@@ -84,7 +85,7 @@ def test_precision(case) -> None:
         assert value.dtype == torch.float32
         value.backward()
         assert all(torch.isfinite(p.grad).all() for p in net.parameters())
-        if "mh" not in case[0] and "cache" not in case[0]:  # no draw that rounding could flip
+        if case[0] in ("infonce", "dcl", "sogclr"):  # no draw that rounding could flip
             assert abs(value.item() - plain.item()) < 0.2
     assert run(build(case), net.double(), items.double(), INDEX).dtype == torch.float64
 
@@ -121,9 +122,10 @@ def test_gradients_accumulate(case) -> None:
         assert torch.allclose(p.grad, first + second, atol=1e-6)
 
 
-@every_case
-def test_works_with_a_compiled_model(case) -> None:
+@pytest.mark.parametrize("name", ["dcl", "mh", "isir-informed"])
+def test_works_with_a_compiled_model(name) -> None:
     net, items = data()
+    case = (name, {"views": "paired"})
     compiled = torch.compile(copy.deepcopy(net), backend="eager")
     loss_fn, other = build(case), build(case)
     value, plain = run(loss_fn, compiled, items, INDEX), run(other, net, items, INDEX)
@@ -134,41 +136,45 @@ def test_works_with_a_compiled_model(case) -> None:
 # ---------------------------------------------------------------- who is never a negative
 
 
-def column_gradients(case, index, known=None, prepare=None):
-    """Gradient with respect to every embedding the call is given, row i the only pulling anchor."""
+def table_of() -> torch.Tensor:
     generator = torch.Generator().manual_seed(2)
-    table = torch.nn.functional.normalize(
-        torch.randn(2 * M, DIM, generator=generator, dtype=torch.float64), dim=1
-    )
-    loss_fn = build(case, normalize=False).double()
+    z = torch.randn(2 * M, DIM, generator=generator, dtype=torch.float64)
+    return torch.nn.functional.normalize(z, dim=1)
+
+
+def gradients(case, index, known=None, prepare=None):
+    """Gradients of the batch, and of everything the loss asked for: (ids, leaf) each."""
+    table = table_of()
+    loss_fn = build(case, normalize=False)
     if prepare is not None:
         prepare(loss_fn, table)
-    per_item = getattr(loss_fn, "augmentations", None) or 1
+    per_item = loss_fn.ids_per_item
     z_a = table[index * per_item].clone().requires_grad_()
     z_b = table[index * per_item].roll(1, 1).clone().requires_grad_()
-    leaves = {}
+    leaves = []
 
     def encode(ids):
         leaf = table[ids].clone().requires_grad_()
-        leaves[len(leaves)] = (ids, leaf)
+        leaves.append((ids, leaf))
         return leaf
 
-    call = arguments(loss_fn, encode, z_a, z_b, index, known)
-    loss_fn(z_a, z_b, index, **call).backward()
-    return loss_fn, z_a, z_b, leaves
+    more = extras(loss_fn, encode, index)
+    loss_fn(z_a, z_b, index, encode=encode, known=known, **more).backward()
+    return loss_fn, z_a, z_b, [(ids, leaf) for ids, leaf in leaves if leaf.grad is not None]
 
 
 @every_case
 def test_equal_ids_are_never_negatives(case) -> None:
     """A batch of one item twice and nothing else: no negative at all in the batch."""
     index = torch.tensor([5, 5])
-    loss_fn, z_a, z_b, leaves = column_gradients(case, index)
-    for ids, leaf in leaves.values():
-        own = ids // (getattr(loss_fn, "augmentations", None) or 1) == 5
-        if leaf.grad is not None:
-            assert (leaf.grad[own] == 0).all()
-    if not leaves:
+    loss_fn, z_a, z_b, leaves = gradients(case, index)
+    own = 5 if loss_fn.num_keys is None else 16
+    for ids, leaf in leaves:
+        assert (leaf.grad[ids // loss_fn.ids_per_item == own] == 0).all()
+    if not leaves and loss_fn.num_sides == 1:
         assert (z_a.grad == 0).all() and (z_b.grad == 0).all()
+    asks = len(leaves) > 0 or case[0] == "negcache"
+    assert (loss_fn.info["rows_without_negatives"] == 0) == asks
 
 
 @pytest.mark.parametrize(
@@ -177,74 +183,89 @@ def test_equal_ids_are_never_negatives(case) -> None:
 def test_duplicates_do_not_push_each_other(case) -> None:
     """The gradient of a duplicate is made of its own positive and the third item, nothing else."""
     index = torch.tensor([5, 5, 9])
-    _, z_a, _, _ = column_gradients(case, index)
-    assert z_a.grad is not None
-    generator = torch.Generator().manual_seed(2)
-    table = torch.nn.functional.normalize(
-        torch.randn(2 * M, DIM, generator=generator, dtype=torch.float64), dim=1
-    )
-    z = table[index]
+    _, z_a, _, _ = gradients(case, index)
+    z = table_of()[index]
     span = torch.stack([z[0].roll(1), z[2], z[2].roll(1)])
     solution = torch.linalg.lstsq(span.T, z_a.grad[0][:, None]).solution
     assert (span.T @ solution - z_a.grad[0][:, None]).abs().max() < 1e-12
 
 
-EMC2_CASES = [c for c in battery() if METHODS[c[0]].name == "emc2"]
+CHAINS = pytest.mark.parametrize("case", list(filter(has_chains, battery())), ids=case_name)
 
 
-@pytest.mark.parametrize("case", EMC2_CASES, ids=case_name)
+def hold(item: int):
+    """Every chain holds `item`."""
+
+    def prepare(loss_fn, table) -> None:
+        loss_fn.chains.states.fill_(item * loss_fn.ids_per_item)
+        if loss_fn.carried == "cached":
+            shape = (*loss_fn.chains.states.shape, -1)
+            loss_fn.chains.keys = table[item].float().expand(*shape).clone()
+
+    return prepare
+
+
+@CHAINS
 def test_a_known_positive_in_the_chain_has_no_weight(case) -> None:
     """The chains hold a known positive: no gradient reaches it, and it never comes back."""
     index = torch.tensor([5, 11])
     known = torch.tensor([[8, 11], [8, 5]])  # nor may the two anchors be each other's
-
-    def hold_8(loss_fn, table):
-        per_item = loss_fn.augmentations or 1
-        loss_fn.chains.states.fill_(8 * per_item)
-        if loss_fn.carried_mode == "cached":
-            loss_fn.chains.keys = table[8].float().expand(*loss_fn.chains.states.shape, -1).clone()
-        if loss_fn.carried_mode == "score":
-            loss_fn.chains.scores.fill_(0.9)
-
-    loss_fn, z_a, z_b, leaves = column_gradients(case, index, known, hold_8)
-    per_item = loss_fn.augmentations or 1
+    loss_fn, z_a, z_b, leaves = gradients(case, index, known, hold(8))
+    if loss_fn.num_keys is not None:
+        return  # a corpus has other positions; test_corpus.py
     forbidden = torch.tensor([5, 8, 11])
-    for ids, leaf in leaves.values():
-        mine = torch.isin(ids // per_item, forbidden)
-        if leaf.grad is not None:
-            assert (leaf.grad[mine] == 0).all()
-    if not any(~torch.isin(ids // per_item, forbidden).all() for ids, _ in leaves.values()):
+    allowed = False
+    for ids, leaf in leaves:
+        mine = torch.isin(ids // loss_fn.ids_per_item, forbidden)
+        assert (leaf.grad[mine] == 0).all()
+        allowed |= not mine.all()
+    if not allowed:
         assert (z_a.grad == 0).all() and (z_b.grad == 0).all()
 
 
-@pytest.mark.parametrize("case", [c for c in battery() if "cache" == c[0][-5:]], ids=case_name)
-def test_known_positives_are_never_proposed_with_weight(case) -> None:
+@pytest.mark.parametrize("kernel", ["mh", "isir"])
+@pytest.mark.parametrize("views", ["shared", "paired"])
+def test_known_holds_for_its_row_alone(kernel, views) -> None:
+    """Both chains hold 8, which only row 0 knows: row 1 trains on it (MH, if it stays: it does)."""
+    index, known = torch.tensor([5, 11]), torch.tensor([[8], [-1]])
+    case = (kernel, {"views": views})
+
+    def prepare(loss_fn, table) -> None:
+        table[8] = table[11]  # a chain of 11 would not leave it
+        hold(8)(loss_fn, table)
+
+    _, _, _, leaves = gradients(case, index, known, prepare)
+    ids, leaf = leaves[0]
+    assert ids.tolist() == [8, 8]
+    assert (leaf.grad[0] == 0).all() and (leaf.grad[1] != 0).any()
+
+
+@pytest.mark.parametrize("loss_class", [InfoNCELoss, DCLLoss, SogCLRLoss])
+def test_known_in_the_batch_is_not_mutual(loss_class) -> None:
+    """Row 0 names 11, row 1 names nobody: row 0 has no negative left, row 1 has row 0."""
+    z = table_of()[[5, 11]]
+    z_a, z_b = z.clone().requires_grad_(), z.roll(1, 1).clone()
+    loss_fn = loss_class(M, 5.0, views="paired", symmetric=False)
+    loss_fn(z_a, z_b, [5, 11], known=[[11], [-1]]).backward()
+    assert (z_a.grad[0] == 0).all() and (z_a.grad[1] != 0).any()
+    assert loss_fn.info["rows_without_negatives"] == 1
+
+
+@pytest.mark.parametrize("name", ["negcache", "mh-informed", "isir-informed", "sogclr-informed"])
+@pytest.mark.parametrize("views", ["shared", "paired"])
+def test_known_positives_are_never_proposed_with_weight(name, views) -> None:
     """The stale table is all but certain about a known positive; it still gets no gradient."""
-    index = torch.tensor([5, 11])
-    known = torch.tensor([[8], [8]])
+    index, known = torch.tensor([5, 11]), torch.tensor([[8], [8]])
 
     def table_loves_8(loss_fn, table):
         for stale in loss_fn.tables:
-            stale.embeddings = torch.full((M, DIM), -0.1, dtype=torch.float64)
-            stale.embeddings[8] = 50.0 * table[5]
+            stale.embeddings = torch.full((M, DIM), -0.1)
+            stale.embeddings[8] = 50.0 * table[5].float()
 
-    for _ in range(3):
-        loss_fn, *_, leaves = column_gradients(case, index, known, table_loves_8)
-        for ids, leaf in leaves.values():
-            if leaf.grad is not None:
-                assert (leaf.grad[ids == 8] == 0).all()
-        if METHODS[case[0]].name == "negcache":
-            assert not any((ids == 8).any() for ids, _ in leaves.values())
-
-
-@every_case
-def test_known_positives_of_the_batch(case) -> None:
-    """Known pairs are excluded mutually: naming it once is enough."""
-    index = torch.tensor([5, 11])
-    known = torch.tensor([[11], [-1]])
-    loss_fn, z_a, z_b, leaves = column_gradients(case, index, known)
-    if not leaves:
-        assert (z_a.grad == 0).all() and (z_b.grad == 0).all()
+    _, _, _, leaves = gradients((name, {"views": views}), index, known, table_loves_8)
+    for ids, leaf in leaves:
+        assert (leaf.grad[ids == 8] == 0).all()
+        assert name != "negcache" or not (ids == 8).any()
 
 
 def test_chain_states_are_negatives_from_the_start() -> None:

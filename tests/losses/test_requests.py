@@ -1,0 +1,194 @@
+"""What a loss asks to have encoded, and which answers it refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from losses_under_test import DIM, METHODS, M, battery, case_name, extras, same_state, snapshot
+
+from negchain import DCLLoss, EMC2Loss, Informed, NegativeCacheLoss, Uniform
+
+INDEX = torch.tensor([3, 14, 20, 7, 0])
+every_case = pytest.mark.parametrize("case", battery(), ids=case_name)
+
+
+def table_of() -> torch.Tensor:
+    return torch.randn(2 * M, DIM, generator=torch.Generator().manual_seed(0))
+
+
+def named(loss_fn) -> dict:
+    """Arguments of the call that requests take too."""
+    more = extras(loss_fn, lambda ids: table_of()[ids], INDEX)
+    return {k: v for k, v in more.items() if k in ("key_index", "augmentation")}
+
+
+@every_case
+def test_the_explicit_form_is_the_simple_one(case) -> None:
+    """Request, answer, request, answer, call: equal to `encode=` in value, gradient and state."""
+    results = []
+    for explicit in (False, True):
+        loss_fn = METHODS[case[0]].build(**case[1])
+        table = table_of().requires_grad_()
+        more = extras(loss_fn, lambda ids, t=table: t[ids], INDEX)
+        for _ in range(3):
+            z_a, z_b = table[INDEX], table[INDEX].roll(1, 1)
+            if explicit:
+                first = loss_fn.request(INDEX, **named(loss_fn))
+                first.answer([table[want.ids] for want in first.wants])
+                second = loss_fn.request(INDEX, z_a, z_b, **named(loss_fn))
+                second.answer([table[want.ids] for want in second.wants])
+                value = loss_fn(z_a, z_b, INDEX, first, second, **more)
+            else:
+                value = loss_fn(z_a, z_b, INDEX, encode=lambda ids, t=table: t[ids], **more)
+        (gradient,) = torch.autograd.grad(value, table)
+        results.append((value.item(), gradient, snapshot(loss_fn)))
+    assert results[0][0] == results[1][0] and torch.equal(results[0][1], results[1][1])
+    assert same_state(results[0][2], results[1][2])
+
+
+@every_case
+def test_asking_changes_nothing(case) -> None:
+    loss_fn = METHODS[case[0]].build(**case[1])
+    before = snapshot(loss_fn)
+    z = table_of()[INDEX]
+    asked = [loss_fn.request(INDEX, **named(loss_fn)) for _ in range(2)]
+    given = [loss_fn.request(INDEX, z, z, **named(loss_fn)) for _ in range(2)]
+    for a, b in (asked, given):
+        for one, other in zip(a.wants, b.wants, strict=True):
+            assert torch.equal(one.ids, other.ids) and one[1:] == other[1:]
+    assert same_state(before, snapshot(loss_fn))
+
+
+def test_what_is_asked_for() -> None:
+    z = table_of()[INDEX]
+    assert len(DCLLoss(M).request(INDEX).ids) == 0 == len(DCLLoss(M).request(INDEX, z, z).ids)
+    loss_fn = EMC2Loss(M, views="paired", proposals=Uniform(3))
+    wants = loss_fn.request(INDEX).wants
+    assert [(len(w.ids), w.tower, w.gradient) for w in wants] == [
+        (5, "keys", True),
+        (5, "anchors", True),
+        (3, "keys", True),
+        (3, "anchors", True),
+    ]
+    assert torch.equal(wants[0].ids, loss_fn.held(INDEX)[0])
+    with pytest.raises(ValueError, match="keys and for anchors"):
+        _ = loss_fn.request(INDEX).ids
+    loss_fn = EMC2Loss(M, proposals=Informed(4, refresh=0.1), carried="cached")
+    assert [(len(w.ids), w.gradient) for w in loss_fn.request(INDEX).wants] == [(3, False)]
+    assert [(len(w.ids), w.gradient) for w in loss_fn.request(INDEX, z, z).wants] == [(4, True)]
+    cache = NegativeCacheLoss(M, refresh=0.1, views="paired")
+    assert [w.tower for w in cache.request(INDEX, z, z).wants] == ["keys", "anchors"]
+
+
+def test_two_encoders() -> None:
+    """Wants of the tower of the anchors go to the first function, the others to the second."""
+    loss_fn = EMC2Loss(M, views="paired", proposals=Informed(4))
+    seen: dict[str, list[bool]] = {"anchors": [], "keys": []}
+
+    def encoder(name):
+        def encode(ids):
+            seen[name].append(torch.is_grad_enabled())
+            return table_of()[ids]
+
+        return encode
+
+    z = table_of()[INDEX]
+    loss_fn(z, z, INDEX, encode=(encoder("anchors"), encoder("keys")))
+    # carried states, a share of the table (without gradient), draws: in each direction
+    assert seen["anchors"] == seen["keys"] and sorted(seen["keys"]) == [False, True, True]
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def answered(loss_fn, index=INDEX, ahead=0):
+    request = loss_fn.request(index, ahead=ahead)
+    return request.answer(table_of()[request.ids])
+
+
+def refused(words: str, loss_fn, *requests, index=INDEX) -> None:
+    before, info = snapshot(loss_fn), loss_fn.info
+    z = table_of()[index]
+    with pytest.raises(ValueError, match=words) as told:
+        loss_fn(z, z, index, *requests)
+    assert len(str(told.value)) > 40, "the message must say what to do"
+    assert same_state(before, snapshot(loss_fn)) and loss_fn.info == info
+
+
+def test_requests_of_another_call_are_refused() -> None:
+    loss_fn = EMC2Loss(M, 5.0)
+    refused("needs its carried negatives encoded.*encode=lambda", loss_fn)
+    refused("not answered", loss_fn, loss_fn.request(INDEX))
+    refused("by another loss", loss_fn, answered(EMC2Loss(M, 5.0)))
+    refused("another batch", loss_fn, answered(loss_fn, INDEX.flip(0)))
+    refused("another batch", loss_fn, answered(loss_fn, INDEX[:4]))
+    z = table_of()[INDEX]
+    assert torch.isfinite(loss_fn(z, z, INDEX, answered(loss_fn)))
+
+
+@pytest.mark.parametrize("views", ["shared", "paired"])
+def test_a_chain_that_moved_since_is_refused(views) -> None:
+    """Asked before another visit of the same items: the negatives encoded are not those held."""
+    loss_fn = EMC2Loss(M, 5.0, views=views, symmetric=views == "shared")
+    early, z = answered(loss_fn), table_of()[INDEX]
+    held = loss_fn.held(INDEX)[0]
+    loss_fn(z, z, INDEX, answered(loss_fn))
+    assert not torch.equal(held, loss_fn.held(INDEX)[0])
+    refused("have moved", loss_fn, early)
+    other = torch.tensor([1, 2, 4, 5, 6])  # visited by nobody meanwhile: what was asked still holds
+    early, z = answered(loss_fn, other), table_of()[other]
+    mine = table_of()[INDEX]
+    loss_fn(mine, mine, INDEX, answered(loss_fn))
+    assert torch.isfinite(loss_fn(z, z, other, early))
+
+
+def test_draws_of_another_step_are_refused() -> None:
+    loss_fn = EMC2Loss(M, 5.0, proposals=Uniform(), carried="cached")
+    early, z = answered(loss_fn), table_of()[INDEX]
+    loss_fn(z, z, INDEX, answered(loss_fn))
+    refused("of another step", loss_fn, early)
+    ahead = answered(loss_fn, ahead=1)  # a loader that prefetches says for which call it asks
+    refused("of another step", loss_fn, ahead)
+    loss_fn(z, z, INDEX, answered(loss_fn))
+    assert torch.isfinite(loss_fn(z, z, INDEX, ahead))
+
+
+def test_evaluation_does_not_spend_a_request() -> None:
+    loss_fn = EMC2Loss(M, 5.0, proposals=Uniform())
+    request, z = answered(loss_fn), table_of()[INDEX]
+    values = [loss_fn.eval()(z, z, INDEX, request).item() for _ in range(2)]
+    assert values[0] == values[1] == loss_fn.train()(z, z, INDEX, request).item()
+
+
+def test_wrong_answers() -> None:
+    loss_fn = EMC2Loss(M, 5.0, proposals=Uniform(4))
+    request, z = loss_fn.request(INDEX), table_of()
+    good = z[request.ids]
+    for answer, words in (
+        (good[:8], "one embedding per id, 9, got 8"),
+        ([good], "one tensor per want, 2, got 1"),
+        ([good[:5], good[5:8]], r"\[4, D\]"),
+        (good[:, None], r"\[5, D\]"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            request.answer(answer)
+    refused("answer must hold embeddings|drawn must", loss_fn, request.answer(good[:, :4]))
+    refused("finite", loss_fn, request.answer(good / 0.0))
+
+
+def test_informed_draws_need_the_second_request() -> None:
+    loss_fn = EMC2Loss(M, 5.0, proposals=Informed())
+    refused("needs its draw negatives encoded", loss_fn, answered(loss_fn))
+
+
+def test_positions_may_be_a_list() -> None:
+    z, index = table_of()[INDEX], INDEX.tolist()
+    values = []
+    for ids in (index, INDEX, INDEX.int()):
+        loss_fn = EMC2Loss(M, 5.0)
+        loss_fn(z, z.roll(1, 1), ids, encode=lambda i: table_of()[i])
+        request = loss_fn.request(ids)
+        request.answer(table_of()[request.ids])
+        values.append(loss_fn(z, z.roll(1, 1), ids, request, known=[[1]] * 5).item())
+        assert torch.equal(torch.stack(loss_fn.held(ids)), torch.stack(loss_fn.held(INDEX)))
+    assert values[0] == values[1] == values[2]
