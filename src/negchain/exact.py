@@ -156,8 +156,8 @@ def _exclusion(
         item = torch.arange(num_rows, device=ids.device)[rows] % size
         mask = ids[item][:, None] == ids[None, :]
         if known is not None:
-            for column in known.unbind(1):  # mutual: i names j, or j names i
-                mask |= (ids[None, :] == column[item][:, None]) | (ids[item][:, None] == column)
+            for column in known.unbind(1):
+                mask |= ids[None, :] == column[item][:, None]
         return mask.repeat(1, num_keys // size)
 
     return excluded
