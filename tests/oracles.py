@@ -22,8 +22,8 @@ def unit(z: Tensor) -> Tensor:
 
 
 def are_positives(i: int, j: int, ids: Sequence[int], known: Sequence[Sequence[int]]) -> bool:
-    """Whether items i and j may not be each other's negatives."""
-    return ids[i] == ids[j] or ids[j] in known[i] or ids[i] in known[j]
+    """Whether item j may not be a negative of item i; `known` speaks for its own row alone."""
+    return ids[i] == ids[j] or ids[j] in known[i]
 
 
 def sides_of(views: str, symmetric: bool) -> list[tuple[list[int], list[int]]]:

@@ -106,7 +106,7 @@ def global_loss(
         symmetric: both views (directions) are anchors.
         denominator: "negatives" (eq. (1)) or "all" (positive kept in the denominator).
         index: [M] ids; items with equal ids are never negatives of each other. None: all different.
-        known: [M, L] further ids that are no negatives of an item, padded with -1.
+        known: [M, L] further ids that are no negatives of an item, padded with -1; not mutual.
         normalize: bring embeddings to unit length first.
 
     Returns:

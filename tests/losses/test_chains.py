@@ -1,4 +1,4 @@
-"""Chain tables of any size: first states drawn when asked for, tables in files, repeated slots."""
+"""Chain tables of any size: first states drawn when asked for, tables in files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch import Tensor
 import negchain.losses.chains as chains_module
 from negchain import EMC2Loss, draws
 from negchain.losses.chains import ChainTable, state_dtype
-from negchain.pool import first_writer, write_rows
+from negchain.pool import write_rows
 
 SOURCE = Path(chains_module.__file__).parents[2]
 
@@ -45,7 +45,8 @@ def eager_states(num_chains, num_states, ids_per_item, own, seed, side) -> Tenso
 
 @pytest.mark.parametrize("seed", [0, 3, 2**40 + 5])
 @pytest.mark.parametrize(
-    "options", [{}, {"views": "paired"}, {"augmentations": 3}, {"views": "paired", "num_keys": 77}]
+    "options",
+    [{}, {"views": "paired"}, {"augmentations": 3}, {"views": "paired", "num_keys": 77}],
 )
 def test_lazy_first_states_are_the_eager_ones(options, seed) -> None:
     loss_fn = EMC2Loss(500, seed=seed, **options)
@@ -70,7 +71,7 @@ def test_first_states_are_those_of_earlier_versions() -> None:
     assert chains.ids(0, torch.arange(2994, 3000)).tolist() == [629, 242, 1820, 896, 138, 1650]
 
 
-@pytest.mark.parametrize("name", ["mh", "mh-cached", "mh-score", "mh-augmentations", "isir-draw"])
+@pytest.mark.parametrize("name", ["mh", "mh-cached", "mh-augmentations", "isir-given"])
 def test_a_run_from_stored_first_states_is_the_same_run(name) -> None:
     """A checkpoint of a version that stored every first state loads, and changes nothing."""
     results = []
@@ -132,7 +133,7 @@ def test_four_bytes_per_state_as_long_as_they_suffice() -> None:
 
 def test_nothing_waits_for_the_device() -> None:
     """On the meta device any reading of a value raises, as it would inside a CUDA graph."""
-    chains = EMC2Loss(100, views="paired", augmentations=None).to("meta").chains
+    chains = EMC2Loss(100, views="paired").to("meta").chains
     slots = torch.arange(7, device="meta")
     assert chains.ids(1, slots).shape == (7,) and chains.ids(1, slots).dtype == torch.int64
     write_rows(chains.states[0], slots, slots, slots >= 0)
@@ -268,8 +269,7 @@ def test_a_large_mapped_table_is_small_and_fast(tmp_path) -> None:
     def step(loss_fn: EMC2Loss) -> Callable[[], object]:
         def one() -> Tensor:
             index = torch.randint(0, loss_fn.num_samples, (256,), generator=generator)
-            loss_fn.carried(index)
-            return loss_fn(z, z.roll(1, 1), index, carried=z)
+            return loss_fn(z, z.roll(1, 1), index, loss_fn.request(index).answer(z))
 
         return one
 
@@ -281,54 +281,3 @@ def test_a_large_mapped_table_is_small_and_fast(tmp_path) -> None:
     large.num_samples, large.chains = size, chains
     ratio = min(_best_seconds(step(large)) / _best_seconds(step(small)) for _ in range(3))
     assert ratio < 1.5
-
-
-# ---------------------------------------------------------------- repeated slots
-
-
-def all_pairs(slots: Tensor, allowed: Tensor) -> Tensor:
-    """`first_writer` by comparing every row with every other."""
-    same = (slots[:, None] == slots[None, :]) & allowed[None, :]
-    return torch.where(same.any(1), same.long().argmax(1), -1)
-
-
-@pytest.mark.parametrize("share", [0.0, 0.1, 0.7, 1.0])
-@pytest.mark.parametrize("size, num_slots", [(1, 1), (7, 2), (64, 10), (500, 10**6), (1000, 300)])
-def test_first_writer(size, num_slots, share, rng) -> None:
-    for _ in range(5):
-        slots = torch.randint(0, num_slots, (size,), generator=rng)
-        allowed = torch.rand(size, generator=rng) < share
-        assert torch.equal(first_writer(slots, allowed), all_pairs(slots, allowed))
-        far = first_writer(slots + 2**40, allowed)
-        assert torch.equal(far, all_pairs(slots, allowed))
-
-
-@pytest.mark.parametrize("width", [(), (3,)])
-def test_write_rows_against_a_loop(width, rng) -> None:
-    size, num_slots = 4096, 700
-    slots = torch.randint(0, num_slots, (size,), generator=rng)
-    allowed = torch.rand(size, generator=rng) < 0.3
-    values = torch.randn(size, *width, generator=rng)
-    got = torch.zeros(num_slots, *width)
-    expected, written = got.clone(), set()
-    for row, slot in enumerate(slots.tolist()):
-        if allowed[row] and slot not in written:
-            expected[slot] = values[row]
-            written.add(slot)
-    write_rows(got, slots, values, allowed)
-    assert torch.equal(got, expected) and 0 < len(written) < num_slots
-    untouched = got.clone()
-    write_rows(got, slots, values + 1, torch.zeros_like(allowed))
-    assert torch.equal(got, untouched)
-
-
-def test_first_writer_of_a_large_batch_needs_little_memory(rng) -> None:
-    """32,768 rows: comparing all pairs would take 1 GB for the mask alone."""
-    slots = torch.randint(0, 20_000, (32_768,), generator=rng)
-    allowed = torch.rand(32_768, generator=rng) < 0.5
-    begin = time.perf_counter()
-    writer = first_writer(slots, allowed)
-    assert time.perf_counter() - begin < 1.0
-    written = writer >= 0
-    assert torch.equal(slots[writer[written]], slots[written]) and allowed[writer[written]].all()
-    assert (writer[allowed] <= torch.arange(32_768)[allowed]).all() and written[allowed].all()

@@ -1,7 +1,7 @@
 """Inputs every implementation of `mh_scan` must agree on; run as a script it checks Triton.
 
 Triton decides at its import whether it interprets, hence the process of its own:
-    TRITON_INTERPRET=1 python tests/core/scan_cases.py
+    TRITON_INTERPRET=1 python tests/weights/scan_cases.py
 """
 
 from __future__ import annotations

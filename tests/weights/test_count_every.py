@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from negchain import EMC2Loss, draws, mh_scan
+from negchain import ISIR, MH, EMC2Loss, draws, mh_scan
 from negchain.weights import isir_weights
 from negchain.weights.metropolis import Scan, counted_columns
 
@@ -51,7 +51,7 @@ def plain_loop(
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(chains())
 def test_the_documented_states_are_counted(inputs) -> None:
-    """Both backends agree to the bit, and with the loop; Triton's is checked by `fused_cases`."""
+    """Both backends agree to the bit, and with the loop; Triton's is checked by scan_cases.py."""
     logits, start, log_u, burn_in, every = inputs
     reference = mh_scan(logits, start, log_u, burn_in, "reference", every)
     fast = mh_scan(logits, start, log_u, burn_in, "torch", every)
@@ -97,17 +97,17 @@ def test_errors(every, burn_in) -> None:
         mh_scan(torch.zeros(2, 3), torch.zeros(2), torch.zeros(2, 3), burn_in, count_every=every)
 
 
-@pytest.mark.parametrize("kernel", ["mh", "isir"])
+@pytest.mark.parametrize("kernel", [MH, ISIR])
 @pytest.mark.parametrize("every", [0, -3])
-def test_errors_of_the_loss(kernel, every) -> None:
+def test_errors_of_the_settings(kernel, every) -> None:
     with pytest.raises(ValueError, match=f"count_every must be at least 1.* got {every}"):
-        EMC2Loss(9, 5.0, kernel=kernel, count_every=every)
+        kernel(count_every=every)
 
 
 @pytest.mark.parametrize("views", ["shared", "paired"])
 def test_a_loss_that_counts_one_state(views) -> None:
     """With c = B a row has one negative, and it is where its chain ended."""
-    loss_fn = EMC2Loss(40, 5.0, carried="cached", views=views, symmetric=False, count_every=8)
+    loss_fn = EMC2Loss(40, 5.0, MH(count_every=8), carried="cached", views=views, symmetric=False)
     generator = torch.Generator().manual_seed(1)
     for _ in range(3):
         z = torch.randn(2, 8, 6, generator=generator)
@@ -317,10 +317,10 @@ def test_an_isir_loss_with_groups_has_the_gradient_of_one_without(views) -> None
     z = torch.randn(2, 7, 4, generator=generator, dtype=torch.float64).requires_grad_()
 
     def gradient(seed: int, every: int) -> Tensor:
+        kernel = ISIR(count_every=every)
         loss_fn = EMC2Loss(
-            40, 5.0, kernel="isir", carried="score", views=views, symmetric=False, seed=seed,
-            count_every=every, backend="torch",
-        ).double()  # fmt: skip
+            40, 5.0, kernel, carried="cached", views=views, symmetric=False, seed=seed
+        )
         return torch.autograd.grad(loss_fn(z[0], z[1], torch.arange(7)), z)[0].flatten()
 
     apart = torch.stack([gradient(seed, 3) - gradient(seed, 1) for seed in range(200)])
