@@ -454,15 +454,15 @@ class ContrastiveLoss(Stateful):
 
     def _check_draw(self, draw: Draw, ids: Tensor) -> None:
         size = self.num_ids
-        if isinstance(draw.log_q, Tensor) and draw.log_q.shape != (size,):
-            raise ValueError(
-                f"draw.log_q must hold one log-probability per id, [{size}], "
-                f"got {tuple(draw.log_q.shape)}"
-            )
         if draw.log_q is not None and size is None:
             raise ValueError(
                 "a draw with probabilities needs the size of the data set to compare them with the "
                 "batch's; give num_samples= (or num_keys=) when the loss is constructed"
+            )
+        if isinstance(draw.log_q, Tensor) and draw.log_q.shape != (size,):
+            raise ValueError(
+                f"draw.log_q must hold one log-probability per id, [{size}], "
+                f"got {tuple(draw.log_q.shape)}"
             )
         if ids.device.type == "cpu" and size is not None and ids.numel():
             low, high = int(ids.min()), int(ids.max())
