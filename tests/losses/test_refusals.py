@@ -1,4 +1,7 @@
-"""Every refusal: a ValueError that names the rule, before any state has changed."""
+"""Every refusal: a ValueError that names the rule, before any state has changed.
+
+Requests and their answers are in test_requests.py.
+"""
 
 from __future__ import annotations
 
@@ -6,42 +9,62 @@ import math
 
 import pytest
 import torch
-from losses_under_test import DIM, METHODS, M, arguments, battery, case_name, same_state, snapshot
+from losses_under_test import (
+    DIM,
+    METHODS,
+    M,
+    battery,
+    case_name,
+    extras,
+    same_state,
+    snapshot,
+)
 
 from negchain import (
+    ISIR,
+    MH,
     DCLLoss,
     Draw,
     EMC2Loss,
+    Given,
+    InBatch,
     InfoNCELoss,
+    Informed,
     NegativeCacheLoss,
     SogCLRLoss,
+    StreamingEMC2Loss,
+    Uniform,
 )
 
 INDEX = torch.tensor([3, 14, 20, 7, 0])
 every_case = pytest.mark.parametrize("case", battery(), ids=case_name)
 
 
+def table_of() -> torch.Tensor:
+    return torch.randn(2 * M, DIM, generator=torch.Generator().manual_seed(0))
+
+
+def encode(ids):
+    return table_of()[ids]
+
+
 def prepared(case):
     """A loss in the middle of a run, and a call it would accept."""
-    generator = torch.Generator().manual_seed(0)
-    table = torch.randn(2 * M, DIM, generator=generator)
     loss_fn = METHODS[case[0]].build(5.0, **case[1])
-    for _ in range(2):
-        z_a = torch.randn(5, DIM, generator=generator)
-        z_b = torch.randn(5, DIM, generator=generator)
-        call = arguments(loss_fn, lambda ids: table[ids], z_a, z_b, INDEX)
-        loss_fn(z_a, z_b, INDEX, **call)
-    call = arguments(loss_fn, lambda ids: table[ids], z_a, z_b, INDEX)
-    return loss_fn, {"z_a": z_a, "z_b": z_b, "index": INDEX, **call}
+    z = torch.randn(2, 5, DIM, generator=torch.Generator().manual_seed(1))
+    call = {"z_a": z[0], "z_b": z[1], "index": INDEX, "encode": encode}
+    call |= extras(loss_fn, encode, INDEX)
+    loss_fn(**call)
+    return loss_fn, call
 
 
 def refused(loss_fn, call, words: str) -> None:
-    before, shown = snapshot(loss_fn), dict(loss_fn._info)
+    before, shown = snapshot(loss_fn), loss_fn.info
     with pytest.raises(ValueError, match=words) as caught:
         loss_fn(**call)
     assert len(str(caught.value)) > 30, "the message must say what to do"
     assert same_state(before, snapshot(loss_fn))
-    assert loss_fn._info == shown
+    assert loss_fn.info == shown
 
 
 def with_nan(z):
@@ -53,7 +76,7 @@ def with_nan(z):
 WRONG_BATCHES = {
     "index too large": (lambda c: {"index": INDEX + 10}, "index must"),
     "index negative": (lambda c: {"index": INDEX - 1}, "index must"),
-    "index too short": (lambda c: {"index": INDEX[:4]}, "index must"),
+    "index too short": (lambda c: {"index": INDEX[:4]}, "(index|augmentation) must"),
     "index of floats": (lambda c: {"index": INDEX.float()}, "index must"),
     "z_b of another size": (lambda c: {"z_b": c["z_b"][:4]}, "one shape"),
     "z_b of another width": (lambda c: {"z_b": c["z_b"][:, :4]}, "one shape"),
@@ -73,95 +96,91 @@ WRONG_BATCHES = {
 @every_case
 def test_wrong_batches(case) -> None:
     loss_fn, call = prepared(case)
-    for change, words in WRONG_BATCHES.values():
+    for name, (change, words) in WRONG_BATCHES.items():
+        if name == "key_index without keys" and loss_fn.num_keys is not None:
+            continue
         refused(loss_fn, {**call, **change(call)}, words)
 
 
-@every_case
-def test_wrong_extras(case) -> None:
-    """carried=, draw= and drawn= that are missing, of another shape, or not finite."""
-    loss_fn, call = prepared(case)
+@pytest.mark.parametrize("views", ["shared", "paired"])
+def test_wrong_draws(views) -> None:
+    """draw= and drawn= that are missing, of another shape, out of range, or not finite."""
+    loss_fn, call = prepared(("mh-given", {"views": views}))
 
-    def pairwise(value, function):
-        return tuple(map(function, value)) if type(value) is tuple else function(value)
+    def each(name, function):
+        value = call[name]
+        pair = isinstance(value, tuple) and not isinstance(value, Draw)
+        return {**call, name: tuple(map(function, value)) if pair else function(value)}
 
-    if "carried" in call:
-        held = call["carried"]
-        refused(loss_fn, {k: v for k, v in call.items() if k != "carried"}, "carried=")
-        refused(loss_fn, {**call, "carried": pairwise(held, lambda z: z[:4])}, "carried must")
-        refused(loss_fn, {**call, "carried": pairwise(held, lambda z: z[:, :4])}, "carried must")
-        refused(loss_fn, {**call, "carried": pairwise(held, with_nan)}, "carried.*finite")
-        if type(held) is tuple:
-            refused(loss_fn, {**call, "carried": held[0]}, "carried")
-    elif isinstance(loss_fn, EMC2Loss):
-        refused(loss_fn, {**call, "carried": call["z_a"]}, "carried= is not used")
-    if "draw" in call:
-        draw, drawn = call["draw"], call["drawn"]
-        without = {k: v for k, v in call.items() if k not in ("draw", "drawn")}
-        refused(loss_fn, without, "draw=")
-        refused(loss_fn, {**without, "draw": draw}, "drawn")
-        refused(loss_fn, {**call, "drawn": pairwise(drawn, lambda z: z[..., :4])}, "drawn must")
-        refused(loss_fn, {**call, "drawn": pairwise(drawn, lambda z: z / 0.0)}, "finite")
-        far = pairwise(draw, lambda d: d._replace(ids=d.ids + M))
-        refused(loss_fn, {**call, "draw": far}, r"draw.ids must")
-        odd = pairwise(draw, lambda d: d._replace(log_q=torch.zeros(3)))
-        refused(loss_fn, {**call, "draw": odd}, r"draw.log_q must")
-    if "augmentation" in call:
-        refused(loss_fn, {k: v for k, v in call.items() if k != "augmentation"}, "augmentation")
-        wrong = (torch.full_like(INDEX, 2), call["augmentation"][1])
-        refused(loss_fn, {**call, "augmentation": wrong}, "augmentation must")
+    refused(loss_fn, {k: v for k, v in call.items() if k != "drawn"}, "draw=")
+    refused(loss_fn, {k: v for k, v in call.items() if k != "draw"}, "draw=")
+    refused(loss_fn, each("drawn", lambda z: z[..., :4]), "drawn must")
+    refused(loss_fn, each("drawn", lambda z: z / 0.0), "finite")
+    refused(loss_fn, each("draw", lambda d: d._replace(ids=d.ids + M)), "draw.ids must")
+    refused(loss_fn, each("draw", lambda d: d._replace(ids=d.ids.float())), "draw.ids must")
+    refused(loss_fn, each("draw", lambda d: d._replace(ids=d.ids[:3])), "draw")
+    refused(loss_fn, each("draw", lambda d: d._replace(log_q=torch.zeros(3))), "log_q must")
+    if views == "paired":
+        refused(loss_fn, {**call, "draw": call["draw"][0]}, "draw= must be a pair")
+    other, call = prepared(("mh", {"views": views}))
+    refused(other, {**call, "draw": Draw(INDEX), "drawn": call["z_a"]}, "proposals=Given")
 
 
-@every_case
-def test_a_state_of_another_size_is_refused(case) -> None:
-    loss_fn, _ = prepared(case)
-    if case[0] in ("infonce", "dcl"):
-        return  # no state per sample
-    other = METHODS[case[0]].build(5.0, num_samples=M + 1, **case[1])
-    with pytest.raises(RuntimeError, match="size mismatch") as told:
-        other.load_state_dict(loss_fn.state_dict())
-    assert str(told.value).count("another data set") == 1 and "build the loss as" in str(told.value)
+def test_wrong_augmentations() -> None:
+    loss_fn, call = prepared(("mh-augmentations", {}))
+    refused(loss_fn, {k: v for k, v in call.items() if k != "augmentation"}, "augmentation")
+    wrong = (torch.full_like(INDEX, 2), call["augmentation"][1])
+    refused(loss_fn, {**call, "augmentation": wrong}, "augmentation must")
 
 
-def test_another_width_is_refused() -> None:
-    for options in ({"carried": "cached"}, {"proposal": "cache"}):
-        for denominator in ("negatives", "all"):
-            loss_fn = EMC2Loss(M, denominator=denominator, **options)
-            z = torch.randn(5, DIM, generator=torch.Generator().manual_seed(0))
-            table = torch.randn(M, DIM + 1, generator=torch.Generator().manual_seed(0))
-            call = arguments(loss_fn, lambda ids, t=table: t[ids][..., :DIM], z, z, INDEX)
-            loss_fn(z, z, INDEX, **call)
-            wide = table[INDEX]
-            draw = Draw(torch.tensor([1, 2]))
-            more = {} if "carried" in options else {"draw": draw, "drawn": table[draw.ids]}
-            if "proposal" in options:
-                more["carried"] = wide
-            refused(loss_fn, {"z_a": wide, "z_b": wide, "index": INDEX, **more}, "dimension")
+def test_a_corpus_needs_the_positions_of_its_keys() -> None:
+    loss_fn, call = prepared(("mh-corpus", {}))
+    refused(loss_fn, {**call, "key_index": None}, "key_index")
+    refused(loss_fn, {**call, "key_index": INDEX + 2 * M - 1}, "key_index must")
+
+
+@pytest.mark.parametrize("options", [{"carried": "cached"}, {"proposals": Informed()}])
+def test_another_width_is_refused(options) -> None:
+    loss_fn = EMC2Loss(M, 5.0, **options)
+    z = torch.randn(5, DIM, generator=torch.Generator().manual_seed(0))
+    loss_fn(z, z, INDEX, encode=encode)
+    wide = torch.randn(M, DIM + 1, generator=torch.Generator().manual_seed(0))
+    call = {"z_a": wide[INDEX], "z_b": wide[INDEX], "index": INDEX, "encode": lambda i: wide[i]}
+    refused(loss_fn, call, "dimension")
 
 
 @pytest.mark.parametrize(
     "build, words",
     [
-        (lambda: InfoNCELoss(0.0), "beta"),
-        (lambda: DCLLoss(math.inf), "beta"),
+        (lambda: InfoNCELoss(beta=0.0), "beta"),
+        (lambda: DCLLoss(beta=math.inf), "beta"),
         (lambda: InfoNCELoss(views="both"), "views"),
+        (lambda: InfoNCELoss(proposals=Uniform()), "num_samples="),
         (lambda: SogCLRLoss(1), "num_samples"),
         (lambda: SogCLRLoss(10, gamma=0.0), "gamma"),
         (lambda: SogCLRLoss(10, gamma=1.1), "gamma"),
         (lambda: SogCLRLoss(10, denominator="none"), "denominator"),
         (lambda: SogCLRLoss(10, num_keys=20), "num_keys"),
-        (lambda: NegativeCacheLoss(10, 4, refresh=1.5), "refresh"),
+        (lambda: SogCLRLoss(10, views="paired", num_keys=20, key_counts=torch.ones(3)), "key_coun"),
+        (lambda: NegativeCacheLoss(10, refresh=1.5), "refresh"),
         (lambda: EMC2Loss(10, kernel="gibbs"), "kernel"),
-        (lambda: EMC2Loss(10, carried="no"), "carried"),
-        (lambda: EMC2Loss(10, proposal="all"), "proposal"),
-        (lambda: EMC2Loss(10, walk="random"), "walk"),
+        (lambda: EMC2Loss(10, carried="score"), "carried"),
+        (lambda: EMC2Loss(10, proposals="all"), "proposals"),
         (lambda: EMC2Loss(10, backend="cuda"), "backend"),
-        (lambda: EMC2Loss(10, burn_in=1.0), "burn_in"),
-        (lambda: EMC2Loss(10, burn_in=-0.1), "burn_in"),
         (lambda: EMC2Loss(10, partition_rate=2.0), "partition_rate"),
         (lambda: EMC2Loss(10, augmentations=0), "augmentations"),
         (lambda: EMC2Loss(10, augmentations=2, views="paired"), "augmentations"),
-        (lambda: EMC2Loss(10, num_draws=4), "num_draws"),
+        (lambda: EMC2Loss(10, augmentations=2, proposals=Informed()), "augmentations"),
+        (lambda: EMC2Loss(10, views="paired", proposals=InBatch(2)), "copies=2"),
+        (lambda: EMC2Loss(10, views="paired", num_keys=20, proposals="batch"), "Uniform"),
+        (lambda: MH(burn_in=-0.1), "burn_in"),
+        (lambda: MH(burn_in=1.5), "burn_in"),
+        (lambda: ISIR(count_every=0), "count_every"),
+        (lambda: InBatch(3), "copies"),
+        (lambda: Uniform(0), "num"),
+        (lambda: Informed(share=1.0), "share"),
+        (lambda: Informed(sharpness=0.0), "sharpness"),
+        (lambda: Informed(refresh=-1.0), "refresh"),
     ],
 )
 def test_wrong_settings(build, words) -> None:
@@ -169,29 +188,18 @@ def test_wrong_settings(build, words) -> None:
         build()
 
 
-def test_missing_index_and_lonely_batches() -> None:
-    z = torch.randn(1, DIM)
+def test_a_missing_index() -> None:
     with pytest.raises(ValueError, match="index= is missing"):
-        DCLLoss(num_samples=10)(torch.randn(2, DIM), torch.randn(2, DIM))
-    for views in ("shared", "paired"):
-        with pytest.raises(ValueError, match="no negative"):
-            DCLLoss(views=views)(z, z)
-
-
-def test_propose_refusals() -> None:
-    z = torch.randn(5, DIM)
-    with pytest.raises(ValueError, match="proposal='cache'"):
-        EMC2Loss(M).propose(z, INDEX)
-    with pytest.raises(ValueError, match="z_b"):
-        EMC2Loss(M, proposal="cache", views="paired").propose(z, INDEX)
-    with pytest.raises(ValueError, match="z_b"):
-        NegativeCacheLoss(M, DIM, views="paired").propose(z, INDEX)
-    with pytest.raises(ValueError, match="index must"):
-        NegativeCacheLoss(M, DIM).propose(z, INDEX + 10)
+        DCLLoss(10)(torch.randn(2, DIM), torch.randn(2, DIM))
 
 
 def test_a_draw_with_probabilities_needs_the_size_of_the_data_set() -> None:
     z = torch.randn(5, DIM)
     draw = Draw(torch.tensor([1, 2]), torch.tensor([-3.0, -3.0]))
     with pytest.raises(ValueError, match="num_samples"):
-        DCLLoss()(z, z, INDEX, draw=draw, drawn=z[:2])
+        DCLLoss(proposals=Given(alone=False))(z, z, INDEX, draw=draw, drawn=z[:2])
+
+
+def test_streaming_offers_the_batch_alone() -> None:
+    with pytest.raises(TypeError, match="proposals"):
+        StreamingEMC2Loss(M, proposals=Uniform())
