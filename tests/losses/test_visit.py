@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 import negchain.losses.walk as walk
-from negchain import Draw, EMC2Loss
+from negchain import Draw, EMC2Loss, Given
+from negchain.pool import Side
 from oracles import metropolis_matrix, unit
 
 BETA, NUM_KEYS, NUM_ANCHORS, NUM_DRAWS = 3.0, 5, 5000, 4
@@ -64,14 +65,12 @@ def _expected(kernel: str, logits: Tensor, log_q: Tensor) -> Tensor:
 
 
 def largest_z_score(kernel: str, *, uniform: bool = True, views: str = "shared") -> float:
-    """Run one visit of 3000 chains; how far the mean weights are from the exact ones."""
+    """Run one visit of 5000 chains; how far the mean weights are from the exact ones."""
     anchor, keys = _embeddings()
     generator = torch.Generator().manual_seed(3)
     q = torch.full((NUM_KEYS,), 0.2) if uniform else torch.tensor([0.1, 0.3, 0.15, 0.25, 0.2])
     q = q.double()
-    loss_fn = EMC2Loss(
-        M, BETA, kernel=kernel, proposal="draw", views=views, symmetric=views == "shared"
-    ).double()
+    loss_fn = EMC2Loss(M, BETA, kernel, proposals=Given(), views=views, symmetric=views == "shared")
     loss_fn.chains.states.fill_(START)
     index = torch.arange(NUM_KEYS, M)
     picked = torch.multinomial(
@@ -84,10 +83,11 @@ def largest_z_score(kernel: str, *, uniform: bool = True, views: str = "shared")
     z = anchor.expand(NUM_ANCHORS, -1)
     log_q = None
     if not uniform:
-        own = torch.full((NUM_ANCHORS, 1), 0.1).double()
-        log_q = torch.cat([own, q[picked]], 1).log()
-        loss_fn.chains.corrections = (q[START].log() + math.log(M - 1)).expand(1, M).clone()
-    loss_fn(z, z, index, carried=carried, draw=Draw(ids, log_q), drawn=drawn).backward()
+        log_q = torch.cat([q, torch.full((NUM_ANCHORS,), 1e-9)]).log()
+    request = loss_fn.request(index)
+    assert (request.ids == START).all()
+    draw = Draw(ids, log_q)
+    loss_fn(z, z, index, request.answer(carried), draw=draw, drawn=drawn).backward()
     scale = NUM_ANCHORS / BETA  # two views: 2N rows, both gradients in one place
     assert drawn.grad is not None and carried.grad is not None
     # the loss brings embeddings to unit length, so read the tangential part against its own size
@@ -117,7 +117,7 @@ def test_expected_weights_of_a_visit(kernel, uniform, views) -> None:
 
 # ---------------------------------------------------------------- planted bugs
 
-scan, carried_logits = walk.mh_scan, walk._carried_logits
+scan, corrected = walk.mh_scan, walk._corrected
 
 
 def inverted_ratio(logits, start, log_u, burn_in, *rest):
@@ -142,15 +142,13 @@ def divides_by_all_steps(logits, start, log_u, burn_in, *rest):
     )
 
 
-def drops_the_carried_state(*args):
-    start, trained = carried_logits(*args)
-    return torch.full_like(start, -math.inf), trained
+def drops_the_carried_state(start, kind):
+    return torch.full_like(start.logit, -math.inf)
 
 
-def uses_a_stale_score(*args):
+def uses_a_stale_score(start, kind):
     """The score the carried state had before its embedding moved a little away."""
-    start, trained = carried_logits(*args)
-    return start + 0.3 * BETA, trained
+    return corrected(start, kind) + 0.3 * BETA
 
 
 def own_positive_allowed(self, ids):
@@ -162,8 +160,8 @@ PLANTED: list[tuple[str, Callable[..., object]]] = [
     ("mh_scan", counts_one_too_many),
     ("mh_scan", counts_one_too_few),
     ("mh_scan", divides_by_all_steps),
-    ("_carried_logits", drops_the_carried_state),
-    ("_carried_logits", uses_a_stale_score),
+    ("_corrected", drops_the_carried_state),
+    ("_corrected", uses_a_stale_score),
     ("Side.excludes", own_positive_allowed),
 ]
 
@@ -173,7 +171,7 @@ PLANTED: list[tuple[str, Callable[..., object]]] = [
 def test_planted_bug_is_caught(monkeypatch, name, bug) -> None:
     owner = walk
     if "." in name:
-        owner, name = walk.Side, "excludes"
+        owner, name = Side, "excludes"
     monkeypatch.setattr(owner, name, bug)
     assert largest_z_score("mh") > 1.4 * BOUND
 
@@ -181,5 +179,5 @@ def test_planted_bug_is_caught(monkeypatch, name, bug) -> None:
 @pytest.mark.statistical
 @pytest.mark.parametrize("bug", [drops_the_carried_state, uses_a_stale_score])
 def test_planted_bug_is_caught_in_isir(monkeypatch, bug) -> None:
-    monkeypatch.setattr(walk, "_carried_logits", bug)
+    monkeypatch.setattr(walk, "_corrected", bug)
     assert largest_z_score("isir", views="paired") > 2 * BOUND
