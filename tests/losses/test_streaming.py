@@ -1,4 +1,4 @@
-"""A streaming loss on any device: panels of rows give what the whole batch gives, in float64."""
+"""StreamingEMC2Loss on any device: panels of rows give what the whole batch gives, in float64."""
 
 from __future__ import annotations
 
@@ -9,33 +9,31 @@ import torch
 from losses_under_test import same_state, snapshot
 from torch import Tensor, nn
 
-from negchain import EMC2Loss, draws
-from negchain.losses import emc2, panels
+from negchain import ISIR, MH, EMC2Loss, StreamingEMC2Loss, draws
+from negchain.losses import emc2, streaming
 
 M, B, DIM, BETA = 17, 11, 5, 6.0
-MH = {"kernel": "mh", "count_every": 3, "burn_in": 0.29}
-ISIR = {"kernel": "isir", "count_every": 4}
-KERNELS = [MH, {"kernel": "mh"}, {"kernel": "isir"}, ISIR]
-both_kernels = pytest.mark.parametrize("kernel", KERNELS, ids=["mh-3", "mh", "isir", "isir-4"])
+KERNELS = [MH(0.29, count_every=3), MH(), ISIR(), ISIR(count_every=4)]
+every_kernel = pytest.mark.parametrize("kernel", KERNELS, ids=["mh-3", "mh", "isir", "isir-4"])
 
 
 @pytest.fixture
 def small_panels(monkeypatch) -> list[slice]:
     """Panels of three items; the list names the items of every visit."""
-    monkeypatch.setattr(panels, "PANEL_ELEMENTS", 3 * 2 * B)
+    monkeypatch.setattr(streaming, "PANEL_ELEMENTS", 3 * 2 * B)
     visit, seen = EMC2Loss.visit, []
 
-    def watched(self, call, items=slice(None)):
+    def watched(self, call, requests, items=slice(None)):
         seen.append(items)
-        return visit(self, call, items)
+        return visit(self, call, requests, items)
 
     monkeypatch.setattr(EMC2Loss, "visit", watched)
     return seen
 
 
-def build(stream: bool, learned: bool = True, **options) -> EMC2Loss:
+def build(stream: bool, kernel=KERNELS[1], learned: bool = True, **options) -> EMC2Loss:
     beta = nn.Parameter(torch.tensor(BETA, dtype=torch.float64)) if learned else BETA
-    return EMC2Loss(M, beta, stream=stream, seed=5, **options).double()
+    return (StreamingEMC2Loss if stream else EMC2Loss)(M, beta, kernel, seed=5, **options)
 
 
 def steps(
@@ -51,18 +49,12 @@ def steps(
     for _ in range(number):
         index = torch.randperm(M, generator=generator)[:B]
         index[7], index[8] = index[0], index[3]
-        inputs, call = [leaf(B, DIM), leaf(B, DIM)], {}
-        if loss_fn.num_keys is not None:
-            call["key_index"] = (index * 5) % loss_fn.num_keys
-        if known:
-            call["known"] = torch.stack([(index + 1) % M, torch.full((B,), -1)], 1)
-        if loss_fn.carried_mode == "encode":
-            ids = loss_fn.carried(index)
-            ids = ids if isinstance(ids, tuple) else (ids,)
-            carried = [table[i].detach().clone().requires_grad_() for i in ids]
-            call["carried"] = tuple(carried) if len(ids) == 2 else carried[0]
-            inputs += carried
-        value = loss_fn(inputs[0], inputs[1], index, **call)
+        inputs = [leaf(B, DIM), leaf(B, DIM)]
+        request = loss_fn.request(index)
+        answers = [table[want.ids].detach().clone().requires_grad_() for want in request.wants]
+        more = torch.stack([(index + 1) % M, torch.full((B,), -1)], 1) if known else None
+        value = loss_fn(inputs[0], inputs[1], index, request.answer(answers), known=more)
+        inputs += answers
         if isinstance(loss_fn.beta, Tensor):
             inputs.append(loss_fn.beta)
         grads = torch.autograd.grad(1.7 * value, inputs)
@@ -83,42 +75,112 @@ def assert_equal_steps(whole, parts) -> None:
                 assert torch.allclose(tensor, other_state[name], rtol=0, atol=1e-12, equal_nan=True)
             else:
                 assert torch.equal(tensor, other_state[name]), name
-        for name in ("global_loss", "carried_mass", "dropped_mass", "effective_negatives"):
+        assert info.keys() == other_info.keys()
+        for name in info.keys() - {"chain_age"}:  # a ratio: panels have ratios of their own
             assert info[name] == pytest.approx(other_info[name], abs=1e-10), name
 
 
-@pytest.mark.parametrize("known", [False, True])
-@pytest.mark.parametrize("denominator", ["negatives", "all"])
-@pytest.mark.parametrize("carried", ["encode", "cached", "score"])
-@both_kernels
+@pytest.mark.parametrize("denominator, known", [("negatives", True), ("all", False)])
+@pytest.mark.parametrize("carried", ["encode", "cached"])
+@every_kernel
 def test_panels_equal_the_whole(small_panels, kernel, carried, denominator, known) -> None:
-    options = {**kernel, "views": "paired", "carried": carried, "denominator": denominator}
-    whole = steps(build(False, **options), known=known)
+    options = {"views": "paired", "carried": carried, "denominator": denominator}
+    whole = steps(build(False, kernel, **options), known=known)
     assert small_panels == [slice(None)] * 3
     small_panels.clear()
-    parts = steps(build(True, **options), known=known)
+    parts = steps(build(True, kernel, **options), known=known)
     assert small_panels == [slice(0, 3), slice(3, 6), slice(6, 9), slice(9, 11)] * 3
     assert_equal_steps(whole, parts)
 
 
-@both_kernels
-@pytest.mark.parametrize("options", [{"num_keys": 60}, {"symmetric": False, "normalize": False}])
-def test_panels_of_one_direction(small_panels, kernel, options) -> None:
-    options = {**kernel, "views": "paired", **options}
-    assert_equal_steps(steps(build(False, **options)), steps(build(True, **options)))
+@every_kernel
+def test_panels_of_one_direction(small_panels, kernel) -> None:
+    options = {"views": "paired", "symmetric": False, "normalize": False}
+    whole, parts = (steps(build(stream, kernel, **options)) for stream in (False, True))
+    assert_equal_steps(whole, parts)
 
 
-@both_kernels
+@every_kernel
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_shared_views_have_the_same_gradient(small_panels, kernel, symmetric) -> None:
     """The value counts one copy of every item, the whole batch's counts two: nothing else does."""
-    options = {**kernel, "symmetric": symmetric}
-    whole, parts = (steps(build(stream, **options)) for stream in (False, True))
+    whole, parts = (steps(build(s, kernel, symmetric=symmetric)) for s in (False, True))
     for (value, grads, state, _), (other, others, other_state, _) in zip(whole, parts, strict=True):
         for a, b in zip(grads, others, strict=True):
             assert (a - b).abs().max() < 1e-12
         assert same_state(state, other_state)
         assert value != other
+
+
+# ---------------------------------------------------------------- inputs that share a graph
+
+
+def gradient_of(stream: bool, make, **options) -> Tensor:
+    """Gradient with respect to one leaf that everything the loss is given was made from."""
+    leaf = torch.randn(M, DIM, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    leaf.requires_grad_()
+    z_a, z_b, encode = make(leaf)
+    loss_fn = build(stream, learned=False, **options)
+    index = torch.arange(B)
+    loss_fn(z_a[index], z_b[index], index, encode=encode(leaf)).backward()
+    return leaf.grad
+
+
+def detached(leaf):
+    return lambda ids: leaf.detach()[ids]
+
+
+def the_same(leaf):
+    return lambda ids: leaf[ids]
+
+
+SHARED = {
+    "one tensor twice": lambda x: (x, x, detached),
+    "one made from the other": lambda x: (x, torch.tanh(x), detached),
+    "one encoder": lambda x: (torch.sin(x), torch.cos(torch.sin(x)), the_same),
+    "answers too": lambda x: (x, x.roll(1, 1), the_same),
+}
+
+
+@pytest.mark.parametrize("views", ["shared", "paired"])
+@pytest.mark.parametrize("make", SHARED.values(), ids=SHARED)
+def test_embeddings_that_share_a_graph(small_panels, make, views) -> None:
+    """Neither counted twice nor a graph that was already freed."""
+    whole, parts = (gradient_of(stream, make, views=views) for stream in (False, True))
+    assert whole.abs().max() > 0 and (whole - parts).abs().max() < 1e-12
+
+
+def test_one_tensor_answers_both_directions(small_panels) -> None:
+    grads = []
+    for stream in (False, True):
+        loss_fn = build(stream, learned=False, views="paired")
+        z = torch.randn(3, B, DIM, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+        z.requires_grad_()
+        request = loss_fn.request(torch.arange(B))
+        loss_fn(z[0], z[1], torch.arange(B), request.answer([z[2], z[2]])).backward()
+        assert request.parts[0].embeddings is not None
+        assert request.parts[0].embeddings.grad_fn is not None  # the caller's tensors come back
+        grads.append(z.grad)
+    assert (grads[0] - grads[1]).abs().max() < 1e-12
+
+
+def test_panels_reach_an_encoder(small_panels) -> None:
+    """Gradients flow on through the graph before the loss, twice if asked to."""
+    grads = []
+    for stream in (False, True):
+        torch.manual_seed(1)
+        net, x = nn.Linear(7, DIM).double(), torch.randn(2, B, 7, dtype=torch.float64)
+        items = torch.randn(M, 7, dtype=torch.float64)
+        loss_fn = build(stream, learned=False, views="paired")
+        index = torch.arange(B)
+        value = loss_fn(net(x[0]), net(x[1]), index, encode=lambda i, n=net, t=items: n(t[i]))
+        value.backward(retain_graph=True)
+        value.backward()
+        grads.append(net.weight.grad)
+    assert grads[0].abs().max() > 0 and (grads[0] - grads[1]).abs().max() < 1e-12
+
+
+# ---------------------------------------------------------------- value and state
 
 
 @pytest.mark.parametrize("denominator", ["negatives", "all"])
@@ -129,7 +191,7 @@ def test_the_value_with_shared_views(small_panels, symmetric, denominator) -> No
     z = torch.randn(2, B, DIM, generator=generator, dtype=torch.float64)
     z = torch.nn.functional.normalize(z, dim=2)
     index = torch.arange(B) + 3
-    loss_fn = build(True, carried="score", symmetric=symmetric, denominator=denominator)
+    loss_fn = build(True, carried="cached", symmetric=symmetric, denominator=denominator)
     row = torch.zeros(1, dtype=torch.int64)
     coin = draws.bits(5, torch.tensor(0), draws.STREAM_COPY, row, B)[0] % 2 == 0
     values = []
@@ -146,21 +208,8 @@ def test_the_value_with_shared_views(small_panels, symmetric, denominator) -> No
             if denominator == "all":
                 estimate = torch.logaddexp(estimate, positive)
             values.append(estimate - positive)
-    assert abs(loss_fn(z[0], z[1], index) - torch.stack(values).mean()) < 1e-12
-
-
-def test_panels_reach_an_encoder(small_panels) -> None:
-    """Gradients flow on through the graph before the loss, twice if asked to."""
-    grads = []
-    for stream in (False, True):
-        torch.manual_seed(1)
-        net, x = nn.Linear(7, DIM).double(), torch.randn(2, B, 7, dtype=torch.float64)
-        loss_fn = build(stream, False, views="paired", carried="score")
-        value = loss_fn(net(x[0]), net(x[1]), torch.arange(B))
-        value.backward(retain_graph=True)
-        value.backward()
-        grads.append(net.weight.grad)
-    assert grads[0].abs().max() > 0 and (grads[0] - grads[1]).abs().max() < 1e-12
+    loss_fn(z[0], z[1], index)
+    assert loss_fn.info["global_loss_low"] == pytest.approx(float(torch.stack(values).mean()))
 
 
 def test_without_gradients(small_panels) -> None:
@@ -168,18 +217,23 @@ def test_without_gradients(small_panels) -> None:
     generator = torch.Generator().manual_seed(3)
     z = torch.randn(2, B, DIM, generator=generator, dtype=torch.float64)
     with torch.no_grad():
-        first = loss_fn(z[0], z[1], torch.arange(B))
-    assert not first.requires_grad
+        assert not loss_fn(z[0], z[1], torch.arange(B)).requires_grad
     loss_fn.eval()
     before = snapshot(loss_fn)
-    second = loss_fn(z[0], z[1], torch.arange(B))
-    assert same_state(before, snapshot(loss_fn))
-    assert abs(first - second) < 1e-12  # the value does not depend on the walk
-    assert len(small_panels) == 8
+    values = [loss_fn(z[0], z[1], torch.arange(B)).item() for _ in range(2)]
+    assert values[0] == values[1] and same_state(before, snapshot(loss_fn))
+    assert len(small_panels) == 12
+
+
+def test_rows_without_negatives_are_counted_in_every_panel(small_panels) -> None:
+    loss_fn = build(True, carried="cached", views="paired")
+    z = torch.randn(2, B, DIM, dtype=torch.float64)
+    loss_fn(z[0], z[1], torch.full((B,), 4))
+    assert loss_fn.info["rows_without_negatives"] == 2 * B
 
 
 def test_a_refused_batch_changes_nothing(small_panels) -> None:
-    loss_fn = build(True, carried="score")
+    loss_fn = build(True, carried="cached")
     before = snapshot(loss_fn)
     z = torch.randn(2, B, DIM, dtype=torch.float64)
     z[0, B - 1, 2] = math.nan  # in the last panel
@@ -190,22 +244,16 @@ def test_a_refused_batch_changes_nothing(small_panels) -> None:
     assert same_state(before, snapshot(loss_fn))
 
 
-@pytest.mark.parametrize("options", [{"walk": "sequential"}, {"proposal": "draw"}])
-def test_errors(options) -> None:
-    with pytest.raises(ValueError, match="stream=True"):
-        EMC2Loss(M, BETA, stream=True, **options)
-
-
 # ---------------------------------------------------------------- planted bugs
 
 
 def panels_count_the_same(monkeypatch) -> None:
     """Whatever their size."""
-    monkeypatch.setattr(panels, "_mean", lambda values, shares: sum(values) / len(values))
+    monkeypatch.setattr(streaming, "_mean", lambda values, shares: sum(values) / len(values))
 
 
 def only_the_first_panel_is_stored(monkeypatch) -> None:
-    joined = panels._joined
+    joined = streaming._joined
 
     def cut(parts, shares):
         whole = joined(parts, shares)
@@ -216,18 +264,18 @@ def only_the_first_panel_is_stored(monkeypatch) -> None:
         ]
         return whole
 
-    monkeypatch.setattr(panels, "_joined", cut)
+    monkeypatch.setattr(streaming, "_joined", cut)
 
 
 def views_of_the_partition_are_mixed_up(monkeypatch) -> None:
-    joined = panels._joined
+    joined = streaming._joined
 
     def mixed(parts, shares):
         whole = joined(parts, shares)
         whole.runnings = [(side, running.flip(0)) for side, running in whole.runnings]
         return whole
 
-    monkeypatch.setattr(panels, "_joined", mixed)
+    monkeypatch.setattr(streaming, "_joined", mixed)
 
 
 def every_panel_draws_the_same_numbers(monkeypatch) -> None:
@@ -237,11 +285,17 @@ def every_panel_draws_the_same_numbers(monkeypatch) -> None:
     )
 
 
+def the_graph_is_not_cut(monkeypatch) -> None:
+    """The answers' own graph is differentiated panel by panel."""
+    monkeypatch.setattr(streaming._answers_cut, "__enter__", lambda self: None)
+
+
 PLANTED = [
     panels_count_the_same,
     only_the_first_panel_is_stored,
     views_of_the_partition_are_mixed_up,
     every_panel_draws_the_same_numbers,
+    the_graph_is_not_cut,
 ]
 
 
