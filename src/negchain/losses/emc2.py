@@ -13,6 +13,7 @@ Shapes: `B` batch, `N` rows (2B for shared views), `K` columns, `D` embedding.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 from collections.abc import Sequence
@@ -282,6 +283,8 @@ class EMC2Loss(ContrastiveLoss):
             coin=sampler.coin(len(call.z_a)) if one_copy else None,
             items=items,
         )
+        if self.streams:  # tiles meet one copy of every item, and so do their readable twins
+            sides = [dataclasses.replace(side, hidden_keys=None) for side in sides]
         visit = Visit(batch, sides)
         numbers = torch.arange(len(batch.index), device=batch.index.device)[items]
         for number, side in enumerate(sides):
