@@ -76,7 +76,7 @@ def assert_equal_steps(whole, parts) -> None:
             else:
                 assert torch.equal(tensor, other_state[name]), name
         assert info.keys() == other_info.keys()
-        for name in info.keys() - {"chain_age"}:  # a ratio: panels have ratios of their own
+        for name in info.keys() - {"chain_age", "acceptance_rate"}:  # ratios of a panel
             assert info[name] == pytest.approx(other_info[name], abs=1e-10), name
 
 
@@ -304,5 +304,5 @@ def test_a_planted_bug_is_caught(small_panels, monkeypatch, plant) -> None:
     options = {"views": "paired", "denominator": "all"}
     whole = steps(build(False, **options))
     plant(monkeypatch)
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, RuntimeError)):
         assert_equal_steps(whole, steps(build(True, **options)))
