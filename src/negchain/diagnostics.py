@@ -250,7 +250,7 @@ def _measure(
     num_views, size, _ = table.shape
     loss_fn.to(table.device)
     loss_fn.fill(lambda ids: table[0, ids])
-    halves, counts, squares = torch.zeros(2, *exact.shape, device=table.device), [0, 0], 0.0
+    halves, counts, squares = exact.new_zeros(2, *exact.shape), [0, 0], 0.0
     for step in count:
         index = torch.randperm(size, generator=generator)[:batch_size].to(table.device)
         first = torch.randint(0, num_views, (batch_size,), generator=generator)
