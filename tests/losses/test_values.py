@@ -1,4 +1,4 @@
-"""The returned scalar, `info`, stored augmentations, sizes of state, the estimator report."""
+"""The returned scalar, `info`, rows with little to go by, stored augmentations, sizes of state."""
 
 from __future__ import annotations
 
@@ -7,17 +7,21 @@ import math
 import numpy as np
 import pytest
 import torch
+from losses_under_test import METHODS, battery, case_name, data, run, same_state, snapshot
 from torch import Tensor
 
 from negchain import (
+    ISIR,
+    MH,
     DCLLoss,
     Draw,
     EMC2Loss,
+    Given,
     InfoNCELoss,
+    Informed,
     NegativeCacheLoss,
     SogCLRLoss,
     effective_negatives,
-    estimator_report,
     global_loss,
 )
 from oracles import contrastive_loops, dot, unit
@@ -26,19 +30,27 @@ M = 30
 INDEX = torch.tensor([4, 17, 9, 0, 22, 5])
 
 
-def emc2_value(z_a: Tensor, z_b: Tensor, beta: float, denominator: str, offered: Tensor) -> float:
-    """-beta s + log( m_neg / K sum exp(beta s) ) by loops; `offered` [2B, 2B]: columns of a row."""
-    both = unit(torch.cat([z_a, z_b]))
-    size, total = len(z_a), 0.0
+def emc2_bracket(
+    z_a: Tensor, z_b: Tensor, carried: Tensor, beta: float, denominator: str
+) -> list[float]:
+    """Low, high and middle by loops: without the carried state, with it, and between the two.
+
+    log( m_neg / K sum exp(beta s) ), K = 2 (b - 1) columns; with the carried state as one more.
+    """
+    both, held = unit(torch.cat([z_a, z_b])), unit(carried).repeat(2, 1)
+    size, totals = len(z_a), [0.0, 0.0, 0.0]
     for row in range(2 * size):
-        columns = [j for j in range(2 * size) if offered[row, j]]
+        columns = [j for j in range(2 * size) if j % size != row % size]
         summed = sum(math.exp(beta * dot(both[row], both[j])) for j in columns)
-        value = math.log(2 * (M - 1) / len(columns) * summed)
+        with_held = summed + math.exp(beta * dot(both[row], held[row]))
+        low = math.log(2 * (M - 1) / len(columns) * summed)
+        high = math.log(2 * (M - 1) / (len(columns) + 1) * with_held)
         positive = beta * dot(both[row], both[(row + size) % (2 * size)])
-        if denominator == "all":
-            value = math.log(math.exp(value) + math.exp(positive))
-        total += value - positive
-    return total / (2 * size)
+        for number, value in enumerate((low, high, (low + high) / 2)):
+            if denominator == "all":
+                value = math.log(math.exp(value) + math.exp(positive))
+            totals[number] += (value - positive) / (2 * size)
+    return totals
 
 
 @pytest.mark.parametrize("denominator", ["negatives", "all"])
@@ -55,20 +67,20 @@ def test_sogclr_value_is_an_estimate_of_the_global_loss(
         value = loss_fn(*pair, INDEX)
         expected = contrastive_loops(*map(unit, pair), 3.0, num_negatives=negatives, **options)
         assert abs(value.item() - expected) < 1e-12
-        assert loss_fn.info["global_loss"] == pytest.approx(expected, abs=1e-12)
+        assert loss_fn.info["global_loss_low"] == pytest.approx(expected, abs=1e-12)
 
 
 @pytest.mark.parametrize("denominator", ["negatives", "all"])
-def test_emc2_value_with_every_copy_offered_alike(pair, denominator) -> None:
-    """Both views equal: it does not matter which copy of an item a row is offered."""
-    z = pair[0]
-    same = torch.arange(6).repeat(2)
-    offered = same[:, None] != same[None, :]
-    for kernel in ("mh", "isir"):
-        for walk in ("parallel", "sequential")[: 2 if kernel == "mh" else 1]:
-            loss_fn = EMC2Loss(M, 3.0, kernel=kernel, walk=walk, denominator=denominator)
-            value = loss_fn(z, z, INDEX, carried=z.flip(0))
-            assert abs(value.item() - emc2_value(z, z, 3.0, denominator, offered)) < 1e-12
+@pytest.mark.parametrize("kernel", ["mh", "isir"])
+def test_emc2_value_is_the_middle_of_a_bracket(pair, denominator, kernel) -> None:
+    loss_fn = EMC2Loss(M, 3.0, kernel, denominator=denominator)
+    carried = pair[0].flip(0).roll(2, 1)
+    value = loss_fn(*pair, INDEX, loss_fn.request(INDEX).answer(carried))
+    low, high, middle = emc2_bracket(*pair, carried, 3.0, denominator)
+    info = loss_fn.info
+    assert abs(value.item() - middle) < 1e-12
+    got = [info[f"global_loss{end}"] for end in ("_low", "_high", "")]
+    assert got == pytest.approx([low, high, middle], abs=1e-12)
 
 
 def test_emc2_value_over_all_columns_walk_over_one_copy_each(pair, monkeypatch) -> None:
@@ -82,7 +94,8 @@ def test_emc2_value_over_all_columns_walk_over_one_copy_each(pair, monkeypatch) 
         return original(side, *rest)
 
     monkeypatch.setattr(module, "walk_chains", spy)
-    value = EMC2Loss(M, 3.0)(*pair, INDEX, carried=pair[0])
+    loss_fn = EMC2Loss(M, 3.0)
+    loss_fn(*pair, INDEX, loss_fn.request(INDEX).answer(pair[0]))
     (side,) = seen
     both = unit(torch.cat(pair)).view(2, 6, -1)
     total = 0.0
@@ -96,77 +109,80 @@ def test_emc2_value_over_all_columns_walk_over_one_copy_each(pair, monkeypatch) 
         summed = sum(math.exp(3.0 * dot(x, both[v, j])) for j in columns for v in (0, 1))
         total += -3.0 * dot(x, y) + math.log(2 * (M - 1) / 10 * summed)
     assert (side.keys[0] - side.keys[1]).abs().amax(1).min() > 0  # two rows, different copies
-    assert abs(value.item() - total / 12) < 1e-12
+    assert loss_fn.info["global_loss_low"] == pytest.approx(total / 12, abs=1e-12)
 
 
 @pytest.mark.parametrize("views", ["shared", "paired"])
 @pytest.mark.parametrize("kernel", ["mh", "isir"])
-def test_value_is_the_exact_global_loss_when_the_batch_is_the_data_set(pair, views, kernel) -> None:
-    loss_fn = EMC2Loss(6, 3.0, views=views, kernel=kernel)
-    carried = pair[0] if views == "shared" else pair
-    value = loss_fn(*pair, torch.arange(6), carried=carried)
+def test_the_lower_end_is_exact_when_the_batch_is_the_data_set(pair, views, kernel) -> None:
+    loss_fn = EMC2Loss(6, 3.0, kernel, views=views)
+    loss_fn(*pair, torch.arange(6), encode=lambda ids: pair[0][ids])
     exact = global_loss(*pair, 3.0, views=views)
-    assert abs(value.item() - exact.item()) < 1e-12
+    assert loss_fn.info["global_loss_low"] == pytest.approx(exact.item(), abs=1e-12)
 
 
 def test_in_batch_global_loss_in_info(pair) -> None:
     """The in-batch losses print the batch's loss and report the estimate of the global one."""
-    loss_fn = DCLLoss(3.0, num_samples=M)
+    loss_fn = DCLLoss(M, 3.0)
     value = loss_fn(*pair, INDEX)
     assert abs(value.item() - contrastive_loops(*map(unit, pair), 3.0)) < 1e-12
     expected = contrastive_loops(*map(unit, pair), 3.0, num_negatives=2 * (M - 1))
-    assert loss_fn.info["global_loss"] == pytest.approx(expected, abs=1e-12)
+    assert loss_fn.info["global_loss_low"] == pytest.approx(expected, abs=1e-12)
 
 
 def test_negative_cache_value_comes_from_the_table() -> None:
     generator = torch.Generator().manual_seed(0)
-    table = unit(torch.randn(M, 5, generator=generator, dtype=torch.float64))
-    loss_fn = NegativeCacheLoss(M, 5, 3.0).double()
-    loss_fn.refresh(torch.arange(M), table)
+    table = unit(torch.randn(M, 5, generator=generator, dtype=torch.float64)).float().double()
+    loss_fn = NegativeCacheLoss(M, 3.0)
+    loss_fn.fill(lambda ids: table[ids], chunk=7)
     z = table[INDEX]
-    draw = loss_fn.propose(z, INDEX, z)
-    value = loss_fn(z, z, INDEX, draw=draw, drawn=table[draw.ids])
+    request = loss_fn.request(INDEX, z, z)
+    assert not (request.ids == INDEX.repeat(2)).any()
+    value = loss_fn(z, z, INDEX, encode=lambda ids: table[ids])
     total = 0.0
     for i in INDEX.tolist():
-        negatives = [dot(table[i], table[j]) for j in range(M) if j != i]
-        total += -3.0 * dot(table[i], table[i]) + math.log(
-            sum(math.exp(3.0 * s) for s in negatives)
-        )
-    assert abs(value.item() - total / len(INDEX)) < 1e-12
-    assert draw.private and not (draw.ids == INDEX.repeat(2)).any()
+        negatives = [dot(unit(table[i]), table[j]) for j in range(M) if j != i]
+        total += -3.0 + math.log(sum(math.exp(3.0 * s) for s in negatives))
+    assert abs(value.item() - total / len(INDEX)) < 1e-6  # the table is in float32
+    assert loss_fn.info["global_loss"] == pytest.approx(value.item(), abs=1e-12)
 
 
 # ---------------------------------------------------------------- info and sizes
 
-COMMON = {"effective_negatives", "nonfinite_rows"}
-CHAIN = {"acceptance_rate", "carried_mass", "dropped_mass", "chain_age", "global_loss"}
+COMMON = {"effective_negatives", "nonfinite_rows", "rows_without_negatives"}
+CHAIN = {"acceptance_rate", "carried_mass", "chain_age", "global_loss"}
+BRACKET = {"global_loss_low", "global_loss_high"}
 
 
 def test_info_keys(pair) -> None:
     for loss_class in (InfoNCELoss, DCLLoss):
-        loss_fn = loss_class(3.0)
+        loss_fn = loss_class(beta=3.0)
         loss_fn(*pair)
         assert set(loss_fn.info) == COMMON
     sogclr = SogCLRLoss(M, 3.0)
     sogclr(*pair, INDEX)
-    assert set(sogclr.info) == COMMON | {"global_loss"}
+    assert set(sogclr.info) == COMMON | {"global_loss_low"}
     for kernel in ("mh", "isir"):
-        loss_fn = EMC2Loss(M, 3.0, kernel=kernel)
-        loss_fn(*pair, INDEX, carried=pair[0])
+        loss_fn = EMC2Loss(M, 3.0, kernel)
+        loss_fn(*pair, INDEX, encode=lambda ids: pair[0][ids % 6])
         info = loss_fn.info
-        assert set(info) >= COMMON | CHAIN
+        assert set(info) == COMMON | CHAIN | BRACKET
         assert all(isinstance(v, float) and math.isfinite(v) for v in info.values())
         assert 0 <= info["acceptance_rate"] <= 1 and 0 <= info["carried_mass"] <= 1
-        assert info["dropped_mass"] == 0 and info["nonfinite_rows"] == 0
+        assert info["nonfinite_rows"] == 0 == info["rows_without_negatives"]
         assert 1 <= info["effective_negatives"] <= 2 * len(INDEX)
 
 
-def test_a_score_that_is_only_remembered_drops_its_mass(pair) -> None:
-    loss_fn = EMC2Loss(M, 14.28, carried="score", burn_in=0.0)
-    for _ in range(5):
-        loss_fn(*pair, INDEX)
-    assert loss_fn.info["dropped_mass"] == pytest.approx(loss_fn.info["carried_mass"])
-    assert loss_fn.info["dropped_mass"] > 0
+@pytest.mark.parametrize("case", battery(), ids=case_name)
+def test_reading_info_changes_nothing(case) -> None:
+    net, items = data()
+    loss_fn = METHODS[case[0]].build(**case[1])
+    run(loss_fn, net, items, torch.tensor([5, 5]))  # some rows have no negative
+    before = snapshot(loss_fn)
+    first = loss_fn.info
+    assert loss_fn.info == first and same_state(before, snapshot(loss_fn))
+    loss_fn.info.clear()
+    assert loss_fn.info == first
 
 
 def test_effective_negatives() -> None:
@@ -179,34 +195,6 @@ def test_state_is_at_most_8_bytes_per_sample() -> None:
     for kernel in ("mh", "isir"):
         table = EMC2Loss(10_000, kernel=kernel).state_dict()
         assert sum(t.numel() * t.element_size() for t in table.values()) <= 8 * 10_000
-
-
-def test_estimator_report_rows() -> None:
-    z = torch.randn(40, 6, generator=torch.Generator().manual_seed(0))
-    methods = ("infonce", "dcl", "sogclr", "negcache", "emc2", "emc2-cached", "emc2-score", "isir")
-    seen: list[str] = []
-    report = estimator_report(
-        z, batch_size=6, beta=4.0, steps=20, warm_up=5, methods=methods, progress=seen.append
-    )
-    assert tuple(row.method for row in report.rows) == methods == tuple(seen)
-    for row in report.as_dicts():
-        assert all(math.isfinite(v) for k, v in row.items() if k != "method")
-        assert row["method"] in str(report)
-    assert {row.method: row.state_bytes_per_sample for row in report.rows}["emc2"] <= 8
-    with pytest.raises(ValueError, match="methods"):
-        estimator_report(z, batch_size=6, beta=4.0, methods=["emc3"])
-    with pytest.raises(ValueError, match="batch_size"):
-        estimator_report(z, batch_size=41, beta=4.0)
-
-
-def test_estimator_report_finds_no_bias_in_whole_batches() -> None:
-    """A batch of the whole data set: DCL's gradient *is* the exact one."""
-    z = torch.randn(2, 12, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    report = estimator_report(
-        z[0], z[1], batch_size=12, beta=4.0, steps=3, warm_up=0, methods=["dcl", "infonce"]
-    )
-    for row in report.rows:
-        assert row.relative_bias < 1e-10 and abs(row.norm_ratio - 1) < 1e-10
 
 
 # ---------------------------------------------------------------- chains per (item, augmentation)
@@ -226,7 +214,7 @@ def test_stored_augmentations_have_chains_of_their_own() -> None:
         first = torch.randint(0, k, (6,), generator=generator)
         second = (first + 1) % k
         chosen = (index * k + first, index * k + second)
-        held = loss_fn.carried(index, (first, second))
+        held = loss_fn.held(index, (first, second))
         assert isinstance(held, tuple) and len(held) == 2
         for ids, slots in zip(held, chosen, strict=True):
             assert torch.equal(ids, loss_fn.chains.ids(0, slots))
@@ -235,7 +223,7 @@ def test_stored_augmentations_have_chains_of_their_own() -> None:
             table[chosen[0]],
             table[chosen[1]],
             index,
-            carried=(table[held[0]], table[held[1]]),
+            encode=lambda ids: table[ids],
             augmentation=(first, second),
         )
         changed = (loss_fn.chains.states != before)[0]
@@ -247,33 +235,155 @@ def test_stored_augmentations_have_chains_of_their_own() -> None:
     assert (loss_fn.chains.ids(0, torch.arange(M * k)) // k != own).all()
 
 
-def test_paired_views_have_a_table_per_direction(pair) -> None:
+def test_stored_augmentations_with_probabilities_of_draws() -> None:
+    """One log-probability per (item, augmentation); a uniform one changes nothing."""
+    k, generator = 2, torch.Generator().manual_seed(0)
+    table = unit(torch.randn(M * k, 5, generator=generator, dtype=torch.float64))
+    ids = torch.randint(0, M * k, (7,), generator=generator)
+    zero = torch.zeros(6, dtype=torch.int64)
+    for kernel in ("mh", "isir"):
+        values = []
+        for log_q in (None, torch.full((M * k,), -math.log(M * k), dtype=torch.float64)):
+            loss_fn = EMC2Loss(M, 3.0, kernel, augmentations=k, proposals=Given(alone=False))
+            drawn = table[ids].clone().requires_grad_()
+            value = loss_fn(
+                table[INDEX * k],
+                table[INDEX * k + 1],
+                INDEX,
+                encode=lambda i: table[i],
+                augmentation=(zero, zero + 1),
+                draw=Draw(ids, log_q),
+                drawn=drawn,
+            )
+            value.backward()
+            values.append((value.item(), drawn.grad))
+        assert values[0][0] == pytest.approx(values[1][0], abs=1e-12)
+        assert (values[0][1] - values[1][1]).abs().max() < 1e-12 and values[0][1].abs().max() > 0
+
+
+def test_paired_views_have_a_table_per_direction() -> None:
     loss_fn = EMC2Loss(M, 3.0, views="paired")
-    held = loss_fn.carried(INDEX)
-    assert isinstance(held, tuple) and not torch.equal(*held)
-    loss_fn(*pair, INDEX, carried=(pair[1], pair[0]))
+    held = loss_fn.held(INDEX)
+    assert len(held) == 2 and not torch.equal(*held)
     one = EMC2Loss(M, 3.0, views="paired", symmetric=False)
-    assert isinstance(one.carried(INDEX), Tensor) and one.chains.states.shape == (1, M)
+    assert len(one.held(INDEX)) == 1 and one.chains.states.shape == (1, M)
+    assert DCLLoss(M).held(INDEX) == ()
 
 
-def test_a_corpus_of_keys(pair) -> None:
-    loss_fn = EMC2Loss(M, 3.0, views="paired", num_keys=100)
-    keys = torch.tensor([70, 3, 99, 41, 12, 55])
-    assert loss_fn.chains.ids(0, torch.arange(M)).max() >= M  # states are keys
-    draw = Draw(torch.tensor([80, 70, 2]), torch.full((3,), -math.log(100)).double())
-    z_b = pair[1].clone().requires_grad_()
-    drawn = pair[0][:3].clone().requires_grad_()
-    known = torch.tensor([[3, -1]] + [[-1, -1]] * 5)
-    call = {"key_index": keys, "known": known, "draw": draw, "drawn": drawn, "carried": pair[0]}
-    loss_fn(pair[0], z_b, INDEX, **call)
-    with pytest.raises(ValueError, match="key_index"):
-        loss_fn(pair[0], z_b, INDEX, carried=pair[0])
-    with pytest.raises(ValueError, match="key_index"):
-        loss_fn(pair[0], z_b, INDEX, **{**call, "key_index": keys + 60})
-
-
-def test_beta_may_be_a_number_of_numpy() -> None:
+def test_beta_may_be_any_number() -> None:
     z = torch.randn(2, 6, 4)
-    losses = [InfoNCELoss(beta)(z[0], z[1]) for beta in (np.float32(5), 5, 5.0)]
-    assert losses[0] == losses[1] == losses[2]
-    assert type(InfoNCELoss(np.float32(5)).beta) is float  # kernels take it as it is
+    betas = (np.float32(5), 5, 5.0, torch.tensor(5.0), torch.tensor([5.0]).double()[0])
+    losses = [InfoNCELoss(beta=beta)(z[0], z[1]) for beta in betas]
+    assert all(loss == losses[0] for loss in losses)
+    for beta in betas:
+        loss_fn = EMC2Loss(M, beta)
+        assert type(loss_fn.beta) is float  # kernels take it as it is
+        assert not list(loss_fn.parameters())
+
+
+# ---------------------------------------------------------------- rows with little to go by
+
+
+@pytest.mark.parametrize("kernel", ["mh", "isir"])
+@pytest.mark.parametrize("views", ["shared", "paired"])
+def test_a_batch_of_one_trains_on_its_carried_state(kernel, views) -> None:
+    """The last batch of an epoch: -grad s(x, y) + grad s(x, held), nothing else."""
+    generator = torch.Generator().manual_seed(0)
+    z = unit(torch.randn(2, 1, 5, generator=generator, dtype=torch.float64)).requires_grad_()
+    held = unit(torch.randn(1, 5, generator=generator, dtype=torch.float64)).requires_grad_()
+    loss_fn = EMC2Loss(M, 3.0, kernel, views=views, symmetric=False, normalize=False)
+    value = loss_fn(z[0], z[1], [4], loss_fn.request([4]).answer(held))
+    (gradient, of_held) = torch.autograd.grad(value, (z, held))
+    assert (gradient[0] - 3.0 * (held - z[1])).abs().max() < 1e-12
+    assert (gradient[1] + 3.0 * z[0]).abs().max() < 1e-12
+    assert (of_held - 3.0 * z[0]).abs().max() < 1e-12
+    assert loss_fn.info["carried_mass"] == 1 and loss_fn.info["rows_without_negatives"] == 0
+
+
+@pytest.mark.parametrize("kernel", ["mh", "isir"])
+def test_a_row_without_a_usable_proposal_trains_on_its_carried_state(kernel) -> None:
+    """All it is offered is its own positive, but the chain holds a negative."""
+    generator = torch.Generator().manual_seed(0)
+    z = unit(torch.randn(2, 3, 5, generator=generator, dtype=torch.float64)).requires_grad_()
+    held = unit(torch.randn(3, 5, generator=generator, dtype=torch.float64))
+    index = torch.tensor([4, 4, 4])
+    loss_fn = EMC2Loss(M, 3.0, kernel, views="paired", symmetric=False, proposals=Given())
+    draw = Draw(index[:, None], torch.full((M,), -math.log(M)))
+    request = loss_fn.request(index).answer(held)
+    value = loss_fn(z[0], z[1], index, request, draw=draw, drawn=z[1].detach()[:, None])
+    (gradient,) = torch.autograd.grad(value, z)
+    x, y = z.detach()
+    push = 3.0 / 3 * (held - y)
+    push = push - (push * x).sum(1, keepdim=True) * x  # of a vector brought to unit length
+    assert (gradient[0] - push).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("loss_class", [InfoNCELoss, DCLLoss, SogCLRLoss])
+def test_a_batch_of_one_without_chains(loss_class) -> None:
+    loss_fn = loss_class(M)
+    z = torch.randn(2, 1, 5, requires_grad=True)
+    value = loss_fn(z[0], z[1], [3])
+    value.backward()
+    assert value.item() == 0 and (z.grad == 0).all()
+    assert loss_fn.info["rows_without_negatives"] == 2  # both views
+    loss_fn(*torch.randn(2, 4, 5), [1, 2, 3, 4])
+    assert loss_fn.info["rows_without_negatives"] == 2  # counted since it was built
+
+
+# ---------------------------------------------------------------- the running partition
+
+
+def rate_of(size: int, visits: int, **options) -> float:
+    """Share of the new value in the running partition of item 0, from one call."""
+    loss_fn = EMC2Loss(M, 3.0, denominator="all", carried="cached", **options)
+    loss_fn.seen.fill_(visits * M)
+    loss_fn.log_partition.fill_(-40.0)  # as good as 0: what is stored is the new value's share
+    z = torch.randn(2, size, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    index = torch.arange(size)
+    loss_fn(z[0], z[1], index, encode=lambda ids: z[0][ids % size])
+    fresh = EMC2Loss(M, 3.0, denominator="all", carried="cached", **options)
+    fresh(z[0], z[1], index, encode=lambda ids: z[0][ids % size])  # a first visit: the value itself
+    return math.exp(float(loss_fn.log_partition[0, 0] - fresh.log_partition[0, 0]))
+
+
+@pytest.mark.parametrize("visits, expected", [(0, 1.0), (1, 0.5), (9, 0.1), (1000, 0.05)])
+def test_the_averaging_rate_does_not_depend_on_the_batch(visits, expected) -> None:
+    """A small last batch gets the rate of all others."""
+    for size in (2, 5, M):
+        assert rate_of(size, visits) == pytest.approx(expected, rel=1e-4)
+
+
+def test_informed_proposals_estimate_the_partition_afresh() -> None:
+    assert EMC2Loss(M, denominator="all", proposals=Informed()).partition_rate == 1
+    assert rate_of(6, 50, partition_rate=1.0) == pytest.approx(1.0, rel=1e-4)
+
+
+@pytest.mark.parametrize("burn_in, counted", [(0.5, 3), (0.0, 5), (3, 2), (50, 1)])
+def test_burn_in_as_a_share_or_a_number(burn_in, counted) -> None:
+    """Weights of five proposals are multiples of 1 / (steps that count)."""
+    loss_fn = EMC2Loss(M, 3.0, MH(burn_in), views="paired", symmetric=False, normalize=False)
+    z = unit(torch.randn(6, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
+    keys = z.clone().requires_grad_()
+    held = torch.zeros(6, 8, dtype=torch.float64)
+    request = loss_fn.request(torch.arange(6)).answer(held)
+    loss_fn(torch.eye(6, 8, dtype=torch.float64), keys, torch.arange(6), request).backward()
+    weights = keys.grad[:, :6].T / (3.0 / 6)  # [row, column], the positive with -1
+    weights = weights + torch.eye(6, dtype=torch.float64)
+    assert (weights * counted - (weights * counted).round()).abs().max() < 1e-9
+    assert weights.max() > 0
+
+
+def test_an_isir_step_is_a_softmax() -> None:
+    loss_fn = EMC2Loss(M, 3.0, ISIR(), views="paired", symmetric=False, normalize=False)
+    z = unit(torch.randn(3, 6, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
+    loss_fn.chains.states.fill_(M - 1)
+    keys = z[1].clone().requires_grad_()
+    held = z[2].clone().requires_grad_()
+    request = loss_fn.request(torch.arange(6)).answer(held)
+    loss_fn(z[0], keys, torch.arange(6), request).backward()
+    logits = 3.0 * torch.cat([z[0] @ z[1].T, (z[0] * z[2]).sum(1, keepdim=True)], 1)
+    logits[torch.arange(6), torch.arange(6)] = -math.inf
+    p = logits.softmax(1)
+    expected = 3.0 / 6 * (p[:, :6].T @ z[0] - z[0])
+    assert (keys.grad - expected).abs().max() < 1e-12
+    assert (held.grad - 3.0 / 6 * p[:, 6:] * z[0]).abs().max() < 1e-12

@@ -1,0 +1,164 @@
+"""The stale table: its draws, read in chunks of any size with memory that does not grow with it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import negchain.losses.table as module
+from negchain import EMC2Loss, Informed, NegativeCacheLoss
+from negchain.losses.table import StaleTable
+from negchain.pool import Side
+from oracles import unit
+
+SIZE, DIM, ROWS, BETA = 57, 6, 9, 4.0
+
+
+def side_of(queries: Tensor, known: Tensor | None = None) -> Side:
+    rows = len(queries)
+    return Side(
+        queries=queries,
+        positives=queries,
+        anchor_ids=torch.arange(rows),
+        positive_ids=torch.arange(rows),
+        known=known,
+        keys=queries.new_zeros(1, 0, queries.shape[1]),
+        key_ids=torch.zeros(1, 0, dtype=torch.int64),
+        excluded=torch.zeros(rows, 0, dtype=torch.bool),
+        multiplicity=1,
+        ids_per_item=1,
+        num_keys=SIZE,
+    )
+
+
+def filled(size: int = SIZE, seed: int = 0) -> StaleTable:
+    table = StaleTable(size, DIM)
+    table.embeddings = unit(torch.randn(size, DIM, generator=torch.Generator().manual_seed(seed)))
+    return table
+
+
+def problem() -> tuple[StaleTable, Side, Tensor]:
+    """A table, rows with known positives, and the stale softmax of every row by hand."""
+    table = filled()
+    queries = unit(torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(1)))
+    known = torch.full((ROWS, 2), -1)
+    known[3] = torch.tensor([50, 8])
+    logits = BETA * queries @ table.embeddings.T
+    logits[torch.arange(ROWS), torch.arange(ROWS)] = -math.inf
+    logits[3, [50, 8]] = -math.inf
+    return table, side_of(queries, known), logits
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 20, SIZE, 10**6])
+def test_any_chunk_gives_the_same(monkeypatch, chunk) -> None:
+    table, side, logits = problem()
+    key = (3, torch.tensor(2), 0)
+    settings = Informed(share=0.7, sharpness=0.5)
+    whole = table.winners(ROWS, side, BETA, key), table.informed(40, side, BETA, settings, key)
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", chunk * ROWS)
+    assert sum(1 for _ in table.logits(side, BETA)) == math.ceil(SIZE / chunk)
+    joined = torch.cat([part for _, part in table.logits(side, BETA)], 1)
+    assert torch.allclose(joined, logits, atol=1e-6)
+    ids, log_sum = table.winners(ROWS, side, BETA, key)
+    assert torch.equal(ids, whole[0][0]) and torch.allclose(log_sum, whole[0][1], atol=1e-6)
+    drawn, log_q = table.informed(40, side, BETA, settings, key)
+    assert torch.equal(drawn, whole[1][0]) and torch.allclose(log_q, whole[1][1], atol=1e-6)
+    sharp = (0.5 * logits).softmax(1).mean(0)
+    assert torch.allclose(log_q.exp(), 0.3 / SIZE + 0.7 * sharp, atol=1e-6)
+    assert log_q.exp().sum().item() == pytest.approx(1.0, abs=1e-5)
+
+
+class Largest(TorchDispatchMode):
+    """The most bytes a single new tensor takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        given = {a.untyped_storage().data_ptr() for a in args if isinstance(a, Tensor)}
+        for t in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(t, Tensor) and t.untyped_storage().data_ptr() not in given:
+                self.bytes = max(self.bytes, t.untyped_storage().nbytes())
+        return out
+
+
+def largest(size: int, what: str) -> int:
+    table, queries = filled(size), unit(torch.randn(ROWS, DIM))
+    key = (0, torch.tensor(0), 0)
+    with Largest() as seen:
+        if what == "winners":
+            table.winners(ROWS, side_of(queries), BETA, key)
+        else:
+            table.informed(16, side_of(queries), BETA, Informed(), key)
+    return seen.bytes
+
+
+def test_memory_does_not_grow_with_the_table(monkeypatch) -> None:
+    """Beyond the table: a chunk of logits; informed draws also a probability per key."""
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", 1 << 12)
+    assert largest(20_000, "winners") == largest(80_000, "winners") <= 8 << 12
+    assert (
+        largest(80_000, "informed") <= 80_000 * 8
+    )  # float64, once per key; ROWS times that before
+    assert largest(80_000, "informed") > 80_000 * 4  # and the measure does see it
+
+
+@pytest.mark.statistical
+def test_winners_are_draws_from_the_stale_softmax(monkeypatch) -> None:
+    """20,000 draws of one row against its softmax, across chunks; false alarm 1e-4."""
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", 7 * 20_000)
+    table = filled(12)
+    query = unit(torch.randn(1, DIM, generator=torch.Generator().manual_seed(2)))
+    side = side_of(query.expand(20_000, -1))
+    side = Side(**{**side.__dict__, "positive_ids": torch.full((20_000,), 4)})
+    ids, log_sum = table.winners(20_000, side, BETA, (0, torch.tensor(0), 0))
+    logits = (BETA * query @ table.embeddings.T)[0].double()
+    logits[4] = -math.inf
+    counts = torch.bincount(ids, minlength=12)
+    assert counts[4] == 0
+    kept = torch.arange(12) != 4
+    expected = logits.softmax(0)[kept] * 20_000
+    assert stats.chisquare(counts[kept].numpy(), expected.numpy()).pvalue > 1e-4
+    assert torch.allclose(log_sum, logits.logsumexp(0).float().expand(20_000), atol=1e-5)
+    flat = torch.bincount(torch.randint(0, 11, (20_000,)), minlength=11)  # a planted uniform draw
+    assert stats.chisquare(flat.numpy(), expected.numpy()).pvalue < 1e-6
+
+
+@pytest.mark.parametrize("build", [NegativeCacheLoss, EMC2Loss])
+def test_what_a_step_encodes_is_written(build) -> None:
+    """The batch, carried states, draws, and the share that is due; the rest stays zero."""
+    options = {"refresh": 0.1} if build is NegativeCacheLoss else {"proposals": Informed(3)}
+    loss_fn = build(SIZE, BETA, views="paired", symmetric=False, **options)
+    z = unit(torch.randn(SIZE, DIM, generator=torch.Generator().manual_seed(0)))
+    index, asked = torch.arange(20, 25), []
+
+    def encode(ids: Tensor) -> Tensor:
+        asked.append(ids)
+        return z[ids]
+
+    loss_fn(z[index], z[index], index, encode=encode)
+    table = loss_fn.tables[0].embeddings
+    written = torch.zeros(SIZE, dtype=torch.bool)
+    written[torch.cat([index, *asked])] = True
+    assert torch.allclose(table[written], z[written], atol=1e-6)
+    assert (table[~written] == 0).all() and (~written).any()
+    loss_fn.fill(lambda ids: z[ids], chunk=10)
+    assert torch.allclose(table := loss_fn.tables[0].embeddings, z, atol=1e-6) and len(table)
+
+
+def test_a_round_of_refreshes() -> None:
+    loss_fn = NegativeCacheLoss(SIZE, refresh=0.25)
+    z = unit(torch.randn(SIZE, DIM, generator=torch.Generator().manual_seed(0)))
+    seen = []
+    for _ in range(4):
+        want = next(w for w in loss_fn.request([1, 2]).wants if not w.gradient)
+        seen += want.ids.tolist()
+        loss_fn(z[[1, 2]], z[[1, 2]], [1, 2], encode=lambda ids: z[ids])
+    assert seen == [i % SIZE for i in range(60)]
