@@ -311,7 +311,9 @@ class ContrastiveLoss(Stateful):
         return first, second.encode(encode)
 
     def _check(self, call: Call, requests: Sequence[Request]) -> None:
-        """Refuse requests that are not this call's."""
+        """Refuse draws nobody asked for, and requests that are not this call's."""
+        if call.draw is not None and not isinstance(self.proposals, Given):
+            raise ValueError("draw= goes with proposals=Given() at construction; leave it out")
         for request in requests:
             if request.owner is not self:
                 raise ValueError("this request was made by another loss; ask this one")
@@ -365,10 +367,7 @@ class ContrastiveLoss(Stateful):
         batch = self._checked(call)
         alone = isinstance(self.proposals, (Uniform, Given)) and self.proposals.alone
         sides = self._sides(batch, use_batch=not alone, **layout)
-        if isinstance(self.proposals, InBatch):
-            if call.draw is not None:
-                raise ValueError("draw= goes with proposals=Given() at construction; leave it out")
-        else:
+        if not isinstance(self.proposals, InBatch):
             draws_of = self._draws(call, requests)
             sides = [
                 self._with_draw(side, *pair) for side, pair in zip(sides, draws_of, strict=True)

@@ -337,10 +337,10 @@ class EMC2Loss(ContrastiveLoss):
         ends = {"global_loss_low": low, "global_loss_high": high, "global_loss": middle}
         positive = positive.detach()
         for name, log_partition in ends.items():
-            gap = torch.where(log_partition > -math.inf, log_partition - positive, 0.0)
+            gap = log_partition - positive
             if self.denominator == "all":
                 gap = torch.nn.functional.softplus(gap)
-            visit.note({name: gap.mean()})
+            visit.note({name: torch.where(log_partition > -math.inf, gap, 0.0).mean()})
 
     def _start(
         self,
