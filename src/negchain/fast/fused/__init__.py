@@ -152,7 +152,7 @@ def _both_sides(
     loss_fn: ContrastiveLoss,
     call: Call,
     carried: Sequence[Tensor | None],
-    tables: dict[str, Tensor | None],  # [sides, M, ...]
+    tables: dict[str, Tensor | None],  # [sides, M, ...] each
     settings: dict[str, Any],
 ) -> tuple[Tensor, Numbers]:
     from negchain.fast.fused import function, plan
@@ -170,6 +170,9 @@ def _both_sides(
                 f"an answer must hold embeddings [R, D] = {tuple(z_a.shape)}, "
                 f"got {tuple(held.shape)}"
             )
+        mine: dict[str, Any] = {
+            name: None if table is None else table[side] for name, table in tables.items()
+        }
         one = plan.Plan(
             index=index,
             side=side,
@@ -185,7 +188,7 @@ def _both_sides(
             seed=loss_fn.seed,
             num_samples=loss_fn.num_samples or 2**31 - 1,
             multiplicity=loss_fn.multiplicity,
-            **{name: None if table is None else table[side] for name, table in tables.items()},
+            **mine,
             **settings,
         )
         pair = (z_a, z_b) if side == 0 else (z_b, z_a)
