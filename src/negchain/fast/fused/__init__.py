@@ -74,8 +74,9 @@ def not_applicable(like: Tensor) -> ValueError:
     return ValueError(
         "backend='fused' needs a GPU with Triton, negatives from the batch only (no draws, known=, "
         "num_keys= or stored augmentations), dim= for carried='cached', embeddings in float32, "
-        f"bfloat16 or float16, 2 to {MAX_COLUMNS} of them and count_every=1 unless streaming, and "
-        "then count_every a multiple of 128; "
+        f"bfloat16 or float16, 2 to {MAX_COLUMNS} of them, and for i-SIR count_every=1; "
+        "StreamingEMC2Loss takes more, with count_every a multiple of 128 (or ISIR() with a "
+        "fixed beta); "
         f"got {like.dtype} {tuple(like.shape)} on {like.device}; use backend='auto'"
     )
 

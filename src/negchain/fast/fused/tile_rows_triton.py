@@ -106,7 +106,7 @@ def tile_rows_kernel(
             goes_on = reach > (tl.load(ends_ptr + num_rows + row) if ISIR else logit)
             last = tl.where(goes_on, tl.load(part_last_ptr + num_rows + row), last)
     tl.store(last_ptr + row, last)
-    count = tl.load(num_usable_ptr).to(tl.int32) - tl.load(same_ptr + item)
+    count = tl.maximum(tl.load(num_usable_ptr).to(tl.int32) - tl.load(same_ptr + item), 0)
     old, rate = 0.0, 0.0
     if ALL:
         index = tl.minimum(tl.maximum(tl.load(index_ptr + item), 0), num_samples - 1)
