@@ -288,6 +288,8 @@ class ContrastiveLoss(Reporting):
         with torch.autocast(z_a.device.type, enabled=False):
             if encode is not None:
                 requests = self._encoded(call, encode)
+            if call.draw is not None and not isinstance(self.proposals, Given):
+                raise ValueError("draw= goes with proposals=Given() at construction; leave it out")
             check_requests(self, self._turn, call.index, requests)
             total = self._loss(call, requests)
         if self.training:
@@ -345,10 +347,7 @@ class ContrastiveLoss(Reporting):
         batch = self._checked(call)
         alone = not isinstance(self.proposals, InBatch) and self.proposals.alone
         sides = self._sides(batch, use_batch=not alone, **layout)
-        if isinstance(self.proposals, InBatch):
-            if call.draw is not None:
-                raise ValueError("draw= goes with proposals=Given() at construction; leave it out")
-        else:
+        if not isinstance(self.proposals, InBatch):
             draws_of = self._draws(call, requests)
             sides = [
                 with_draw(side, *pair, self.num_ids, self.normalize)

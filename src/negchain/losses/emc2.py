@@ -334,8 +334,9 @@ class EMC2Loss(ContrastiveLoss):
 
         def mean_of(log_partition: Tensor) -> Number:
             def mean() -> Tensor:
-                gap = torch.where(log_partition > -math.inf, log_partition - positive, 0.0)
-                return (F.softplus(gap) if self.denominator == "all" else gap).mean()
+                gap = log_partition - positive
+                gap = F.softplus(gap) if self.denominator == "all" else gap
+                return torch.where(log_partition > -math.inf, gap, 0.0).mean()
 
             return mean
 

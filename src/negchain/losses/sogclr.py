@@ -97,7 +97,7 @@ class SogCLRLoss(ContrastiveLoss):
 
     def _loss(self, call: Call, requests: Sequence[Request]) -> Tensor:
         if fused.applies_in_batch(self, call):
-            value, self._info = fused.in_batch(self, call, tables=self.log_u, gamma=self.gamma)
+            value, self._info = fused.in_batch(self, call, log_u=self.log_u, gamma=self.gamma)
             return value
         if self.backend == "fused":
             raise fused.not_applicable(call.z_a)

@@ -212,7 +212,9 @@ def _sweep(
     )
     burn_in: int | Tensor = skipped
     if kernel.count_every > 1:
-        burn_in = int(num_columns * kernel.burn_in + 1e-3)
+        share = kernel.burn_in
+        burn_in = int(share if share >= 1 else num_columns * share + 1e-3)
+        burn_in = min(burn_in, num_columns - 1)  # nothing left to count: the final state counts
     if number > 0:  # draws come in a random order as they are
         return mh_scan(logits, start, log_u, burn_in, sampler.backend, kernel.count_every)
     order = draws.permutation(seed, step, draws.STREAM_ORDER + stream, num_columns)

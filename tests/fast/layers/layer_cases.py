@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torchvision.models.resnet import BasicBlock, ResNet
 
+from interpreter import hurry
 from negchain.fast.layers import (
     FasterLayers,
     WeightGradients,
@@ -327,10 +328,7 @@ def main() -> None:
     """Check everything and print what was found."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    sys.path.append(str(Path(__file__).parents[2] / "core"))
-    from fused_cases import _hurry
-
-    _hurry()
+    hurry()
     found = {}
     for check in CHECKS:
         try:

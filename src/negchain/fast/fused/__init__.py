@@ -17,6 +17,7 @@ Metropolis-Hastings comparison within rounding of a tie may fall the other way.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,6 @@ from negchain.losses.settings import ISIR, MH, InBatch
 if TYPE_CHECKING:
     from negchain.fast.fused.plan import Numbers
     from negchain.losses.base import Call, ContrastiveLoss
-    from negchain.losses.chains import ChainTable
     from negchain.losses.emc2 import EMC2Loss
 
 MAX_COLUMNS = 1024  # a row's columns that fit into one program's registers
@@ -75,8 +75,9 @@ def not_applicable(like: Tensor) -> ValueError:
     return ValueError(
         "backend='fused' needs a GPU with Triton, negatives from the batch only (no draws, known=, "
         "num_keys= or stored augmentations), dim= for carried='cached', embeddings in float32, "
-        f"bfloat16 or float16, 2 to {MAX_COLUMNS} of them and count_every=1 unless streaming, and "
-        "then count_every a multiple of 128; "
+        f"bfloat16 or float16, 2 to {MAX_COLUMNS} of them, and for i-SIR count_every=1; "
+        "StreamingEMC2Loss takes more, with count_every a multiple of 128 (or ISIR() with a "
+        "fixed beta); "
         f"got {like.dtype} {tuple(like.shape)} on {like.device}; use backend='auto'"
     )
 
@@ -89,44 +90,47 @@ def _size_applies(loss_fn: EMC2Loss, size: int) -> bool:
     learned = isinstance(loss_fn.beta, Tensor)
     if dense:
         return size >= 2 and not learned  # its tiles do not add up what beta's gradient needs
-    absolute = isinstance(kernel, MH) and kernel.burn_in >= 1
-    return size >= 2 and kernel.count_every % 128 == 0 and not absolute
+    return size >= 2 and kernel.count_every % 128 == 0
 
 
 def carried_ids(loss_fn: EMC2Loss, side: int, index: Tensor) -> Tensor:  # [B] -> [B]
     """Ids of the carried states of a batch, for the caller to encode."""
     from negchain.fast.fused import forward
 
-    return forward.carried_ids(loss_fn.chains, side, index)
+    return forward.carried_ids(loss_fn.chains.states[side], side, index, loss_fn.seed)
 
 
 def emc2(loss_fn: EMC2Loss, call: Call, carried: Sequence[Tensor | None]) -> tuple[Tensor, Numbers]:
     """The EMC² loss of a batch, [], and its numbers for `info`; in training the chains move."""
-    kernel = loss_fn.kernel
+    kernel, chains, beta = loss_fn.kernel, loss_fn.chains, loss_fn.beta
+    if loss_fn.carried == "cached":
+        chains.check_width(call.z_a.shape[1])
+    running = loss_fn.denominator == "all"
+    tables = {
+        "states": chains.states,
+        "keys": chains.keys if loss_fn.carried == "cached" else None,
+        "running": loss_fn.log_partition if running else None,
+    }
     settings = {
         "weighting": "mh" if isinstance(kernel, MH) else "isir",
-        "burn_in": kernel.burn_in if isinstance(kernel, MH) else 0.0,
+        "burn_in": float(kernel.burn_in) if isinstance(kernel, MH) else 0.0,
         "count_every": kernel.count_every,
         "partition_rate": loss_fn.partition_rate,
         "stream": loss_fn.streams,
-        "bounded": loss_fn.normalize
-        and not isinstance(loss_fn.beta, Tensor)
-        and loss_fn.beta <= 75,
+        "bound": math.inf if isinstance(beta, Tensor) or not loss_fn.normalize else beta,
+        "seen": loss_fn.seen if running else None,
     }
-    has_tables = loss_fn.denominator == "all"
-    tables = loss_fn.log_partition if has_tables else None
-    seen = loss_fn.seen if has_tables else None
-    return _both_sides(loss_fn, call, carried, tables, {**settings, "seen": seen})
+    return _both_sides(loss_fn, call, carried, tables, settings)
 
 
 def in_batch(
     loss_fn: ContrastiveLoss,
     call: Call,
     *,
-    tables: Tensor | None = None,
+    log_u: Tensor | None = None,
     gamma: float = 0.0,
 ) -> tuple[Tensor, Numbers]:
-    """InfoNCE, DCL or (with `tables`, its moving averages [sides, M]) SogCLR of a batch."""
+    """InfoNCE, DCL or (with `log_u`, its moving averages [sides, M]) SogCLR of a batch."""
     size, device = len(call.z_a), call.z_a.device
     index = call.index
     if index is None:
@@ -136,7 +140,9 @@ def in_batch(
     index = as_ids("index", index, size, device)
     if loss_fn.num_samples is None:  # any integers will do: only which are equal matters
         index = torch.searchsorted(index.sort().values, index)
-    settings = {"weighting": "softmax" if tables is None else "sogclr", "gamma": gamma}
+    weighting = "softmax" if log_u is None else "sogclr"
+    settings = {"weighting": weighting, "gamma": gamma, "seen": None}
+    tables = {"states": None, "keys": None, "running": log_u}
     none: list[Tensor | None] = [None] * loss_fn.num_sides
     total, numbers = _both_sides(
         loss_fn, dataclasses.replace(call, index=index), none, tables, settings
@@ -150,19 +156,16 @@ def _both_sides(
     loss_fn: ContrastiveLoss,
     call: Call,
     carried: Sequence[Tensor | None],
-    tables: Tensor | None,
+    tables: dict[str, Tensor | None],  # [sides, M, ...] each
     settings: dict[str, Any],
 ) -> tuple[Tensor, Numbers]:
     from negchain.fast.fused import function, plan
 
     z_a, z_b = call.z_a, call.z_b
     check_shapes(z_a, z_b, call.key_index, loss_fn.num_keys)
-    chains: ChainTable | None = getattr(loss_fn, "chains", None)
-    if chains is not None and chains.keep == "cached":
-        chains.check_width(z_a.shape[1])
     assert call.index is not None
     index = as_ids("index", call.index, len(z_a), z_a.device)
-    shared, unknown = loss_fn.views == "shared", 2**31 - 1
+    shared = loss_fn.views == "shared"
     results = []
     counts = loss_fn.training and settings["weighting"] != "softmax"
     for side, held in enumerate(carried):
@@ -171,15 +174,15 @@ def _both_sides(
                 f"an answer must hold embeddings [R, D] = {tuple(z_a.shape)}, "
                 f"got {tuple(held.shape)}"
             )
+        mine: dict[str, Any] = {
+            name: None if table is None else table[side] for name, table in tables.items()
+        }
         one = plan.Plan(
             index=index,
-            own=index,
-            chains=chains,
             side=side,
             step=loss_fn.step,
             counts=counts and side == loss_fn.num_sides - 1,
             faults=loss_fn.faults,
-            running=None if tables is None else tables[side],
             dim=z_a.shape[1],
             denominator=loss_fn.denominator,
             shared=shared,
@@ -187,9 +190,9 @@ def _both_sides(
             normalize=loss_fn.normalize,
             training=loss_fn.training,
             seed=loss_fn.seed,
-            num_samples=loss_fn.num_samples or unknown,
-            num_keys=loss_fn.num_positions or unknown,
+            num_samples=loss_fn.num_samples or 2**31 - 1,
             multiplicity=loss_fn.multiplicity,
+            **mine,
             **settings,
         )
         pair = (z_a, z_b) if side == 0 else (z_b, z_a)

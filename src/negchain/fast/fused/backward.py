@@ -46,7 +46,7 @@ def backward(
     layout_triton.finish_kernel[(size,)](
         a,
         b,
-        walked.held if plan.carried == "cached" else given(carried, a),
+        given(carried, a) if plan.keys is None else walked.held,
         grad_queries,
         grad_pool,
         walked.column,
@@ -74,7 +74,7 @@ def backward(
 
 
 def _dense_products(weights: Tensor, plan: Plan, walked: Walked) -> tuple[Tensor, Tensor]:
-    if plan.chains is None:  # every row weighs all columns
+    if plan.states is None:  # every row weighs all columns
         return weights @ walked.pool, weights.mT @ walked.queries
     groups, columns = (plan.views if plan.shared else 1), plan.num_columns
     stride = walked.pool.shape[1]
@@ -148,9 +148,10 @@ def _panel_products(plan: Plan, walked: Walked) -> tuple[Tensor, Tensor]:
             weights = torch.empty(count, columns, dtype=pool.dtype, device=pool.device)
             tiles_triton.panel_kernel[(columns // tile, triton.cdiv(count, block))](
                 *operands(walked),
-                plan.own,
+                plan.index,
                 walked.pool_ids,
                 walked.penalty,
+                walked.repeated,
                 walked.joint,
                 walked.pull,
                 walked.beta,
@@ -159,7 +160,7 @@ def _panel_products(plan: Plan, walked: Walked) -> tuple[Tensor, Tensor]:
                 count,
                 size,
                 columns,
-                plan.num_keys,
+                plan.num_samples,
                 **shape(walked),
             )
             panel = slice(first, first + count)

@@ -50,19 +50,17 @@ def commit_kernel(
     index_ptr,
     valid_ptr,
     last_ptr,  # [N] column of the final state in its block, -1: unmoved
-    last_logit_ptr,  # [N]
     pool_ptr,  # [blocks*K,P]
     pool_ids_ptr,
     running_ptr,  # [N] running log partition
     same_ptr,  # [B] items with the item's chain, where COUNTED
-    beta_ptr,
     step_ptr,
-    stats_ptr,  # [7,N] values of the rows first
+    stats_ptr,  # [8,N] values of the rows first
     value_ptr,  # [] out: their mean
     moved_ptr,  # [B] out: valid and moved, valid
     counter_ptr,  # the caller's step, changed where COUNTS
+    seen_ptr,  # and its count of samples, where COUNTS and SEEN
     states_ptr,  # state tables, changed where TRAIN
-    scores_ptr,
     keys_ptr,
     log_partition_ptr,
     faults_ptr,
@@ -85,6 +83,7 @@ def commit_kernel(
     TRAIN: tl.constexpr,
     ROWS: tl.constexpr,
     COUNTS: tl.constexpr,
+    SEEN: tl.constexpr,
 ):
     """Write the state tables, count faults, note who moved; the last program sums the values."""
     if tl.program_id(0) == tl.num_programs(0) - 1:
@@ -95,6 +94,8 @@ def commit_kernel(
         tl.store(value_ptr, tl.sum(total, 0) / num_rows)
         if COUNTS:
             tl.store(counter_ptr, tl.load(step_ptr) + 1)
+            if SEEN:
+                tl.store(seen_ptr, tl.load(seen_ptr) + num_items)
         return
     item = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
     there = item < num_items
@@ -135,9 +136,6 @@ def commit_kernel(
         if CARRIED != "none":
             state = tl.load(pool_ids_ptr + column, mask=moved, other=0)
             tl.store(states_ptr + chain, state.to(states_ptr.dtype.element_ty), mask=moved)
-        if CARRIED == "score":
-            logit = tl.load(last_logit_ptr + row, mask=moved, other=0.0)
-            tl.store(scores_ptr + chain, logit / tl.load(beta_ptr), mask=moved)
         if CARRIED == "cached":
             depth = tl.arange(0, WIDTH)[None, :]
             block = row // num_items if SHARED else row * 0

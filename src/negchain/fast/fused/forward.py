@@ -24,26 +24,23 @@ from negchain.fast.fused import (
 )
 from negchain.fast.fused.plan import Plan, Walked, given
 from negchain.fast.fused.tiles import walk_tiles
-from negchain.losses.chains import ChainTable
 
 COMMITTED = 8  # items per program that stores: 8 x 1,024 pairs fit into its registers
 WIDTH_OF_A_WARP = 512  # an item's numbers of one embedding; one warp needs no barriers
 
 
-def carried_ids(chains: ChainTable, side: int, index: Tensor) -> Tensor:  # [B] -> [B] int64
-    """`ChainTable.ids` in one launch."""
+def carried_ids(states: Tensor, side: int, index: Tensor, seed: int) -> Tensor:  # -> [B] int64
+    """`ChainTable.ids` in one launch, from the states [M] of a side."""
     ids = torch.empty_like(index)
     items = 128
     layout_triton.ids_kernel[(triton.cdiv(len(index), items),)](
         ids,
         index,
-        chains.states[side],
-        draws.seed_key(chains.seed),
+        states,
+        draws.seed_key(seed),
         len(index),
-        chains.num_states,
-        chains.states.shape[1],
+        len(states),
         SIDE=side,
-        OWN=chains.own,
         ITEMS=items,
         num_warps=4,
     )
@@ -56,11 +53,13 @@ def walk(
     """What the backward pass needs, and the value, []; in training mode state changes."""
     walked, start_logit, start_similarity, positive, valid = _prepare(a, b, carried, beta, plan)
     same = plan.index  # unused where it is not counted
-    if plan.chains is None:
+    if plan.weighting == "isir":
+        walked.repeated = ranks.repeated(plan.index, valid)
+    if plan.states is None:
         _in_batch(walked, positive, plan)
     elif plan.stream:
         same = ranks.num_equal(plan.index, valid)
-        walk_tiles(walked, start_logit, start_similarity, positive, valid, same, plan)
+        walk_tiles(walked, start_logit, start_similarity, positive, same, plan)
     else:
         _rows(walked, start_logit, start_similarity, positive, plan)
     return walked, _commit(walked, valid, same, plan)
@@ -71,25 +70,22 @@ def _commit(walked: Walked, valid: Tensor, same: Tensor, plan: Plan) -> Tensor:
     size, rows, dim = len(plan.index), len(walked.pull), plan.dim
     value = walked.pull.new_empty(())
     unused = walked.pull
-    states, scores, keys = _tables(plan, unused)
     commit_triton.commit_kernel[(triton.cdiv(size, COMMITTED) + 1,)](
         plan.index,
         valid,
         walked.last,
-        walked.last_logit,
         walked.pool,
         walked.pool_ids,
         walked.running,
         same,
-        walked.beta,
         walked.step,
         walked.stats,
         value,
         walked.moved,
         plan.step,
-        states,
-        scores,
-        keys,
+        given(plan.seen, unused),
+        given(plan.states, unused),
+        given(plan.keys, unused),
         given(plan.running, unused),
         plan.faults,
         draws.seed_key(plan.seed),
@@ -111,21 +107,10 @@ def _commit(walked: Walked, valid: Tensor, same: Tensor, plan: Plan) -> Tensor:
         TRAIN=plan.training,
         ROWS=min(2048, triton.next_power_of_2(rows)),
         COUNTS=plan.counts,
+        SEEN=plan.seen is not None,
         num_warps=1 if size <= 256 else 4,
     )
     return value
-
-
-def _tables(plan: Plan, unused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """States, scores and cached embeddings of the chains, where there are any."""
-    if plan.chains is None:
-        return unused, unused, unused
-    chains, side = plan.chains, plan.side
-    return (
-        chains.states[side],
-        chains.scores[side] if plan.carried == "score" else unused,
-        chains.keys[side] if plan.carried == "cached" else unused,
-    )
 
 
 def _prepare(
@@ -147,9 +132,9 @@ def _prepare(
         times = ranks.times(plan.seed, plan.step, draws.STREAM_ORDER + 16 * plan.side, size)
     in_batch = times
     if plan.weighting == "isir":
-        assert plan.chains is not None
-        held = carried_ids(plan.chains, plan.side, plan.index)
-        in_batch = ranks.among(held, plan.own)
+        assert plan.states is not None
+        held = carried_ids(plan.states, plan.side, plan.index, plan.seed)
+        in_batch = ranks.among(held, plan.index)
 
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -165,27 +150,24 @@ def _prepare(
         norms=new(3, size),
         pull=new(rows),
         carried_weight=new(rows),
-        stats=new(7, rows),
+        stats=new(8, rows),
         moved=new(2, size),
         last=new(rows, dtype=torch.int32),
-        last_logit=new(rows),
         running=new(rows),
         held=new(size, dim) if plan.carried == "cached" else new(0),
+        repeated=plan.index,  # unless there is i-SIR
     )
-    start_logit, start_similarity, positive = new(rows), new(rows), new(size)
+    start_logit, start_similarity, positive = new(2, rows), new(rows), new(size)
     valid = new(size, dtype=torch.int32)
-    states, scores, keys = _tables(plan, positive)
     width = triton.next_power_of_2(stride)
     items = triton.next_power_of_2(size) if times_from == "count" else 1
     layout_triton.prepare_kernel[(columns,)](
         a,
         b,
-        keys if plan.carried == "cached" else given(carried, positive),
-        scores,
+        given(carried if plan.keys is None else plan.keys, positive),
         plan.index,
-        plan.own,
         in_batch,
-        states,
+        given(plan.states, positive),
         times,
         plan.step,
         walked.beta,
@@ -206,7 +188,6 @@ def _prepare(
         size,
         columns,
         plan.num_samples,
-        plan.num_keys,
         SIDE=plan.side,
         D=dim,
         WIDTH=width,
@@ -218,7 +199,6 @@ def _prepare(
         TIMES=times_from,
         TILE=tiles_triton.TILE if plan.stream else 1,
         CHECK_BATCH=plan.weighting == "isir",
-        OWN=plan.chains is None or plan.chains.own,
         NORMALIZE=plan.normalize,
         FIXED=not isinstance(beta, Tensor),
         num_warps=max(1, min(8, max(width, items) // WIDTH_OF_A_WARP)),
@@ -233,7 +213,6 @@ def _in_batch(walked: Walked, positive: Tensor, plan: Plan) -> None:
     tile = triton.next_power_of_2(max(plan.blocks * columns, 16))
     in_batch_triton.in_batch_kernel[(rows,)](
         similarity,
-        plan.own,
         plan.index,
         walked.pool_ids,
         walked.penalty,
@@ -245,11 +224,11 @@ def _in_batch(walked: Walked, positive: Tensor, plan: Plan) -> None:
         walked.running,
         walked.last,
         walked.stats,
+        plan.faults,
         rows,
         size,
         columns,
         plan.num_samples,
-        plan.num_keys,
         plan.gamma,
         plan.log_negatives,
         TILE=tile,
@@ -273,14 +252,15 @@ def _rows(
     tile = triton.next_power_of_2(max(columns, 16))
     rows_triton.rows_kernel[(rows,)](
         similarity,
-        plan.own,
         plan.index,
         walked.pool_ids,
         walked.penalty,
+        walked.repeated,
         positive,
         start_logit,
         start_similarity,
         given(plan.running, walked.pull),
+        given(plan.seen, walked.pull),
         walked.beta,
         walked.step,
         walked.weights,
@@ -288,14 +268,13 @@ def _rows(
         walked.carried_weight,
         walked.running,
         walked.last,
-        walked.last_logit,
         walked.stats,
+        plan.faults,
         draws.seed_key(plan.seed),
         rows,
         size,
         columns,
         plan.num_samples,
-        plan.num_keys,
         plan.burn_in,
         plan.count_every,
         plan.log_negatives,
@@ -304,7 +283,6 @@ def _rows(
         TILE=tile,
         BLOCKS=plan.blocks,
         ISIR=plan.weighting == "isir",
-        TRAINED=plan.carried != "score",
         ALL=plan.running is not None,
         num_warps=max(1, min(4, tile // 256)),
     )

@@ -11,13 +11,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from negchain.fast.fused.objective_triton import log_add_exp, log_sum_exp, masked_logits
+from negchain.fast.fused.objective_triton import (
+    count_lonely,
+    log_add_exp,
+    log_sum_exp,
+    masked_logits,
+    row_value,
+)
 
 
 @triton.jit
 def in_batch_kernel(
     similarity_ptr,  # [N,C]
-    own_ptr,  # [B]
     index_ptr,  # [B]
     pool_ids_ptr,  # [K]
     penalty_ptr,  # [K]
@@ -28,12 +33,12 @@ def in_batch_kernel(
     pull_ptr,  # [N]
     running_ptr,  # [N] SogCLR: the new average
     last_ptr,  # [N] no chain moves
-    stats_ptr,  # [7,N] value, global minus in-batch partition, -, -, -, negatives, drive
+    stats_ptr,  # [8,N] value, -, -, -, low, negatives, drive, -
+    faults_ptr,
     num_rows,
     num_items,
     num_columns,
     num_samples,
-    num_keys,
     gamma,
     log_negatives,
     TILE: tl.constexpr,
@@ -47,35 +52,36 @@ def in_batch_kernel(
     lane = tl.arange(0, TILE)
     inside = lane < BLOCKS * num_columns
     beta = tl.load(beta_ptr)
-    own = tl.minimum(tl.maximum(tl.load(own_ptr + item), 0), num_keys - 1)
+    own = tl.minimum(tl.maximum(tl.load(index_ptr + item), 0), num_samples - 1)
     at = row.to(tl.int64) * (BLOCKS * num_columns) + lane
     column = lane % num_columns
-    logit = masked_logits(
+    logit, usable = masked_logits(
         similarity_ptr + at, pool_ids_ptr + column, penalty_ptr + column, inside, own, beta
     )
-    count = tl.sum((logit > float("-inf")).to(tl.int32), 0)
+    count = tl.sum(usable.to(tl.int32), 0)
     log_count = tl.log(tl.maximum(count, 1).to(tl.float32))
     log_sum = log_sum_exp(logit)
     has_negatives = log_sum > float("-inf")
+    count_lonely(faults_ptr, has_negatives)
     gap = log_negatives - log_count  # of the global estimate to the batch's own sum
     positive = tl.load(positive_ptr + item)
-    shift, value, saturation = log_sum, log_sum, log_sum
+    shift, log_partition, saturation = log_sum, log_sum, log_sum
     running = log_sum
     if SOGCLR:
-        index = tl.minimum(tl.maximum(tl.load(index_ptr + item), 0), num_samples - 1)
-        old, mean = tl.load(log_u_ptr + index), log_sum - log_count
+        old, mean = tl.load(log_u_ptr + own), log_sum - log_count
         mixed = log_add_exp(old + tl.log(1 - gamma), mean + tl.log(gamma))
         running = tl.where(old > float("-inf"), mixed, mean)
         running = tl.where(has_negatives, running, old)
         shift = running + log_count
-        value = log_sum + gap
+        log_partition = log_sum + gap
         saturation = running + log_negatives
-    value -= beta * positive
     pull = tl.where(has_negatives, 1.0, 0.0)
     if ALL:
-        value = tl.maximum(value, 0.0) + tl.log(1 + tl.exp(-tl.abs(value)))
         pull *= 1 / (1 + tl.exp(beta * positive - saturation))
-    value = tl.where(has_negatives, value, 0.0) + positive * 0
+    value = row_value(log_partition, beta * positive, ALL) + positive * 0
+    low = value
+    if not SOGCLR:
+        low += tl.where(has_negatives, gap, 0.0)
     weights = tl.exp(logit - tl.where(shift > float("-inf"), shift, 0.0))
     scale = pull * beta / num_rows
     tl.store(weights_ptr + at, weights * scale, mask=inside)
@@ -85,6 +91,6 @@ def in_batch_kernel(
     tl.store(running_ptr + row, running)
     tl.store(last_ptr + row, -1)
     tl.store(stats_ptr + row, value)
-    tl.store(stats_ptr + num_rows + row, gap)
+    tl.store(stats_ptr + 4 * num_rows + row, low)
     tl.store(stats_ptr + 5 * num_rows + row, mass * mass / tl.maximum(squares, 1e-37))
     tl.store(stats_ptr + 6 * num_rows + row, drive * pull)

@@ -20,10 +20,12 @@ import triton.language as tl
 
 from negchain import draws
 from negchain.fast import draws_triton as hashed
+from negchain.losses import batch
 
 STREAM_ORDER = tl.constexpr(draws.STREAM_ORDER)
 STREAM_INIT = tl.constexpr(draws.STREAM_INIT)
 STREAM_COPY = tl.constexpr(draws.STREAM_COPY)
+SHORTEST = tl.constexpr(batch.SHORTEST)
 
 
 @triton.jit
@@ -34,11 +36,17 @@ def _load(z_ptr, at, mask):
 
 @triton.jit
 def _unit(z, NORMALIZE: tl.constexpr):
-    """A row at unit length, and its norm."""
-    norm = tl.maximum(tl.sqrt(tl.sum(z * z, 0)), 1e-12)
+    """A row at unit length (`losses.batch.as_embedding`), and its norm."""
+    norm = tl.sqrt(tl.sum(z * z, 0))
+    return _divided(z, norm, NORMALIZE), norm
+
+
+@triton.jit
+def _divided(z, norm, NORMALIZE: tl.constexpr):
+    """z / |z|; a vector without a direction stays 0."""
     if NORMALIZE:
-        z = z / norm
-    return z, norm
+        z = tl.where(norm <= SHORTEST, 0.0, z / tl.where(norm <= SHORTEST, 1.0, norm))
+    return z
 
 
 @triton.jit
@@ -59,16 +67,15 @@ def heads(seed_key, step, row, column, STREAM: tl.constexpr):
 
 
 @triton.jit
-def carried_ids(states_ptr, chain, seed_key, num_states, SIDE: tl.constexpr, OWN: tl.constexpr):
+def carried_ids(states_ptr, chain, seed_key, num_states, SIDE: tl.constexpr):
     """`ChainTable.ids`: the stored state, or the initial draw of a chain that never moved."""
     held = tl.load(states_ptr + chain).to(tl.int64)
     key = hashed.stream_key(seed_key, chain * 0 + SIDE, STREAM_INIT)
     drawn_bits = hashed.bits(hashed.hash_row(chain, key), hashed.hash_column(chain * 0, key))
-    choices = num_states - 1 if OWN else num_states
+    choices = num_states - 1  # not the chain's own item
     u = (drawn_bits.to(tl.float64) + 0.5) * 4.656612873077393e-10
     drawn = tl.minimum((u * choices).to(tl.int64), choices - 1)
-    if OWN:
-        drawn = tl.where(drawn >= chain, drawn + 1, drawn)
+    drawn = tl.where(drawn >= chain, drawn + 1, drawn)
     return tl.where(held >= 0, held, drawn)
 
 
@@ -79,18 +86,16 @@ def ids_kernel(
     states_ptr,
     seed_key,
     num_items,
-    num_states,
-    num_chains,
+    num_samples,
     SIDE: tl.constexpr,
-    OWN: tl.constexpr,
     ITEMS: tl.constexpr,
 ):
     """Ids of the carried states of ITEMS items of a batch, for the caller to encode."""
     item = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
     there = item < num_items
     index = tl.load(index_ptr + item, mask=there, other=0)
-    chain = tl.minimum(tl.maximum(index, 0), num_chains - 1)
-    held = carried_ids(states_ptr, chain, seed_key, num_states, SIDE, OWN)
+    chain = tl.minimum(tl.maximum(index, 0), num_samples - 1)
+    held = carried_ids(states_ptr, chain, seed_key, num_samples, SIDE)
     tl.store(ids_ptr + item, held, mask=there)
 
 
@@ -99,9 +104,7 @@ def prepare_kernel(
     a_ptr,  # [B,D] anchors, or first view
     b_ptr,  # [B,D] keys, or second view
     carried_ptr,  # "encode" [B,D], "cached" the table [M,D], else unused
-    scores_ptr,  # "score" the table [M]
-    index_ptr,  # [B] chain of each item
-    own_ptr,  # [B] id of its positive (and of its key)
+    index_ptr,  # [B] chain of each item, and id of its key
     in_batch_ptr,  # [B] whether the carried state is an item of the batch (i-SIR)
     states_ptr,
     times_ptr,  # [B] time at which each item is proposed, where it is not counted here
@@ -116,7 +119,7 @@ def prepare_kernel(
     norms_ptr,  # [3,B]
     positive_ptr,  # [B]
     start_similarity_ptr,  # [N]
-    start_logit_ptr,  # [N]
+    start_logit_ptr,  # [2,N] and as the walk sees it
     valid_ptr,  # [B] 2 bits: finite, in range
     held_ptr,  # "cached" [B,D]
     fixed_beta,
@@ -124,7 +127,6 @@ def prepare_kernel(
     num_items,
     num_columns,
     num_samples,
-    num_keys,
     SIDE: tl.constexpr,
     D: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -136,7 +138,6 @@ def prepare_kernel(
     TIMES: tl.constexpr,  # "items", "count" or "given"
     TILE: tl.constexpr,  # columns of a tile are in bit-reversed order; 1: no tiles
     CHECK_BATCH: tl.constexpr,
-    OWN: tl.constexpr,
     NORMALIZE: tl.constexpr,
     FIXED: tl.constexpr,
 ):
@@ -154,7 +155,7 @@ def prepare_kernel(
         return
     step = tl.load(counter_ptr)
     beta = fixed_beta if FIXED else tl.load(beta_ptr)
-    index, own = tl.load(index_ptr + item), tl.load(own_ptr + item)
+    index = tl.load(index_ptr + item)
     time = item
     if TIMES == "given":
         time = tl.load(times_ptr + item).to(tl.int32)
@@ -165,15 +166,12 @@ def prepare_kernel(
     tl.store(step_ptr, step, mask=item == 0)
     if FIXED:
         tl.store(beta_ptr, beta, mask=item == 0)
-    in_range = (index >= 0) & (index < num_samples) & (own >= 0) & (own < num_keys)
+    in_range = (index >= 0) & (index < num_samples)
     chain = tl.minimum(tl.maximum(index, 0), num_samples - 1)
-    own = tl.minimum(tl.maximum(own, 0), num_keys - 1)
     if CARRIED != "none":
-        held_id = carried_ids(states_ptr, chain, seed_key, num_keys, SIDE, OWN)
+        held_id = carried_ids(states_ptr, chain, seed_key, num_samples, SIDE)
     if CARRIED == "cached":
         held = _load(carried_ptr, chain * D + depth, wide)
-    if CARRIED == "score":
-        similarity_a = tl.load(scores_ptr + chain)
 
     a, norm_a = _unit(a, NORMALIZE)
     b, norm_b = _unit(b, NORMALIZE)
@@ -195,7 +193,7 @@ def prepare_kernel(
         time = tl.sum((before & (others < num_items)).to(tl.int32), 0)
     column = _tile_column(time, TILE)
     tl.store(column_ptr + item, column)
-    tl.store(pool_ids_ptr + column, own.to(tl.int32))
+    tl.store(pool_ids_ptr + column, chain.to(tl.int32))
     tl.store(penalty_ptr + column, tl.where(valid, 0.0, float("-inf")))
 
     # ---- rows and columns
@@ -221,27 +219,24 @@ def prepare_kernel(
         positive += 0 * tl.sum(held, 0)
     tl.store(positive_ptr + item, positive)
     if CARRIED != "none":  # ---- the carried state
-        usable = held_id != own
+        usable = held_id != chain
+        walks = usable  # i-SIR: a carried state that is in the batch is counted once
         if CHECK_BATCH:
-            usable = usable & (tl.load(in_batch_ptr + item) == 0)
-        if CARRIED == "score":
-            similarity_b = similarity_a
-        else:
-            if CARRIED == "cached":
-                seen = _all(_is_finite(held))
-                usable = usable & seen
-                held = tl.where(seen, held, 0.0)
-                tl.store(held_ptr + at, held, mask=wide)  # the table may change before `finish`
-            similarity_a, similarity_b = tl.sum(a * held, 0), tl.sum(b * held, 0)
-        logit = similarity_a * beta
-        usable_a = usable & (tl.abs(logit) < float("inf"))
-        tl.store(start_similarity_ptr + item, similarity_a)
-        tl.store(start_logit_ptr + item, tl.where(usable_a, logit, float("-inf")))
-        if VIEWS == 2:
-            logit = similarity_b * beta
-            usable_b = usable & (tl.abs(logit) < float("inf"))
-            tl.store(start_similarity_ptr + num_items + item, similarity_b)
-            tl.store(start_logit_ptr + num_items + item, tl.where(usable_b, logit, float("-inf")))
+            walks = usable & (tl.load(in_batch_ptr + item) == 0)
+        if CARRIED == "cached":
+            seen = _all(_is_finite(held))
+            usable, walks = usable & seen, walks & seen
+            held = tl.where(seen, held, 0.0)
+            tl.store(held_ptr + at, held, mask=wide)  # the table may change before `finish`
+        for view in tl.static_range(VIEWS):
+            similarity = tl.sum((a if view == 0 else b) * held, 0)
+            logit = similarity * beta
+            logit = tl.where(tl.abs(logit) < float("inf"), logit, float("-inf"))
+            row = view * num_items + item
+            tl.store(start_similarity_ptr + row, similarity)
+            tl.store(start_logit_ptr + row, tl.where(usable, logit, float("-inf")))
+            row += VIEWS * num_items
+            tl.store(start_logit_ptr + row, tl.where(walks, logit, float("-inf")))
 
 
 @triton.jit
@@ -301,8 +296,7 @@ def finish_kernel(
         pull += tl.load(pull_ptr + num_items + item)
         second = (num_items + item).to(tl.int64) * STRIDE + depth
         grad_b += tl.load(grad_queries_ptr + second, mask=wide, other=0.0)
-    HELD: tl.constexpr = (CARRIED == "encode") | (CARRIED == "cached")
-    if HELD:
+    if CARRIED != "none":
         held = _load(carried_ptr, at, wide)
         weight_a = tl.load(carried_weight_ptr + item)
         weight_b = 0.0
@@ -320,17 +314,15 @@ def finish_kernel(
     pool_at = (block * num_columns + column).to(tl.int64) * STRIDE + depth
     grad_b += tl.load(grad_pool_ptr + pool_at, mask=wide, other=0.0)
 
-    if NORMALIZE:  # as in `_unit`, whose norms these are
-        a, b = a / norm_a, b / norm_b
+    a, b = _divided(a, norm_a, NORMALIZE), _divided(b, norm_b, NORMALIZE)
     grad_a -= pull * b
     grad_b -= pull * a
     if CARRIED == "encode":
-        if NORMALIZE:
-            held = held / norm
+        held = _divided(held, norm, NORMALIZE)
         grad_held = weight_a * a + weight_b * b
         grad_held = _through_norm(grad_held, held, norm, NORMALIZE) * outer
         tl.store(grad_carried_ptr + at, grad_held, mask=wide)
-    if HELD:
+    if CARRIED != "none":
         grad_a += weight_a * held
         grad_b += weight_b * held
     grad_a = _through_norm(grad_a, a, norm_a, NORMALIZE) * outer
@@ -341,7 +333,7 @@ def finish_kernel(
 
 @triton.jit
 def _through_norm(grad, unit, norm, NORMALIZE: tl.constexpr):
-    """Gradient of z from that of z / |z|."""
+    """Gradient of z from that of z / |z|; none where z has no direction."""
     if NORMALIZE:
-        grad = (grad - tl.sum(grad * unit, 0) * unit) / norm
+        grad = _divided(grad - tl.sum(grad * unit, 0) * unit, norm, NORMALIZE)
     return grad

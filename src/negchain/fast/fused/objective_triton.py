@@ -25,46 +25,63 @@ def log_sum_exp(x):
 
 @triton.jit
 def masked_logits(at, ids_at, penalty_at, mask, own, beta):
-    """Logits of columns, -inf where excluded."""
+    """Logits of columns, -inf where excluded or not finite; and which are not excluded."""
     logit = tl.load(at, mask=mask, other=0.0) * beta
     ids = tl.load(ids_at, mask=mask, other=-2)
-    usable = mask & (tl.load(penalty_at, mask=mask, other=float("-inf")) == 0.0)
-    usable = usable & (ids != own) & (tl.abs(logit) < float("inf"))
-    return tl.where(usable, logit, float("-inf"))
+    usable = mask & (tl.load(penalty_at, mask=mask, other=float("-inf")) == 0.0) & (ids != own)
+    return tl.where(usable & (tl.abs(logit) < float("inf")), logit, float("-inf")), usable
 
 
 @triton.jit
 def row_objective(
     log_sum,  # of the usable columns
     count,  # how many
+    start,  # logit of the carried state, -inf: not usable
     positive,  # similarity to the positive
     beta,
     log_negatives,  # log m_neg
     old,  # running log partition, -inf before the first visit
     rate,  # of the running partition
+    faults_ptr,
     ALL: tl.constexpr,
 ):
-    """The row's value, the factor c_i of its gradient, and the new running partition."""
-    has_negatives = log_sum > float("-inf")
-    log_partition = log_sum + log_negatives - tl.log(tl.maximum(count, 1).to(tl.float32))
-    running = log_partition
+    """The row's value between its bounds, its factor c_i, and the new running partition.
+
+    As `EMC2Loss._weigh`: (low, value, high), c_i, running.
+    """
+    missing = float("-inf")
+    low = log_sum + log_negatives - tl.log(tl.maximum(count, 1).to(tl.float32))
+    high = log_add_exp(log_sum, start) + log_negatives - tl.log((count + 1).to(tl.float32))
+    high = tl.where(start > missing, high, low)
+    middle = tl.where(low > missing, (low + high) / 2, high)
+    fresh = tl.where(low > missing, low, high)
+    running = fresh
     logit = beta * positive
-    value = log_partition - logit
-    pull = tl.where(has_negatives, 1.0, 0.0)
+    pull = tl.where(middle > missing, 1.0, 0.0)
+    count_lonely(faults_ptr, middle > missing)
     if ALL:
-        mixed = log_add_exp(old + tl.log(1 - rate), log_partition + tl.log(rate))
-        running = tl.where(old > float("-inf"), mixed, log_partition)
-        running = tl.where(has_negatives, running, old)
-        value = tl.maximum(value, 0.0) + tl.log(1 + tl.exp(-tl.abs(value)))
+        mixed = log_add_exp(old + tl.log(1 - rate), fresh + tl.log(rate))
+        running = tl.where(old > missing, mixed, fresh)
+        running = tl.where(fresh > missing, running, old)
         pull *= 1 / (1 + tl.exp(logit - running))
     # A positive that is not a number makes the value NaN, which a gradient scaler looks for.
-    return tl.where(has_negatives, value, 0.0) + positive * 0, pull, running
+    value = row_value(middle, logit, ALL) + positive * 0
+    return row_value(low, logit, ALL), value, row_value(high, logit, ALL), pull, running
 
 
 @triton.jit
-def earlier_partition(log_partition_ptr, chain, step, num_items, num_samples, least_rate):
+def row_value(log_partition, logit, ALL: tl.constexpr):
+    """A row's loss against a partition over its negatives; 0 without any."""
+    value = log_partition - logit
+    if ALL:
+        value = tl.maximum(value, 0.0) + tl.log(1 + tl.exp(-tl.abs(value)))
+    return tl.where(log_partition > float("-inf"), value, 0.0)
+
+
+@triton.jit
+def earlier_partition(log_partition_ptr, chain, seen_ptr, num_samples, least_rate):
     """The running log partition before this visit, and the rate at which it follows the new one."""
-    visits = step * num_items // num_samples
+    visits = tl.load(seen_ptr) // num_samples
     rate = tl.maximum(1 / (1 + visits.to(tl.float32)), least_rate)
     return tl.load(log_partition_ptr + chain), rate
 
@@ -73,7 +90,9 @@ def earlier_partition(log_partition_ptr, chain, step, num_items, num_samples, le
 def store_row(
     row,
     num_rows,
+    low,
     value,
+    high,
     pull,
     scale,  # beta / N times pull
     running,
@@ -90,24 +109,28 @@ def store_row(
     carried_weight_ptr,
     running_ptr,
     stats_ptr,
-    TRAINED: tl.constexpr,
 ):
     """What a row of an EMC² walk leaves behind, the carried state joined to its columns."""
     # A chain that had nowhere to go may still sit on an excluded state: that has no weight.
     start_weight = tl.where(start > float("-inf"), start_weight, 0.0)
-    carried = start_weight if TRAINED else start_weight * 0
-    drive = drive - positive
-    if TRAINED:
-        drive += tl.where(carried > 0, carried * tl.load(start_similarity_ptr + row), 0.0)
-    mass = mass + carried
-    squares = squares + carried * carried
+    similarity = tl.load(start_similarity_ptr + row)
+    drive += tl.where(start_weight > 0, start_weight * similarity, 0.0) - positive
+    mass += start_weight
+    squares += start_weight * start_weight
     tl.store(pull_ptr + row, scale)
-    tl.store(carried_weight_ptr + row, carried * scale)
+    tl.store(carried_weight_ptr + row, start_weight * scale)
     tl.store(running_ptr + row, running)
     tl.store(stats_ptr + row, value)
     tl.store(stats_ptr + num_rows + row, moves.to(tl.float32))
     tl.store(stats_ptr + 2 * num_rows + row, steps * 1.0)
     tl.store(stats_ptr + 3 * num_rows + row, start_weight)
-    tl.store(stats_ptr + 4 * num_rows + row, carried)
+    tl.store(stats_ptr + 4 * num_rows + row, low)
     tl.store(stats_ptr + 5 * num_rows + row, mass * mass / tl.maximum(squares, 1e-37))
     tl.store(stats_ptr + 6 * num_rows + row, drive * pull)
+    tl.store(stats_ptr + 7 * num_rows + row, high)
+
+
+@triton.jit
+def count_lonely(faults_ptr, has_negatives):
+    """Note a row without any negative, for `info`."""
+    tl.atomic_add(faults_ptr + 2, 1, mask=has_negatives == 0)

@@ -14,7 +14,6 @@ import triton
 from torch import Tensor
 
 from negchain.fast.fused import tiles_triton
-from negchain.losses.chains import ChainTable
 from negchain.objective import Denominator
 
 Weighting = Literal["mh", "isir", "softmax", "sogclr"]
@@ -25,14 +24,15 @@ Numbers = dict[str, Callable[[], Tensor]]
 class Plan:
     """What one side of one step works with."""
 
-    index: Tensor  # [B] int64, chain of each item
-    own: Tensor  # [B] int64, id of its positive
-    chains: ChainTable | None
+    index: Tensor  # [B] int64, id of each item
     side: int
     step: Tensor  # [] of the caller
-    counts: bool  # whether this side counts it on
-    faults: Tensor  # [2]
+    counts: bool  # whether this side counts it on, and `seen`
+    faults: Tensor  # [3]
+    states: Tensor | None  # [M] where the chains stand; None: no chains
+    keys: Tensor | None  # [M,D] embeddings of their states, with carried="cached"
     running: Tensor | None  # [M] running partition (denominator="all"), SogCLR's moving average
+    seen: Tensor | None  # [] samples seen before, which the running partition's rate follows
     dim: int
     denominator: Denominator
     weighting: Weighting
@@ -42,11 +42,10 @@ class Plan:
     training: bool
     seed: int
     num_samples: int
-    num_keys: int
     multiplicity: int
     stream: bool = False
-    bounded: bool = False  # logits are known to lie in [-beta, beta], beta at most 75
-    burn_in: float = 0.0
+    bound: float = math.inf  # logits are known to lie between minus this and this
+    burn_in: float = 0.0  # a share below 1, or steps
     count_every: int = 1
     partition_rate: float = 0.0
     gamma: float = 0.0  # SogCLR
@@ -64,7 +63,14 @@ class Plan:
     @property
     def carried(self) -> str:
         """How carried states are scored."""
-        return "none" if self.chains is None else self.chains.keep
+        if self.states is None:
+            return "none"
+        return "encode" if self.keys is None else "cached"
+
+    @property
+    def bounded(self) -> bool:
+        """Whether tiles may add up exponentials (and, where all columns weigh, squares) as is."""
+        return self.bound <= (75 if self.is_sparse else 37)
 
     @property
     def num_columns(self) -> int:
@@ -75,7 +81,14 @@ class Plan:
     @property
     def log_negatives(self) -> float:
         """log m_neg."""
-        return math.log(max(self.num_keys - 1, 1) * self.multiplicity)
+        return math.log(max(self.num_samples - 1, 1) * self.multiplicity)
+
+    @property
+    def skipped(self) -> int:
+        """Streaming: counted columns come after this many, an end of a group among them."""
+        size = len(self.index)
+        steps = self.burn_in if self.burn_in >= 1 else size * self.burn_in + 1e-3
+        return min(int(steps), size - 1)
 
 
 @dataclass
@@ -92,42 +105,37 @@ class Walked:
     norms: Tensor  # [3,B]
     pull: Tensor  # [N]
     carried_weight: Tensor  # [N]
-    stats: Tensor  # [7,N] see rows_triton
+    stats: Tensor  # [8,N] see rows_triton
     moved: Tensor  # [2,B] valid and moved, valid
     last: Tensor  # [N]
-    last_logit: Tensor  # [N]
     running: Tensor  # [N]
     held: Tensor  # [B,D] cached embeddings of the carried states; [0] without
+    repeated: Tensor  # [B] i-SIR: which items the batch holds already
     weights: Tensor | None = None  # [N,K] pulled; small batch
     # streaming: columns that have weight [N,S+1], their weights, pulled [N,S+1], how many [N]
     visits: tuple[Tensor, Tensor, Tensor] | None = None
     joint: Tensor | None = None  # [N] streaming i-SIR that weighs all columns
 
     def report(self, plan: Plan) -> Numbers:
-        """Numbers for `info`, computed when somebody looks."""
+        """Numbers for `info`, computed when somebody looks; names and meaning are the twin's.
+
+        Tiles do not know which of their steps were accepted: there `acceptance_rate` is that of one
+        proposal per row, the first of a tile.
+        """
         stats, moved = self.stats, self.moved
-        if plan.weighting == "sogclr":
-            return {
-                "global_loss": lambda: stats[0].mean(),
-                "effective_negatives": lambda: stats[5].mean(),
-            }
-        if plan.weighting == "softmax":
-            return {
-                "global_loss": lambda: (stats[0] + stats[1]).mean(),
-                "effective_negatives": lambda: stats[5].mean(),
-            }
-        rate = "moves_per_tile" if plan.stream and plan.weighting == "mh" else "acceptance_rate"
         numbers: Numbers = {
-            rate: lambda: stats[1].sum() / stats[2].sum().clamp(min=1),
-            "carried_mass": lambda: stats[3].mean(),
-            "dropped_mass": lambda: (stats[3] - stats[4]).mean(),
-            "chain_age": lambda: (moved[1].sum() - moved[0].sum()) / moved[0].sum().clamp(min=1),
+            "global_loss_low": lambda: stats[4].mean(),
             "effective_negatives": lambda: stats[5].mean(),
-            "global_loss": lambda: stats[0].mean(),
         }
-        if plan.stream and not plan.is_sparse:
-            del numbers["effective_negatives"]
-        return numbers
+        if plan.states is None:
+            return numbers
+        return numbers | {
+            "global_loss": lambda: stats[0].mean(),
+            "global_loss_high": lambda: stats[7].mean(),
+            "acceptance_rate": lambda: stats[1].sum() / stats[2].sum().clamp(min=1),
+            "carried_mass": lambda: stats[3].mean(),
+            "chain_age": lambda: (moved[1].sum() - moved[0].sum()) / moved[0].sum().clamp(min=1),
+        }
 
 
 def given(tensor: Tensor | None, unused: Tensor) -> Tensor:

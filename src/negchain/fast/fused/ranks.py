@@ -1,6 +1,6 @@
 """Ranks and counts in a batch: when each item is proposed, and which ids occur how often.
 
-Sorting answers all three questions in B log B, and on a GPU in a dozen launches that each leave
+Sorting answers all these questions in B log B, and on a GPU in a dozen launches that each leave
 most of it idle. Comparing all pairs takes B² of its cheapest operations and one launch.
 
 Shapes: `B` items.
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from negchain import draws
 from negchain.fast.fused import ranks_triton
+from negchain.pool import first_writer
 
 MOST_PAIRED = 16384  # chosen, not measured; beyond, items are sorted: pairs grow as the square
 THREADS = 128
@@ -46,6 +47,16 @@ def num_equal(ids: Tensor, valid: Tensor) -> Tensor:  # [B] int64, [B] int32 -> 
     grid, shape = _launch(len(ids), items=16)
     ranks_triton.num_equal_kernel[grid](same, ids, valid, len(ids), **shape)
     return same
+
+
+def repeated(ids: Tensor, valid: Tensor) -> Tensor:  # [B] int64, [B] int32 -> [B] int32
+    """Which valid items have the id of an earlier valid one; arguments as of `num_equal`."""
+    if len(ids) > MOST_PAIRED:
+        return repeated_sorted(ids, valid)
+    found = torch.empty_like(ids, dtype=torch.int32)
+    grid, shape = _launch(len(ids), items=16)
+    ranks_triton.repeated_kernel[grid](found, ids, valid, len(ids), **shape)
+    return found
 
 
 def among(ids: Tensor, others: Tensor) -> Tensor:  # [B] [B] int64 -> [B] int32
@@ -92,6 +103,18 @@ def num_equal_sorted(ids: Tensor, valid: Tensor) -> Tensor:  # [B] int64, [B] in
     ordered = ids.sort().values
     first = torch.searchsorted(ordered, ids, out_int32=True)
     return torch.searchsorted(ordered, ids, out_int32=True, right=True) - first
+
+
+def repeated_sorted(ids: Tensor, valid: Tensor) -> Tensor:  # [B] int64, [B] int32 -> [B] int32
+    """The readable twin of `repeated`.
+
+    Example:
+        >>> repeated_sorted(torch.tensor([5, 8, 5, 5]), torch.tensor([2, 3, 3, 3])).tolist()
+        [0, 0, 0, 1]
+    """
+    good = valid == 3
+    first = first_writer(ids, good)
+    return (good & (first < torch.arange(len(ids), device=ids.device))).int()
 
 
 def among_sorted(ids: Tensor, others: Tensor) -> Tensor:  # [B] [B] int64 -> [B] int32

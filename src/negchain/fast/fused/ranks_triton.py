@@ -87,6 +87,29 @@ def num_equal_kernel(
 
 
 @triton.jit
+def repeated_kernel(
+    found_ptr,  # [B] out
+    ids_ptr,  # [B] those of valid items in [0, 2^31)
+    valid_ptr,  # [B]
+    num_items,
+    ITEMS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Whether an earlier valid item has an item's id."""
+    items = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
+    mine = _valid_ids(ids_ptr, valid_ptr, items, num_items)
+    counts = tl.zeros((ITEMS, CHUNK), tl.int32)
+    stop = tl.minimum((tl.program_id(0) + 1) * ITEMS, num_items)
+    for begin in tl.range(0, stop, CHUNK, loop_unroll_factor=UNROLL):
+        others = begin + tl.arange(0, CHUNK)
+        ids = _valid_ids(ids_ptr, valid_ptr, others, num_items)
+        equal = (ids[None, :] == mine[:, None]) & (others[None, :] < items[:, None])
+        counts += equal.to(tl.int32)
+    found = (tl.sum(counts, 1) > 0).to(tl.int32)
+    tl.store(found_ptr + items, found, mask=items < num_items)
+
+
+@triton.jit
 def among_kernel(
     found_ptr,  # [B] out
     ids_ptr,  # [B] in (-2^31, 2^31)

@@ -37,14 +37,15 @@ def _compose(t1, l1, s1, t2, l2, s2):
 @triton.jit
 def rows_kernel(
     similarity_ptr,  # [N,blocks*K]
-    own_ptr,  # [B]
     index_ptr,  # [B]
     pool_ids_ptr,  # [K]
     penalty_ptr,  # [K]
+    repeated_ptr,  # [B] i-SIR: an earlier valid item has the item's id
     positive_ptr,  # [B]
-    start_logit_ptr,  # [N]
+    start_logit_ptr,  # [2,N] and as the walk sees it
     start_similarity_ptr,  # [N]
     log_partition_ptr,  # [M]
+    seen_ptr,
     beta_ptr,
     step_ptr,
     weights_ptr,  # [N,K] out: beta / N times factor times weight
@@ -52,15 +53,14 @@ def rows_kernel(
     carried_weight_ptr,  # [N]
     running_ptr,  # [N]
     last_ptr,  # [N]
-    last_logit_ptr,  # [N]
-    stats_ptr,  # [7,N] value, accepts, steps, start mass, trained mass, negatives, drive
+    stats_ptr,  # [8,N] value, accepts, steps, carried mass, low, negatives, drive, high
+    faults_ptr,
     seed_key,
     num_rows,
     num_items,
     num_columns,
     num_samples,
-    num_keys,
-    burn_in,
+    burn_in,  # a share below 1, or steps
     every,
     log_negatives,
     partition_rate,
@@ -68,7 +68,6 @@ def rows_kernel(
     TILE: tl.constexpr,
     BLOCKS: tl.constexpr,
     ISIR: tl.constexpr,
-    TRAINED: tl.constexpr,
     ALL: tl.constexpr,
 ):
     """Weights, value, factor and end state of a row."""
@@ -77,67 +76,69 @@ def rows_kernel(
     lane = tl.arange(0, TILE)
     inside = lane < num_columns
     beta, step = tl.load(beta_ptr), tl.load(step_ptr)
-    own = tl.minimum(tl.maximum(tl.load(own_ptr + item), 0), num_keys - 1)
+    own = tl.minimum(tl.maximum(tl.load(index_ptr + item), 0), num_samples - 1)
     row_at = similarity_ptr + row.to(tl.int64) * (BLOCKS * num_columns)
     offered = row_at + block * num_columns
     ids_at, penalty_at = pool_ids_ptr + lane, penalty_ptr + lane
-    logit = masked_logits(offered + lane, ids_at, penalty_at, inside, own, beta)
-    is_step = (logit > float("-inf")).to(tl.int32)
-    num_steps = tl.sum(is_step, 0)
-    log_sum, count = log_sum_exp(logit), num_steps
+    logit, usable = masked_logits(offered + lane, ids_at, penalty_at, inside, own, beta)
+    count = tl.sum(usable.to(tl.int32), 0)
+    log_sum = log_sum_exp(logit)
     if BLOCKS == 2:
         hidden = row_at + (1 - block) * num_columns
-        other = masked_logits(hidden + lane, ids_at, penalty_at, inside, own, beta)
+        other, _ = masked_logits(hidden + lane, ids_at, penalty_at, inside, own, beta)
         log_sum, count = log_add_exp(log_sum, log_sum_exp(other)), 2 * count
 
-    index = tl.minimum(tl.maximum(tl.load(index_ptr + item), 0), num_samples - 1)
     old, rate = 0.0, 0.0
     if ALL:
-        old, rate = earlier_partition(
-            log_partition_ptr, index, step, num_items, num_samples, partition_rate
-        )
-    positive = tl.load(positive_ptr + item)
-    value, pull, running = row_objective(
-        log_sum, count, positive, beta, log_negatives, old, rate, ALL
+        old, rate = earlier_partition(log_partition_ptr, own, seen_ptr, num_samples, partition_rate)
+    positive, start = tl.load(positive_ptr + item), tl.load(start_logit_ptr + row)
+    low, value, high, pull, running = row_objective(
+        log_sum, count, start, positive, beta, log_negatives, old, rate, faults_ptr, ALL
     )
     scale = pull * beta / num_rows
-    start = tl.load(start_logit_ptr + row)
     weights_at = weights_ptr + row.to(tl.int64) * num_columns
     stream: tl.constexpr = (STREAM_GUMBEL if ISIR else STREAM_ACCEPT) + 16 * SIDE
     key = hashed.stream_key(seed_key, step, stream)
     row_hash = hashed.hash_row(row, key)
     if ISIR:
-        joint = log_add_exp(log_sum if BLOCKS == 1 else log_sum_exp(logit), start)
+        # {carried state} and batch are a set: an item in it twice is there once
+        again = tl.load(repeated_ptr + lane, mask=inside, other=1)
+        logit = tl.where(again == 0, logit, float("-inf"))
+        held = tl.load(start_logit_ptr + num_rows + row)
+        joint = log_add_exp(log_sum_exp(logit), held)
         shift = tl.where(joint > float("-inf"), joint, 0.0)
         weights = tl.exp(logit - shift)
-        start_weight = tl.exp(start - shift)
+        start_weight = tl.exp(held - shift)
         tl.store(weights_at + lane, weights * scale, mask=inside)
         noisy = logit + hashed.gumbel(row_hash, hashed.hash_column(lane + 1, key))
         best = tl.max(noisy, 0)
-        first = start + hashed.gumbel(row_hash, hashed.hash_column(row * 0, key))
+        first = held + hashed.gumbel(row_hash, hashed.hash_column(row * 0, key))
         winner = tl.min(tl.where(noisy == best, lane, TILE), 0)
         last = tl.where(best > first, winner, -1)
-        chosen = tl.max(tl.where(lane == last, logit, float("-inf")), 0)
-        last_logit = tl.where(last >= 0, chosen, start)
         accepts, num_steps = (last >= 0).to(tl.int32), row * 0 + 1
         mass, squares = tl.sum(weights, 0), tl.sum(weights * weights, 0)
         drive = tl.sum(tl.where(weights > 0, weights * logit, 0.0), 0)
     else:
+        is_step = (logit > float("-inf")).to(tl.int32)
+        num_steps = tl.sum(is_step, 0)
         t = logit - hashed.log_uniform(row_hash, hashed.hash_column(lane, key))
         rank = tl.cumsum(is_step, 0) - is_step
         shifted = inside & (lane > 0)
-        logit_1 = masked_logits(
+        logit_1, _ = masked_logits(
             offered + lane - 1, pool_ids_ptr + lane - 1, penalty_ptr + lane - 1, shifted, own, beta
         )
         t_1 = logit_1 - hashed.log_uniform(row_hash, hashed.hash_column(lane - 1, key))
         rank_1 = rank - (logit_1 > float("-inf")).to(tl.int32)
         # counted steps before a column, and before the column to its left
         if every == 1:
-            skipped = (num_steps * burn_in + 1e-3).to(tl.int32)
+            share_of = num_steps * burn_in + 1e-3
+            skipped = tl.where(burn_in >= 1, burn_in, share_of).to(tl.int32)
             counted, counted_1 = tl.maximum(rank - skipped, 0), tl.maximum(rank_1 - skipped, 0)
             total = tl.maximum(num_steps - skipped, 1)
         else:
-            first_end = (num_columns * burn_in + 1e-3).to(tl.int32) // every
+            share_of = num_columns * burn_in + 1e-3
+            first_end = tl.where(burn_in >= 1, burn_in, share_of).to(tl.int32)
+            first_end = tl.minimum(first_end, num_columns - 1) // every
             counted = tl.maximum(lane // every - first_end, 0)
             counted_1 = tl.maximum((lane - 1) // every - first_end, 0)
             total = (num_columns + every - 1) // every - first_end
@@ -152,7 +153,6 @@ def rows_kernel(
         tl.store(weights_at + source % TILE, share * scale, mask=event & left)
         last = tl.max(tl.where(event, lane, -1), 0)
         last_logit = tl.max(tl.where(lane == last, logit, float("-inf")), 0)
-        last_logit = tl.where(last >= 0, last_logit, start)
         entered = tl.sum(tl.where(lane == last, counted, 0), 0)
         final = (total - entered).to(tl.float32) / total
         tl.debug_barrier()
@@ -167,11 +167,12 @@ def rows_kernel(
         drive = tl.sum(tl.where(share > 0, share * level, 0.0), 0)
         drive += tl.where(moved_final > 0, moved_final * last_logit, 0.0)
     tl.store(last_ptr + row, last)
-    tl.store(last_logit_ptr + row, last_logit)
     store_row(
         row,
         num_rows,
+        low,
         value,
+        high,
         pull,
         scale,
         running,
@@ -188,5 +189,4 @@ def rows_kernel(
         carried_weight_ptr,
         running_ptr,
         stats_ptr,
-        TRAINED,
     )

@@ -25,7 +25,7 @@ STREAM_GUMBEL = tl.constexpr(draws.STREAM_GUMBEL)
 
 @triton.jit
 def _next_of_groups(noisy, position, start, row, key, TILE: tl.constexpr, SLOTS: tl.constexpr):
-    """Logits of the groups' columns, and the next state: its column (-1: the start) and logit."""
+    """Logits of the groups' columns, and the column of the next state (-1: the start)."""
     row_hash = hashed.hash_row(row, key)
     column = tl.maximum(position, 0)
     time = column // TILE * TILE + bit_reversed(column % TILE)
@@ -34,8 +34,7 @@ def _next_of_groups(noisy, position, start, row, key, TILE: tl.constexpr, SLOTS:
     slot = tl.arange(0, SLOTS)
     winner = slot == tl.min(tl.where(noisy == best, slot, SLOTS), 0)
     moves = best > start + hashed.gumbel(row_hash, hashed.hash_column(row * 0, key))
-    last = tl.where(moves, tl.sum(tl.where(winner, position, 0), 0), -1)
-    return level, last, tl.where(moves, tl.sum(tl.where(winner, level, 0.0), 0), start)
+    return level, tl.where(moves, tl.sum(tl.where(winner, position, 0), 0), -1)
 
 
 @triton.jit
@@ -43,11 +42,13 @@ def tile_rows_kernel(
     index_ptr,  # [B]
     num_usable_ptr,  # [] usable columns of a block
     positive_ptr,  # [B]
-    start_logit_ptr,  # [N]
+    start_logit_ptr,  # [2,N] and as the walk sees it
     start_similarity_ptr,  # [N]
     log_partition_ptr,  # [M]
-    ends_ptr,  # [parts,3,N]
-    part_last_ptr,  # [parts,2,N]
+    seen_ptr,
+    ends_ptr,  # [parts,5,N]
+    part_last_ptr,  # [parts,N]
+    accepts_ptr,  # [2,N]
     reached_ptr,  # [N,S+1]
     same_ptr,  # [B] columns with the item's own id
     positions_ptr,  # [N,S+1]
@@ -57,18 +58,17 @@ def tile_rows_kernel(
     beta_ptr,
     step_ptr,
     last_ptr,  # [N] out, and all below
-    last_logit_ptr,  # [N]
     pull_ptr,  # [N]
     joint_ptr,  # [N] i-SIR: log of the sum over columns and carried state
     carried_weight_ptr,  # [N]
     running_ptr,  # [N]
-    stats_ptr,  # [7,N] as in rows_triton; MH: "accepts" are tiles with a move, "steps" tiles
+    stats_ptr,  # [8,N] as in rows_triton; MH: "accepts" and "steps" of one proposal
+    faults_ptr,
     seed_key,
     num_rows,
     num_items,
     num_samples,
     num_counted,  # S
-    num_steps,
     log_negatives,
     partition_rate,
     SIDE: tl.constexpr,
@@ -77,7 +77,6 @@ def tile_rows_kernel(
     SPLIT: tl.constexpr,
     ISIR: tl.constexpr,
     GROUPED: tl.constexpr,
-    TRAINED: tl.constexpr,
     ALL: tl.constexpr,
 ):
     """Value, factor and numbers for `info` of each row, one program per row."""
@@ -85,51 +84,58 @@ def tile_rows_kernel(
     item = row % num_items
     beta, step = tl.load(beta_ptr), tl.load(step_ptr)
     positive = tl.load(positive_ptr + item)
-    start = tl.load(start_logit_ptr + row)
+    start, held = tl.load(start_logit_ptr + row), tl.load(start_logit_ptr + num_rows + row)
     slot = tl.arange(0, SLOTS)
     at = row.to(tl.int64) * (num_counted + 1) + slot
+    second = 5 * num_rows + row
+    logit, log_sum = tl.load(ends_ptr + row), tl.load(ends_ptr + 2 * num_rows + row)
+    if SPLIT:
+        log_sum = log_add_exp(log_sum, tl.load(ends_ptr + second + 2 * num_rows))
     if GROUPED:
         is_group = slot < num_counted
         log_mass = tl.load(weights_ptr + at, mask=is_group, other=float("-inf"))
         noisy = tl.load(reached_ptr + at, mask=is_group, other=float("-inf"))
         position = tl.load(positions_ptr + at, mask=is_group, other=-1)
-        log_sum = log_sum_exp(log_mass)
         key = hashed.stream_key(seed_key, step, STREAM_GUMBEL + 16 * SIDE)
-        level, last, logit = _next_of_groups(noisy, position, start, row, key, TILE, SLOTS)
+        level, last = _next_of_groups(noisy, position, held, row, key, TILE, SLOTS)
     else:
-        logit, log_sum = tl.load(ends_ptr + row), tl.load(ends_ptr + 2 * num_rows + row)
-        last, moves = tl.load(part_last_ptr + row), tl.load(part_last_ptr + num_rows + row)
-        first_logit, first_last = logit, last
+        first_last = tl.load(part_last_ptr + row)
+        last = first_last
         if SPLIT:
-            second = 3 * num_rows + row
             reach = tl.load(ends_ptr + second + num_rows)
             goes_on = reach > (tl.load(ends_ptr + num_rows + row) if ISIR else logit)
-            logit = tl.where(goes_on, tl.load(ends_ptr + second), logit)
-            log_sum = log_add_exp(log_sum, tl.load(ends_ptr + second + 2 * num_rows))
-            last = tl.where(goes_on, tl.load(part_last_ptr + 2 * num_rows + row), last)
-    if ISIR:
-        moves = (last >= 0).to(tl.int32)
+            last = tl.where(goes_on, tl.load(part_last_ptr + num_rows + row), last)
     tl.store(last_ptr + row, last)
-    tl.store(last_logit_ptr + row, logit)
-    count = tl.load(num_usable_ptr).to(tl.int32) - tl.load(same_ptr + item)
+    count = tl.maximum(tl.load(num_usable_ptr).to(tl.int32) - tl.load(same_ptr + item), 0)
     old, rate = 0.0, 0.0
     if ALL:
         index = tl.minimum(tl.maximum(tl.load(index_ptr + item), 0), num_samples - 1)
         old, rate = earlier_partition(
-            log_partition_ptr, index, step, num_items, num_samples, partition_rate
+            log_partition_ptr, index, seen_ptr, num_samples, partition_rate
         )
-    value, pull, running = row_objective(
-        log_sum, count, positive, beta, log_negatives, old, rate, ALL
+    low, value, high, pull, running = row_objective(
+        log_sum, count, start, positive, beta, log_negatives, old, rate, faults_ptr, ALL
     )
     scale = pull * beta / num_rows
-    joint = log_add_exp(log_sum, start)
     if ISIR:
+        if GROUPED:
+            single = log_sum_exp(log_mass)
+        else:
+            single = tl.load(ends_ptr + 3 * num_rows + row)
+            squares = tl.load(ends_ptr + 4 * num_rows + row)
+            if SPLIT:
+                single = log_add_exp(single, tl.load(ends_ptr + second + 3 * num_rows))
+                squares = log_add_exp(squares, tl.load(ends_ptr + second + 4 * num_rows))
+        joint = log_add_exp(single, held)
+        tl.store(joint_ptr + row, joint)
         shift = tl.where(joint > float("-inf"), joint, 0.0)
-        start_weight = tl.exp(start - shift)
-        mass, squares, drive = 1 - start_weight, 1.0, 0.0
+        start_weight, mass = tl.exp(held - shift), tl.exp(single - shift)
+        accepts, num_steps = (last >= 0).to(tl.float32), row * 0 + 1
+        if not GROUPED:  # a learned beta, which asks for the drive, does not come here
+            squares, drive = tl.exp(squares - 2 * shift), 0.0
     if GROUPED:
         share = tl.exp(log_mass - shift)
-        mass, squares = tl.sum(share, 0), tl.sum(share * share, 0)
+        squares = tl.sum(share * share, 0)
         drive = tl.sum(tl.where(share > 0, share * level, 0.0), 0) / beta
         # a group without a column has no weight, also in a row that is no number
         weight = tl.where(position >= 0, share * scale, 0.0)
@@ -142,7 +148,7 @@ def tile_rows_kernel(
         if SPLIT:  # the first counts of the second part may still belong to the end of the first
             ends = slot < num_counted
             reached = tl.load(reached_ptr + at, mask=ends, other=float("inf"))
-            early = tl.sum((ends & (reached <= first_logit)).to(tl.int32), 0)
+            early = tl.sum((ends & (reached <= logit)).to(tl.int32), 0)
             left = tl.cumsum(length, 0) - early
             length = tl.maximum(tl.minimum(left, length), 0)
             length = tl.where(slot == runs, early, length)
@@ -158,11 +164,14 @@ def tile_rows_kernel(
         mass, squares = tl.sum(share, 0), tl.sum(share * share, 0)
         # only a learned beta asks for it, and then nothing is split
         drive = tl.load(drive_ptr + row) / (num_counted * beta)
-    tl.store(joint_ptr + row, joint)
+        accepts = tl.load(accepts_ptr + row)
+        num_steps = tl.load(accepts_ptr + num_rows + row)
     store_row(
         row,
         num_rows,
+        low,
         value,
+        high,
         pull,
         scale,
         running,
@@ -172,12 +181,11 @@ def tile_rows_kernel(
         mass,
         squares,
         drive,
-        moves,
+        accepts,
         num_steps,
         start_similarity_ptr,
         pull_ptr,
         carried_weight_ptr,
         running_ptr,
         stats_ptr,
-        TRAINED,
     )

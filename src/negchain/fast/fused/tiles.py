@@ -16,7 +16,6 @@ from negchain import draws
 from negchain.fast.backends import float32_products
 from negchain.fast.fused import tile_rows_triton, tiles_triton
 from negchain.fast.fused.plan import Plan, Walked, given
-from negchain.fast.fused.ranks import num_equal
 
 MAX_SPLIT_BLOCKS = 160  # of rows: beyond, there is enough to do without splitting the columns
 
@@ -26,14 +25,13 @@ def walk_tiles(
     start_logit: Tensor,
     start_similarity: Tensor,
     positive: Tensor,
-    valid: Tensor,
     same: Tensor,
     plan: Plan,
 ) -> None:
     """Walk (or weigh) all rows, then what follows for each; fills `walked`."""
     size, rows, columns = len(plan.index), len(walked.pull), plan.num_columns
     device, isir, sparse = positive.device, plan.weighting == "isir", plan.is_sparse
-    skipped = 0 if isir else int(size * plan.burn_in + 1e-3) // plan.count_every
+    skipped = 0 if isir else plan.skipped // plan.count_every
     counted = triton.cdiv(size, plan.count_every) - skipped if sparse else 0
     slots = counted + 1
     num_tiles, every = columns // tiles_triton.TILE, plan.count_every // tiles_triton.TILE
@@ -46,17 +44,23 @@ def walk_tiles(
     def new(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device=device)
 
-    positions, runs, last = new(rows, slots), new(rows), new(parts, 2, rows)
-    weights, ends, reached = (
+    positions, runs, last = new(rows, slots), new(rows), new(parts, rows)
+    weights, ends, accepts, reached = (
         new(*s, dtype=torch.float32)
-        for s in ((rows, slots), (parts, 3, rows), (rows, slots) if parts == 2 or isir else (1, 1))
+        for s in (
+            (rows, slots),
+            (parts, 5, rows),
+            (2, rows),
+            (rows, slots) if parts == 2 or isir else (1, 1),
+        )
     )
     drive, joint = new(rows, dtype=torch.float32), new(rows, dtype=torch.float32)
     tiles_triton.tiles_kernel[(blocks, parts)](
         *operands(walked),
-        plan.own,
+        plan.index,
         walked.pool_ids,
         walked.penalty,
+        walked.repeated,
         start_logit,
         walked.beta,
         walked.step,
@@ -66,6 +70,7 @@ def walk_tiles(
         reached,
         ends,
         last,
+        accepts,
         drive,
         draws.seed_key(plan.seed),
         size,
@@ -75,7 +80,7 @@ def walk_tiles(
         skipped,
         every,
         split,
-        plan.num_keys,
+        plan.num_samples,
         SIDE=plan.side,
         ISIR=isir,
         GROUPED=isir and sparse,
@@ -90,10 +95,12 @@ def walk_tiles(
         start_logit,
         start_similarity,
         given(plan.running, walked.pull),
+        given(plan.seen, walked.pull),
         ends,
         last,
+        accepts,
         reached,
-        same if plan.own is plan.index else num_equal(plan.own, valid),
+        same,
         positions,
         weights,
         runs,
@@ -101,18 +108,17 @@ def walk_tiles(
         walked.beta,
         walked.step,
         walked.last,
-        walked.last_logit,
         walked.pull,
         joint,
         walked.carried_weight,
         walked.running,
         walked.stats,
+        plan.faults,
         draws.seed_key(plan.seed),
         rows,
         size,
         plan.num_samples,
         counted,
-        1 if isir else split if parts == 2 else num_tiles,
         plan.log_negatives,
         plan.partition_rate,
         SIDE=plan.side,
@@ -121,7 +127,6 @@ def walk_tiles(
         SPLIT=parts == 2,
         ISIR=isir,
         GROUPED=isir and sparse,
-        TRAINED=plan.carried != "score",
         ALL=plan.running is not None,
         num_warps=1,
     )

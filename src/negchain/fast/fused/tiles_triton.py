@@ -31,6 +31,7 @@ import triton.language as tl
 
 from negchain import draws
 from negchain.fast import draws_triton as hashed
+from negchain.fast.fused.objective_triton import log_add_exp
 
 TILE = 128  # columns of a tile
 ROWS = 64  # rows of a program
@@ -40,6 +41,8 @@ NUM_WARPS, NUM_STAGES = 4, 4  # records/2026-11-15_profiles_h200.md
 STREAM_ACCEPT = tl.constexpr(draws.STREAM_ACCEPT)
 STREAM_GUMBEL = tl.constexpr(draws.STREAM_GUMBEL)
 LOG2_E = tl.constexpr(1.4426950408889634)
+SQUARED = tl.constexpr(2.0**-50)  # about e^-35: squares of what is at most e^70 fit, and their sums
+LOG_SQUARED = tl.constexpr(-34.657359027997266)
 
 
 @triton.jit
@@ -94,18 +97,21 @@ def _product(
 def tiles_kernel(
     queries,  # [N,P], pointer or descriptor
     pool,  # [blocks*K,P], pointer or descriptor
-    own_ptr,  # [B]
+    index_ptr,  # [B]
     pool_ids_ptr,  # [K]
     penalty_ptr,  # [K] 0, -inf: never a proposal
-    start_logit_ptr,  # [N]
+    repeated_ptr,  # [B] i-SIR: an earlier valid item has the item's id
+    start_logit_ptr,  # [2,N] and as the walk sees it
     beta_ptr,
     step_ptr,
     positions_ptr,  # [N,S+1] out: columns visited at counted ends, run by run; -1: the start
     weights_ptr,  # [N,S+1] how often each was; of a group the log of its sum
     runs_ptr,  # [N] how many runs
     reached_ptr,  # [N,S+1] largest t up to each counted end, where SPLIT; of a group its noisy best
-    ends_ptr,  # [parts,3,N] at a part's end: logit of the state, largest t, log sum
-    last_ptr,  # [parts,2,N] and: column of the state (-1: the start), tiles with a move
+    ends_ptr,  # [parts,5,N] at a part's end: logit of the state, largest t, log sum of all columns;
+    # i-SIR: of those that are proposals, and of their squares
+    last_ptr,  # [parts,N] and: column of the state (-1: the start)
+    accepts_ptr,  # [2,N] whether one proposal was accepted, and whether it was one
     drive_ptr,  # [N] sum of the logits of the counted columns
     seed_key,
     num_items,
@@ -115,7 +121,7 @@ def tiles_kernel(
     first_end,  # ends before the first that counts
     every,  # tiles between two ends
     split,  # first tile of the second part, where SPLIT
-    num_keys,
+    num_samples,
     SIDE: tl.constexpr,
     STRIDE: tl.constexpr,
     ROWS: tl.constexpr,
@@ -141,9 +147,9 @@ def tiles_kernel(
     stream: tl.constexpr = (STREAM_GUMBEL if ISIR else STREAM_ACCEPT) + 16 * SIDE
     key = hashed.stream_key(seed_key, tl.load(step_ptr), stream)
     row_hash = hashed.hash_row(row, key)
-    own = tl.load(own_ptr + item, mask=inside, other=-1)
-    own = tl.minimum(tl.maximum(own, 0), num_keys - 1).to(tl.int32)
-    current = tl.load(start_logit_ptr + row, mask=inside, other=0.0)
+    own = tl.load(index_ptr + item, mask=inside, other=-1)
+    own = tl.minimum(tl.maximum(own, 0), num_samples - 1).to(tl.int32)
+    current = tl.load(start_logit_ptr + num_rows + row, mask=inside, other=0.0)
     reach = tl.full((ROWS,), float("-inf"), tl.float32)  # i-SIR: the best so far
     if ISIR and not GROUPED:
         reach = current + hashed.gumbel(row_hash, hashed.hash_column(row * 0, key))
@@ -158,8 +164,10 @@ def tiles_kernel(
     largest = tl.full((ROWS,), float("-inf"), tl.float32)
     if BOUNDED:  # logits lie in [-beta, beta], beta <= 75: e^(logit - beta + 70) and its sums fit
         largest = tl.zeros((ROWS,), tl.float32) + (beta - 70.0)
-    total = tl.zeros((ROWS,), tl.float32)
-    moves = tl.zeros((ROWS,), tl.int32)
+    total = tl.zeros((ROWS,), tl.float32)  # of all columns, with i-SIR of the current group
+    whole = tl.full((ROWS,), float("-inf"), tl.float32)  # log sum of the groups before
+    single = tl.zeros((ROWS,), tl.float32)  # i-SIR: of the proposals, and of their squares
+    squares = tl.zeros((ROWS,), tl.float32)
     drive = tl.zeros((ROWS,), tl.float32)
     run = tl.full((ROWS,), -1, tl.int32)
     length = tl.zeros((ROWS,), tl.int32)
@@ -180,25 +188,38 @@ def tiles_kernel(
             logit = similarity * beta + tl.load(penalty_ptr + column)[None, :]
             logit = tl.where(is_own, float("-inf"), logit)
             if BOUNDED:  # nothing underflows: 2^x, which does not mind it, costs a third
-                total += tl.sum(tl.exp2(logit * LOG2_E - largest[:, None] * LOG2_E), 1)
+                mass = tl.exp2(logit * LOG2_E - largest[:, None] * LOG2_E)
             else:
                 top = tl.maximum(largest, tl.max(logit, 1))
                 shift = tl.where(top > float("-inf"), top, 0.0)
-                total = total * tl.exp(largest - shift) + tl.sum(tl.exp(logit - shift[:, None]), 1)
+                mass, scale = tl.exp(logit - shift[:, None]), tl.exp(largest - shift)
+                total, single, squares = total * scale, single * scale, squares * scale * scale
                 largest = top
+            total += tl.sum(mass, 1)
             if ISIR:
+                member = tile * TILE + time
+                again = tl.load(repeated_ptr + member, mask=member < num_items, other=1)
+                logit = tl.where((again == 0)[None, :], logit, float("-inf"))
+                mass = tl.where((again == 0)[None, :], mass, 0.0)
+                single += tl.sum(mass, 1)
+                if not GROUPED:
+                    mass *= SQUARED if BOUNDED else 1.0
+                    squares += tl.sum(mass * mass, 1)
                 column_hash = hashed.hash_column(tile * TILE + time + 1, key)
                 noisy = logit + hashed.gumbel(row_hash[:, None], column_hash[None, :])
                 t = tl.max(noisy, 1)
                 winner = noisy == t[:, None]
                 moved = t > reach
                 source = tl.max(tl.where(winner, column[None, :], -1), 1)
-                level = t  # of a group's best it follows from the noise
-                if not GROUPED:
-                    level = tl.max(tl.where(winner, logit, float("-inf")), 1)
+                level = t  # unused
             else:
                 column_hash = hashed.hash_column(tile * TILE + time, key)
                 t2 = logit - hashed.log_uniform(row_hash[:, None], column_hash[None, :])
+                if (tile + 1 == stop) & (part == 0):  # its first proposal meets a known state
+                    first_t = tl.sum(tl.where((lane == 0)[None, :], t2, 0.0), 1)
+                    tl.store(accepts_ptr + row, (first_t > current).to(tl.float32), mask=inside)
+                    offered = (first_t > float("-inf")).to(tl.float32)
+                    tl.store(accepts_ptr + num_rows + row, offered, mask=inside)
                 s2 = column[None, :] + tl.zeros((ROWS, TILE), tl.int32)
                 t2, logit, s2 = _fold(t2, logit, s2, ROWS, 128)
                 t2, logit, s2 = _fold(t2, logit, s2, ROWS, 64)
@@ -212,7 +233,6 @@ def tiles_kernel(
             reach = tl.maximum(reach, t)
             current = tl.where(moved, level, current)
             state = tl.where(moved, source, state)
-            moves += moved.to(tl.int32)
             if GROUPED or not ISIR:
                 end = (tile + every) // every  # ends up to and with this tile
                 is_end = ((tile + 1) % every == 0) | (tile + 1 == num_tiles)
@@ -220,11 +240,13 @@ def tiles_kernel(
                 if is_end:
                     at = row * num_slots + (end - 1)
                     tl.store(positions_ptr + at, state, mask=inside)
-                    tl.store(weights_ptr + at, largest + tl.log(total), mask=inside)
+                    tl.store(weights_ptr + at, largest + tl.log(single), mask=inside)
                     tl.store(reached_ptr + at, reach, mask=inside)
+                    whole = log_add_exp(whole, largest + tl.log(total))
                     state = tl.full((ROWS,), -1, tl.int32)
                     reach = tl.full((ROWS,), float("-inf"), tl.float32)
                     total = tl.zeros((ROWS,), tl.float32)
+                    single = tl.zeros((ROWS,), tl.float32)
                     if not BOUNDED:
                         largest = tl.full((ROWS,), float("-inf"), tl.float32)
             elif not ISIR:
@@ -241,15 +263,18 @@ def tiles_kernel(
                         at = row * num_slots + (end - 1 - first_end)
                         tl.store(reached_ptr + at, reach, mask=inside)
             similarity = tl.zeros((ROWS, TILE), tl.float32)
+    at = part * 5 * num_rows + row
     if GROUPED:
+        tl.store(ends_ptr + at + 2 * num_rows, whole, mask=inside)
         return
-    at = part * 3 * num_rows + row
     tl.store(ends_ptr + at, current, mask=inside)
     tl.store(ends_ptr + at + num_rows, reach, mask=inside)
     tl.store(ends_ptr + at + 2 * num_rows, largest + tl.log(total), mask=inside)
-    at = part * 2 * num_rows + row
-    tl.store(last_ptr + at, state, mask=inside)
-    tl.store(last_ptr + at + num_rows, moves, mask=inside)
+    tl.store(last_ptr + part * num_rows + row, state, mask=inside)
+    if ISIR:
+        tl.store(ends_ptr + at + 3 * num_rows, largest + tl.log(single), mask=inside)
+        largest -= LOG_SQUARED if BOUNDED else 0.0
+        tl.store(ends_ptr + at + 4 * num_rows, 2 * largest + tl.log(squares), mask=inside)
     if stop == num_tiles:
         tl.store(runs_ptr + row, run + 1, mask=inside)
         tl.store(drive_ptr + row, drive, mask=inside)
@@ -259,9 +284,10 @@ def tiles_kernel(
 def panel_kernel(
     queries,  # [N,P], pointer or descriptor
     pool,  # [blocks*K,P], pointer or descriptor
-    own_ptr,  # [B]
+    index_ptr,  # [B]
     pool_ids_ptr,  # [K]
     penalty_ptr,  # [K]
+    repeated_ptr,  # [B]
     joint_ptr,  # [N]
     pull_ptr,  # [N]
     beta_ptr,
@@ -270,7 +296,7 @@ def panel_kernel(
     num_panel,
     num_items,
     num_columns,
-    num_keys,
+    num_samples,
     STRIDE: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
@@ -294,13 +320,15 @@ def panel_kernel(
             STRIDE, ROWS, TILE, DEPTH, PRECISION, TMA,
         )  # fmt: skip
     column = tile * TILE + lane
-    own = tl.load(own_ptr + row - group * num_items, mask=inside, other=-1)
-    own = tl.minimum(tl.maximum(own, 0), num_keys - 1).to(tl.int32)
+    own = tl.load(index_ptr + row - group * num_items, mask=inside, other=-1)
+    own = tl.minimum(tl.maximum(own, 0), num_samples - 1).to(tl.int32)
     joint = tl.load(joint_ptr + row, mask=inside, other=0.0)
     pull = tl.load(pull_ptr + row, mask=inside, other=0.0)
     logit = similarity * tl.load(beta_ptr) + tl.load(penalty_ptr + column)[None, :]
-    is_own = tl.load(pool_ids_ptr + column)[None, :] == own[:, None]
+    member = tile * TILE + bit_reversed(lane)
+    again = tl.load(repeated_ptr + member, mask=member < num_items, other=1)
+    unused = (tl.load(pool_ids_ptr + column)[None, :] == own[:, None]) | (again != 0)[None, :]
     shift = tl.where(joint > float("-inf"), joint, 0.0)
-    weight = tl.where(is_own, 0.0, tl.exp(logit - shift[:, None]) * pull[:, None])
+    weight = tl.where(unused, 0.0, tl.exp(logit - shift[:, None]) * pull[:, None])
     at = in_panel.to(tl.int64)[:, None] * num_columns + column[None, :]
     tl.store(weights_ptr + at, weight.to(weights_ptr.dtype.element_ty), mask=inside[:, None])

@@ -16,9 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from negchain import DCLLoss, EMC2Loss, InfoNCELoss, SogCLRLoss
+from negchain import (
+    ISIR,
+    MH,
+    ContrastiveLoss,
+    DCLLoss,
+    EMC2Loss,
+    InfoNCELoss,
+    SogCLRLoss,
+    StreamingEMC2Loss,
+)
 from negchain.losses import walk
-from negchain.losses.base import ContrastiveLoss
 from negchain.weights import scan_torch
 
 NEAR = 1e-5  # of a tie: logits and log u are exact to about 3e-6
@@ -31,7 +39,7 @@ class Case:
     """A loss, its options and the batches it is given."""
 
     name: str
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)  # see `build`
     loss: str = "emc2"
     size: int = 6
     steps: int = 3
@@ -41,6 +49,8 @@ class Case:
     learned: bool = False
     dtype: torch.dtype = torch.float32
     repeats: bool = False  # some items twice in a batch
+    one_item: bool = False  # all rows of a batch are one item: no proposal anywhere
+    zeros: bool = False  # some embeddings have no direction
     strided: bool = False  # embeddings that are not contiguous
     evaluate: bool = False  # a last step in evaluation mode
     whole: bool = False  # a streaming loss against the loss that does not stream, too
@@ -61,11 +71,18 @@ class Step:
 
 
 def build(case: Case, device: str = "cpu", **more: Any) -> ContrastiveLoss:
+    """The case's loss; of EMC²'s options some are the kernel's, and `stream` chooses the class."""
     beta = torch.nn.Parameter(torch.tensor(case.beta)) if case.learned else case.beta
     options = {**case.options, **more}
+    kind: Any = LOSSES[case.loss]
     if case.loss == "emc2":
+        kind = StreamingEMC2Loss if options.pop("stream", False) else EMC2Loss
+        name, every = options.pop("kernel", "mh"), options.pop("count_every", 1)
+        burn_in = options.pop("burn_in", 0.5)
+        options["kernel"] = ISIR(every) if name == "isir" else MH(burn_in, every)
         options = {"dim": case.dim, "seed": 3, **options}
-    return LOSSES[case.loss](num_samples=case.num_samples, beta=beta, **options).to(device)
+    loss_fn: ContrastiveLoss = kind(case.num_samples, beta, **options).to(device)
+    return loss_fn
 
 
 def play(case: Case, device: str = "cpu", **more: Any) -> list[Step]:
@@ -73,14 +90,15 @@ def play(case: Case, device: str = "cpu", **more: Any) -> list[Step]:
     generator = torch.Generator().manual_seed(11)
     loss_fn = build(case, device, **more)
     items = torch.randn(case.num_samples, case.dim, generator=generator)
-    keys = torch.randn(case.options.get("num_keys", 0), case.dim, generator=generator)
     steps = []
     for number in range(case.steps + case.evaluate):
         loss_fn.train(number < case.steps)
         index = torch.randperm(case.num_samples, generator=generator)[: case.size]
         if case.repeats:
             index[1::4] = index[: len(index[1::4])]
-        steps.append(_step(case, loss_fn, index, items, keys, generator, device))
+        if case.one_item:
+            index[:] = index[0]
+        steps.append(_step(case, loss_fn, index, items, generator, device))
     return steps
 
 
@@ -89,11 +107,12 @@ def _step(
     loss_fn: ContrastiveLoss,
     index: Tensor,
     items: Tensor,
-    keys: Tensor,
     generator: torch.Generator,
     device: str,
 ) -> Step:
-    def leaf(z: Tensor) -> Tensor:
+    def leaf(z: Tensor, none: int = 0) -> Tensor:
+        if case.zeros:
+            z[none] = 0.0
         z = z.to(device, case.dtype)
         if case.strided:
             z = torch.stack([z, -z], 1)[:, 0]
@@ -103,24 +122,14 @@ def _step(
         return torch.randn(case.size, case.dim, generator=generator)
 
     there = index.to(device)
-    inputs = {"z_a": leaf(items[index] + 0.5 * noise())}
-    call: dict[str, Any] = {}
-    key_items = items[index]
-    if len(keys):
-        call["key_index"] = (there * 7) % len(keys)
-        key_items = keys[call["key_index"].cpu()]
-    inputs["z_b"] = leaf(key_items + 0.5 * noise())
-    held: list[Tensor] = []
-    if isinstance(loss_fn, EMC2Loss):
-        ids = loss_fn.carried(there)
-        held = [x.cpu() for x in (ids if isinstance(ids, tuple) else (ids,))]
-        if loss_fn.carried_mode == "encode":
-            table = keys if len(keys) else items
-            carried = [leaf(table[x] + 0.3) for x in held]
-            inputs |= {f"carried {side}": z for side, z in enumerate(carried)}
-            call["carried"] = tuple(carried) if len(carried) == 2 else carried[0]
+    inputs = {"z_a": leaf(items[index] + 0.5 * noise(), 1)}
+    inputs["z_b"] = leaf(items[index] + 0.5 * noise(), 2)
+    held = [ids.cpu() for ids in loss_fn.held(there)]
+    request = loss_fn.request(there)
+    answers = [leaf(items[want.ids.cpu()] + 0.3) for want in request.wants]
+    inputs |= {f"carried {side}": z for side, z in enumerate(answers)}
     with near_ties(case.size, device) as near:
-        value = loss_fn(inputs["z_a"], inputs["z_b"], there, **call)
+        value = loss_fn(inputs["z_a"], inputs["z_b"], there, request.answer(answers))
     if case.learned:
         inputs["beta"] = loss_fn.beta
     grads = torch.autograd.grad(1.7 * value, list(inputs.values()))
@@ -186,7 +195,7 @@ def differences(case: Case, expected: list[Step], got: list[Step]) -> list[str]:
                 found.append(f"step {number}: carried ids of side {side}")
         parted[a.index[a.near]] = True
         strict = not bool(parted.any())
-        if gap(a.value, b.value) > 2e-5:  # does not depend on the walk
+        if gap(a.value, b.value) > (2e-5 if strict else 0.02):  # carried states are part of it
             found.append(f"step {number}: value {a.value:.7f} {b.value:.7f}")
         for name, grad in a.grads.items():
             apart, bound = gap(grad, b.grads[name], 1.0 if name == "beta" else 1e-3), case.tolerance
@@ -226,17 +235,15 @@ def _state_differences(a: Step, b: Step, parted: Tensor) -> Iterator[str]:
 
 
 def _info_differences(case: Case, a: Step, b: Step, strict: bool) -> Iterator[str]:
-    if not case.options.get("stream") and a.info.keys() != b.info.keys():
+    if a.info.keys() != b.info.keys():
         yield f"info {sorted(a.info)} {sorted(b.info)}"
-    if "global_loss" not in b.info:
-        yield "info has no global_loss"
     for name in a.info.keys() & b.info.keys():
-        bound = 1e-4 if strict or name == "global_loss" else 0.05
+        bound = 1e-4 if strict else 0.05
+        estimated = case.options.get("stream") and case.options.get("kernel", "mh") == "mh"
+        if name == "acceptance_rate" and estimated:  # from one proposal per row: five deviations
+            bound = 2.5 / case.size**0.5
         if not abs(a.info[name] - b.info[name]) <= bound * (1 + abs(a.info[name])):
             yield f"info {name} {a.info[name]} {b.info[name]}"
-    if case.options.get("kernel") == "isir" and case.options.get("count_every", 1) > 1:
-        if not {"acceptance_rate", "effective_negatives"} <= b.info.keys():
-            yield f"info has only {sorted(b.info)}"
 
 
 def _same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
@@ -263,26 +270,18 @@ def invalid_row(case: Case, fault: str, device: str = "cpu") -> list[str]:
         for loss_fn in (good, bad):  # nobody holds the bad item; everybody has been seen before
             loss_fn.chains.states.fill_(last - 1)
             loss_fn.chains.states[:, last - 1] = last
-            if case.options.get("carried") == "score":
-                loss_fn.chains.scores.fill_(0.1)
             if case.options.get("carried") == "cached":
                 loss_fn.chains.keys.fill_(0.2)
     before = {n: v.cpu().clone() for n, v in bad.state_dict().items()}
-    call: dict[str, Any] = {}
-    if good.carried_mode == "encode":
-        call["carried"] = (held, held) if good.num_sides == 2 else held
-    bad_call = {
-        n: tuple(z.to(device) for z in v) if isinstance(v, tuple) else v.to(device)
-        for n, v in call.items()
-    }
     known = index[BAD_ROW].expand(case.size, 1)
-    good(z_a, z_b, index, known=known, **call)
+    good(z_a, z_b, index, known=known, encode=lambda ids: held)
     wrong_z, wrong_index = z_a.clone(), index.clone()
     if fault == "nan":
         wrong_z[BAD_ROW, 1] = float("nan")
     else:
         wrong_index[BAD_ROW] = case.num_samples + 3 if fault == "too large" else -2
-    bad(wrong_z.to(device), z_b.to(device), wrong_index.to(device), **bad_call)
+    there = wrong_z.to(device), z_b.to(device), wrong_index.to(device)
+    bad(*there, encode=lambda ids: held.to(device))
     return list(_consequences(case, fault, good, bad, before, index))
 
 
@@ -318,7 +317,5 @@ def _consequences(
         _ = bad.info
         yield "info did not raise"
     except ValueError as error:
-        if "but 1 since" not in str(error):
+        if "but 1 did not" not in str(error):
             yield f"info raised {error}"
-    if bad.info["nonfinite_rows"] != 0:
-        yield "a fault is reported twice"

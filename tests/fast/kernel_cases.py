@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from scan_cases import scan_cases
 from torch import Tensor
 
 from negchain import draws, mh_scan
 from negchain.fast import draws_triton
+from weights.scan_cases import scan_cases
 
 
 def thinned_scan(device: str = "cpu") -> list[str]:

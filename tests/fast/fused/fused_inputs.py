@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from fused_play import gap
 
-from negchain import DCLLoss, EMC2Loss, InfoNCELoss, SogCLRLoss
+from negchain import (
+    ISIR,
+    MH,
+    DCLLoss,
+    EMC2Loss,
+    InfoNCELoss,
+    SogCLRLoss,
+    StreamingEMC2Loss,
+)
+
+
+def cached(beta: Any = 5.0, *, stream: bool = False, **options: Any) -> EMC2Loss:
+    """A small loss that needs nothing encoded."""
+    options = {"carried": "cached", "dim": 5, "backend": "fused", **options}
+    return (StreamingEMC2Loss if stream else EMC2Loss)(9, beta, **options)
 
 
 def _views(size: int = 8) -> torch.Tensor:
@@ -18,8 +34,8 @@ def strided_index() -> list[str]:
     index, found = torch.randperm(64, generator=torch.manual_seed(1))[:16][::2], []
     for backend in ("torch", "fused"):
         loss_fn = EMC2Loss(64, 5.0, backend=backend)
-        found.append([loss_fn.carried(index), loss_fn(z_a, z_b, index, carried=held)])
-        found[-1].append(loss_fn.chains.states)
+        value = loss_fn(z_a, z_b, index, loss_fn.request(index).answer(held))
+        found.append([loss_fn.held(index)[0], value, loss_fn.chains.states])
     equal = [torch.allclose(a, b) for a, b in zip(*found, strict=True)]
     return [] if all(equal) else [f"ids, value, states equal: {equal}"]
 
@@ -34,7 +50,7 @@ def any_integers_as_ids() -> list[str]:
         torch.tensor([5, 5, 1, 2, 3, 4, 6, 7]),
     ):
         for kind in (InfoNCELoss, DCLLoss):
-            plain, fast = (kind(5.0, backend=b)(z_a, z_b, ids) for b in ("torch", "fused"))
+            plain, fast = (kind(None, 5.0, backend=b)(z_a, z_b, ids) for b in ("torch", "fused"))
             if not torch.allclose(plain, fast, atol=1e-5):
                 wrong.append(f"{kind.__name__} {ids.tolist()}: {float(plain)}, {float(fast)}")
     return wrong
@@ -45,7 +61,7 @@ def missing_index() -> list[str]:
     z_a, z_b, _ = _views()
     taken = []
     for loss_fn in (
-        InfoNCELoss(5.0, num_samples=8, backend="fused"),
+        InfoNCELoss(8, 5.0, backend="fused"),
         SogCLRLoss(8, backend="fused"),
     ):
         try:
@@ -60,7 +76,8 @@ def bad_carried() -> list[str]:
     """A carried embedding that is no number makes the loss none, so that a scaler sees it."""
     z_a, z_b, held = _views()
     held[2, 1] = float("nan")
-    loss = EMC2Loss(64, 5.0, backend="fused")(z_a, z_b, torch.arange(8), carried=held)
+    loss_fn, index = EMC2Loss(64, 5.0, backend="fused"), torch.arange(8)
+    loss = loss_fn(z_a, z_b, index, loss_fn.request(index).answer(held))
     return [] if torch.isnan(loss) else [f"loss {float(loss)}"]
 
 
@@ -69,11 +86,10 @@ def far_negatives() -> list[str]:
     found = []
     z = torch.tensor([[1.0, 0.0]] + [[-1.0, 0.1]] * 3)
     for beta in (60.0, 100.0):
-        for kernel, every in (("mh", 128), ("isir", 1), ("isir", 128)):
-            options = {"views": "paired", "symmetric": False, "carried": "score"}
-            options |= {"kernel": kernel, "count_every": every, "stream": True}
+        for kernel in (MH(count_every=128), ISIR(), ISIR(128)):
+            options = {"views": "paired", "symmetric": False, "kernel": kernel, "dim": 2}
             a, b = (
-                EMC2Loss(9, beta, backend=backend, **options)(z, z, torch.arange(4))
+                cached(beta, stream=True, backend=backend, **options)(z, z, torch.arange(4))
                 for backend in ("torch", "fused")
             )
             if gap(a, b) > 1e-5:
@@ -87,9 +103,9 @@ def bad_duplicate() -> list[str]:
     z = torch.randn(2, 5, 4, generator=torch.manual_seed(0))
     z[0, 4] = float("nan")
     for stream in (False, True):
-        loss_fn = EMC2Loss(
-            9, 5.0, carried="score", views="paired", symmetric=False, denominator="all",
-            count_every=128, stream=stream, backend="fused",
+        loss_fn = cached(
+            views="paired", symmetric=False, denominator="all", dim=4, stream=stream,
+            kernel=MH(count_every=128),
         )  # fmt: skip
         loss_fn(z[0], z[1], torch.tensor([0, 1, 2, 3, 0]))
         tables.append(loss_fn.log_partition[0, :4])
@@ -98,7 +114,7 @@ def bad_duplicate() -> list[str]:
 
 def other_dimension() -> list[str]:
     """A table of embeddings of another dimension is refused, as the twin refuses it."""
-    loss_fn = EMC2Loss(9, 5.0, carried="cached", dim=8, backend="fused")
+    loss_fn = cached(dim=8)
     try:
         loss_fn(torch.randn(4, 5), torch.randn(4, 5), torch.arange(4))
         return ["chains that hold 8 dimensions took embeddings of 5"]

@@ -23,6 +23,7 @@ from rank_cases import (  # noqa: E402
     FEW_KEYS,
     check_among,
     check_num_equal,
+    check_repeated,
     check_times,
     id_cases,
     other_cases,
@@ -45,7 +46,7 @@ def test_all_pairs_equal_a_sort(found, name) -> None:
 
 def test_a_planted_bug_is_caught(found) -> None:
     planted = {name: told for name, told in found.items() if name.startswith("planted")}
-    assert len(planted) == 6
+    assert len(planted) == 7
     assert all(planted.values()), planted
 
 
@@ -81,6 +82,8 @@ def test_counting_by_hand(size) -> None:
         pairs = (ids[None, :] == ids[:, None]) & good[None, :] & good[:, None]
         expected = torch.where(good, pairs.sum(1), 1).int()
         assert torch.equal(ranks.num_equal_sorted(ids, valid), expected)
+        earlier = (pairs & torch.ones_like(pairs).tril(-1)).any(1).int()
+        assert torch.equal(ranks.repeated_sorted(ids, valid), earlier)
     for ids, others in other_cases(size).values():
         expected = (ids[:, None] == others[None, :]).any(1).int()
         assert torch.equal(ranks.among_sorted(ids, others), expected)
@@ -93,6 +96,7 @@ def test_large_batches_are_sorted(monkeypatch) -> None:
     order = draws.permutation(0, step, 1, 5)
     assert ranks.times(0, step, 1, 5)[order].tolist() == [0, 1, 2, 3, 4]
     assert ranks.num_equal(ids, torch.full((5,), 3)).tolist() == [2, 1, 2, 1, 1]
+    assert ranks.repeated(ids, torch.full((5,), 3)).tolist() == [0, 0, 1, 0, 0]
     assert ranks.among(ids, ids + 1).tolist() == [0, 0, 0, 1, 0]
 
 
@@ -106,6 +110,7 @@ def test_on_a_gpu(size, paired, monkeypatch) -> None:
     monkeypatch.setattr(ranks, "MOST_PAIRED", size if paired else 0)
     assert check_times((size,), "cuda") == []
     assert check_num_equal((size,), "cuda") == []
+    assert check_repeated((size,), "cuda") == []
     assert check_among((size,), "cuda") == []
 
 

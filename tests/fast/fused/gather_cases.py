@@ -1,7 +1,7 @@
 """The sparse backward pass against dense products; run as a script it does so without a GPU.
 
 Triton decides at its import whether it interprets, hence the process of its own:
-    TRITON_INTERPRET=1 python tests/core/gather_cases.py
+    TRITON_INTERPRET=1 python tests/fast/fused/gather_cases.py
 prints {name of a case: [what differed, ...]} as JSON.
 """
 
@@ -17,11 +17,11 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import torch
-from fused_cases import _hurry
 from rank_cases import changed
 from torch import Tensor
 
-from negchain import EMC2Loss
+from interpreter import hurry
+from negchain import ISIR, MH, StreamingEMC2Loss
 from negchain.fast.fused import backward, gather_triton
 from negchain.fast.fused.plan import Plan, Walked
 
@@ -155,11 +155,10 @@ def bad_rows(device: str = "cpu") -> list[str]:
         return products(plan, walked)
 
     with changed(backward, "_sparse_products", look):
-        for kernel in ("mh", "isir"):
-            loss_fn = EMC2Loss(
-                9, kernel=kernel, views="paired", stream=True, count_every=128, backend="fused",
-                carried="score",
-            ).to(device)  # fmt: skip
+        for kernel in (MH(count_every=128), ISIR(count_every=128)):
+            loss_fn = StreamingEMC2Loss(
+                9, kernel=kernel, views="paired", carried="cached", dim=8, backend="fused"
+            ).to(device)
             z = torch.randn(5, 8, device=device)
             z[1, 3], z[2, 3] = float("nan"), float("inf")
             z.requires_grad_()
@@ -222,7 +221,7 @@ def main() -> None:
     """Check everything and print what was found."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    _hurry()
+    hurry()
     found = {case.name: check(case) for case in CASES} | {"bad rows": bad_rows()}
     print(json.dumps(found | {f"planted: {name}": told for name, told in planted().items()}))
 

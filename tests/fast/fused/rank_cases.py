@@ -1,7 +1,7 @@
 """Ranks by all pairs against ranks by sorting; run as a script it does so without a GPU.
 
 Triton decides at its import whether it interprets, hence the process of its own:
-    TRITON_INTERPRET=1 python tests/core/rank_cases.py
+    TRITON_INTERPRET=1 python tests/fast/fused/rank_cases.py
 prints {name of a case: [what differed, ...]} as JSON.
 """
 
@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 import triton.language as tl
-from fused_cases import _hurry
 from torch import Tensor
 
+from interpreter import hurry
 from negchain import draws
 from negchain.fast.fused import ranks, ranks_triton
 
@@ -97,6 +97,16 @@ def check_num_equal(sizes: tuple[int, ...] = SIZES, device: str = "cpu") -> list
     ]
 
 
+def check_repeated(sizes: tuple[int, ...] = SIZES, device: str = "cpu") -> list[str]:
+    return [
+        f"{name}, B={size}"
+        for size in sizes
+        for name, given in id_cases(size).items()
+        if (size < 200 or name == "out of range")
+        and differing(ranks.repeated, ranks.repeated_sorted, *given, device=device)
+    ]
+
+
 def check_among(sizes: tuple[int, ...] = SIZES, device: str = "cpu") -> list[str]:
     return [
         f"{name}, B={size}"
@@ -151,6 +161,7 @@ def planted() -> dict[str, list[str]]:
         found["padding among the others"] = check_among(small)
     with changed(ranks_triton, "_valid_ids", all_ids):
         found["everybody valid"] = check_num_equal(small)
+        found["everybody was there"] = check_repeated(small)
     return found
 
 
@@ -158,12 +169,12 @@ def main() -> None:
     """Check everything and print what was found."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    _hurry()
+    hurry()
     found = {check.__name__: check() for check in CHECKS}
     print(json.dumps(found | {f"planted: {name}": told for name, told in planted().items()}))
 
 
-CHECKS = (check_times, check_ties, check_num_equal, check_among)
+CHECKS = (check_times, check_ties, check_num_equal, check_repeated, check_among)
 
 if __name__ == "__main__":
     main()

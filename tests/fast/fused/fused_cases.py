@@ -1,7 +1,7 @@
 """The fused losses against their readable twins; run as a script it does so without a GPU.
 
 Triton decides at its import whether it interprets, hence the process of its own:
-    TRITON_INTERPRET=1 python tests/core/fused_cases.py fast
+    TRITON_INTERPRET=1 python tests/fast/fused/fused_cases.py fast
 prints {name of a case: [what differed, ...]} as JSON. See `fused_play` for what may differ.
 """
 
@@ -19,15 +19,14 @@ from functools import partial
 from typing import Any
 
 import torch
-import triton.language as tl
-from fused_inputs import INPUTS
+from fused_inputs import INPUTS, cached
 from fused_play import Case, compare, gap, invalid_row
-from kernel_cases import draw_bits, draw_logarithms, thinned_scan
 from torch import Tensor
-from triton.runtime import interpreter
 
-from negchain import EMC2Loss
-from negchain.fast.fused import function, layout_triton, tiles
+from fast.kernel_cases import draw_bits, draw_logarithms, thinned_scan
+from interpreter import hurry
+from negchain import ISIR, MH, EMC2Loss, Given
+from negchain.fast.fused import function, layout_triton, ranks, tiles
 
 
 def emc2(name: str, *, size: int = 6, steps: int = 3, **options: Any) -> Case:
@@ -43,49 +42,54 @@ ASYMMETRIC = {"views": "paired", "symmetric": False}
 CASES = [
     emc2("shared", size=7, repeats=True, seed=2**40 + 5),
     emc2("shared-one-anchor-cached", symmetric=False, carried="cached", count_every=3, size=9),
-    emc2(
-        "shared-score-all", evaluate=True, carried="score", denominator="all", repeats=True,
-        learned=True,
-    ),
+    emc2("shared-all", evaluate=True, denominator="all", repeats=True, learned=True, steps=4),
     emc2("shared-cached-strided", carried="cached", strided=True, burn_in=0.29),
     emc2(
         "paired-all", views="paired", denominator="all", repeats=True, learned=True, burn_in=0.29,
-        num_samples=8,
+        num_samples=8, steps=4,
     ),
     emc2(
         "paired-cached-all", evaluate=True, views="paired", carried="cached", denominator="all",
         size=5,
     ),
-    emc2(
-        "one-way-score", evaluate=True, **ASYMMETRIC, carried="score", burn_in=0.9, size=10,
-        learned=True,
-    ),
-    emc2("keys", views="paired", num_keys=31, burn_in=0.0, size=8, repeats=True),
-    emc2("keys-cached", views="paired", num_keys=17, carried="cached", count_every=3, size=7),
+    emc2("one-way", evaluate=True, **ASYMMETRIC, burn_in=0.9, size=10, learned=True),
+    emc2("burn-in-of-2-steps", burn_in=2, size=7, repeats=True, steps=2),
+    emc2("burn-in-of-all-steps", **ASYMMETRIC, burn_in=40, size=5, steps=2),
+    emc2("burn-in-of-4-thinned", burn_in=4, count_every=3, size=8, learned=True, steps=2),
+    emc2("burn-in-of-all-thinned", burn_in=40, count_every=2, views="paired", size=5, steps=2),
+    emc2("zeros", zeros=True, steps=2),
+    emc2("zeros-paired-all", zeros=True, views="paired", denominator="all", learned=True, steps=2),
     emc2("free-length", normalize=False, beta=1.0, learned=True),
     emc2("bfloat16", dtype=torch.bfloat16, tolerance=1e-2),
     emc2("float16-paired", views="paired", dtype=torch.float16, tolerance=2e-3),
     emc2("batch-of-2", size=2, repeats=False),
-    emc2("batch-of-2-equal", size=2, repeats=True, steps=2, denominator="all"),
+    emc2("batch-of-2-equal", size=2, repeats=True, denominator="all", learned=True),
     emc2("batch-of-3", **ASYMMETRIC, size=3, count_every=2),
     emc2("batch-of-17", **ASYMMETRIC, size=17, steps=2, dim=33, burn_in=0.9, num_samples=20),
-    emc2("batch-of-33", size=33, steps=1, num_samples=40, dim=12, carried="score"),
+    emc2("batch-of-33", size=33, steps=1, num_samples=40, dim=12),
+    emc2("one-item", one_item=True, size=3, denominator="all"),
+    emc2("one-item-cached", one_item=True, size=3, carried="cached", views="paired"),
     emc2("isir", kernel="isir", repeats=True, seed=2**33 + 1, learned=True),
-    emc2("isir-one-anchor-score", kernel="isir", symmetric=False, carried="score", size=9),
+    emc2("isir-one-anchor", kernel="isir", symmetric=False, size=9, repeats=True),
     emc2("isir-paired-all", kernel="isir", views="paired", denominator="all", repeats=True),
     emc2(
         "isir-cached-all", evaluate=True, kernel="isir", carried="cached", denominator="all",
         learned=True,
     ),
-    emc2("isir-keys", kernel="isir", views="paired", num_keys=9, size=5),
+    emc2("isir-zeros", kernel="isir", views="paired", zeros=True, size=5, steps=2),
+    emc2("isir-batch-of-2", kernel="isir", size=2, denominator="all", repeats=True),
+    emc2("isir-one-item", kernel="isir", one_item=True, size=3, learned=True),
     emc2("isir-free-length", kernel="isir", normalize=False, beta=1.0, strided=True),
     emc2("isir-bfloat16", kernel="isir", dtype=torch.bfloat16, tolerance=1e-2, size=3),
     Case("infonce", loss="infonce", repeats=True, learned=True, steps=2),
     Case("infonce-paired", {"views": "paired"}, loss="infonce", size=17, steps=1, num_samples=20),
-    Case("infonce-keys", {"views": "paired", "num_keys": 31}, loss="infonce", steps=1),
+    Case("infonce-zeros", {"views": "paired"}, loss="infonce", zeros=True, steps=1),
+    Case("infonce-one-item", loss="infonce", one_item=True, steps=1),
     Case("dcl", {"symmetric": False}, loss="dcl", repeats=True, steps=2),
+    Case("dcl-batch-of-2", loss="dcl", size=2, steps=1, learned=True),
     Case("dcl-paired", {**ASYMMETRIC, "normalize": False}, loss="dcl", beta=1.0, steps=1),
     Case("sogclr", {}, loss="sogclr", evaluate=True, repeats=True, learned=True),
+    Case("sogclr-one-item", loss="sogclr", one_item=True, size=2, steps=2),
     Case("sogclr-paired-all", {"views": "paired", "denominator": "all"}, loss="sogclr"),
 ]
 # fmt: on
@@ -104,17 +108,20 @@ TILES = [
         "stream-one-anchor-cached-all", evaluate=True, symmetric=False, carried="cached",
         denominator="all", steps=1,
     ),
-    streaming("stream-keys", views="paired", num_keys=55, whole=True, steps=3),
+    streaming("stream-paired", views="paired", whole=True, steps=3, burn_in=3, zeros=True),
+    streaming("stream-one-item", one_item=True, size=3, denominator="all"),
     streaming(
         "stream-130", size=130, **ASYMMETRIC, dim=70, beta=12.0, whole=True, repeats=True,
-        carried="score", denominator="all", burn_in=0.3, steps=1, seed=7,
+        denominator="all", burn_in=0.3, steps=1, seed=7,
     ),
     streaming(
         "stream-300", size=300, **ASYMMETRIC, dim=20, beta=12.0, whole=True, steps=1, learned=True,
-        burn_in=0.3,
+        burn_in=200,
     ),
     streaming("stream-isir", kernel="isir", repeats=True),
-    streaming("stream-isir-score-all", kernel="isir", carried="score", denominator="all", steps=1),
+    streaming("stream-isir-one-item", kernel="isir", one_item=True, size=3, views="paired"),
+    streaming("stream-isir-all", kernel="isir", denominator="all", steps=1),
+    streaming("stream-isir-long", kernel="isir", beta=60.0, repeats=True, steps=1),
     streaming(
         "stream-isir-130", kernel="isir", size=130, **ASYMMETRIC, dim=70, beta=12.0, whole=True,
         repeats=True, carried="cached", steps=1,
@@ -122,22 +129,22 @@ TILES = [
     streaming("stream-isir-one-group", kernel="isir", count_every=128, repeats=True, learned=True),
     streaming(  # two groups, walked at once
         "stream-isir-130-groups", kernel="isir", count_every=128, size=130, **ASYMMETRIC, dim=70,
-        beta=12.0, whole=True, repeats=True, carried="score", denominator="all", steps=1,
-    ),
-    streaming(  # three groups one after the other, the last one short
-        "stream-isir-300-groups", kernel="isir", count_every=128, size=300, **ASYMMETRIC, dim=20,
-        beta=12.0, whole=True, learned=True, steps=1,
+        beta=12.0, whole=True, repeats=True, denominator="all", steps=1,
     ),
 ]  # fmt: skip
 
 SLOW = [
+    streaming(  # three groups one after the other, the last one short
+        "stream-isir-300-groups", kernel="isir", count_every=128, size=300, **ASYMMETRIC, dim=20,
+        beta=12.0, whole=True, learned=True, repeats=True, steps=1,
+    ),
     streaming("stream-130-shared", size=130, dim=70, repeats=True, learned=True),
     streaming("stream-130-paired", size=130, views="paired", carried="cached", whole=True),
     streaming(
         "stream-300-all", size=300, views="paired", count_every=256, denominator="all", whole=True,
         burn_in=0.4, repeats=True,
     ),
-    streaming("stream-300-256", size=300, count_every=256, carried="score", dim=70, burn_in=0.0),
+    streaming("stream-300-256", size=300, count_every=256, dim=70, burn_in=0.0),
     streaming("stream-isir-300", kernel="isir", size=300, dim=70, denominator="all", repeats=True),
     streaming(
         "stream-isir-300-256", kernel="isir", count_every=256, size=300, carried="cached", dim=70,
@@ -145,18 +152,18 @@ SLOW = [
     ),
     streaming(
         "stream-isir-530-paired", kernel="isir", count_every=256, size=530, views="paired", dim=9,
-        whole=True, steps=1, burn_in=0.9,
+        whole=True, steps=1,
     ),
     streaming(
         "stream-isir-300-long", kernel="isir", count_every=128, size=300, beta=90.0, whole=True,
-        views="paired", carried="score", steps=1,
+        views="paired", repeats=True, steps=1,
     ),
     *(
         emc2(f"{kernel}-{carried}-{views}-{denominator}-{size}", kernel=kernel, carried=carried,
              views=views, denominator=denominator, size=size, num_samples=20, repeats=size > 5,
              dim=9, burn_in=0.29)
         for kernel in ("mh", "isir")
-        for carried in ("encode", "cached", "score")
+        for carried in ("encode", "cached")
         for views in ("shared", "paired")
         for denominator in ("negatives", "all")
         for size in (3, 17)
@@ -169,7 +176,7 @@ SLOW = [
 FAULTS = ("nan", "too large", "negative")
 INVALID = [
     emc2("rows", carried="cached", size=7),
-    emc2("rows-all", views="paired", denominator="all", carried="score", burn_in=0.2),
+    emc2("rows-all", views="paired", denominator="all", burn_in=0.2),
     emc2("rows-isir", kernel="isir", size=7, symmetric=False),
     streaming("tiles", carried="cached", denominator="all"),
     streaming("tiles-isir", kernel="isir", **ASYMMETRIC),
@@ -185,18 +192,15 @@ def refusals() -> list[str]:
     z, index = torch.randn(4, 5), torch.arange(4)
     learned = torch.nn.Parameter(torch.tensor(5.0))
     calls: dict[str, Callable[[], Tensor]] = {
-        "float64": lambda: _score_loss()(z.double(), z.double(), index),
-        "known": lambda: _score_loss()(z, z, index, known=index[:, None]),
-        "sequential": lambda: _score_loss(walk="sequential")(z, z, index),
-        "count_every": lambda: _score_loss(stream=True, count_every=100)(z, z, index),
-        "groups of 100": lambda: _score_loss(kernel="isir", stream=True, count_every=100)(
-            z, z, index
-        ),
-        "groups of a small batch": lambda: _score_loss(kernel="isir", count_every=128)(z, z, index),
-        "learned": lambda: EMC2Loss(
-            9, learned, kernel="isir", carried="score", stream=True, backend="fused"
-        )(z, z, index),
-        "large": lambda: _score_loss()(
+        "float64": lambda: cached()(z.double(), z.double(), index),
+        "known": lambda: cached()(z, z, index, known=index[:, None]),
+        "no dim": lambda: EMC2Loss(9, 5.0, carried="cached", backend="fused")(z, z, index),
+        "count_every": lambda: cached(stream=True, kernel=MH(count_every=100))(z, z, index),
+        "groups of 100": lambda: cached(stream=True, kernel=ISIR(100))(z, z, index),
+        "groups of a small batch": lambda: cached(kernel=ISIR(128))(z, z, index),
+        "learned": lambda: cached(learned, stream=True, kernel="isir")(z, z, index),
+        "draws": lambda: cached(proposals=Given(alone=False))(z, z, index),
+        "large": lambda: cached()(
             torch.randn(1025, 5), torch.randn(1025, 5), torch.arange(1025) % 9
         ),
     }
@@ -211,18 +215,14 @@ def refusals() -> list[str]:
     return found
 
 
-def _score_loss(**options: Any) -> EMC2Loss:
-    return EMC2Loss(9, 5.0, carried="score", backend="fused", **options)
-
-
 def later_backward() -> list[str]:
     """Two steps and then both backward passes: as if each had followed its step at once."""
     found = []
-    for options in ({}, {"stream": True, "count_every": 128}):
+    for options in ({}, {"stream": True}):
         grads = []
         for late in (False, True):
             generator = torch.Generator().manual_seed(2)
-            loss_fn = EMC2Loss(4, 5.0, carried="cached", dim=5, backend="fused", **options)
+            loss_fn = cached(**options)
             z = torch.randn(2, 3, 5, generator=generator).requires_grad_()
             total = torch.zeros(())
             for part in z:
@@ -244,11 +244,11 @@ def second_backward() -> list[str]:
     """A small batch can be differentiated again; a streaming one says that it cannot."""
     found = []
     z = torch.randn(4, 5, requires_grad=True)
-    value = _score_loss()(z, z.roll(1, 1), torch.arange(4))
+    value = cached()(z, z.roll(1, 1), torch.arange(4))
     first, second = (torch.autograd.grad(value, z, retain_graph=True)[0] for _ in range(2))
     if not torch.equal(first, second):
         found.append("a small batch differs the second time")
-    value = _score_loss(stream=True, count_every=128)(z, z.roll(1, 1), torch.arange(4))
+    value = cached(stream=True)(z, z.roll(1, 1), torch.arange(4))
     torch.autograd.grad(value, z, retain_graph=True)
     try:
         torch.autograd.grad(value, z)
@@ -264,6 +264,7 @@ def one_part_after_the_other() -> list[str]:
     cases = [case for case in TILES if case.name in ("stream-130", "stream-isir-130-groups")]
     most, tiles.MAX_SPLIT_BLOCKS = tiles.MAX_SPLIT_BLOCKS, 0
     try:
+        cases = [dataclasses.replace(case, whole=False) for case in cases]
         return [f"{case.name}: {text}" for case in cases for text in compare(case)]
     finally:
         tiles.MAX_SPLIT_BLOCKS = most
@@ -276,16 +277,20 @@ Change = Callable[[Any], dict[str, Any]]  # of a `Plan`'s fields
 PLANTED: dict[str, tuple[str, Change]] = {
     "another seed": ("shared", lambda plan: {"seed": plan.seed + 1}),
     "seed cut to 32 bits": ("isir", lambda plan: {"seed": plan.seed % 2**32}),
-    "burn-in off by one": ("one-way-score", lambda plan: {"burn_in": plan.burn_in - 1 / 9}),
-    "counts every 4th": ("keys-cached", lambda plan: {"count_every": 4}),
+    "burn-in off by one": ("one-way", lambda plan: {"burn_in": plan.burn_in - 1 / 9}),
+    "counts every 4th": ("shared-one-anchor-cached", lambda plan: {"count_every": 4}),
+    "steps taken for a share": ("burn-in-of-2-steps", lambda plan: {"burn_in": 2 / 7}),
     "an end of a tile missed": ("stream-130", lambda plan: {"burn_in": 0.99}),
     "groups of another size": ("stream-isir-130-groups", lambda plan: {"count_every": 256}),
     "all columns weigh": ("stream-isir-130-groups", lambda plan: {"count_every": 1}),
     "partition follows too fast": ("paired-all", lambda plan: {"partition_rate": 1.0}),
-    "one table for both directions": ("paired-all", lambda plan: {"side": 0}),
-    "moves in evaluation mode": ("one-way-score", lambda plan: {"training": True}),
+    "seen stands still": ("paired-all", lambda plan: {"seen": plan.seen.clone()}),
+    "one direction's draws for both": ("paired-all", lambda plan: {"side": 0}),
+    "moves in evaluation mode": ("one-way", lambda plan: {"training": True}),
     "carried weight dropped": ("isir", lambda plan: {}),
     "tiles in plain order": ("stream", lambda plan: {}),
+    "an item twice is proposed twice": ("isir", lambda plan: {}),
+    "and in tiles": ("stream-isir", lambda plan: {}),
 }
 
 
@@ -293,7 +298,7 @@ PLANTED: dict[str, tuple[str, Change]] = {
 def sabotage(name: str) -> Iterator[None]:
     """Plant a bug into the fused path."""
     fused_loss, change = function.fused_loss, PLANTED[name][1]
-    tile_column = layout_triton._tile_column
+    tile_column, repeated = layout_triton._tile_column, ranks.repeated
 
     def changed(a: Tensor, b: Tensor, carried: Any, beta: Any, plan: Any) -> Any:
         if name == "carried weight dropped":
@@ -303,17 +308,20 @@ def sabotage(name: str) -> Iterator[None]:
     function.fused_loss = changed
     if name == "tiles in plain order":
         layout_triton._tile_column = lambda time, TILE: time
+    if name in ("an item twice is proposed twice", "and in tiles"):
+        ranks.repeated = lambda ids, valid: torch.zeros_like(valid)
     try:
         yield
     finally:
         function.fused_loss, layout_triton._tile_column = fused_loss, tile_column
+        ranks.repeated = repeated
 
 
 def planted(name: str) -> list[str]:
     """What the comparison says about a planted bug."""
     case = next(case for case in (*CASES, *TILES) if case.name == PLANTED[name][0])
     with sabotage(name):
-        steps = 3 if name == "partition follows too fast" else 1 + case.evaluate
+        steps = case.steps if PLANTED[name][0] == "paired-all" else 1 + case.evaluate
         return compare(dataclasses.replace(case, whole=False, steps=steps))
 
 
@@ -346,30 +354,11 @@ def jobs(which: str) -> dict[str, Callable[[], list[str]]]:
     return named | {f"planted: {name}": partial(planted, name) for name in PLANTED}
 
 
-def _hurry() -> None:
-    """A third of the interpreter's time: patch the language once per launch, check no overflow."""
-    builder, patch_lang, done = interpreter.interpreter_builder, interpreter._patch_lang, set()
-    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
-
-    def once(fn: Any) -> Any:
-        langs = frozenset(id(v) for v in fn.__globals__.values() if v is tl or v is tl.core)
-        if langs in done:
-            return None
-        scope = patch_lang(fn)
-        done.add(langs)
-        if scope is not None:
-            restore = scope.restore
-            scope.restore = lambda: (done.clear(), restore())
-        return scope
-
-    interpreter._patch_lang = once
-
-
 def main(which: str) -> None:
     """Check everything (or what is named) and print what was found."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # numpy under the interpreter: inf - inf
-    _hurry()
+    hurry()
     named = jobs("slow" if which == "slow" else "fast")
     found = {}
     for name, job in named.items():

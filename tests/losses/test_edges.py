@@ -1,0 +1,51 @@
+"""EMC² where little is left: burn-ins longer than a walk, rows without negatives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from negchain import MH, Draw, EMC2Loss, InfoNCELoss
+
+INDEX = torch.arange(8)
+
+
+def gradient(kernel: MH) -> tuple[Tensor, dict[str, float]]:
+    generator = torch.Generator().manual_seed(1)
+    z = torch.randn(2, 8, 6, generator=generator).requires_grad_()
+    loss_fn = EMC2Loss(40, 5.0, kernel, views="paired", symmetric=False, carried="cached")
+    loss_fn(z[0], z[1], INDEX)
+    value = loss_fn(z[1], z[0], INDEX)
+    return torch.autograd.grad(value, z)[0], loss_fn.info
+
+
+def test_a_burn_in_in_steps_goes_with_thinned_counting() -> None:
+    steps, share = gradient(MH(4, count_every=3)), gradient(MH(0.5, count_every=3))
+    assert torch.equal(steps[0], share[0])
+    assert not torch.equal(steps[0], gradient(MH(7, count_every=3))[0])
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_burn_in_of_all_steps_leaves_the_final_state(every) -> None:
+    assert gradient(MH(100, every))[1]["effective_negatives"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("denominator", ["negatives", "all"])
+def test_a_row_without_negatives_has_no_loss(denominator) -> None:
+    """All rows are one item, and no embedding of a carried state is known yet."""
+    loss_fn = EMC2Loss(9, 5.0, carried="cached", denominator=denominator)
+    z = torch.randn(2, 3, 4, requires_grad=True)
+    value = loss_fn(z[0], z[1], torch.tensor([2, 2, 2]))
+    info = loss_fn.info
+    names = ("global_loss", "global_loss_low", "global_loss_high")
+    assert value == 0 and [info[name] for name in names] == [0, 0, 0]
+    assert info["rows_without_negatives"] == 6
+    assert not torch.autograd.grad(value, z)[0].any()
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_draws_nobody_asked_for_are_refused(backend) -> None:
+    z = torch.randn(2, 8, 4)
+    with pytest.raises(ValueError, match="Given"):
+        InfoNCELoss(40, backend=backend)(z[0], z[1], INDEX, draw=Draw(INDEX), drawn=z[0])
