@@ -54,16 +54,16 @@ def row_objective(
     high = log_add_exp(log_sum, start) + log_negatives - tl.log((count + 1).to(tl.float32))
     high = tl.where(start > missing, high, low)
     middle = tl.where(low > missing, (low + high) / 2, high)
-    fresh = tl.where(low > missing, low, high)
-    running = fresh
+    running = low
     logit = beta * positive
     pull = tl.where(middle > missing, 1.0, 0.0)
     count_lonely(faults_ptr, middle > missing)
     if ALL:
-        mixed = log_add_exp(old + tl.log(1 - rate), fresh + tl.log(rate))
-        running = tl.where(old > missing, mixed, fresh)
-        running = tl.where(fresh > missing, running, old)
-        pull *= 1 / (1 + tl.exp(logit - running))
+        mixed = log_add_exp(old + tl.log(1 - rate), low + tl.log(rate))
+        running = tl.where(old > missing, mixed, low)
+        running = tl.where(low > missing, running, old)
+        saturation = tl.where(running > missing, running, high)
+        pull *= 1 / (1 + tl.exp(logit - saturation))
     # A positive that is not a number makes the value NaN, which a gradient scaler looks for.
     value = row_value(middle, logit, ALL) + positive * 0
     return row_value(low, logit, ALL), value, row_value(high, logit, ALL), pull, running
