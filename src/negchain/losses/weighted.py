@@ -10,8 +10,9 @@ from functools import partial
 
 from torch import Tensor
 
-from negchain.losses.base import Call, ContrastiveLoss, Report
+from negchain.losses.base import Call, ContrastiveLoss
 from negchain.losses.partition import detached_logits, effective_negatives, global_log_partition
+from negchain.losses.reporting import Report
 from negchain.losses.request import Request
 from negchain.objective import Estimate
 
