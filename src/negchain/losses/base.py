@@ -59,7 +59,12 @@ class Call:
 
 
 class ContrastiveLoss(Reporting):
-    """Abstract base of the losses; docs/own_method.md makes one.
+    """Abstract base of the losses; a method of your own is easier on `negchain.WeightedLoss`.
+
+    Example:
+        >>> import negchain
+        >>> isinstance(negchain.EMC2Loss(10), ContrastiveLoss)
+        True
 
     A method implements `_loss(call, requests)`: the loss of a batch, []. What it wants encoded
     beyond draws from `proposals` it adds in `_parts` (before the batch is encoded) or
