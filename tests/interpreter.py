@@ -27,7 +27,7 @@ def interpreted(*command: str | Path) -> str:
         },
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1800,  # on a machine that others use too
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
