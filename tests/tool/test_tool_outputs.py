@@ -27,7 +27,8 @@ FIXED_KEYS = {
     "carried_mass", "knn1", "probe", "images_per_second",
 }  # fmt: skip
 OUR_KEYS = {
-    "lr", "dropped_mass", "effective_negatives", "chain_age", "estimated_global_loss",
+    "lr", "effective_negatives", "chain_age", "estimated_global_loss",
+    "estimated_global_loss_low", "estimated_global_loss_high",
     "knn1_euclidean", "probe_l2", "probe_paper", "knn20", "knn20_top5", "probe_top5", "knn200",
     "knn200_top5", "probe_1pct", "probe_10pct", "embedding_variance", "chance", "pixels_knn1",
     "pixels_probe",
@@ -53,7 +54,8 @@ def test_a_run_folder_holds_what_was_promised(run: Path) -> None:
     config = json.loads((run / "config.json").read_text())
     assert (config["method"], config["batch_size"], config["subset"]) == ("emc2", 32, 96)
     assert config["versions"]["torch"] and config["data_info"]["fingerprint"]
-    assert [p.name for p in (run / "checkpoints").iterdir()] == ["step-000000006.pt"]
+    names = sorted(p.name for p in (run / "checkpoints").iterdir())
+    assert names == ["best.pt", "step-000000006.pt"]
     summary = json.loads((run / "summary.json").read_text())
     assert summary["step"] == 6 and summary["samples"] == 192
     assert {"knn1", "probe", "global_loss", "loss"} <= set(summary)

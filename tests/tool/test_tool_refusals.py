@@ -165,7 +165,7 @@ def test_embed_refuses_before_it_writes(
     run: Path, pictures: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     said = refusal(capsys, "embed", run, "--data", pictures, "--out", tmp_path / "a.txt")
-    assert ".npz or .parquet" in said and not (tmp_path / "a.txt").exists()
+    assert ".npz, .csv, .parquet" in said and not (tmp_path / "a.txt").exists()
     said = refusal(capsys, "embed", run, "--data digits --out", tmp_path / "a.npz")
     assert "3 channels" in said and not (tmp_path / "a.npz").exists()
     export = ("--export", tmp_path / "run")  # not empty

@@ -251,7 +251,7 @@ COMPARE = "compare --data digits --methods dcl --seeds 3 --steps 2"
 
 def test_compare_gives_the_environment_to_its_runs(machine: Machine, capsys: Capture) -> None:
     machine.program(CONTROL)
-    machine.python('[ "$1" = -m ] && { env; echo "arguments $*"; } > $NOTES.$$; echo 4242')
+    machine.python('[ "$2" = -m ] && { env; echo "arguments $*"; } > $NOTES.$$; echo 4242')
     assert negchain(COMPARE, "--out", machine.folder / "out") == 0
     assert "3 runs share the GPU through MPS" in capsys.readouterr().err
     dumps = [path.read_text() for path in machine.folder.glob("notes.*")]
@@ -296,7 +296,7 @@ def test_an_interrupted_compare_leaves_no_process(
     machine: Machine, number: int, capsys: Capture
 ) -> None:
     machine.program(CONTROL)
-    machine.python('[ "$1" = -m ] || { echo 4242; exit; }\n'
+    machine.python('[ "$2" = -m ] || { echo 4242; exit; }\n'
                    "echo $CUDA_MPS_PIPE_DIRECTORY > $NOTES.$$; exec sleep 60")  # fmt: skip
     before = leftovers()
 
