@@ -87,7 +87,8 @@ def accelerate(
 class PlainEncoder:
     """The encoder under autocast, as torch runs it.
 
-    A step is `begin`, calls, and one backward pass.
+    A step is `begin`, one call with gradients (others go to a `PlainEncoder`), and one backward
+    pass: weight gradients run beside it, and autograd would add those of two calls too early.
     """
 
     def __init__(self, encoder: nn.Module, autocast: torch.dtype | None) -> None:
