@@ -14,26 +14,16 @@ Bias        of the partition: none, whatever the table holds (draws alone, the d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
-
 from torch import Tensor
 
-from negchain.losses.base import Call, ContrastiveLoss
 from negchain.losses.batch import Views
-from negchain.losses.partition import (
-    detached_logits,
-    effective_negatives,
-    global_log_partition,
-)
-from negchain.losses.reporting import Report
-from negchain.losses.request import Request
 from negchain.losses.settings import Informed, Proposals
-from negchain.objective import Denominator, Estimate
+from negchain.losses.weighted import WeightedLoss
+from negchain.objective import Denominator
 from negchain.weights.softmax import softmax_weights
 
 
-class ImportanceLoss(ContrastiveLoss):
+class ImportanceLoss(WeightedLoss):
     r"""The global loss from draws of a stale table, corrected by log q; the partition is fresh.
 
     $$ W_{ij} \propto \frac{e^{\beta s_{ij}}}{q(z_j)}, \qquad
@@ -91,21 +81,6 @@ class ImportanceLoss(ContrastiveLoss):
             seed=seed,
         )
 
-    def _loss(self, call: Call, requests: Sequence[Request]) -> Tensor:
-        batch, sides = self._begin(call, requests)
-        total: list[Tensor] = []
-        report: Report = {"global_loss_low": [], "effective_negatives": []}
-        for side in sides:
-            similarity = side.similarities()
-            logits = detached_logits(side, similarity, self._beta(similarity))
-            weights, _ = softmax_weights(logits)
-            log_partition = global_log_partition(side, logits)
-            assert log_partition is not None
-            total.append(self._value(side, similarity, Estimate(weights, log_partition)))
-            report["global_loss_low"].append(total[-1].detach)
-            report["effective_negatives"].append(partial(effective_negatives, weights))
-        if self.training:
-            self._remember(batch, sides, requests)
-            self._count_keys(batch)
-            self.step += 1
-        return self._finish(total, report)
+    def weigh(self, logits: Tensor, ids: Tensor) -> tuple[Tensor, None]:
+        """Self-normalised importance weights; the partition is the global one."""
+        return softmax_weights(logits)[0], None

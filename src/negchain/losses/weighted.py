@@ -33,7 +33,7 @@ class WeightedLoss(ContrastiveLoss):
         >>> Hardest(100, 10.0)(z_a, z_b, torch.arange(8)).backward()
     """
 
-    def weigh(self, logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    def weigh(self, logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor | None]:
         """The method: an estimate of the softmax over all negatives; changes nothing.
 
         Args:
@@ -43,7 +43,8 @@ class WeightedLoss(ContrastiveLoss):
 
         Returns:
             Weights [N, K], 0 where a logit is -inf, and the log of the sum over the negatives [N]
-            that the value of the loss is made with (`logits.logsumexp(1)`: the batch's own).
+            that value and saturation are made with (`logits.logsumexp(1)`: the batch's own); None:
+            the estimate over the whole data set, log(m_neg / n sum_j exp(logit_j)).
         """
         raise NotImplementedError
 
@@ -60,8 +61,11 @@ class WeightedLoss(ContrastiveLoss):
             logits = detached_logits(side, similarity, self._beta(similarity))
             weights, log_sum = self.weigh(logits, side.anchor_ids)
             weights = weights.to(logits.dtype)
-            values.append(self._value(side, similarity, Estimate(weights, log_sum)))
             log_partition = global_log_partition(side, logits)
+            if log_sum is None:
+                assert log_partition is not None, "an estimate over the data set needs num_samples"
+                log_sum = log_partition
+            values.append(self._value(side, similarity, Estimate(weights, log_sum)))
             if log_partition is not None:
                 gap = (log_partition - log_sum).nan_to_num(0.0)
                 report["global_loss_low"].append(partial(_shifted, values[-1].detach(), gap))
