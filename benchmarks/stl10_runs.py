@@ -40,7 +40,8 @@ def one(task: tuple[str, dict[str, Any], str]) -> dict[str, Any]:
             if key.startswith("loss."):
                 setattr(run.step.loss_fn, key.removeprefix("loss."), value)
         with run.folder:
-            run.step.capture()
+            if run.device.type == "cuda":
+                run.step.capture()
             run.step.fill()
             begin = time.perf_counter()
             for step in range(run.total_steps):
