@@ -18,7 +18,7 @@ from negchain.train.resolve import resolve
 from negchain.train.run_folder import RunFolder
 from negchain.train.step import TrainStep
 
-STEPS, SIZE = 80, 512
+STEPS, SIZE = 60, 384
 
 
 @functools.cache
