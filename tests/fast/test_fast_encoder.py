@@ -70,6 +70,24 @@ def test_steps_of_an_encoder_to_the_bit(name, norm, size, optimizer) -> None:
     assert not found[0]["first"].equal(found[0]["second"])
 
 
+@pytest.mark.parametrize("strategy", ["blocks", "compiled"])
+def test_several_calls_in_a_step(strategy) -> None:
+    """Each has copies of its own: autograd never adds gradients another stream may be computing."""
+    found = []
+    for kind in ("plain", strategy):
+        net = Net()
+        fast = accelerate(net, BF16, kind)
+        for seed in range(2):  # the second step does not find what the first left
+            net.zero_grad()
+            fast.begin()
+            parts = [fast(normal(3, 3, 8, 8, seed=10 * seed + call)) for call in range(3)]
+            loss_of(torch.cat(parts)).backward()
+        assert len(getattr(fast, "calls", parts)) == 3
+        found.append({name: p.grad for name, p in net.named_parameters()})
+    for name, grad in found[0].items():
+        torch.testing.assert_close(found[1][name], grad, rtol=0.03, atol=2e-3)
+
+
 def test_blocks_are_fused(monkeypatch) -> None:
     """The layers see the copies of the weights, not the weights."""
     calls, apply = [], residual.Residuals.apply

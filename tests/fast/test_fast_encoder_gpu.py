@@ -26,7 +26,12 @@ CASES = [
 ]
 
 
-def changes(name: str, norm: str, lr: float, strategy: str | None) -> dict[str, Tensor]:
+TWICE = [(*CASES[0], 2), (*CASES[2], 2)]  # drawn negatives are encoded by a second call
+
+
+def changes(
+    name: str, norm: str, lr: float, strategy: str | None, calls: int = 1
+) -> dict[str, Tensor]:
     """Of weights and statistics over five steps, the last three replayed; None: in float32."""
     encoder = build_encoder(name, norm=norm, image_size=SIDE).cuda()
     encoder = encoder.to(memory_format=torch.channels_last)
@@ -40,7 +45,8 @@ def changes(name: str, norm: str, lr: float, strategy: str | None) -> dict[str, 
     def run() -> None:
         optimizer.zero_grad(set_to_none=True)
         fast.begin()
-        (fast(pixels).float() * grad).sum().backward()
+        z = torch.cat([fast(part) for part in pixels.chunk(calls)])
+        (z.float() * grad).sum().backward()
         optimizer.step()
 
     graph: torch.cuda.CUDAGraph | None = None
@@ -62,10 +68,11 @@ def changes(name: str, norm: str, lr: float, strategy: str | None) -> dict[str, 
     return {name: (w - before[name]).double() for name, w in weights_of(encoder).items()}
 
 
-@pytest.mark.parametrize("name, norm, strategy, lr", CASES)
-def test_gpu_graph_of_fast_steps(name, norm, strategy, lr) -> None:
+@pytest.mark.parametrize("name, norm, strategy, lr, calls", [*((*c, 1) for c in CASES), *TWICE])
+def test_gpu_graph_of_fast_steps(name, norm, strategy, lr, calls) -> None:
     """As far from float32's steps as torch's in bf16 are, times 1.5, for one weight twice."""
-    exact, plain, actual = (changes(name, norm, lr, kind) for kind in (None, "plain", strategy))
+    kinds = (None, "plain", strategy)
+    exact, plain, actual = (changes(name, norm, lr, kind, calls) for kind in kinds)
 
     def far(found: dict[str, Tensor], names: list[str]) -> float:
         apart = sum(float((found[n] - exact[n]).norm() ** 2) for n in names)
@@ -93,7 +100,7 @@ def few_pictures() -> DataBundle:
 
 
 @pytest.mark.parametrize("norm", ["none", "batch"])
-@pytest.mark.parametrize("method", ["infonce", "emc2"])
+@pytest.mark.parametrize("method", ["infonce", "emc2", "negcache"])
 def test_gpu_captured_training_steps(method, norm) -> None:
     """As near to float32 as an eager run, by the check of `negchain bench`, and counted once."""
     given = {"method": method, "norm": norm, "batch_size": 32, "eval_every": 0}

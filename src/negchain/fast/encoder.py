@@ -87,8 +87,7 @@ def accelerate(
 class PlainEncoder:
     """The encoder under autocast, as torch runs it.
 
-    A step is `begin`, one call with gradients (others go to a `PlainEncoder`), and one backward
-    pass: weight gradients run beside it, and autograd would add those of two calls too early.
+    A step is `begin`, calls, and one backward pass through all of them.
     """
 
     def __init__(self, encoder: nn.Module, autocast: torch.dtype | None) -> None:
@@ -112,9 +111,11 @@ class PlainEncoder:
 
 
 class CopyingEncoder(PlainEncoder):
-    """Runs with copies of the weights in autocast's dtype, made by one launch per step.
+    """Runs with copies of the weights in autocast's dtype, made by one launch per call.
 
-    The gradients of the copies become those of the weights in one launch as well.
+    The gradients of the copies become those of the weights in one launch as well. Every call has
+    copies of its own: a copy with two uses would have its gradients added by autograd, which does
+    not know that another stream is still computing them.
     """
 
     def __init__(
@@ -124,32 +125,44 @@ class CopyingEncoder(PlainEncoder):
         gradients: WeightGradients | None = None,
     ) -> None:
         super().__init__(encoder, autocast)
-        by_name = {n: w for n, w in cast_by_autocast(encoder).items() if w.requires_grad}
+        by_name = {n: w for n, w in _named_parameters(encoder).items() if w.requires_grad}
         self._weights = list(dict.fromkeys(by_name.values()))  # one with two names: one copy
+        self._cast = set(cast_by_autocast(encoder).values())
         place = {weight: number for number, weight in enumerate(self._weights)}
         self._place = {name: place[weight] for name, weight in by_name.items()}
-        self._copies: tuple[Tensor, ...] = ()
+        self.calls: list[tuple[Tensor, ...]] = []  # this step's copies, call by call
+        self._ready: tuple[Tensor, ...] | None = None  # those of the first, before it is made
         self._copied: torch.cuda.Event | None = None
         self._gradients = gradients or WeightGradients(new_stream(self.device))
 
     def begin(self) -> None:
         """Copy the weights, beside what comes before the encoder."""
-        self._copies = _Cast.apply(self, *self._weights) if self._weights else ()
+        self.calls = []
+        self._ready = self._new_copies()
+
+    def _new_copies(self) -> tuple[Tensor, ...]:
+        copies: tuple[Tensor, ...] = _Cast.apply(self, *self._weights) if self._weights else ()
+        self.calls.append(copies)
         side = self._gradients.stream
         self._copied = None if side is None else side.record_event()
+        return copies
 
     def copy(self, weights: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The copies; the current stream must wait for the gradients' stream to use them."""
-        copies = [torch.empty_like(weight, dtype=self.autocast) for weight in weights]
-        with forked(self._gradients.stream):
-            torch._foreach_copy_(copies, list(weights))
-        return tuple(copies)
+        """The copies; the current stream must wait for the gradients' stream to use them.
 
-    def collect(self, given: tuple[Tensor | None, ...]) -> list[Tensor | None]:
+        A weight that autocast does not cast is its own copy: its gradient, too, comes to `collect`.
+        """
+        copies = {w: torch.empty_like(w, dtype=self.autocast) for w in weights if w in self._cast}
+        with forked(self._gradients.stream):
+            torch._foreach_copy_(list(copies.values()), list(copies))
+        return tuple(copies.get(weight, weight.detach()) for weight in weights)
+
+    def collect(self, call: int, given: tuple[Tensor | None, ...]) -> list[Tensor | None]:
         """Gradients of the weights: those autograd has of the copies and those found beside."""
-        answered = self._gradients.join()
+        copies = self.calls[call]
+        answered = self._gradients.join(copies)
         found: list[Tensor | None] = []
-        for copy, grad in zip(self._copies, given, strict=True):
+        for copy, grad in zip(copies, given, strict=True):
             own = answered.get(copy)
             found.append(grad if own is None else own if grad is None else own + grad)
         narrow = {n: g for n, g in enumerate(found) if g is not None and g.itemsize < 4}
@@ -159,10 +172,11 @@ class CopyingEncoder(PlainEncoder):
         return [wide.get(number, grad) for number, grad in enumerate(found)]
 
     def _named_copies(self) -> dict[str, Tensor]:
-        """This step's copies by the names of their weights, ready to be used."""
+        """This call's copies by the names of their weights, ready to be used."""
+        copies, self._ready = self._ready or self._new_copies(), None
         if self._copied is not None:
             torch.cuda.current_stream().wait_event(self._copied)
-        return {name: self._copies[number] for name, number in self._place.items()}
+        return {name: copies[number] for name, number in self._place.items()}
 
 
 class _Cast(torch.autograd.Function):
@@ -172,11 +186,12 @@ class _Cast(torch.autograd.Function):
     def forward(ctx: Any, owner: CopyingEncoder, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.owner = owner
         ctx.set_materialize_grads(False)  # None where a gradient is found beside
+        ctx.call = len(owner.calls)
         return owner.copy(weights)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, *ctx.owner.collect(grads)
+        return None, *ctx.owner.collect(ctx.call, grads)
 
 
 class CompiledEncoder(CopyingEncoder):
@@ -203,7 +218,7 @@ class BlockEncoder(CopyingEncoder):
 
     def _run(self, pixels: Tensor) -> Tensor:
         copies = self._named_copies()
-        with FasterLayers(self.encoder, set(self._copies), self._gradients):
+        with FasterLayers(self.encoder, set(copies.values()), self._gradients):
             embeddings: Tensor = torch.func.functional_call(self.encoder, copies, (pixels,))
         return embeddings
 
@@ -220,6 +235,11 @@ def _compiling() -> Iterator[None]:
         # the compiler looks whether a copy has a gradient
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
         yield
+
+
+def _named_parameters(encoder: nn.Module) -> dict[str, nn.Parameter]:
+    """Every name of every parameter, where two share one too."""
+    return dict(encoder.named_parameters(remove_duplicate=False))
 
 
 def cast_by_autocast(encoder: nn.Module) -> dict[str, nn.Parameter]:

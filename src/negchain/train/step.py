@@ -155,10 +155,7 @@ class TrainStep:
                 row += len(want.ids)
         second = loss_fn.request(index, z_a, z_b, augmentation=stored)
         if len(second.ids):
-            # Not by the fast path: with two of its passes in one graph autograd would add gradients
-            # that another stream is still computing.
-            pixels = self._pixels_of(self._ids_of(loss_fn, second.ids), row)
-            second.answer(self.plain(pixels))
+            second.answer(self._encode(self._ids_of(loss_fn, second.ids), first_row=row))
         return loss_fn(z_a, z_b, index, first.answer(answers), second, augmentation=stored)
 
     @property

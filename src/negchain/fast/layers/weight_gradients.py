@@ -7,7 +7,7 @@ second goes on: in a CUDA graph, a branch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -73,10 +73,12 @@ class WeightGradients:
         self._keep((*reads, found))
         return found
 
-    def join(self) -> dict[Tensor, Tensor]:
-        """Wait for everything; returns the gradients that were added, by weight."""
+    def join(self, weights: Iterable[Tensor] | None = None) -> dict[Tensor, Tensor]:
+        """Wait for everything; returns the gradients that were added, of these weights or all."""
         self._meet()
-        found, self._found, self._narrow = self._found, {}, []
+        weights = list(self._found) if weights is None else weights
+        found = {w: self._found.pop(w) for w in weights if w in self._found}
+        self._narrow = [weight for weight in self._narrow if weight in self._found]
         return found
 
     def _keep(self, tensors: tuple[Tensor, ...]) -> None:
