@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
+import threading
+import weakref
 
 import pytest
 import torch
@@ -46,6 +49,31 @@ def test_trains_and_moves_its_state(case) -> None:
     stateless = case[0] in ("infonce", "dcl")  # nothing to carry from step to step
     assert same_state(before, snapshot(loss_fn)) == stateless
     assert "effective_negatives" in loss_fn.info
+
+
+@every_case
+def test_nothing_keeps_the_graph(case) -> None:
+    """What `info` needs must not hold a step's activations until the next one."""
+    loss_fn = build(case)
+    net, items = data()
+    watched = []
+
+    class Watched(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, z):
+            ctx.token = threading.Lock()  # lives as long as the node of the graph
+            watched.append(weakref.ref(ctx.token))
+            return z.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad
+
+    net.register_forward_hook(lambda module, given, z: Watched.apply(z))
+    run(loss_fn, net, items, INDEX).backward()
+    gc.collect()
+    assert watched and not any(token() is not None for token in watched)
+    assert loss_fn.info
 
 
 @every_case

@@ -18,7 +18,7 @@ from torch import Tensor
 from negchain.losses.base import Call, ContrastiveLoss
 from negchain.losses.batch import Views, check_answer
 from negchain.losses.partition import effective_negatives
-from negchain.losses.reporting import Report
+from negchain.losses.reporting import Report, keep
 from negchain.losses.request import Part, Request, Want, answered
 from negchain.losses.settings import check_refresh
 from negchain.losses.table import Tables
@@ -117,7 +117,7 @@ class NegativeCacheLoss(ContrastiveLoss):
             weights = (~side.excludes(ids)).to(similarity.dtype)[:, None]
             estimate = Estimate(weights, part.log_partition)
             total.append(self._value(side, similarity, estimate))
-            report["global_loss"].append(total[-1].detach)
+            report["global_loss"].append(keep(total[-1]))
             report["effective_negatives"].append(partial(effective_negatives, weights))
             if self.training:
                 table = self.tables[number]

@@ -19,7 +19,7 @@ from negchain.fast import fused
 from negchain.losses.base import Call, ContrastiveLoss, one_of
 from negchain.losses.batch import Views
 from negchain.losses.partition import detached_logits, effective_negatives, global_log_partition
-from negchain.losses.reporting import Report
+from negchain.losses.reporting import Report, keep
 from negchain.losses.request import Request
 from negchain.losses.settings import InBatch, Proposals, as_proposals
 from negchain.objective import Denominator, Estimate
@@ -85,7 +85,7 @@ class _InBatchLoss(ContrastiveLoss):
             log_partition = global_log_partition(side, logits)
             if log_partition is not None and not (in_batch and self.num_keys is not None):
                 gap = (log_partition - log_sum).nan_to_num(0.0)
-                report["global_loss_low"].append((value.detach() + gap.mean()).detach)
+                report["global_loss_low"].append(keep(value + gap.mean()))
             report["effective_negatives"].append(partial(effective_negatives, weights))
         if self.training:
             self._remember(batch, sides, requests)

@@ -20,7 +20,7 @@ from negchain.fast import fused
 from negchain.losses.base import Call, ContrastiveLoss, one_of
 from negchain.losses.batch import Views
 from negchain.losses.partition import detached_logits, effective_negatives, global_log_partition
-from negchain.losses.reporting import Report
+from negchain.losses.reporting import Report, keep
 from negchain.losses.request import Request
 from negchain.losses.settings import InBatch, Proposals, Uniform, as_proposals
 from negchain.objective import Denominator, Estimate
@@ -118,7 +118,7 @@ class SogCLRLoss(ContrastiveLoss):
             total.append(self._value(side, similarity, estimate))
             if self.training:
                 write_view_mean(table, batch.index, log_u, batch.valid)
-            report["global_loss_low"].append(total[-1].detach)
+            report["global_loss_low"].append(keep(total[-1]))
             report["effective_negatives"].append(partial(effective_negatives, weights))
         if self.training:
             self._remember(batch, sides, requests)

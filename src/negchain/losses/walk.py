@@ -72,19 +72,19 @@ class Walk:
 
     def report(self, valid: Tensor) -> dict[str, Callable[[], Tensor]]:  # [B] bool
         """Numbers for `info`; see docs/diagnostics.md."""
-        kind = self.weights.dtype
+        # Not `self`: its start holds the graph of the carried states.
+        weights, carried, final = self.weights, self.carried_weight, self.finals[-1]
+        accepts, num_steps, kind = self.accepts, self.num_steps, self.weights.dtype
 
         def age() -> Tensor:
-            moved = ((self.finals[-1] >= 0) & valid).sum()
+            moved = ((final >= 0) & valid).sum()
             return (valid.sum() - moved).to(kind) / moved.clamp(min=1)
 
         return {
-            "acceptance_rate": lambda: (
-                self.accepts.sum().to(kind) / self.num_steps.sum().clamp(min=1)
-            ),
-            "carried_mass": lambda: self.carried_weight.mean(),
+            "acceptance_rate": lambda: accepts.sum().to(kind) / num_steps.sum().clamp(min=1),
+            "carried_mass": lambda: carried.mean(),
             "chain_age": age,
-            "effective_negatives": lambda: effective_negatives(self.weights, self.carried_weight),
+            "effective_negatives": lambda: effective_negatives(weights, carried),
         }
 
     def arrivals(self, side: Side, keep_keys: bool) -> Iterator[tuple[Tensor, Arrival]]:
