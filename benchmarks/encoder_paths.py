@@ -73,7 +73,7 @@ def captured(run: trainer.Run, name: fast_encoder.Strategy) -> None:
     if DEVICE.type == "cuda":
         run.step.capture(fast)
     else:
-        run.step.embed = fast
+        run.step.embed = {"anchors": fast, "keys": fast}
 
 
 def gradient(run: trainer.Run) -> Tensor:

@@ -26,6 +26,7 @@ def one(task: tuple[str, dict[str, Any], str]) -> dict[str, Any]:
     name, settings, data = task
     begin = time.perf_counter()
     try:
+        from negchain import tasks
         from negchain.optim import set_lr
         from negchain.train import trainer
         from negchain.train.resolve import resolve
@@ -34,8 +35,7 @@ def one(task: tuple[str, dict[str, Any], str]) -> dict[str, Any]:
         given = {k: v for k, v in settings.items() if not k.startswith("loss.")}
         config = resolve(None, {"data": data, "eval_every": 0, "checkpoint_every": 0, **given})
         folder = Path(tempfile.mkdtemp()) / "run"
-        loaded = trainer.load_images(config, progress=False)
-        run = trainer.prepare(config, loaded, lambda: RunFolder.create(folder, config="{}\n"))
+        run = trainer.prepare(tasks.load(config), lambda: RunFolder.create(folder, config="{}\n"))
         for key, value in settings.items():
             if key.startswith("loss."):
                 setattr(run.step.loss_fn, key.removeprefix("loss."), value)

@@ -7,9 +7,12 @@ of your own needs one call, `register(Method(...))`, and no change in the packag
 
 from __future__ import annotations
 
+import importlib.util
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:  # the command line reads names and options, and torch takes seconds
@@ -32,6 +35,8 @@ class LossSettings:
     normalize: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
     """The method's own options, by their names on the command line (`gamma`, `burn_in`, ...)."""
+    layout: Mapping[str, Any] = field(default_factory=dict)
+    """How anchors and keys lie, as losses take it: `views`, `symmetric`, `num_keys`, ..."""
 
     def option(self, name: str, default: Any) -> Any:
         """An option, or its default where nobody gave one."""
@@ -87,6 +92,19 @@ def register(method: Method) -> Method:
     return method
 
 
+def import_file(path: str | Path) -> None:
+    """Run a Python file that registers methods of your own: `--import FILE`.
+
+    Only what the user names is run, never what a run folder or the working directory holds.
+    """
+    spec = importlib.util.spec_from_file_location(f"negchain_import_{Path(path).stem}", path)
+    if spec is None or spec.loader is None or not Path(path).is_file():
+        raise ValueError(f"--import needs a Python file, and {str(path)!r} is none")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # workers of a DataLoader look classes up there
+    spec.loader.exec_module(module)
+
+
 def named(name: str) -> Method:
     """The method of a name or alias.
 
@@ -123,13 +141,13 @@ def build_loss(name: str, settings: LossSettings) -> ContrastiveLoss:
 def _infonce(s: LossSettings) -> ContrastiveLoss:
     from negchain.losses import InfoNCELoss
 
-    return InfoNCELoss(s.num_samples, s.beta, normalize=s.normalize)
+    return InfoNCELoss(s.num_samples, s.beta, normalize=s.normalize, **s.layout)
 
 
 def _dcl(s: LossSettings) -> ContrastiveLoss:
     from negchain.losses import DCLLoss
 
-    return DCLLoss(s.num_samples, s.beta, normalize=s.normalize)
+    return DCLLoss(s.num_samples, s.beta, normalize=s.normalize, **s.layout)
 
 
 def _sogclr(s: LossSettings) -> ContrastiveLoss:
@@ -141,6 +159,7 @@ def _sogclr(s: LossSettings) -> ContrastiveLoss:
         s.option("gamma", 0.9),
         denominator=s.denominator,
         normalize=s.normalize,
+        **s.layout,
     )
 
 
@@ -155,6 +174,7 @@ def _negcache(s: LossSettings) -> ContrastiveLoss:
         denominator=s.denominator,
         normalize=s.normalize,
         seed=s.seed,
+        **s.layout,
     )
 
 
@@ -169,6 +189,7 @@ def _importance(s: LossSettings) -> ContrastiveLoss:
         denominator=s.denominator,
         normalize=s.normalize,
         seed=s.seed,
+        **s.layout,
     )
 
 
@@ -178,7 +199,7 @@ def _emc2(s: LossSettings, isir: bool = False) -> ContrastiveLoss:
     kernel = ISIR() if isir else MH(burn_in=s.option("burn_in", 0.5))
     stored = s.option("augmentations", None)
     # Stored views have a chain each, so that both copies of an item are different states.
-    proposals: Any = InBatch(copies=2 if stored else 1)
+    proposals: Any = InBatch(copies=2) if stored else None
     if s.option("proposal", "batch") == "informed":
         proposals = Informed(refresh=s.option("refresh", 0.01))
     return EMC2Loss(
@@ -192,6 +213,7 @@ def _emc2(s: LossSettings, isir: bool = False) -> ContrastiveLoss:
         normalize=s.normalize,
         seed=s.seed,
         dim=s.dim,
+        **s.layout,
     )
 
 

@@ -37,7 +37,7 @@ def make_config(method: str = "emc2", seed: int = 0, **options: Any) -> dict[str
         "device": "cpu", "preset": None, "out": f"runs/{method}-{seed}",
         "versions": {"python": "3.12.3", "torch": "2.11.0", "negchain": "0.1.0"},
         "hardware": "2 cores, no GPU", "commit": "0123abc",
-        "data_info": {"pretrain": 1438, "train": 1438, "test": 359,
+        "data_info": {"num_samples": 1438, "train": 1438, "test": 359,
                       "classes": [str(i) for i in range(10)], "skipped": []},
     }  # fmt: skip
     return {**config, **options}
@@ -63,7 +63,7 @@ def make_metrics(config: dict[str, Any], every: int = 4, steps: int = 900) -> li
             "loss": 4.2 - 3.1 * progress + noise,
             "lr": 1e-3 * (1 + np.cos(np.pi * step / steps)) / 2,
             "estimated_global_loss_low": 4.9 - 3.3 * progress + noise,
-            "images_per_second": speed * (1 + 0.02 * draws.standard_normal()),
+            "samples_per_second": speed * (1 + 0.02 * draws.standard_normal()),
         }  # fmt: skip
         if method in CHAINED:
             line["estimated_global_loss_high"] = 5.2 - 2.6 * progress + noise
@@ -178,14 +178,14 @@ def write_comparison(root: Path, seeds: int = 3) -> list[Path]:
 def write_many(root: Path, count: int) -> Path:
     """A finished run with `count` classes of long names."""
     made = many_classes(count)
-    info = {"pretrain": 9000, "train": 9000, "test": 900, "classes": made["classes"], "skipped": []}
+    info = {"num_samples": 9000, "train": 9000, "test": 900, "classes": made["classes"], "skipped": []}
     config = make_config("emc2", data="/photos/animals of the world", data_info=info)
     return write_run(root, config, make_metrics(config), artifacts=made["artifacts"])
 
 
 def write_unlabelled(root: Path) -> Path:
     """A finished run on a heap of pictures without labels."""
-    info = {"pretrain": 840, "train": 0, "test": 0, "classes": [], "skipped": []}
+    info = {"num_samples": 840, "train": 0, "test": 0, "classes": [], "skipped": []}
     config = make_config("emc2", data="/photos/holidays", data_info=info)
     probed = ("knn1", "probe", "chance", "pixels_knn1", "pixels_probe")
     lines = [{k: v for k, v in line.items() if k not in probed} for line in make_metrics(config)]

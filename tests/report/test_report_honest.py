@@ -233,7 +233,7 @@ def test_two_hundred_colours_differ_and_ten_are_the_familiar_ones() -> None:
 def test_the_confusion_matrix_counts_the_probes_answers(tmp_path: Path) -> None:
     art = {"test_labels": np.array([0, 0, 0, 1, 1]), "probe_predicted": np.array([0, 1, 1, 1, 1]),
            "right_probe": np.array([1, 0, 0, 1, 1], bool)}  # fmt: skip
-    info = {"pretrain": 9, "train": 9, "test": 5, "classes": ["cat", "dog"], "skipped": []}
+    info = {"num_samples": 9, "train": 9, "test": 5, "classes": ["cat", "dog"], "skipped": []}
     config = make_config(data_info=info)
     page = page_of([write_run(tmp_path / "r", config, [], artifacts=art)], tmp_path / "p.html")
     assert "cat → dog: 2 of 3" in page.text and "cat → cat: 1 of 3" in page.text

@@ -101,7 +101,7 @@ def test_label_agreement_is_said_in_words_and_marks_not_by_colour_alone(tmp_path
 
 
 def test_everything_is_escaped_and_nothing_is_fetched(tmp_path: Path) -> None:
-    info = {"pretrain": 5, "classes": [NASTY] * 10, "skipped": [[NASTY, "truncated " + NASTY]]}
+    info = {"num_samples": 5, "classes": [NASTY] * 10, "skipped": [[NASTY, "truncated " + NASTY]]}
     config = make_config(data=f"/data/{NASTY.replace('/', '')}", encoder=NASTY, data_info=info)
     config[NASTY] = {NASTY: [NASTY]}
     paths = [write_run(tmp_path / f"<b>run{i}", {**config, "lr": NASTY * i}, make_metrics(config),
@@ -129,7 +129,7 @@ def test_policy_allows_exactly_the_page_s_own_script(tmp_path: Path) -> None:
 
 
 def test_a_run_without_labels_and_one_cut_short_say_so(tmp_path: Path) -> None:
-    info = {"pretrain": 100, "classes": [], "skipped": []}
+    info = {"num_samples": 100, "classes": [], "skipped": []}
     lines = [{"step": 3, "samples": 96, "seconds": 1.0, "loss": 2.0}]
     run = write_run(tmp_path / "run", make_config(data_info=info), lines, finished=False)
     page = page_of([run], tmp_path / "page.html")
@@ -146,7 +146,7 @@ def test_a_run_without_labels_and_one_cut_short_say_so(tmp_path: Path) -> None:
         [],
         [{"step": 1}],
         [{"step": 0, "samples": 0, "seconds": 0.0, "loss": 0.0, "knn1": 0.0}],
-        [{"step": s, "loss": 1.0, "knn1": 1.0, "images_per_second": 5e5} for s in (1, 2)],
+        [{"step": s, "loss": 1.0, "knn1": 1.0, "samples_per_second": 5e5} for s in (1, 2)],
         [{"step": s, "loss": x, "lr": 1e-12} for s, x in ((1, 1e30), (2, -1e30), (3, None))],
         [{"loss": 1.0}],
     ],

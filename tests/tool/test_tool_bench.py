@@ -158,7 +158,7 @@ def test_the_usual_way_has_the_same_recipe() -> None:
 def test_the_usual_step_trains() -> None:
     data = runs.pictures(QUICK)
     chosen = runs.config(QUICK, 32, runs.VARIANTS[runs.BASE], {})
-    encoder = bench.throughput.trainer.build_run_encoder(chosen, data)
+    encoder = bench.throughput.build_run_encoder(chosen, data)
     step = usual.UsualStep(encoder, beta=14.28, lr=1e-3, weight_decay=0.0, bf16=False)
     assert data.pretrain.images is not None
     pixels = data.pretrain.images[:32].float() / 255

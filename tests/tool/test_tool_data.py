@@ -65,7 +65,7 @@ def test_a_messy_folder_trains_and_names_what_it_left_out(run: Path) -> None:
     info = config["data_info"]
     assert sorted(name for name, _ in info["skipped"]) == sorted(BAD)
     assert all(reason for _, reason in info["skipped"])
-    assert (info["pretrain"], info["test"]) == (3 * 12 + 6, 3 * 6)
+    assert (info["num_samples"], info["test"]) == (3 * 12 + 6, 3 * 6)
     assert info["classes"] == ["Vögel 鳥", "cat", "dog"]
     assert any("1 files without an image suffix" in note for note in info["notes"])
     page = (run / "report.html").read_text()
@@ -157,7 +157,7 @@ def test_classes_without_a_test_split_are_probed_on_a_holdout(
     said = capsys.readouterr()
     assert "held out" in said.err and "nothing was probed" not in said.out
     info = json.loads((out / "config.json").read_text())["data_info"]
-    assert (info["pretrain"], info["train"], info["test"], info["held_out"]) == (16, 16, 4, 4)
+    assert (info["num_samples"], info["train"], info["test"], info["held_out"]) == (16, 16, 4, 4)
     assert any("crops are cut from whole pictures" in note for note in info["notes"])
     assert "probe" in json.loads((out / "summary.json").read_text())
     assert negchain("train", TINY, "--steps 2 --out", out, "--resume") == 0

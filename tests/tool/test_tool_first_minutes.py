@@ -62,7 +62,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_decoding(
     def decoded(*arguments: object) -> None:
         raise AssertionError("it decoded first")
 
-    monkeypatch.setattr("negchain.train.trainer.load_images", decoded)
+    monkeypatch.setattr("negchain.tasks.images.load_images", decoded)
     (tmp_path / "file").write_text("")
     for out in (tmp_path / "file" / "run", Path("/proc/nowhere/run")):
         assert negchain("train", TINY, "--data", pictures, "--out", out) == 2

@@ -24,7 +24,7 @@ Capture = pytest.CaptureFixture[str]
 
 FIXED_KEYS = {
     "step", "epoch", "samples", "seconds", "loss", "global_loss", "acceptance_rate",
-    "carried_mass", "knn1", "probe", "images_per_second",
+    "carried_mass", "knn1", "probe", "samples_per_second",
 }  # fmt: skip
 OUR_KEYS = {
     "lr", "effective_negatives", "chain_age", "estimated_global_loss",

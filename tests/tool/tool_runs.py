@@ -64,7 +64,7 @@ def state_of(folder: Path) -> dict[str, Any]:
 def metrics_of(folder: Path) -> list[dict[str, Any]]:
     """The lines of metrics without what depends on the clock."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    clock = ("seconds", "images_per_second")
+    clock = ("seconds", "samples_per_second")
     return [{k: v for k, v in line.items() if k not in clock} for line in lines]
 
 

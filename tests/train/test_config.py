@@ -12,6 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from negchain.methods import trained
+from negchain import tasks
 from negchain.train.config import (
     ConfigError,
     TrainConfig,
@@ -231,12 +232,13 @@ FREE = (
 CHANGED: dict[str, Any] = {
     "data": "cifar10", "steps": 5, "embedding_dim": 8, "image_size": 16, "augmentations": 2,
     "subset": 500, "out": "x", "preset": "stl10-b32", "root": "r", "encoder": "resnet50",
-    "method": "dcl", "pretrained": "timm",
+    "method": "dcl", "pretrained": "timm", "task": "other",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", HINTS)
-def test_same_run_looks_at_every_field(name: str) -> None:
+def test_same_run_looks_at_every_field(name: str, monkeypatch) -> None:
+    monkeypatch.setitem(tasks.TASKS, "other", tasks.TASKS["images"])
     old = getattr(TrainConfig(), name)
     hint = HINTS[name]
     if name in CHANGED:

@@ -10,13 +10,15 @@ from __future__ import annotations
 import functools
 
 import pytest
+import torch
 from torch import Tensor
 
+from negchain import tasks
 from negchain.methods import trained
+from negchain.tasks.images import ImageTask
 from negchain.train import trainer
 from negchain.train.resolve import resolve
 from negchain.train.run_folder import RunFolder
-from negchain.train.step import TrainStep
 
 STEPS, SIZE = 60, 384
 
@@ -25,14 +27,14 @@ STEPS, SIZE = 60, 384
 def digits(method: str, norm: str):
     settings = {"method": method, "norm": norm, "steps": STEPS, "subset": SIZE, "device": "cpu"}
     config = resolve(None, {**settings, "batch_size": 64})
-    return config, trainer.load_images(config, progress=False)
+    return tasks.load(config)
 
 
 def trains(tmp_path, method: str, norm: str) -> tuple[float, float]:
     """The exact global loss before and after a few steps."""
-    config, data = digits(method, norm)
+    task = digits(method, norm)
     folder = tmp_path / f"{method}-{norm}"
-    run = trainer.prepare(config, data, lambda: RunFolder.create(folder, config="{}\n"))
+    run = trainer.prepare(task, lambda: RunFolder.create(folder, config="{}\n"))
     with run.folder:
         before = run.judge.losses(run.encoder)["global_loss"]
         run.step.fill()
@@ -52,11 +54,13 @@ def test_every_method_learns(tmp_path, norm) -> None:
 
 
 def test_negatives_without_augmentation_are_caught(tmp_path, monkeypatch) -> None:
-    def plain(self: TrainStep, ids, first_row: int, batch=None) -> Tensor:
-        if isinstance(ids, Tensor):  # what the loss asks for beyond its batch
-            return self.augment.plain(self.images(ids))
-        return self.pixels(ids, batch, first_row)
+    inputs = ImageTask.inputs
 
-    monkeypatch.setattr(TrainStep, "_pixels_of", plain)
+    def plain(self: ImageTask, wants, step, row: int, loaded=None) -> Tensor:
+        if row or len(wants) == 1:  # what the loss asks for beyond its batch
+            return self.augment.plain(self.images(torch.cat([want.ids for want in wants])))
+        return inputs(self, wants, step, row, loaded)
+
+    monkeypatch.setattr(ImageTask, "inputs", plain)
     before, after = trains(tmp_path, "negcache", "batch")
     assert after > before - 1.0

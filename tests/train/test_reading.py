@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from negchain import EMC2Loss, InfoNCELoss
+from negchain.tasks.images import ImageTask, load_images
 from negchain.train import checkpoint, reading, trainer
 from negchain.train.config import TrainConfig
 from negchain.train.progress import Progress
@@ -20,7 +21,7 @@ from negchain.train.resolve import resolve
 from negchain.train.run_folder import RunFolder, read_metrics
 from negchain.train.step import TrainStep
 
-CLOCK = ("seconds", "images_per_second")
+CLOCK = ("seconds", "samples_per_second")
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -125,12 +126,13 @@ class Judge:
     def quick(self, encoder: Any) -> dict[str, float]:
         return {"knn1": 0.5}
 
+    def score(self, numbers: Any) -> float:
+        return -math.inf  # none is kept as the best
+
 
 @pytest.fixture(scope="module")
 def data():
-    return trainer.load_images(
-        resolve(None, {"data": "digits", "subset": 48, "batch_size": 8}), False
-    )
+    return load_images(resolve(None, {"data": "digits", "subset": 48, "batch_size": 8}))
 
 
 @pytest.fixture
@@ -143,7 +145,8 @@ def make_run(tmp_path, data, monkeypatch):
         settings = {**given, "method": "emc2", "batch_size": 8, **SETTINGS, **changed}
         config: TrainConfig = resolve(None, settings)
         folder = tmp_path / f"{len(opened)}"
-        run = trainer.prepare(config, data, lambda: RunFolder.create(folder, config="{}\n"))
+        task = ImageTask(config, data)
+        run = trainer.prepare(task, lambda: RunFolder.create(folder, config="{}\n"))
         opened.append(run)
         run.judge = Judge()  # type: ignore[assignment]
         assert run.order.steps_per_epoch == EPOCH
@@ -243,7 +246,7 @@ def test_times_add_up(make_run) -> None:
         seconds = [line["seconds"] for line in lines]
         assert seconds == sorted(seconds) and seconds[0] > 0
         assert run.seconds == pytest.approx(seconds[-1])
-        assert all(line["images_per_second"] > 0 for line in lines if "loss" in line)
+        assert all(line["samples_per_second"] > 0 for line in lines if "loss" in line)
 
 
 def diverging(patch: pytest.MonkeyPatch, first: int) -> None:
@@ -344,7 +347,7 @@ def test_late_lines_carry_their_own_time(make_run, monkeypatch) -> None:
     run._loop(Progress(show=False))
     lines = read_metrics(run.folder.path)
     for line in lines:
-        assert line["seconds"] == pytest.approx(line["samples"] / line["images_per_second"])
+        assert line["seconds"] == pytest.approx(line["samples"] / line["samples_per_second"])
     assert lines[0]["seconds"] < 0.6 * lines[1]["seconds"]
 
 

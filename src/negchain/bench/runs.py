@@ -16,6 +16,7 @@ from negchain.bench.table import Settings
 from negchain.data import DataBundle, ImageSet
 from negchain.methods import METHODS, trained
 from negchain.optim import set_lr
+from negchain.tasks.images import ImageTask, load_images
 from negchain.train import trainer
 from negchain.train.config import TrainConfig
 from negchain.train.resolve import resolve
@@ -83,7 +84,7 @@ def config(
 def pictures(settings: Settings) -> DataBundle:
     """The images all runs share: made up on a GPU (nothing to download), else the digits."""
     if not settings.on_gpu:
-        return trainer.load_images(resolve(None, {"data": "digits"}), progress=False)
+        return load_images(resolve(None, {"data": "digits"}))
     pixels = pictures_like_photographs(NUM_IMAGES, SIDE, settings.seed)
     names = tuple(map(str, range(NUM_IMAGES)))
     return DataBundle("made up", ImageSet(names, None, pixels), None, None, (), (), "0" * 16)
@@ -121,7 +122,8 @@ def prepared(settings: TrainConfig, data: DataBundle) -> Iterator[trainer.Run]:
     """A run as `negchain train` prepares it, not captured yet."""
     with tempfile.TemporaryDirectory(prefix="negchain-bench-") as folder:
         path = Path(folder) / "run"
-        run = trainer.prepare(settings, data, lambda: RunFolder.create(path, config="{}\n"))
+        task = ImageTask(settings, data)
+        run = trainer.prepare(task, lambda: RunFolder.create(path, config="{}\n"))
         with run.folder:
             yield run
 

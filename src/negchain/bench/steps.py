@@ -28,6 +28,8 @@ from negchain.bench.table import Check, Row, Settings, Table
 from negchain.bench.timing import Timed, graphed, interleaved, release
 from negchain.data import DataBundle
 from negchain.data.storage import TIMES
+from negchain.losses.request import Want
+from negchain.tasks.images import ImageTask
 from negchain.train import trainer
 
 AUGMENTATION = "augmentation alone"
@@ -127,18 +129,20 @@ def _measured(
 
 def _augmentation(run: trainer.Run) -> Timed:
     """Both views of a batch: positions to pixels, as the InfoNCE step makes them."""
-    step = run.step
+    step, views = run.step, [Want(run.step.index)] * 2
 
     def call() -> Tensor:
-        return step.pixels((step.index, step.index))
+        pixels: Tensor = run.task.inputs(views, step.step, 0)
+        return pixels
 
     return graphed(call, step.device, calls=10)
 
 
 def _augmentation_of_whole(settings: Settings, run: trainer.Run) -> Timed:
     """The same of pictures of different sizes, as a folder of photographs is kept."""
-    step, short = run.step, TIMES[0] * run.step.augment.size
-    channels, generator = run.data.pretrain.channels, settings.generator()
+    step, task = run.step, _task(run)
+    short = TIMES[0] * task.augment.size
+    channels, generator = task.data.pretrain.channels, settings.generator()
     longer = torch.randint(short, 2 * short, (NUM_WHOLE,), generator=generator).tolist()
     shapes = [(short, side) if n % 2 else (side, short) for n, side in enumerate(longer)]
     kept = [torch.randint(256, (channels, *s), generator=generator).byte() for s in shapes]
@@ -148,9 +152,14 @@ def _augmentation_of_whole(settings: Settings, run: trainer.Run) -> Timed:
 
     def call() -> Tensor:
         dtype = step.autocast or torch.float32
-        return step.augment.from_table(photos, (index, index), drawn, dtype)
+        return task.augment.from_table(photos, (index, index), drawn, dtype)
 
     return graphed(call, step.device, calls=10)
+
+
+def _task(run: trainer.Run) -> ImageTask:
+    assert isinstance(run.task, ImageTask)
+    return run.task
 
 
 def _checked(name: str, run: trainer.Run, data: DataBundle) -> Check:
@@ -246,8 +255,8 @@ def _copy_state(source: trainer.Run, target: trainer.Run) -> None:
 
 def _compared_pixels(settings: Settings, run: trainer.Run) -> Check:
     """Pixels of the augmentation the step uses against its readable twin's, same uniforms."""
-    augment, count = run.step.augment, 256
-    images = run.step.images(torch.arange(count, device=run.device))
+    augment, count = _task(run).augment, 256
+    images = _task(run).images(torch.arange(count, device=run.device))
     generator = settings.generator()
     u = torch.rand(count, augment.num_uniforms, generator=generator).to(run.device)
     found = augment(images, u)

@@ -25,6 +25,7 @@ from negchain.bench.runs import (
 from negchain.bench.table import Row, Settings, Table
 from negchain.bench.timing import release
 from negchain.data import DataBundle
+from negchain.tasks.images import build_run_encoder, run_augmentation
 from negchain.train import trainer
 from negchain.train.config import TrainConfig
 from negchain.train.progress import Progress
@@ -115,7 +116,7 @@ def _loop(run: trainer.Run) -> Advance:
 
 
 def _usual(settings: Settings, chosen: TrainConfig, data: DataBundle) -> list[float]:
-    encoder = trainer.build_run_encoder(chosen, data).to(settings.device)
+    encoder = build_run_encoder(chosen, data).to(settings.device)
     if settings.on_gpu:
         encoder = encoder.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     step = usual.UsualStep(
@@ -126,7 +127,7 @@ def _usual(settings: Settings, chosen: TrainConfig, data: DataBundle) -> list[fl
         bf16=settings.on_gpu,
     )
     assert data.pretrain.images is not None
-    augment = trainer.run_augmentation(chosen, data)
+    augment = run_augmentation(chosen, data)
     batches = usual.batches(data.pretrain.images, augment, chosen.batch_size, settings.on_gpu)
 
     def advance(steps: int) -> None:

@@ -15,10 +15,10 @@ from typing import Any, cast, get_args
 
 from rich.console import Console
 
-from negchain.cli.options import option, with_config_options
+from negchain.cli.options import IMPORT, option, with_config_options
 from negchain.cli.terminal import Stopped, result, say
 from negchain.files import real_folder
-from negchain.methods import trained
+from negchain.methods import import_file, trained
 from negchain.train.concurrent import launch, progress_of, stop
 from negchain.train.config import ConfigError, TrainConfig, flag, method_named, same_run
 from negchain.train.presets import choose
@@ -33,6 +33,8 @@ HELP = """Train several methods and seeds on one recipe and compare them on one 
 
     negchain compare --methods dcl,sogclr,emc2 --seeds 3 --data ./photos --out runs/duel
 
+    negchain compare --methods dcl,hard --import own_method.py
+
 Takes all options of `negchain train`; an option only some methods know is given to those only.
 Runs that are finished in --out are kept, unfinished ones are resumed. Runs on one GPU share it
 through NVIDIA's MPS where that works (`--sharing auto`), else they take turns.
@@ -45,12 +47,25 @@ through NVIDIA's MPS where that works (`--sharing auto`), else they take turns.
         option("seeds", int, 1, "--seeds", help="Seeds 0 .. N-1 for each method."),
         option("jobs", int, 0, "--jobs", help="Runs at a time; 0: 4 on a GPU, 1 on a CPU."),
         option("sharing", str, "auto", "--sharing", help="auto|mps|off: share a GPU by MPS."),
+        IMPORT,
         option("quiet", bool, False, "--quiet", help="No progress bar."),
     ],
     leave_out=("method", "seed", "graph"),
 )
-def command(methods: str, seeds: int, jobs: int, sharing: str, quiet: bool, **settings: Any) -> int:
+def command(
+    methods: str,
+    seeds: int,
+    jobs: int,
+    sharing: str,
+    import_: Path | None,
+    quiet: bool,
+    **settings: Any,
+) -> int:
     """See `HELP`."""
+    first: list[str] = []  # arguments of every run
+    if import_ is not None:
+        import_file(import_)
+        first = ["--import", str(import_.absolute())]
     chosen = [method_named("--methods", name.strip()) for name in methods.split(",")]
     if seeds < 1 or jobs < 0:
         raise ConfigError(f"--seeds must be at least 1 and --jobs at least 0, got {seeds}, {jobs}")
@@ -75,7 +90,7 @@ def command(methods: str, seeds: int, jobs: int, sharing: str, quiet: bool, **se
     waiting = [p for p in plans if not (p[0] / "summary.json").exists()]
     try:
         with interruptible(), _sharing(sharing, on_gpu, jobs, len(waiting)) as environment:
-            failed = _run_all(waiting, jobs, environment, show=not quiet)
+            failed = _run_all(waiting, jobs, environment, first, show=not quiet)
     except KeyboardInterrupt:
         raise Stopped(f"; the same command with --out {folder} continues the runs") from None
     runs = [path for path, _, _ in plans if is_run(path) and read_metrics(path)]
@@ -112,7 +127,9 @@ def _refuse_another(path: Path, config: TrainConfig) -> None:
         )
 
 
-def _run_all(waiting: list[Plan], jobs: int, environment: dict[str, str], show: bool) -> list[Path]:
+def _run_all(
+    waiting: list[Plan], jobs: int, environment: dict[str, str], first: list[str], show: bool
+) -> list[Path]:
     """Run the plans, `jobs` at a time; returns those that failed."""
     running: dict[Path, subprocess.Popen[bytes]] = {}
     failed: list[Path] = []
@@ -122,7 +139,7 @@ def _run_all(waiting: list[Plan], jobs: int, environment: dict[str, str], show: 
             while waiting or running:
                 while waiting and len(running) < jobs:
                     path, config, given = waiting.pop(0)
-                    running[path] = _launch(path, config, given, environment)
+                    running[path] = _launch(path, config, given, environment, first)
                     started = done + len(running)
                     bar.say(f"run {started} of {total}: {path.name}")
                 for path, process in list(running.items()):
@@ -141,9 +158,13 @@ def _run_all(waiting: list[Plan], jobs: int, environment: dict[str, str], show: 
 
 
 def _launch(
-    path: Path, config: TrainConfig, given: dict[str, Any], environment: dict[str, str]
+    path: Path,
+    config: TrainConfig,
+    given: dict[str, Any],
+    environment: dict[str, str],
+    first: list[str],
 ) -> subprocess.Popen[bytes]:
-    arguments = ["--quiet", "--out", str(path)]
+    arguments = [*first, "--quiet", "--out", str(path)]
     if is_run(path):
         arguments += ["--resume", "--device", given.get("device", config.device)]
     else:

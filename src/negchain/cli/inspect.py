@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 from rich.console import Console
 
+from negchain import tasks
 from negchain.cli.terminal import result, say
 from negchain.files import read_object, replacing
 from negchain.train.config import ConfigError
 from negchain.train.run_folder import load_run_config
 
 if TYPE_CHECKING:  # what brings torch is imported by the commands, so that --help is quick
-    from negchain.train.judge import Judge
+    from negchain.tasks.task import Task
 
 RunFolderArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
 
@@ -39,18 +40,16 @@ def evaluate(
 
         negchain evaluate runs/photos --data ./other-photos
     """
-    from negchain.encoders import rebuild_encoder
     from negchain.report import summary_table
-    from negchain.train.judge import baselines
 
-    judge, encoder, step = _judge(run, data, device, root, checkpoint)
-    if data is not None and not judge.data.labelled:
-        raise ConfigError(f"{data} cannot be probed: {judge.data.unprobed}")
-    numbers: dict[str, Any] = {"step": step, "data": judge.config.data}
-    fresh = rebuild_encoder(encoder.encoder_config).to(judge.device)
-    numbers |= baselines(judge.before(fresh)) | judge.thorough(encoder)[0]
-    result(f"step {step:,}, {judge.config.data}")
-    Console(highlight=False).print(summary_table(numbers))
+    task, encoder, step = _judge(run, data, device, root, checkpoint)
+    if data is not None and task.unjudged is not None:
+        raise ConfigError(f"{data} cannot be probed: {task.unjudged}")
+    judge, numbers = task.judge(), {"step": step, "data": task.config.data}
+    fresh = tasks.named(task.config.task).rebuild(encoder.encoder_config).to(task.device)
+    numbers |= judge.baselines(judge.before(fresh)) | judge.thorough(encoder)[0]
+    result(f"step {step:,}, {task.config.data}")
+    Console(highlight=False).print(summary_table(numbers, task.config.task))
     with replacing(run / "evaluation.json") as file:
         file.write(json.dumps(numbers, indent=2).encode() + b"\n")
     return 0
@@ -114,27 +113,18 @@ def report(
 
 def _judge(
     run: Path, data: str | None, device: str, root: str, which: str
-) -> tuple[Judge, Any, int]:
+) -> tuple[Task, Any, int]:
     from negchain.train import trainer
     from negchain.train.export import load_trained
-    from negchain.train.judge import Judge
 
     config = load_run_config(run)
     encoder, loaded = load_trained(run, which)
     for warning in loaded.warnings:
         say(f"note: {warning}; step {loaded.step} is used instead")
-    described = encoder.encoder_config
     changed = replace(config, device=device, data=data or config.data, root=root)  # type: ignore[arg-type]
+    if data is not None:
+        changed = replace(changed, subset=None)  # a part of the run's own data, not of others
+    task = tasks.load(changed, encoder_config=encoder.encoder_config)
     where = trainer.choose_device(changed)
-    subset = config.subset if data is None else None  # a part of the run's own data, not of others
-    changed = replace(changed, image_size=described["image_size"], subset=subset)
-    bundle = trainer.load_images(changed, progress=False)
-    if bundle.pretrain.channels != described["channels"]:
-        raise ConfigError(
-            f"the encoder takes images of {described['channels']} channels and {changed.data} has "
-            f"{bundle.pretrain.channels}"
-        )
-    augment = trainer.run_augmentation(replace(config, image_size=described["image_size"]), bundle)
-    autocast = trainer.autocast_dtype(config, where)
-    judge = Judge(changed, bundle, augment, where, autocast)
-    return judge, encoder.to(where), loaded.step
+    task.place(where, trainer.autocast_dtype(config, where))
+    return task, encoder.to(where), loaded.step

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection
+from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -48,6 +49,10 @@ def option(
     )
 
 
+IMPORT = option(
+    "import_", Path | None, None, "--import",
+    help="A Python file to run first, which registers methods or tasks of your own.",
+)  # fmt: skip
 _TEMPERATURE = option(
     "temperature", float | None, None, help="The same as --beta, the other way round: 1/beta.",
     panel="Negatives",

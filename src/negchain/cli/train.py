@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from negchain.cli.options import option, with_config_options
+from negchain import tasks
+from negchain.cli.options import IMPORT, option, with_config_options
 from negchain.cli.terminal import Failed, Stopped, result, say
 from negchain.files import read_text
+from negchain.methods import import_file
 from negchain.train.config import ConfigError, TrainConfig, from_json
 from negchain.train.presets import PRESET_HELP
 from negchain.train.progress import Progress
@@ -44,11 +46,16 @@ folder of images. Presets hold the paper's settings; every value can be overridd
             "--config",
             help="Start from the settings of another run: its folder, or its config.json.",
         ),  # fmt: skip
+        IMPORT,
         option("quiet", bool, False, "--quiet", help="No progress bar."),
     ]
 )
-def command(resume_: bool, config_: Path | None, quiet: bool, **settings: Any) -> int:
+def command(
+    resume_: bool, config_: Path | None, import_: Path | None, quiet: bool, **settings: Any
+) -> int:
     """See `HELP`."""
+    if import_ is not None:
+        import_file(import_)
     if resume_ and config_ is not None:
         raise ConfigError("--resume reads the config of the run in --out; leave out --config")
     show = not quiet
@@ -59,7 +66,7 @@ def command(resume_: bool, config_: Path | None, quiet: bool, **settings: Any) -
     with run.folder:
         _announce(run, notes)
         try:
-            summary = run.train(Progress(show))
+            summary = run.train(Progress(show, tasks.named(run.config.task).noun))
         except Interrupted as error:
             where = f"continue with: negchain train --out {run.folder.path} --resume"
             raise Stopped(f"{error}; {where}") from None
@@ -98,10 +105,10 @@ def _resumed(settings: dict[str, Any], show: bool) -> tuple[Run, list[str]]:
     path = Path(settings["out"])
     saved = load_run_config(path)
     config = resume(saved, settings)
-    data = trainer.load_images(config, show)
-    run = trainer.prepare(config, data, lambda: RunFolder.resume(path), fresh=False)
+    task = tasks.load(config, show)
+    run = trainer.prepare(task, lambda: RunFolder.resume(path), fresh=False)
     try:
-        notes = [*data.notes, *run.restore(given=settings.get("pretrained") is not None)]
+        notes = [*task.notes, *run.restore(given=settings.get("pretrained") is not None)]
         if (config.epochs, config.steps) != (saved.epochs, saved.steps):
             was = saved.steps or saved.epochs * run.order.steps_per_epoch
             notes.append(
@@ -118,30 +125,31 @@ def _resumed(settings: dict[str, Any], show: bool) -> tuple[Run, list[str]]:
 
 
 def _announce(run: Run, notes: list[str]) -> None:
-    config, images = run.config, len(run.data.pretrain)
+    config, task = run.config, run.task
+    count, noun = task.num_samples, tasks.named(config.task).noun
     say(
-        f" on {config.data}: {images:,} images, batch {config.batch_size}, {run.total_steps:,} "
+        f" on {config.data}: {count:,} {noun}, batch {config.batch_size}, {run.total_steps:,} "
         f"steps, {config.encoder}, {run.device}",
         config.method,
     )
     say(f"run folder: {run.folder.path}")
-    if left := images % config.batch_size:
+    if left := count % config.batch_size:
         say(
-            f"note: {left:,} of {images:,} images sit out every epoch, others each time: the last "
+            f"note: {left:,} of {count:,} {noun} sit out every epoch, others each time: the last "
             f"batch would not be full"
         )
     for note in notes:
         say(f"note: {note}")
-    for name, reason in run.data.skipped[:5]:
+    for name, reason in task.skipped[:5]:
         say(f"left out: {name} ({reason})")
-    if len(run.data.skipped) > 5:
-        say(f"left out: {len(run.data.skipped) - 5} more files, named in config.json")
+    if len(task.skipped) > 5:
+        say(f"left out: {len(task.skipped) - 5} more, named in config.json")
 
 
 def _show(run: Run, summary: dict[str, Any]) -> None:
     from negchain.report import summary_table
 
-    Console(highlight=False).print(summary_table(summary))
-    if not run.data.labelled:
-        result(f"nothing was probed: {run.data.unprobed}")
+    Console(highlight=False).print(summary_table(summary, run.config.task))
+    if run.task.unjudged is not None:
+        result(f"nothing was probed: {run.task.unjudged}")
     result(f"report: {run.folder.path / 'report.html'}")

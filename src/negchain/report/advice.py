@@ -16,7 +16,6 @@ from .statistics import estimates
 COLLAPSED = 0.02
 """Embedding variance below this: all images within a few degrees of one direction."""
 IDLE, STUCK, RESTLESS = 0.01, 0.02, 0.95  # carried mass; acceptance near 0; acceptance near 1
-_MEASURES = (("knn1", "1-NN"), ("probe", "the linear probe"))
 
 
 def advice(run: Run) -> list[str]:
@@ -65,9 +64,11 @@ def late(run: Run, key: str) -> float | None:
 def against_baselines(run: Run) -> list[str]:
     """Whether training shows in the numbers, in a sentence per measure; empty without labels."""
     said = []
-    for key, name in _MEASURES:
+    for metric in run.shown.lead:
+        key, name = metric.key, metric.name
         value, base = run.final(key), run.baseline(key)
-        known = [(base[k], text) for k, text in _NAMES.items() if k in base]
+        named = {k: text for k, text in run.shown.baselines.items() if k != "chance"}
+        known = [(base[k], _in_text(text)) for k, text in named.items() if k in base]
         if value is None or not known or not run.finished:
             continue
         best, text = max(known)
@@ -80,14 +81,18 @@ def against_baselines(run: Run) -> list[str]:
             said.append(f"By {name} training gained {gain} points: on this data {shown}.")
         elif value > best:
             said.append(
-                f"By {name} the gain is within the noise of the test images: on this data {shown}."
+                f"By {name} the gain is within the noise of the {run.shown.tested}: "
+                f"on this data {shown}."
             )
         else:
             said.append(f"By {name} training shows no gain: on this data {shown}.")
     return said
 
 
-_NAMES = {"pixels": "raw pixels", "untrained": "the untrained encoder"}
+def _in_text(name: str) -> str:
+    """A baseline's name within a sentence."""
+    name = name.lower()
+    return name if name.endswith("s") else f"the {name}"
 
 
 def _options(run: Run) -> tuple[str, ...]:

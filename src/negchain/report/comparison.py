@@ -18,9 +18,7 @@ from .measures import (
     CARRIED,
     EFFECTIVE,
     GLOBAL_LOSS,
-    KNN1,
     LOSS,
-    PROBE,
     THROUGHPUT,
 )
 from .results import Cell, compare
@@ -29,7 +27,7 @@ from .sections import POINTS, Page, charts_section, notices, pictures, settings,
 
 _GALLERIES = 8  # groups whose first run shows pictures: the page stays a few MB
 # not the estimates from batches: each method's is off in its own way
-_CHARTS = (KNN1, PROBE, GLOBAL_LOSS, LOSS, ACCEPTANCE, CARRIED, EFFECTIVE, THROUGHPUT)
+_CHARTS = (GLOBAL_LOSS, LOSS, ACCEPTANCE, CARRIED, EFFECTIVE, THROUGHPUT)
 
 
 def headline(groups: Sequence[Group], runs: Sequence[Run]) -> str:
@@ -100,8 +98,9 @@ def results(groups: Sequence[Group]) -> str:
     said = "".join(f"<p>{escape(note)}</p>" for note in found.notes)
     return (
         '<section><h2>Results</h2><p class="lead">Means over seeds, best '
-        f"{escape(found.lead.name)} first. In brackets the 95 % interval over test images and "
-        "seeds; ± is the standard deviation over seeds. Bold marks a winner, and only where it is "
+        f"{escape(found.lead.name)} first. In brackets the 95 % interval over "
+        f"{groups[0].shown.tested} and seeds; ± is the standard deviation over seeds. Bold marks "
+        "a winner, and only where it is "
         f"better than every other beyond that noise. Dots: {escape(found.lead.name)} of each seed, "
         f'with a tick at the mean.</p><div class="said">{said}</div><div class="scroll">'
         f'<table class="results"><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody>'
@@ -131,7 +130,7 @@ def curves(page: Page, groups: Sequence[Group]) -> None:
     # half a run page's points: noisy lines that cross need more smoothing than one alone
     points = max(40, min(POINTS // 2, 2400 // len(groups)))
     charts = []
-    for metric in _CHARTS:
+    for metric in (*groups[0].shown.lead, *_CHARTS):
         series = []
         for index, group in enumerate(groups):
             curve, spread = mean_curve(group.counted, metric.key, points)
@@ -190,8 +189,9 @@ def runs_section(page: Page, groups: Sequence[Group], out: Path) -> None:
 
 
 def _lead(run: Run) -> str:
-    metric = KNN1 if run.final("knn1") is not None else GLOBAL_LOSS
-    name = "1-NN" if metric is KNN1 else metric.name
+    known = [m for m in (*run.shown.lead[:1], GLOBAL_LOSS) if run.final(m.key) is not None]
+    metric = known[0] if known else GLOBAL_LOSS
+    name = metric.short or metric.name
     return f"<span>{name} {number(run.final(metric.key), metric.unit)}</span>"
 
 

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from negchain.tasks import TASKS
+
+if TYPE_CHECKING:
+    from .runs import Run
 
 
 @dataclass(frozen=True)
@@ -14,24 +21,8 @@ class Metric:
     unit: str
     note: str = ""
     higher: bool = False
+    short: str = ""  # at a chart's line
 
-
-def _accuracy(key: str, name: str, note: str) -> Metric:
-    return Metric(key, name, "percent", note, higher=True)
-
-
-KNN1 = _accuracy("knn1", "1-NN accuracy", "Nearest neighbour among the training images")
-KNN20 = _accuracy("knn20", "20-NN", "Votes of 20 neighbours, weighted by exp(cosine / 0.07)")
-KNN200 = _accuracy("knn200", "200-NN", "Votes of 200 neighbours, weighted by exp(cosine / 0.07)")
-PROBE = _accuracy("probe", "Linear probe", "Logistic regression on frozen features")
-FEW10 = _accuracy("probe_10pct", "Probe, 10 % of labels", "Mean of 3 draws of the labels")
-FEW1 = _accuracy(
-    "probe_1pct", "Probe, 1 % of labels", "Mean of 3 draws of the labels, at least one per class"
-)
-PAPERS = _accuracy("probe_paper", "Probe, the paper’s", "100 epochs of plain SGD, untuned")
-KNN20_TOP5 = _accuracy("knn20_top5", "20-NN, top 5", "The class is among the five with most votes")
-PROBE_TOP5 = _accuracy("probe_top5", "Probe, top 5", "The class is among the five most likely")
-EUCLIDEAN = _accuracy("knn1_euclidean", "1-NN, Euclidean", "Features not normalised")
 
 LOSS = Metric("loss", "Training loss", "number", "What each step minimised")
 GLOBAL_LOSS = Metric("global_loss", "Global loss, exact", "number", "On a fixed probe set")
@@ -53,12 +44,41 @@ CARRIED = Metric(
 EFFECTIVE = Metric(
     "effective_negatives", "Effective negatives", "count", "Per row, 1 / Σ of squared weights"
 )
-THROUGHPUT = Metric("images_per_second", "Throughput", "count", "Images per second", higher=True)
+THROUGHPUT = Metric("samples_per_second", "Throughput", "count", "Samples per second", higher=True)
 RATE = Metric("lr", "Learning rate", "number", "Of the optimizer")
 TIME = Metric("seconds", "Time", "seconds")
 
-SECONDARY = (KNN20, KNN200, KNN20_TOP5, PROBE_TOP5, FEW1, FEW10, EUCLIDEAN, PAPERS)
-"""Shown in a table below the headline numbers, where they were measured."""
 
-BASELINES = {"untrained": "Untrained encoder", "pixels": "Raw pixels", "chance": "Chance"}
-"""What a result is held against, by the prefix of its keys."""
+@dataclass(frozen=True)
+class Shown:
+    """What the report shows of a task's runs, beside losses and chains.
+
+    Attributes:
+        noun: what its samples are, in plural.
+        tested: what its results are tested on, in plural.
+        lead: the results; the first that was measured decides.
+        secondary: further results, in a table below.
+        columns: of `lead` and `secondary`, those a comparison's table has.
+        baselines: what a result is held against: prefix of its key, name on the page.
+        explained: a sentence or two on the baselines.
+        pictures: (run, small) -> (title, HTML, data for the page's script or None) of each section
+            below the curves; `small`: a few, for a page of many runs.
+    """
+
+    noun: str = "samples"
+    tested: str = "test samples"
+    lead: tuple[Metric, ...] = ()
+    secondary: tuple[Metric, ...] = ()
+    columns: tuple[Metric, ...] = ()
+    baselines: Mapping[str, str] = field(default_factory=lambda: {"untrained": "Untrained encoder"})
+    explained: str = ""
+    pictures: Callable[[Run, bool], list[tuple[str, str, Any]]] = lambda run, small: []
+
+
+def shown(task: object) -> Shown:
+    """What is shown of runs of a task; of one nobody registered, what every run has.
+
+    >>> shown("images").lead[0].name
+    '1-NN accuracy'
+    """
+    return TASKS[str(task)].shown() if str(task) in TASKS else Shown()

@@ -25,10 +25,8 @@ from .runs import Group, Run, group_runs, load_run
 from .sections import Page
 
 _FINALS = (
-    "knn1 knn20 knn200 probe probe_1pct probe_10pct probe_paper knn20_top5 probe_top5 chance "
-    "pixels_knn1 pixels_probe untrained_knn1 untrained_probe loss global_loss embedding_variance "
-    "estimated_global_loss acceptance_rate carried_mass effective_negatives images_per_second "
-    "seconds samples step epoch".split()
+    "chance loss global_loss embedding_variance estimated_global_loss acceptance_rate carried_mass "
+    "effective_negatives samples_per_second seconds samples step epoch".split()
 )
 
 
@@ -92,7 +90,9 @@ def _numbers(page: Page, groups: Sequence[Group]) -> dict[str, Any]:
 
 
 def _run_numbers(run: Run) -> dict[str, Any]:
-    finals = {key: run.final(key) for key in _FINALS}
+    lead, rest = ([m.key for m in part] for part in (run.shown.lead, run.shown.secondary))
+    held = [f"{prefix}_{key}" for prefix in run.shown.baselines for key in lead]
+    finals = {key: run.final(key) for key in (*lead, *rest, *held, *_FINALS)}
     return {
         "name": run.name,
         "seed": run.config.get("seed"),

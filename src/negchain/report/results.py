@@ -16,22 +16,11 @@ import numpy as np
 from rich.table import Table
 
 from .charts import number
-from .measures import (
-    BASELINES,
-    FEW10,
-    GLOBAL_LOSS,
-    KNN1,
-    KNN20,
-    PROBE,
-    SECONDARY,
-    THROUGHPUT,
-    TIME,
-    Metric,
-)
+from .measures import GLOBAL_LOSS, THROUGHPUT, TIME, Metric, Shown, shown
 from .runs import Group, group_runs, load_run
 from .statistics import Estimate, estimates, winner
 
-_COLUMNS = (KNN1, KNN20, PROBE, FEW10, GLOBAL_LOSS, TIME, THROUGHPUT)
+_COLUMNS = (GLOBAL_LOSS, TIME, THROUGHPUT)  # after the task's own
 
 
 @dataclass(frozen=True)
@@ -57,9 +46,11 @@ class Results:
 
 def compare(groups: Sequence[Group]) -> Results:
     """Everything the table shows."""
-    columns = [m for m in _COLUMNS if any(len(group.finals(m.key)) for group in groups)]
-    ranked = [m for m in (KNN1, PROBE, GLOBAL_LOSS) if m in columns]
-    lead = ranked[0] if ranked else KNN1
+    task = groups[0].shown
+    every = (*task.columns, *_COLUMNS)
+    columns = [m for m in every if any(len(group.finals(m.key)) for group in groups)]
+    ranked = [m for m in (*task.lead, GLOBAL_LOSS) if m in columns]
+    lead = ranked[0] if ranked else GLOBAL_LOSS
     sign = -1 if lead.higher else 1
     finals = [group.finals(lead.key) for group in groups]
     order = sorted(
@@ -95,10 +86,11 @@ def _baselines(groups: Sequence[Group], columns: Sequence[Metric]) -> list[tuple
     """Means over all runs: (name, one text per column), where any is known."""
     runs = [run for group in groups for run in group.counted]
     rows = []
-    for prefix, name in BASELINES.items():
+    lead = groups[0].shown.lead
+    for prefix, name in groups[0].shown.baselines.items():
         texts = []
         for metric in columns:
-            own = metric in (KNN1, PROBE) or (metric is GLOBAL_LOSS and prefix == "untrained")
+            own = metric in lead or (metric is GLOBAL_LOSS and prefix == "untrained")
             found = [run.baseline(metric.key) for run in runs] if own else []
             values = [base[prefix] for base in found if prefix in base]
             texts.append(number(float(np.mean(values)), metric.unit) if values else "")
@@ -116,19 +108,25 @@ def _notes(
     if any(len(group.finals(lead.key)) < 2 for group in compared):
         note = (
             "One seed each says nothing about other seeds, so no winner is named: the intervals "
-            "cover other test images only. Add --seeds 3 or more."
+            f"cover other {groups[0].shown.tested} only. Add --seeds 3 or more."
         )
-        return [note if KNN1 in columns else note.split(": the")[0] + ". Add --seeds 3 or more."]
+        return [
+            note
+            if lead in groups[0].shown.lead
+            else note.split(": the")[0] + ". Add --seeds 3 or more."
+        ]
     if best is None:
         return [f"No winner by {lead.name}: the differences are within the noise."]
-    return [f"{groups[best].label} is best by {lead.name}, beyond the noise of seeds and images."]
+    noise = f"the noise of seeds and {groups[0].shown.noun}"
+    return [f"{groups[best].label} is best by {lead.name}, beyond {noise}."]
 
 
 def comparison_table(paths: Sequence[Path]) -> Table:
     """The results of several run folders as a table for the terminal; a star marks a winner."""
     groups = group_runs([load_run(path) for path in paths])
     found = compare(groups)
-    shown = [i for i, m in enumerate(found.columns) if m in (KNN1, KNN20, PROBE, GLOBAL_LOSS, TIME)]
+    few = (*groups[0].shown.columns[:3], GLOBAL_LOSS, TIME)
+    shown = [i for i, m in enumerate(found.columns) if m in few]
     table = Table(box=None, caption="\n".join(found.notes) or None, caption_justify="left")
     table.add_column("", overflow="fold")
     for i in shown:
@@ -146,16 +144,19 @@ def comparison_table(paths: Sequence[Path]) -> Table:
     return table
 
 
-def summary_table(summary: Mapping[str, Any]) -> Table:
-    """The numbers of one run for the terminal, each accuracy beside what it must beat."""
+def summary_table(summary: Mapping[str, Any], task: str) -> Table:
+    """The numbers of one run of a task for the terminal, each beside what it must beat."""
+    shows = shown(task)
     table = Table(box=None)
     table.add_column("")
-    own = [m for m in (KNN1, PROBE, *SECONDARY, GLOBAL_LOSS) if summary.get(m.key) is not None]
-    prefixes = {p: n for p, n in BASELINES.items() if any(_base(summary, p, m) for m in own)}
+    every = (*shows.lead, *shows.secondary, GLOBAL_LOSS)
+    own = [m for m in every if summary.get(m.key) is not None]
+    base = {(p, m): _base(summary, p, m, shows) for p in shows.baselines for m in own}
+    prefixes = {p: n for p, n in shows.baselines.items() if any(base[p, m] for m in own)}
     for heading in ("result", *(name.lower() for name in prefixes.values())):
         table.add_column(heading, justify="right")
     for metric in own:
-        found = [_base(summary, prefix, metric) for prefix in prefixes]
+        found = [base[prefix, metric] for prefix in prefixes]
         texts = [number(value, metric.unit) if value is not None else "" for value in found]
         table.add_row(metric.name, number(summary[metric.key], metric.unit), *texts)
     for metric in (THROUGHPUT, TIME):
@@ -164,9 +165,9 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
     return table
 
 
-def _base(summary: Mapping[str, Any], prefix: str, metric: Metric) -> float | None:
+def _base(summary: Mapping[str, Any], prefix: str, metric: Metric, shows: Shown) -> float | None:
     if prefix == "chance":
-        return summary.get("chance") if metric in (KNN1, PROBE) else None
+        return summary.get("chance") if metric in shows.lead else None
     return summary.get(f"{prefix}_{metric.key}")
 
 

@@ -25,6 +25,8 @@ from negchain.files import is_plain, read_arrays, read_object
 from negchain.methods import METHODS
 from negchain.train.run_folder import metric_lines
 
+from .measures import Shown, shown
+
 FloatArray = NDArray[np.float64]
 
 
@@ -95,6 +97,11 @@ class Run:
         return method_title(key)
 
     @property
+    def shown(self) -> Shown:
+        """What is shown of runs of its task; of old runs, which name none, that of images."""
+        return shown(self.config.get("task", "images"))
+
+    @property
     def finished(self) -> bool:
         """Whether the run reached its end."""
         return self.summary is not None
@@ -113,7 +120,7 @@ class Run:
     @property
     def labelled(self) -> bool:
         """Whether there was something to probe."""
-        return self.final("knn1") is not None or self.final("probe") is not None
+        return any(self.final(metric.key) is not None for metric in self.shown.lead)
 
     @property
     def query_noun(self) -> str:
@@ -127,10 +134,10 @@ class Run:
         """
         first = self.metrics[0] if self.metrics and self.metrics[0].get("step") == 0 else {}
         found = {
-            "untrained": self.final(f"untrained_{key}") or first.get(key),
-            "pixels": self.final(f"pixels_{key}"),
-            "chance": self.final("chance"),
+            name: self.final(name) if name == "chance" else self.final(f"{name}_{key}")
+            for name in self.shown.baselines
         }
+        found["untrained"] = found.get("untrained") or first.get(key)
         return {name: value for name, value in found.items() if value is not None}
 
     @property
@@ -161,7 +168,7 @@ class Run:
         recorded = [line[key] for line in self.metrics if key in line]
         if not recorded:
             return None
-        return float(np.median(recorded)) if key == "images_per_second" else recorded[-1]
+        return float(np.median(recorded)) if key == "samples_per_second" else recorded[-1]
 
 
 def load_run(path: Path) -> Run:
@@ -231,6 +238,11 @@ class Group:
     variant: int  # 0, 1, ... among the groups of that method, which fixes the dash
     settings: dict[str, Any]  # options that differ anywhere among the runs compared
     runs: list[Run]
+
+    @property
+    def shown(self) -> Shown:
+        """What is shown of its runs' task."""
+        return self.runs[0].shown
 
     @property
     def counted(self) -> list[Run]:

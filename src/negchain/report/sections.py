@@ -16,23 +16,16 @@ import numpy as np
 
 from .advice import advice, against_baselines
 from .charts import AXES, Chart, Series, draw, method_colour, number
-from .confusion import confusion
-from .embedding_map import embedding_map
-from .galleries import chains, neighbours, views
 from .measures import (
     ACCEPTANCE,
-    BASELINES,
     CARRIED,
     EFFECTIVE,
     ESTIMATED,
     GLOBAL_LOSS,
     HIGH,
-    KNN1,
     LOSS,
     LOW,
-    PROBE,
     RATE,
-    SECONDARY,
     THROUGHPUT,
     VARIANCE,
     Metric,
@@ -57,17 +50,15 @@ class Page:
         self.html.append(html)
 
 
-# (title, note, lines with their direct labels): one chart each on a run's page
+# (title, note, lines with their direct labels): one chart each on a run's page, after its results
 _RUN_CHARTS: Sequence[tuple[str, str, Sequence[tuple[Metric, str]]]] = (
-    ("Accuracy on test images", "Frozen features; the first point is before training",
-     ((KNN1, "1-NN"), (PROBE, "probe"))),
     ("Training loss", LOSS.note, ((LOSS, "loss"),)),
     ("Global loss", "Exact, on a fixed probe set", ((GLOBAL_LOSS, "exact"),)),
     *((m.name, m.note, ((m, m.name),))
       for m in (ESTIMATED, VARIANCE, ACCEPTANCE, CARRIED, EFFECTIVE, THROUGHPUT, RATE)),
 )  # fmt: skip
 # charts whose absence is worth a word: others belong to some methods only
-_EXPECTED = ("Accuracy on test images", "Training loss", "Global loss")
+_EXPECTED = ("Training loss", "Global loss")
 
 
 def headline(run: Run) -> str:
@@ -119,8 +110,8 @@ def tiles(run: Run) -> str:
     loss = GLOBAL_LOSS if run.final("global_loss") is not None else LOSS
     start = run.baseline("global_loss").get("untrained") if loss is GLOBAL_LOSS else None
     accuracies = (
-        (m.name, number(run.final(m.key), "percent"), _beside(run, m))
-        for m in (KNN1, PROBE)
+        (m.name, number(run.final(m.key), m.unit), _beside(run, m))
+        for m in run.shown.lead
         if run.final(m.key) is not None or run.classes
     )
     entries = (
@@ -131,7 +122,11 @@ def tiles(run: Run) -> str:
             ("global, exact" if loss is GLOBAL_LOSS else "training")
             + (f"; {number(start)} before" if start is not None else ""),
         ),
-        ("Throughput", number(run.final("images_per_second"), "count"), "images per second"),
+        (
+            "Throughput",
+            number(run.final("samples_per_second"), "count"),
+            f"{run.shown.noun} per second",
+        ),
         ("Time", number(run.final("seconds"), "seconds"), "wall clock"),
         ("Samples seen", number(run.final("samples"), "count"), _passes(run)),
     )
@@ -150,7 +145,7 @@ def _beside(run: Run, metric: Metric) -> str:
     if run.final(metric.key) is None:
         return "not measured"
     before = run.baseline(metric.key).get("untrained")
-    return "test images" if before is None else f"{number(before, 'percent')} untrained"
+    return run.shown.tested if before is None else f"{number(before, metric.unit)} untrained"
 
 
 def standing(run: Run) -> str:
@@ -158,7 +153,7 @@ def standing(run: Run) -> str:
     if not run.labelled:
         return ""
     blocks = []
-    for metric in (KNN1, PROBE):
+    for metric in run.shown.lead:
         value = run.final(metric.key)
         if value is None:
             continue
@@ -166,9 +161,10 @@ def standing(run: Run) -> str:
         sure = ""
         if found is not None and found.interval is not None:
             sure = "[{:.1f}, {:.1f}]".format(*(100 * end for end in found.interval))
-        bars = [_bar(run.method if run.finished else f"{run.method}, so far", value, sure, "own")]
-        base = run.baseline(metric.key)
-        bars += [_bar(name, base[key], "", key) for key, name in BASELINES.items() if key in base]
+        own = run.method if run.finished else f"{run.method}, so far"
+        held, base = run.shown.baselines, run.baseline(metric.key)
+        bars = [_bar(own, value, sure, "own", metric)]
+        bars += [_bar(held[key], base[key], "", key, metric) for key in held if key in base]
         blocks.append(
             f'<article class="card"><h3>{metric.name}</h3><p>{escape(metric.note)}</p>'
             f'<div class="bars">{"".join(bars)}</div></article>'
@@ -176,7 +172,7 @@ def standing(run: Run) -> str:
     rows = "".join(
         f"<tr><th>{escape(m.name)}</th><td><b>{number(run.final(m.key), m.unit)}</b> "
         f"<small>{escape(m.note)}</small></td></tr>"
-        for m in SECONDARY
+        for m in run.shown.secondary
         if run.final(m.key) is not None
     )
     more = (
@@ -188,27 +184,27 @@ def standing(run: Run) -> str:
     said = "".join(f"<p>{escape(sentence)}</p>" for sentence in against_baselines(run))
     return (
         f'<section style="--c:{method_colour(str(run.config.get("method")))}">'
-        '<h2>Did training help?</h2><p class="lead">Accuracy on '
-        f"{run.data_info.get('test') or 'the'} test images. In brackets: the range that other test "
-        "images of this kind would give, 19 times of 20. Raw pixels: the images themselves as "
-        "features, averaged to at most 16 × 16. Chance: always the commonest class.</p>"
+        '<h2>Did training help?</h2><p class="lead">Results on '
+        f"{run.data_info.get('test') or 'the'} {run.shown.tested}. In brackets: the range that "
+        f"other {run.shown.tested} of this kind would give, 19 times of 20. "
+        f"{run.shown.explained}</p>"
         f'<div class="said">{said}</div>'
         f'<div class="grid top">{"".join(blocks)}{more}</div></section>'
     )
 
 
-def _bar(name: str, value: float, sure: str, kind: str) -> str:
+def _bar(name: str, value: float, sure: str, kind: str, metric: Metric) -> str:
     return (
         f'<div class="{kind}"><span>{escape(name)}</span>'
-        f'<i style="--w:{100 * value:.1f}%"></i><b>{number(value, "percent")}</b>'
+        f'<i style="--w:{100 * value:.1f}%"></i><b>{number(value, metric.unit)}</b>'
         f"<small>{sure}</small></div>"
     )
 
 
 def _passes(run: Run) -> str:
-    size, seen = run.data_info.get("pretrain"), run.final("samples")
+    size, seen = run.data_info.get("num_samples"), run.final("samples")
     if not isinstance(size, int) or size < 1 or seen is None:
-        return "training images"
+        return f"training {run.shown.noun}"
     return f"{seen / size:.3g} passes over {size:,}"
 
 
@@ -217,12 +213,17 @@ def curves(page: Page, run: Run) -> None:
     colour = method_colour(str(run.config.get("method")))
     drawn, missing = [], []
     bracket = _bracket(run)
-    for title, note, lines in _RUN_CHARTS:
+    results = (
+        f"Results on {run.shown.tested}",
+        "The first point is before training",
+        [(metric, metric.short or metric.name) for metric in run.shown.lead],
+    )
+    for title, note, lines in (results, *_RUN_CHARTS):
         present = [(metric, label) for metric, label in lines if len(run.curve(metric.key))]
-        if bracket is not None and lines[0][0] is ESTIMATED:  # drawn beside the exact loss
+        if bracket is not None and (ESTIMATED, ESTIMATED.name) in lines:  # beside the exact loss
             continue
         if not present:
-            if title in _EXPECTED and (run.classes or title != _EXPECTED[0]):
+            if title in _EXPECTED or (title == results[0] and run.classes):
                 missing.append(title.lower())
             continue
         series = [
@@ -248,7 +249,7 @@ def _bracket(run: Run) -> Series | None:
     low, high = (thinned(run.curve(m.key), POINTS) for m in (LOW, HIGH))
     if not len(low) or len(low) != len(high) or not len(run.curve(GLOBAL_LOSS.key)):
         return None
-    total, probed = run.data_info.get("pretrain"), run.config.get("probe_samples")
+    total, probed = run.data_info.get("num_samples"), run.config.get("probe_samples")
     shift = 0.0
     if isinstance(total, int) and isinstance(probed, int) and 1 < probed < total:
         shift = math.log((total - 1) / (probed - 1))
@@ -291,24 +292,15 @@ def _card(page: Page, chart: Chart) -> str:
 
 
 def pictures(page: Page, run: Run, *, small: bool = False) -> None:
-    """Neighbours, confusions, chains, views and map; on a comparison page fewer of each."""
+    """What the task shows of its data; on a comparison page less of each."""
     level = "h4" if small else "h2"
-    near = neighbours(run, rows=4) if small else neighbours(run)
-    held = chains(run, limit=8) if small else chains(run)
-    result = embedding_map(run, thumbs=not small)
-    titled = [("Nearest neighbours", near), ("What the chains hold", held)]
-    if not small:
-        titled.insert(1, ("What is mistaken for what", confusion(run)))
-        titled.append(("What the encoder sees", views(run)))
-    for title, html in titled:
+    for title, html, data in run.shown.pictures(run, small):
+        linked = ""
+        if data is not None:
+            key = f"map-{len(page.maps)}"
+            page.maps[key], linked = data, f' data-map="{key}"'
         if html:
-            page.add(f"<section><{level}>{title}</{level}>{html}</section>")
-    if result is not None:
-        key = f"map-{len(page.maps)}"
-        html, page.maps[key] = result
-        page.add(
-            f'<section data-map="{key}"><{level}>Map of the embeddings</{level}>{html}</section>'
-        )
+            page.add(f"<section{linked}><{level}>{title}</{level}>{html}</section>")
 
 
 def settings(run: Run) -> str:
@@ -323,13 +315,13 @@ def settings(run: Run) -> str:
     counts = ", ".join(
         f"{info[key]} {name}"
         for key, name in (
-            ("pretrain", "for pretraining"),
+            ("num_samples", "to train on"),
             ("train", "labelled for training"),
             ("test", "for test"),
         )
         if info.get(key) is not None
     )
-    data = f"<tr><th>images</th><td>{escape(counts)}</td></tr>" if counts else ""
+    data = f"<tr><th>{run.shown.noun}</th><td>{escape(counts)}</td></tr>" if counts else ""
     return (
         "<details><summary>Settings, versions and hardware</summary>"
         f'<div class="scroll"><table class="settings">{data}{rows}</table></div></details>'

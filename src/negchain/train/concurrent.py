@@ -92,7 +92,7 @@ def progress_of(run: Path) -> float:
     """The share of its steps that a run has done, as far as its folder says."""
     try:
         config, step = read_object(run / "config.json"), last_metrics(run).get("step", 0)
-        size, batch = config["data_info"]["pretrain"], config["batch_size"]
+        size, batch = config["data_info"]["num_samples"], config["batch_size"]
         total = config["steps"] or config["epochs"] * (size // batch)
         return min(1.0, float(step or 0) / float(total))
     except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError):

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, fields
 from types import NoneType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from negchain import methods
+from negchain import methods, tasks
 from negchain.train import presets
 from negchain.train.presets import ConfigError, choose, show
 
@@ -88,6 +88,12 @@ class TrainConfig:
     epochs: int = _setting(60, "Passes over the training images.", "The run", rule=_between(1))
     steps: int | None = _setting(
         None, "Stop after this many steps, whatever --epochs says.", "The run", rule=_between(1)
+    )
+    task: str = _setting(
+        "images",
+        "What the data is and what is learned from it; unless given, by what --data holds.",
+        "Data",
+        choices=tasks.names,
     )
     data: str = _setting(
         "digits",

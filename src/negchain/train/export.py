@@ -14,12 +14,14 @@ from typing import Any
 import timm
 from safetensors.torch import save_file
 
-from negchain.encoders import Encoder, EncoderConfig, rebuild_encoder
+from negchain import tasks
+from negchain.encoders import Encoder, EncoderConfig
 from negchain.train import checkpoint
 from negchain.train.config import ConfigError, TrainConfig, to_json
+from negchain.train.run_folder import load_run_config
 
 
-def load_trained(path: Path, which: str = "latest") -> tuple[Encoder, checkpoint.Loaded]:
+def load_trained(path: Path, which: str = "latest") -> tuple[Any, checkpoint.Loaded]:
     """The encoder of a run's checkpoint, on the CPU in eval mode, and the checkpoint.
 
     Args:
@@ -33,16 +35,16 @@ def load_trained(path: Path, which: str = "latest") -> tuple[Encoder, checkpoint
         loaded = checkpoint.load_named(folder, which)
     if loaded is None:
         raise ConfigError(f"{path} has no checkpoint yet; let it train, or use --resume")
-    return encoder_of(loaded.state, folder), loaded
+    return _encoder_of(loaded.state, folder, tasks.named(load_run_config(path).task)), loaded
 
 
-def encoder_of(state: dict[str, Any], source: Path) -> Encoder:
+def _encoder_of(state: dict[str, Any], source: Path, kind: tasks.Kind) -> Any:
     """The encoder that the state of a checkpoint holds."""
     described, weights = state.get("encoder_config"), state.get("encoder")
     try:
         if not isinstance(described, dict) or not isinstance(weights, dict):
             raise ValueError("it holds no encoder")
-        encoder = rebuild_encoder(described)
+        encoder = kind.rebuild(described)
         encoder.load_state_dict(weights)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         reason = str(error).split("\n")[0]

@@ -118,8 +118,8 @@ class Progress:
         ...     bar.update(loss=1.0, rate=100.0)
     """
 
-    def __init__(self, show: bool) -> None:
-        self._show = show
+    def __init__(self, show: bool, noun: str = "samples") -> None:
+        self._show, self._noun = show, noun
         self._bar: Bar | None = None
 
     def __enter__(self) -> Self:
@@ -134,8 +134,19 @@ class Progress:
         if self._bar is not None:
             self._bar.__exit__(kind, value, trace)
 
+    def fill(self, done: int, total: int) -> None:
+        """Show how much of a table is filled before the first step."""
+        if self._bar is None:
+            self._bar = Bar(
+                self._show, total, count=lambda n: f"{n:,.0f}/{total:,} encoded"
+            ).__enter__()
+            self._bar.say("filling the table of old embeddings")
+        self._bar.at(done)
+
     def start(self, total: int, done: int) -> None:
         """Show a bar of `total` steps, `done` of them finished."""
+        if self._bar is not None:
+            self._bar.__exit__(None, None, None)
         self._bar = Bar(
             self._show, total, done=done, count=lambda n: f"{n:,.0f}/{total:,} steps"
         ).__enter__()
@@ -149,7 +160,7 @@ class Progress:
     def update(self, loss: float, rate: float) -> None:
         """The newest numbers, shown when the bar next moves."""
         if self._bar is not None:
-            self._bar.at(self._bar._done, f"{rate:,.0f} images/s, loss {loss:.3f}")
+            self._bar.at(self._bar._done, f"{rate:,.0f} {self._noun}/s, loss {loss:.3f}")
 
     def say(self, what: str) -> None:
         """Name what is going on now."""

@@ -6,7 +6,7 @@
 
 and remembers what the user gave, because only that can contradict: `--gamma 0.5` with EMC² is a
 mistake, gamma's default standing unused in an EMC² run is not. Only this module looks at the
-machine (folder, GPU, encoder name).
+machine (folders, GPU), and the task it asks.
 """
 
 import math
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from negchain import methods
+from negchain import methods, tasks
 from negchain.train import presets
 from negchain.train.config import (
     ConfigError,
@@ -26,7 +26,7 @@ from negchain.train.config import (
     same_run,
     setting_of,
 )
-from negchain.train.presets import DATA_DEFAULTS, choose, show
+from negchain.train.presets import choose, show
 
 # Which choices an option belongs to: option, deciding field, values it goes with, what it is.
 _BELONGS: tuple[tuple[str, str, tuple[str | None, ...], str], ...] = (
@@ -56,8 +56,9 @@ def resolve(
     data: Any = given.get("data", chosen.get("data", TrainConfig.data))
     if name is not None and "data" not in chosen and "data" not in given:
         raise ConfigError(f"--preset {name} needs --data PATH, the folder of its images")
-    named = isinstance(data, str) and data in DATA_DEFAULTS
-    base = {**(DATA_DEFAULTS[data] if named else presets.FOLDER_DEFAULTS), **chosen, "preset": name}
+    task: Any = given.get("task", chosen.get("task"))
+    kind = tasks.named(task) if task is not None else tasks.of_data(str(data))
+    base = {**kind.defaults(str(data)), **chosen, "preset": name, "task": kind.name}
     config = replace(TrainConfig(), **{**base, **given})
     config = _fit(config, base, given)
     _refuse_contradictions(config, given)
@@ -175,6 +176,10 @@ def _refuse_contradictions(config: TrainConfig, given: Mapping[str, object]) -> 
         if name in given and given[name] is not False and actual not in values:
             owners = " or ".join(value or "0" for value in values)
             _refuse(name, f"{flag(decider)} {owners}", decider, actual, reason)
+    for name in sorted(tasks.options() & given.keys()):
+        if name not in tasks.named(config.task).options:
+            having = " or ".join(n for n, kind in tasks.TASKS.items() if name in kind.options)
+            _refuse(name, f"--task {having}", "task", config.task, "the other tasks have none")
     method = methods.named(config.method)
     for name in sorted(_method_options() & given.keys()):
         if name not in method.options:
@@ -208,24 +213,13 @@ def _refuse(name: str, owners: str, decider: str, actual: str, reason: str) -> N
 
 
 def _on_this_machine(config: TrainConfig) -> TrainConfig:
-    """Refuse a folder, GPU or encoder that is not there; return `config` with absolute folders."""
-    # Imported here because torch and timm take seconds, and reading a config needs neither.
-    import torch
-
-    from negchain.data.sources import named_sources
+    """Refuse what is not there; return `config` with absolute folders."""
+    import torch  # takes seconds, and reading a config does not need it
 
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda needs a GPU and none is visible; use --device cpu or auto")
-    if config.encoder not in ("small-cnn", "resnet18", "resnet50"):
-        _check_timm(config.encoder)
-    data = config.data
-    if data not in DATA_DEFAULTS:
-        try:
-            parts = named_sources(data)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-        data = ",".join(p if p in DATA_DEFAULTS else os.path.abspath(p) for p in parts)
-    return replace(config, data=data, root=os.path.abspath(config.root))
+    config = replace(config, root=os.path.abspath(config.root))
+    return tasks.named(config.task).check(config)
 
 
 def _weights_path(start: str | None) -> str | None:
@@ -238,15 +232,3 @@ def _weights_path(start: str | None) -> str | None:
             f"{show(start)}; check the path"
         )
     return os.path.abspath(start)
-
-
-def _check_timm(name: str) -> None:
-    """Refuse a name timm does not know; "resnet18.a1_in1k" names its weights after the dot."""
-    import timm
-
-    base, _, tag = name.partition(".")
-    known = timm.list_models()
-    choose("--encoder", name if base not in known else base, ["small-cnn", *known])
-    if tag:
-        tags = [full.partition(".")[2] for full in timm.list_pretrained(f"{base}.*")]
-        choose(f"the weights named after {base!r} in --encoder", tag, tags)

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from negchain.data import DataBundle
+from negchain import tasks
+from negchain.tasks.task import Task
 from negchain.train import trainer
 from negchain.train.config import ConfigError, TrainConfig
 from negchain.train.run_folder import RunFolder, check_writable, default_out, is_run, versions
@@ -27,10 +28,10 @@ def start(config: TrainConfig, show: bool) -> tuple[trainer.Run, list[str]]:
             "another folder"
         )
     check_writable(Path(config.out or "runs"))
-    data = trainer.load_images(config, show)
-    text = json.dumps(record(config, data), indent=2) + "\n"
-    run = trainer.prepare(config, data, lambda: RunFolder.create(folder_for(config), config=text))
-    return run, [*data.notes, *run.notes]
+    task = tasks.load(config, show)
+    text = json.dumps(record(task), indent=2) + "\n"
+    run = trainer.prepare(task, lambda: RunFolder.create(folder_for(config), config=text))
+    return run, [*task.notes, *run.notes]
 
 
 def folder_for(config: TrainConfig) -> Path:
@@ -40,28 +41,24 @@ def folder_for(config: TrainConfig) -> Path:
     return default_out(method=config.method, data=config.data, seed=config.seed)
 
 
-def record(config: TrainConfig, data: DataBundle) -> dict[str, Any]:
+def record(task: Task) -> dict[str, Any]:
     """config.json: what was asked for, and what it ran on."""
     hardware = f"{platform.machine()} CPU"
-    if trainer.choose_device(config).type == "cuda":
+    if trainer.choose_device(task.config).type == "cuda":
         hardware = torch.cuda.get_device_name()
-    sizes = {
-        "pretrain": len(data.pretrain),
-        "train": 0 if data.train is None else len(data.train),
-        "test": 0 if data.test is None else len(data.test),
-        "held_out": data.held_out,
-        "unprobed": None if data.labelled else data.unprobed,
-        "classes": list(data.classes),
-        "skipped": [list(pair) for pair in data.skipped],
-        "fingerprint": data.fingerprint,
-        "notes": list(data.notes),
+    data = {
+        "num_samples": task.num_samples,
+        **task.info(),
+        "skipped": [list(pair) for pair in task.skipped],
+        "fingerprint": task.fingerprint,
+        "notes": list(task.notes),
     }
     return {
-        **asdict(config),
+        **asdict(task.config),
         "versions": versions(PACKAGES),
         "hardware": hardware,
         "commit": _commit(),
-        "data_info": sizes,
+        "data_info": data,
     }
 
 

@@ -1,13 +1,13 @@
 """One training step: positions in, parameters changed; eager, or replayed as a CUDA graph.
 
-    positions -> images -> two augmented views (+ carried or drawn negatives) -> encoder -> loss
+    positions -> inputs of anchors and keys (+ carried or drawn negatives) -> towers -> loss
               -> backward -> optimizer
 
 Every random number of step t is a function of (seed, t), every input a tensor that stays where it
 is, and nothing asks the device for a value: so the whole step can be captured once and replayed,
 and a resumed run repeats what an uninterrupted one would have done.
 
-Shapes: `M` images, `B` batch, `D` embedding, `k` stored augmentations.
+What a position is and what a tower eats is the task's matter. Shapes: `B` batch, `D` embedding.
 """
 
 from __future__ import annotations
@@ -19,24 +19,33 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from negchain import draws, methods
-from negchain.augment import Augmentation, Draws, Images, joined
-from negchain.encoders import Encoder
+from negchain import methods
 from negchain.fast import encoder as fast_encoder
 from negchain.fast.streams import forked, join, new_stream
 from negchain.losses import ContrastiveLoss
-from negchain.train.config import TrainConfig
+from negchain.losses.request import Tower, Want
+from negchain.tasks.task import Task
+
+Towers = dict[Tower, fast_encoder.PlainEncoder]
 
 MAIN_PRIORITY = -1  # of the graph's stream, above the weight gradients'
 WARM_UP_STEPS = 3  # before capture: libraries initialise and allocate
 
 
-def build_loss(config: TrainConfig, num_samples: int, dim: int) -> ContrastiveLoss:
-    """The loss module a config names."""
+def build_loss(task: Task, encoder: Any) -> ContrastiveLoss:
+    """The loss module a task's settings name."""
+    config = task.config
     method = methods.named(config.method)
-    options = {name: getattr(config, name) for name in (*method.options, "augmentations")}
+    options = {name: getattr(config, name) for name in method.options}
+    options["augmentations"] = task.versions if task.versions > 1 else None
     settings = methods.LossSettings(
-        num_samples, config.beta, dim, config.seed, config.denominator, options=options
+        task.num_samples,
+        task.beta(encoder),
+        encoder.embedding_dim,
+        config.seed,
+        config.denominator,
+        options=options,
+        layout=task.layout,
     )
     return method.build(settings)
 
@@ -45,54 +54,47 @@ class TrainStep:
     """A training step over a batch of positions.
 
     Args:
-        config: the run's settings.
-        encoder: on the training device.
+        task: on the training device.
+        encoder: the task's, of one or two towers.
         loss_fn: on the training device.
         optimizer: over the encoder's parameters; capturable if the step is to be graphed.
-        augment: uint8 images and uniforms to pixels.
-        images: positions [R] -> uint8 images on the device; with stored augmentations
-            ids `item * k + augmentation`.
-        autocast: dtype of the encoder's arithmetic, None for its own.
-        table: all M images, where they are on the device.
 
     After a call `loss` holds the step's loss (a tensor on the device).
     """
 
     def __init__(
         self,
-        config: TrainConfig,
-        encoder: Encoder,
+        task: Task,
+        encoder: nn.Module,
         loss_fn: ContrastiveLoss,
         optimizer: torch.optim.Optimizer,
-        augment: Augmentation,
-        images: Callable[[Tensor], Images],
-        autocast: torch.dtype | None,
-        table: Images | None = None,
     ) -> None:
-        self.config = config
+        self.task = task
         self.encoder = encoder
         self.loss_fn = loss_fn
         self.optimizer = optimizer
-        self.augment = augment
-        self.images = images
-        self.autocast = autocast
-        self.table = table
-        self.device = next(encoder.parameters()).device
-        size = config.batch_size
+        self.autocast = task.autocast
+        self.device = task.device
+        size = task.config.batch_size
         self._inputs = torch.zeros(size + 1, dtype=torch.int64, device=self.device)
         self.index, self.step = self._inputs[:size], self._inputs[size]  # [B], []
         self.loss = torch.zeros((), device=self.device)
-        self.plain = fast_encoder.PlainEncoder(encoder, autocast)
+        self.plain = self._towers(lambda tower: fast_encoder.PlainEncoder(tower, self.autocast))
         self.embed = self.plain
         self._one = torch.ones((), device=self.device)
         self._graph: tuple[torch.cuda.CUDAGraph, Any] | None = None  # and its numbers for `info`
 
-    def __call__(self, step: int, index: Tensor, batch: Images | None = None) -> None:
-        """Run step number `step` on the positions `index`, [B]; `batch` their images if at hand."""
+    def _towers(self, make: Callable[[nn.Module], fast_encoder.PlainEncoder]) -> Towers:
+        anchors, keys = self.task.towers(self.encoder)
+        made = make(anchors)
+        return {"anchors": made, "keys": made if keys is anchors else make(keys)}
+
+    def __call__(self, step: int, index: Tensor, loaded: Any = None) -> None:
+        """Run step number `step` on the positions `index`, [B]; `loaded`: of the task's stream."""
         number = torch.full((1,), step, dtype=torch.int64)
         self._inputs.copy_(torch.cat([index.cpu(), number]), non_blocking=True)
         if self._graph is None:
-            self._run(batch)
+            self._run(loaded)
         else:
             graph, self.loss_fn._info = self._graph
             graph.replay()
@@ -100,16 +102,16 @@ class TrainStep:
     def capture(self, fast: fast_encoder.PlainEncoder | None = None) -> None:
         """Record the step as a CUDA graph; parameters and state end as they began.
 
-        `fast` is the encoder's fast path; None takes what `fast.encoder.accelerate` chooses.
+        `fast` is the fast path of the one tower; None takes what `fast.encoder.accelerate` chooses.
         """
         kept = {id(tensor): (tensor, tensor.detach().clone()) for tensor in self._state()}
-        fast = fast or fast_encoder.accelerate(self.encoder, self.autocast)
+        made = self._towers(lambda tower: fast or fast_encoder.accelerate(tower, self.autocast))
         stream = new_stream(self.device)
         with forked(stream):
             # cuDNN times its algorithms for most shapes in the first step, with nothing beside.
             for _ in range(WARM_UP_STEPS):
                 self._run(None)
-                self.embed = fast
+                self.embed = made
         join(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=new_stream(self.device, MAIN_PRIORITY)):
@@ -130,96 +132,79 @@ class TrainStep:
         held = [s for state in self.optimizer.state.values() for s in state.values()]
         return [*tensors, self.loss, *(t for t in held if isinstance(t, Tensor))]
 
-    def _run(self, batch: Images | None) -> None:
+    def _run(self, loaded: Any) -> None:
         self.optimizer.zero_grad(set_to_none=True)
-        self.embed.begin()
-        loss = self._forward(batch)
+        for tower in dict.fromkeys(self.embed.values()):
+            tower.begin()
+        loss = self._forward(loaded)
         torch.autograd.backward(loss, self._one)
         self.optimizer.step()  # several GPUs would first sum the gradients, all in `.grad` by now
+        self.task.after_step(self.encoder)
         self.loss.copy_(loss.detach())
 
-    def _forward(self, batch: Images | None) -> Tensor:
+    def _forward(self, loaded: Any) -> Tensor:
         """The loss of the batch: what it asks for is encoded as the batch is."""
-        loss_fn, index, stored = self.loss_fn, self.index, self._stored_views()
-        first = loss_fn.request(index, augmentation=stored)
-        trained = [want.ids for want in first.wants if want.gradient]
-        sizes = [len(index), len(index), *map(len, trained)]
-        views = [index, index]
-        if stored is not None:
-            views = [index * self._per_item + view for view in stored]
-        z_a, z_b, *answers = torch.split(self._encode([*views, *trained], batch), sizes)
-        row = sum(sizes)
-        for position, want in enumerate(first.wants):
+        loss_fn, index = self.loss_fn, self.index
+        batch = self.task.batch(index, self.step)
+        first = loss_fn.request(index, **batch.told)
+        asked = self._items(first.wants)
+        wants = [Want(batch.anchors, "anchors"), Want(batch.keys, "keys")]
+        wants += [want for want in asked if want.gradient]
+        z_a, z_b, *answers = self._encode(self.embed, wants, 0, loaded)
+        row = _count(wants)
+        for position, want in enumerate(asked):
             if not want.gradient:
-                answers.insert(position, self._renewed(want.ids, row))
+                answers.insert(position, self._renewed(want, row))
                 row += len(want.ids)
-        second = loss_fn.request(index, z_a, z_b, augmentation=stored)
-        if len(second.ids):
-            second.answer(self._encode(self._ids_of(loss_fn, second.ids), first_row=row))
-        return loss_fn(z_a, z_b, index, first.answer(answers), second, augmentation=stored)
+        second = loss_fn.request(index, z_a, z_b, **batch.told)
+        if second.wants:
+            second.answer(self._encode(self.embed, self._items(second.wants), row))
+        return loss_fn(z_a, z_b, index, first.answer(answers), second, **batch.told)
 
-    @property
-    def _per_item(self) -> int:
-        return self.config.augmentations or 1
+    def _items(self, wants: Sequence[Want]) -> list[Want]:
+        """Wants by the task's ids; of a loss that names items only, the first version of each."""
+        times = self.task.versions // self.loss_fn.ids_per_item
+        return [w if times == 1 else w._replace(ids=w.ids * times) for w in wants]
 
-    def _ids_of(self, loss_fn: ContrastiveLoss, ids: Tensor) -> Tensor:
-        """Ids of stored views, for a loss that names items only: the first view of each."""
-        return ids * (self._per_item // loss_fn.ids_per_item)
+    def _encode(
+        self, towers: Towers, wants: Sequence[Want], row: int, loaded: Any = None
+    ) -> list[Tensor]:
+        """Embeddings of every want, in one pass or in one per tower; `row`: of the first draw."""
+        found: dict[int, Tensor] = {}
+        for side in ("anchors", "keys"):
+            places = [n for n, want in enumerate(wants) if self.task.one_pass or want.tower == side]
+            if not places or places[0] in found:
+                continue
+            mine = [wants[n] for n in places]
+            z = towers[mine[0].tower](self.task.inputs(mine, self.step, row, loaded))
+            parts = torch.split(z, [len(want.ids) for want in mine])
+            found.update(zip(places, parts, strict=True))
+            row += _count(mine)
+        return [found[n] for n in range(len(wants))]
 
-    def _stored_views(self) -> tuple[Tensor, Tensor] | None:
-        """Which two of an item's k stored augmentations are its views; None: fresh views."""
-        k, size = self.config.augmentations, len(self.index)
-        if k is None:
-            return None
-        rows = torch.arange(size, device=self.device)
-        u = draws.uniform(self.config.seed, self.step, draws.STREAM_STORED, rows, 2, torch.float64)
-        first = draws.integers_below(torch.full_like(rows, k), u[:, 0])
-        other = draws.integers_below(torch.full_like(rows, k - 1), u[:, 1])
-        return first, (first + 1 + other) % k
-
-    def _renewed(self, ids: Tensor, first_row: int) -> Tensor:
-        """Embeddings for a stale table: augmented as the anchors are, by the encoder as it trains.
+    def _renewed(self, want: Want, row: int) -> Tensor:
+        """Embeddings for a stale table: made as the anchors' are, by the encoder as it trains.
 
         In a pass of its own without gradient, whose batch statistics leave running ones alone.
         """
-        ids = self._ids_of(self.loss_fn, ids)
         with torch.no_grad(), _statistics_kept(self.encoder):
-            return self.plain(self._pixels_of(ids, first_row))
+            return self._encode(self.plain, [want], row)[0]
 
-    def fill(self) -> None:
-        """Fill the loss's stale tables, where it has any, before the first step."""
-        self.loss_fn.fill(lambda ids: self._renewed(ids, 0))
+    def fill(self, told: Callable[[int], None] = lambda done: None) -> None:
+        """Fill the loss's stale tables, where it has any; `told` hears how many rows are done."""
+        done = 0
 
-    def _encode(
-        self, ids: Sequence[Tensor] | Tensor, batch: Images | None = None, first_row: int = 0
-    ) -> Tensor:
-        """Embeddings of freshly augmented (or stored) images; `batch`: images of the first ids."""
-        return self.embed(self._pixels_of(ids, first_row, batch))
+        def encode(ids: Tensor, tower: Tower) -> Tensor:
+            nonlocal done
+            z = self._renewed(self._items([Want(ids, tower, gradient=False)])[0], 0)
+            told(done := done + len(ids))
+            return z
 
-    def _pixels_of(
-        self, ids: Sequence[Tensor] | Tensor, first_row: int, batch: Images | None = None
-    ) -> Tensor:
-        if self.config.augmentations is None:
-            return self.pixels(ids, batch, first_row)
-        whole = ids if isinstance(ids, Tensor) else torch.cat([*ids])
-        return self.augment.plain(self.images(whole))
+        self.loss_fn.fill((lambda ids: encode(ids, "anchors"), lambda ids: encode(ids, "keys")))
 
-    def pixels(
-        self, ids: Tensor | Sequence[Tensor], batch: Images | None = None, first_row: int = 0
-    ) -> Tensor:
-        """The images at `ids`, whole or in parts, with this step's draws: [R, C, size, size]."""
-        drawn = Draws(self.config.seed, self.step, draws.STREAM_AUGMENT, first_row)
-        if self.table is not None and batch is None:
-            return self.augment.from_table(self.table, ids, drawn, self.autocast or torch.float32)
-        whole = ids if isinstance(ids, Tensor) else torch.cat([*ids])
-        if batch is None:
-            return self.augment(self.images(whole), drawn)
-        views = batch.to(self.device, non_blocking=True)
-        places = torch.arange(len(whole) - len(views), device=self.device)
-        given = [views]
-        if len(whole) > 2 * len(views):  # what follows the two views of the batch
-            given.append(self.images(whole[2 * len(views) :]))
-        return self.augment(joined(given)[torch.cat([places[: len(views)], places])], drawn)
+
+def _count(wants: Sequence[Want]) -> int:
+    return sum(len(want.ids) for want in wants)
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from negchain.data.sources import BUILT_IN
 from negchain.encoders import Encoder
 from negchain.evaluation import embed_all
 from negchain.files import replacing
+from negchain.tasks.images import load_images, plain_augmentation
 from negchain.train import trainer
 from negchain.train.config import ConfigError, TrainConfig
 from negchain.train.export import load_trained
@@ -182,7 +183,7 @@ class Trained:
 
     def _data(self, data: str) -> Found:
         changed = replace(self.config, data=data, image_size=self.side, subset=None)
-        bundle = trainer.load_images(changed, progress=False)
+        bundle = load_images(changed)
         wanted = self.encoder.encoder_config["channels"]
         if bundle.pretrain.channels != wanted:
             raise ConfigError(
@@ -237,7 +238,7 @@ class Trained:
         ).cpu()
 
     def _augmentation(self) -> Augmentation:
-        return trainer.plain_augmentation(
+        return plain_augmentation(
             self.config.recipe, self.side, self.encoder.encoder_config["channels"]
         )
 

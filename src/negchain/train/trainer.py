@@ -10,7 +10,7 @@ import math
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
@@ -18,21 +18,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from negchain.augment import Augmentation, Images, augmentation, finite_views
-from negchain.data import DataBundle, ImageSet, load_data, stream_batches
-from negchain.encoders import Encoder, build_encoder
 from negchain.files import replacing
 from negchain.optim import build_optimizer, load_optimizer, lr_at, set_lr
 from negchain.report import write_report
+from negchain.tasks.task import Judge, Task
 from negchain.train import checkpoint
 from negchain.train.config import ConfigError, TrainConfig
-from negchain.train.judge import Judge, baselines
 from negchain.train.order import DataOrder
-from negchain.train.pretrained import start_from
 from negchain.train.progress import Progress
 from negchain.train.reading import Clock, Reading
 from negchain.train.run_folder import RunFolder, read_metrics
-from negchain.train.stem import small_stem, stem_note
 from negchain.train.step import TrainStep, build_loss
 
 NOT_LOGGED = ("nonfinite_rows", "rows_without_negatives")  # zero, or somebody should know
@@ -50,11 +45,9 @@ class Diverged(RuntimeError):
 class Run:
     """Everything a run works with; `prepare` builds it, `Run.train` runs it."""
 
-    config: TrainConfig
-    data: DataBundle
+    task: Task
     folder: RunFolder
-    device: torch.device
-    encoder: Encoder
+    encoder: Any  # the task's
     step: TrainStep
     order: DataOrder
     judge: Judge
@@ -65,15 +58,21 @@ class Run:
     best: float | None = None  # score of the best encoder so far, which best.pt holds
     notes: list[str] = field(default_factory=list)  # what was chosen for the user
     stop: bool = False
+    config: TrainConfig = field(init=False)
+    device: torch.device = field(init=False)
     _reading: Reading | None = None  # logged, but not yet read from the device
+
+    def __post_init__(self) -> None:
+        """Its settings and device are the task's."""
+        self.config, self.device = self.task.config, self.task.device
 
     def train(self, progress: Progress) -> dict[str, Any]:
         """Train to the end, evaluate, write summary and report; returns the summary."""
-        if self.config.graph and self.device.type == "cuda" and self.data.pretrain.resident:
+        if _graphed(self.task):
             self.step.capture()
-        if self.done == 0:
-            self.step.fill()
         with _stopping(self), progress:
+            if self.done == 0:
+                self._fill(progress)
             progress.start(self.total_steps, self.done)
             baseline = self._before(progress)
             self._loop(progress)
@@ -92,29 +91,41 @@ class Run:
             "step": self.done,
             "samples": samples,
             "seconds": self.seconds,
-            "images_per_second": samples / max(self.seconds, 1e-9),
+            "samples_per_second": samples / max(self.seconds, 1e-9),
             "loss": float(self.step.loss),
             **baseline,
             **final,
         }
+        self.task.finish(self.encoder, self.folder.path, summary)
         self.folder.write_summary(summary)
         self._page()
         return summary
+
+    def _fill(self, progress: Progress) -> None:
+        """Encode everything once, where the loss keeps a table of it."""
+        total = sum(table.size for table in self.step.loss_fn.tables)
+
+        def told(done: int) -> None:
+            progress.fill(done, total)
+            if self.stop:
+                raise Interrupted("before the first step")
+
+        self.step.fill(told)
 
     def _before(self, progress: Progress) -> dict[str, float]:
         """Judge the encoder before the first step, once; returns what the result must beat."""
         for line in read_metrics(self.folder.path):
             if line["step"] == 0:
-                return baselines(line)
+                return self.judge.baselines(line)
         if self.done > 0:
             return {}
         progress.say("evaluating")
         found = self.judge.before(self.encoder)
         self._log(found)
-        self._keep_arrays(self.judge.views())
+        self._keep_arrays(self.judge.previews())
         self._page()
         progress.say("training")
-        return baselines(found)
+        return self.judge.baselines(found)
 
     def _keep_arrays(self, arrays: dict[str, Any]) -> None:
         with replacing(self.folder.path / "artifacts.npz") as file:
@@ -128,9 +139,9 @@ class Run:
         batches = self._batches()
         clock = Clock(self.done)
         while self.done < self.total_steps:
-            index, images = next(batches)
+            index, loaded = next(batches)
             set_lr(self.step.optimizer, self._lr(self.done))
-            self.step(self.done, index, images)
+            self.step(self.done, index, loaded)
             self.done += 1
             progress.step(self.done)
             last = self.done == self.total_steps
@@ -180,28 +191,24 @@ class Run:
             )
         found = {name: value for name, value in info.items() if value or name not in NOT_LOGGED}
         found = {_metric(name): value for name, value in found.items()}
-        self._log({"loss": loss, "images_per_second": rate, **found}, reading.step)
+        self._log({"loss": loss, "samples_per_second": rate, **found}, reading.step)
         progress.update(loss, rate)
 
     def _evaluates(self) -> bool:
         every = self.config.eval_every * self.order.steps_per_epoch
         return every > 0 and self.done % every == 0
 
-    def _batches(self) -> Iterator[tuple[Tensor, Images | None]]:
-        """Positions, and images where they are not on the device already, from `done` on."""
-        if self.data.pretrain.resident:
+    def _batches(self) -> Iterator[tuple[Tensor, Any]]:
+        """Positions, and what is loaded for them unless the device has it, from `done` on."""
+        if self.task.resident:
             for step in range(self.done, self.total_steps):
                 yield self.order.batch(step), None
             return
         while True:
-            end = min(
-                self.total_steps, (self.order.epoch(self.done) + 1) * self.order.steps_per_epoch
-            )
+            epoch = self.order.epoch(self.done) + 1
+            end = min(self.total_steps, epoch * self.order.steps_per_epoch)
             positions = self.order.batches(self.done, end)
-            images = stream_batches(
-                self.data.pretrain, positions, self.config.workers, self.device.type == "cuda"
-            )
-            yield from zip(positions, images, strict=True)
+            yield from zip(positions, self.task.stream(positions, self.done), strict=True)
 
     def _lr(self, step: int) -> float:
         warm_up = int(self.config.warmup_epochs * self.order.steps_per_epoch)
@@ -228,7 +235,7 @@ class Run:
         state = {
             "step": self.done,
             "seconds": self.seconds,
-            "fingerprint": self.data.fingerprint,
+            "fingerprint": self.task.fingerprint,
             "encoder_config": dict(self.encoder.encoder_config),
             "encoder": self.encoder.state_dict(),
             "loss": self.step.loss_fn.state_dict(),
@@ -242,8 +249,8 @@ class Run:
         checkpoint.save(self.folder.checkpoints, state, self.done, self.config.keep_checkpoints)
 
     def _keep_best(self, numbers: dict[str, float]) -> None:
-        """Keep the encoder if it is the best so far: by probe, or exact loss without labels."""
-        score = numbers.get("probe", -numbers.get("global_loss", math.inf))
+        """Keep the encoder if it is the best so far."""
+        score = self.judge.score(numbers)
         if score > (-math.inf if self.best is None else self.best):
             self.best = score
             state = {
@@ -268,7 +275,7 @@ class Run:
                         "no checkpoint was written yet, and the run starts from --pretrained "
                         f"{self.config.pretrained}; give --pretrained again, or start a new run"
                     )
-                notes.append(start_from(self.encoder, self.config.pretrained))
+                notes.append(self.task.start_from(self.encoder, self.config.pretrained))
             self.folder.truncate_after(0)
             return notes
         try:
@@ -282,10 +289,10 @@ class Run:
 
     def _restore(self, loaded: checkpoint.Loaded) -> list[str]:
         state = loaded.state
-        if state["fingerprint"] != self.data.fingerprint:
+        if state["fingerprint"] != self.task.fingerprint:
             raise ConfigError(
                 f"the checkpoint was made on another data set ({state['fingerprint']}) than --data "
-                f"holds now ({self.data.fingerprint}): files were added, removed or resized, or "
+                f"holds now ({self.task.fingerprint}): files were added, removed or resized, or "
                 "--resident-gb keeps them at another size; restore what was, or start a new run in "
                 "another --out"
             )
@@ -308,59 +315,21 @@ def _metric(name: str) -> str:
     return f"estimated_{name}" if name.startswith("global_loss") else name
 
 
-def load_images(config: TrainConfig, progress: bool) -> DataBundle:
-    """The data a config names, cut to its subset."""
-    data = load_data(
-        config.data,
-        image_size=config.image_size,
-        root=config.root,
-        download=config.download,
-        strict=config.strict,
-        resident_bytes=int(config.resident_gb * 2**30),
-        holdout=config.holdout,
-        num_workers=config.workers,
-        progress=progress,
-    )
-    if config.subset is not None and config.subset < len(data.pretrain):
-        chosen = torch.arange(config.subset)
-        data = replace(
-            data,
-            pretrain=data.pretrain.select(chosen),
-            fingerprint=f"{data.fingerprint}-first{config.subset}",
-        )
-    return data
-
-
-def prepare(
-    config: TrainConfig,
-    data: DataBundle,
-    open_folder: Callable[[], RunFolder],
-    fresh: bool = True,
-) -> Run:
+def prepare(task: Task, open_folder: Callable[[], RunFolder], fresh: bool = True) -> Run:
     """Build everything a run needs on its device; nothing is trained yet.
 
     The folder is opened last: what is refused on the way leaves none behind. Unless the run is
     `fresh`, its weights come from a checkpoint and not from `--pretrained`.
     """
+    config = task.config
     device = choose_device(config)
-    if device.type == "cpu" and config.encoder == "small-cnn":
-        # Its tensors are too small to share: a second thread mostly waits, most of all when other
-        # processes want the core.
-        torch.set_num_threads(1)
     torch.manual_seed(config.seed)
-    order = DataOrder(len(data.pretrain), config.batch_size, config.seed)
-    augment = run_augmentation(config, data)
-    encoder = build_run_encoder(config, data)
-    note = stem_note(config, data)
-    notes = [] if note is None else [note]
+    order = DataOrder(task.num_samples, config.batch_size, config.seed)
+    task.place(device, autocast_dtype(config, device))
+    encoder, notes = task.build()
     if fresh and config.pretrained is not None:
-        notes.append(start_from(encoder, config.pretrained))
-    encoder = encoder.to(device)
-    if device.type == "cuda":
-        encoder = encoder.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        torch.backends.cudnn.benchmark = True
-    graph = config.graph and device.type == "cuda" and data.pretrain.resident
-    loss_fn = build_loss(config, len(data.pretrain), encoder.embedding_dim).to(device)
+        notes.append(task.start_from(encoder, config.pretrained))
+    loss_fn = build_loss(task, encoder).to(device)
     optimizer = build_optimizer(
         encoder,
         config.optimizer,
@@ -368,15 +337,15 @@ def prepare(
         weight_decay=config.weight_decay,
         momentum=config.momentum,
         exclude_norm_and_bias=config.optimizer == "lars",
-        capturable=graph,
+        capturable=_graphed(task),
     )
-    autocast = autocast_dtype(config, device)
-    images, table = _image_source(config, data.pretrain, augment, device)
-    step = TrainStep(config, encoder, loss_fn, optimizer, augment, images, autocast, table)
-    judge = Judge(config, data, augment, device, autocast)
+    step = TrainStep(task, encoder, loss_fn, optimizer)
     total = config.steps or config.epochs * order.steps_per_epoch
-    folder = open_folder()
-    return Run(config, data, folder, device, encoder, step, order, judge, total, notes=notes)
+    return Run(task, open_folder(), encoder, step, order, task.judge(), total, notes=notes)
+
+
+def _graphed(task: Task) -> bool:
+    return task.config.graph and task.device.type == "cuda" and task.capturable
 
 
 def choose_device(config: TrainConfig) -> torch.device:
@@ -391,53 +360,6 @@ def autocast_dtype(config: TrainConfig, device: torch.device) -> torch.dtype | N
     """bf16 where asked for, and on a GPU unless told otherwise."""
     bf16 = config.precision == "bf16" or (config.precision == "auto" and device.type == "cuda")
     return torch.bfloat16 if bf16 else None
-
-
-def run_augmentation(config: TrainConfig, data: DataBundle) -> Augmentation:
-    """The run's augmentation at the size its encoder sees."""
-    size = config.image_size or data.pretrain.size[0]
-    return plain_augmentation(config.recipe, size, data.pretrain.channels)
-
-
-def plain_augmentation(recipe: str, size: int, channels: int) -> Augmentation:
-    """A recipe at the size and for the channels an encoder sees."""
-    augment = augmentation(recipe, size=size)
-    if channels == 1 and augment.normalize is not None:
-        augment = replace(augment, normalize=None)  # the recipe's constants are for three channels
-    return augment
-
-
-def build_run_encoder(config: TrainConfig, data: DataBundle) -> Encoder:
-    """The encoder a config names, with fresh weights."""
-    return build_encoder(
-        config.encoder,
-        image_size=config.image_size or data.pretrain.size[0],
-        channels=data.pretrain.channels,
-        norm=config.norm,
-        projection=config.projector,
-        embedding_dim=config.embedding_dim,
-        seed=config.seed,
-        small_stem=small_stem(config, data),
-    )
-
-
-def _image_source(
-    config: TrainConfig, images: ImageSet, augment: Augmentation, device: torch.device
-) -> tuple[Callable[[Tensor], Images], Images | None]:
-    """positions -> uint8 images on the device (stored views by id), and all images if there."""
-    table = None if images.table is None else images.table.to(device)
-    if config.augmentations is not None:
-        if table is None:
-            raise ConfigError(
-                "--augmentations stores every view, which needs the images in memory: raise "
-                "--resident-gb or use --subset"
-            )
-        views = finite_views(table, augment, config.augmentations, config.seed)
-        flat = views.flatten(0, 1)
-        return lambda ids: flat[ids], None
-    if table is not None:
-        return lambda positions: table[positions], table
-    return lambda positions: images.pictures(positions.cpu()).to(device, non_blocking=True), None
 
 
 @contextmanager

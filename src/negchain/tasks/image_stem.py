@@ -16,10 +16,10 @@ from PIL import Image
 
 from negchain.data.sources import BUILT_IN, named_sources
 from negchain.encoders import SMALL_IMAGE
-from negchain.train.config import TrainConfig
 
 if TYPE_CHECKING:
     from negchain.data import DataBundle
+    from negchain.train.config import TrainConfig
 
 LOOKED_AT = 16  # pictures whose size is looked up
 FEWEST = 48  # px; below, torchvision's stem leaves a single position in the last block

@@ -5,9 +5,10 @@ Shapes: `M` images, `Q` test images, `F` features, `P` points of the map.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,7 +23,10 @@ from negchain.evaluation import embed_all, few_label_probe, linear_probe, linear
 from negchain.exact import global_loss
 from negchain.losses import ContrastiveLoss
 from negchain.neighbours import in_top, knn_accuracy, knn_votes, nearest_neighbours
-from negchain.train.config import TrainConfig
+from negchain.tasks.task import Judge
+
+if TYPE_CHECKING:
+    from negchain.train.config import TrainConfig
 
 ENCODE_BATCH = 512
 GALLERY = 12  # test images with neighbours, and anchors with negatives
@@ -40,7 +44,7 @@ Features = tuple[Tensor, Tensor, Tensor, Tensor]  # train_x, train_y, test_x, te
 
 
 @dataclass
-class Judge:
+class ImageJudge(Judge):
     """Evaluates an encoder on a data set; leaves it in training mode.
 
     Args:
@@ -100,6 +104,16 @@ class Judge:
             numbers |= found
         return numbers, {name: value.cpu().numpy() for name, value in answers.items()}
 
+    def baselines(self, line: Mapping[str, Any]) -> dict[str, float]:
+        """Of raw pixels, of chance, and of the untrained encoder."""
+        kept = {k: line[k] for k in ("pixels_knn1", "pixels_probe", "chance") if k in line}
+        named = ("knn1", "probe", "global_loss")
+        return kept | {f"untrained_{k}": line[k] for k in named if k in line}
+
+    def score(self, numbers: Mapping[str, float]) -> float:
+        """The probe's accuracy; without labels the exact loss decides."""
+        return numbers.get("probe", -numbers.get("global_loss", math.inf))
+
     def losses(self, encoder: Encoder) -> dict[str, float]:
         """`global_loss` and `embedding_variance` on the fixed probe set.
 
@@ -146,9 +160,9 @@ class Judge:
         if loss_fn is not None:
             found |= self._chains(encoder, loss_fn)
         arrays = {name: value.cpu().numpy() for name, value in found.items()}
-        return {**arrays, **self.views(), "map_method": np.array(method)}
+        return {**arrays, **self.previews(), "map_method": np.array(method)}
 
-    def views(self) -> dict[str, NDArray[np.generic]]:
+    def previews(self) -> dict[str, NDArray[np.generic]]:
         """A few training images and their augmentations, before any normalisation."""
         images = self.data.pretrain
         chosen = torch.linspace(0, len(images) - 1, min(VIEWED, len(images))).long()
@@ -269,18 +283,6 @@ def raw_pixels(images: Tensor) -> Tensor:
     return torch.nn.functional.adaptive_avg_pool2d(images.float(), side).flatten(1)
 
 
-def baselines(line: Mapping[str, Any]) -> dict[str, float]:
-    """The part of a run's first line of metrics that its result is held against.
-
-    Example:
-        >>> baselines({"step": 0, "knn1": 0.5, "pixels_knn1": 0.6, "chance": 0.1, "lr": 0.0})
-        {'pixels_knn1': 0.6, 'chance': 0.1, 'untrained_knn1': 0.5}
-    """
-    kept = {k: line[k] for k in ("pixels_knn1", "pixels_probe", "chance") if k in line}
-    named = ("knn1", "probe", "global_loss")
-    return kept | {f"untrained_{k}": line[k] for k in named if k in line}
-
-
 def _accuracies(features: Features) -> dict[str, float]:
     return {"knn1": knn_accuracy(*features), "probe": linear_probe(*features).accuracy}
 
@@ -315,7 +317,7 @@ def _judged(features: Features) -> tuple[dict[str, float], dict[str, Tensor]]:
 class _Augmented:
     """A fixed view of chosen images, batch after batch in order."""
 
-    def __init__(self, judge: Judge, chosen: Tensor, view: int) -> None:
+    def __init__(self, judge: ImageJudge, chosen: Tensor, view: int) -> None:
         self.judge, self.chosen, self.view = judge, chosen, view
         self._rows = chosen[:0]
 

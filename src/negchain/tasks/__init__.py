@@ -1,0 +1,138 @@
+"""The register of tasks: the one place where a task has a name.
+
+A task is what the trainer is given: data with stable positions, one or two towers, an evaluation,
+and what the report shows. `negchain.tasks.task` has the interface. The command line, the trainer,
+checkpoints, `compare` and the report read this register and know no task by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from negchain.train import presets
+
+if TYPE_CHECKING:  # the command line reads names and options, and torch takes seconds
+    from torch import nn
+
+    from negchain.report.measures import Shown
+    from negchain.tasks.task import Task
+    from negchain.train.config import TrainConfig
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A task as the tool knows it before any data is read.
+
+    Attributes:
+        name: on the command line and in run folders.
+        noun: what its samples are, in plural.
+        load: (settings, whether to show progress, the `encoder_config` that the data has to suit
+            or None) to the task with its data.
+        rebuild: an encoder from its `encoder_config`, to load a checkpoint's weights into.
+        shown: what the report shows of its runs.
+        claims: whether what stands after --data is this task's.
+        check: settings to settings with absolute paths; refuses what this machine has not got.
+        defaults: settings that suit what stands after --data.
+        options: settings that belong to this task and others like it; the rest refuse them.
+    """
+
+    name: str
+    noun: str
+    load: Callable[[TrainConfig, bool, Mapping[str, Any] | None], Task]
+    rebuild: Callable[[Mapping[str, Any]], nn.Module]
+    shown: Callable[[], Shown]
+    claims: Callable[[str], bool]
+    check: Callable[[TrainConfig], TrainConfig]
+    defaults: Callable[[str], Mapping[str, presets.Value]] = lambda data: {}
+    options: tuple[str, ...] = ()
+
+
+TASKS: dict[str, Kind] = {}
+
+
+def register(kind: Kind) -> Kind:
+    """Make a task known under its name; the last one of a name counts."""
+    TASKS[kind.name] = kind
+    return kind
+
+
+def names() -> tuple[str, ...]:
+    """The tasks there are.
+
+    >>> names()[0]
+    'images'
+    """
+    return tuple(TASKS)
+
+
+def named(name: str) -> Kind:
+    """The task of a name.
+
+    >>> named("images").noun
+    'images'
+    """
+    return TASKS[presets.choose("--task", name, TASKS)]
+
+
+def of_data(data: str) -> Kind:
+    """The task of what stands after --data: the last registered that claims it.
+
+    >>> of_data("digits").name
+    'images'
+    """
+    return next(kind for kind in reversed(TASKS.values()) if kind.claims(data))
+
+
+def load(
+    config: TrainConfig, progress: bool = False, encoder_config: Mapping[str, Any] | None = None
+) -> Task:
+    """The task a run's settings name, with its data; see `Kind.load`."""
+    return named(config.task).load(config, progress, encoder_config)
+
+
+def options() -> set[str]:
+    """Settings that belong to some tasks and not to others."""
+    return {name for kind in TASKS.values() for name in kind.options}
+
+
+def _load_images(
+    config: TrainConfig, progress: bool, encoder_config: Mapping[str, Any] | None
+) -> Task:
+    from negchain.tasks.images import ImageTask
+
+    return ImageTask.load(config, progress, encoder_config)
+
+
+def _rebuild_image_encoder(described: Mapping[str, Any]) -> nn.Module:
+    from negchain.encoders import rebuild_encoder
+
+    return rebuild_encoder(dict(described))
+
+
+def _shown_of_images() -> Shown:
+    from negchain.report.images import SHOWN
+
+    return SHOWN
+
+
+def _check_images(config: TrainConfig) -> TrainConfig:
+    from negchain.tasks.image_settings import check
+
+    return check(config)
+
+
+register(
+    Kind(
+        "images",
+        "images",
+        _load_images,
+        _rebuild_image_encoder,
+        _shown_of_images,
+        claims=lambda data: True,  # and says what is wrong with it
+        check=_check_images,
+        defaults=lambda data: presets.DATA_DEFAULTS.get(data, presets.FOLDER_DEFAULTS),
+        options=("recipe", "image_size", "augmentations", "resident_gb", "stem", "norm"),
+    )
+)

@@ -1,0 +1,217 @@
+"""Images: two augmented views of each through one encoder.
+
+Shapes: `M` images, `B` batch, `R` rows of a pass, `k` stored augmentations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from negchain import draws
+from negchain.augment import Augmentation, Draws, Images, augmentation, finite_views, joined
+from negchain.data import DataBundle, load_data, stream_batches
+from negchain.encoders import Encoder, build_encoder
+from negchain.losses.request import Want
+from negchain.tasks.image_judge import ImageJudge
+from negchain.tasks.image_stem import small_stem, stem_note
+from negchain.tasks.task import Batch, Task
+from negchain.train.presets import ConfigError
+
+if TYPE_CHECKING:
+    from negchain.train.config import TrainConfig
+
+
+class ImageTask(Task):
+    """Images of a data set; uint8, on the device where they fit, augmented there.
+
+    Example:
+        >>> from negchain.train.resolve import resolve
+        >>> task = ImageTask(config := resolve(None, {"subset": 64}), load_images(config))
+        >>> task.place(torch.device("cpu"), None)
+        >>> step = torch.tensor(0)
+        >>> a, b, _ = task.batch(torch.tensor([3, 5]), step)
+        >>> task.inputs([Want(a), Want(b)], step, 0).shape
+        torch.Size([4, 1, 8, 8])
+    """
+
+    images: Callable[[Tensor], Images]
+    """Positions [R] to uint8 images on the device; with stored augmentations ids of views."""
+    table: Images | None
+    """All M images, where they are on the device and augmented anew every step."""
+
+    def __init__(self, config: TrainConfig, data: DataBundle) -> None:
+        super().__init__(config)
+        self.data = data
+        self.num_samples = len(data.pretrain)
+        self.fingerprint = data.fingerprint
+        self.versions = config.augmentations or 1
+        self.resident = self.capturable = data.pretrain.resident
+        self.notes, self.skipped = data.notes, data.skipped
+        self.unjudged = None if data.labelled else data.unprobed
+        self.augment = run_augmentation(config, data)
+
+    @classmethod
+    def load(
+        cls, config: TrainConfig, progress: bool, encoder_config: Mapping[str, Any] | None
+    ) -> ImageTask:
+        """The images the settings name, at the size a given encoder takes."""
+        if encoder_config is not None:
+            config = replace(config, image_size=encoder_config["image_size"])
+        data = load_images(config, progress)
+        wanted = None if encoder_config is None else encoder_config["channels"]
+        if wanted not in (None, data.pretrain.channels):
+            raise ConfigError(
+                f"the encoder takes images of {wanted} channels and {config.data} has "
+                f"{data.pretrain.channels}"
+            )
+        return cls(config, data)
+
+    def info(self) -> dict[str, Any]:
+        """Counts, classes, and what was left out."""
+        data = self.data
+        return {
+            "train": 0 if data.train is None else len(data.train),
+            "test": 0 if data.test is None else len(data.test),
+            "held_out": data.held_out,
+            "unprobed": self.unjudged,
+            "classes": list(data.classes),
+        }
+
+    def place(self, device: torch.device, autocast: torch.dtype | None) -> None:
+        """Move the images to the device, or store their augmentations there."""
+        super().place(device, autocast)
+        images = self.data.pretrain
+        table = None if images.table is None else images.table.to(device)
+        self.table = table if self.config.augmentations is None else None
+        if self.config.augmentations is not None:
+            if table is None:
+                raise ConfigError(
+                    "--augmentations stores every view, which needs the images in memory: raise "
+                    "--resident-gb or use --subset"
+                )
+            stored = finite_views(table, self.augment, self.versions, self.config.seed)
+            flat = stored.flatten(0, 1)
+            self.images = lambda ids: flat[ids]
+        elif table is not None:
+            self.images = lambda positions: table[positions]
+        else:
+            self.images = lambda positions: images.pictures(positions.cpu()).to(
+                device, non_blocking=True
+            )
+
+    def build(self) -> tuple[Encoder, list[str]]:
+        """The encoder the settings name."""
+        if self.device.type == "cpu" and self.config.encoder == "small-cnn":
+            # Its tensors are too small to share: a second thread mostly waits, most of all when
+            # other processes want the core.
+            torch.set_num_threads(1)
+        note = stem_note(self.config, self.data)
+        encoder = build_run_encoder(self.config, self.data).to(self.device)
+        if self.device.type == "cuda":
+            encoder = encoder.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            torch.backends.cudnn.benchmark = True
+        return encoder, [] if note is None else [note]
+
+    def start_from(self, encoder: Encoder, pretrained: str) -> str:
+        """Weights of timm, another run, or a file."""
+        from negchain.train.pretrained import start_from
+
+        return start_from(encoder, pretrained)
+
+    def batch(self, index: Tensor, step: Tensor) -> Batch:
+        """The images themselves, or two of the k stored views of each."""
+        k = self.config.augmentations
+        if k is None:
+            return Batch(index, index, {})
+        rows = torch.arange(len(index), device=self.device)
+        u = draws.uniform(self.config.seed, step, draws.STREAM_STORED, rows, 2, torch.float64)
+        first = draws.integers_below(torch.full_like(rows, k), u[:, 0])
+        other = draws.integers_below(torch.full_like(rows, k - 1), u[:, 1])
+        views = first, (first + 1 + other) % k
+        return Batch(index * k + views[0], index * k + views[1], {"augmentation": views})
+
+    def inputs(
+        self, wants: Sequence[Want], step: Tensor, row: int, loaded: Images | None = None
+    ) -> Tensor:
+        """Pixels [R, C, size, size]: augmented with this step's draws, or stored ones."""
+        ids = [want.ids for want in wants]
+        if self.config.augmentations is not None:
+            return self.augment.plain(self.images(torch.cat(ids)))
+        drawn = Draws(self.config.seed, step, draws.STREAM_AUGMENT, row)
+        if self.table is not None:
+            dtype = self.autocast or torch.float32
+            return self.augment.from_table(self.table, ids, drawn, dtype)
+        whole = torch.cat(ids)
+        if loaded is None:
+            return self.augment(self.images(whole), drawn)
+        views = loaded.to(self.device, non_blocking=True)
+        places = torch.arange(len(whole) - len(views), device=self.device)
+        given = [views]
+        if len(whole) > 2 * len(views):  # what follows the two views of the batch
+            given.append(self.images(whole[2 * len(views) :]))
+        return self.augment(joined(given)[torch.cat([places[: len(views)], places])], drawn)
+
+    def stream(self, positions: Tensor, first: int) -> Iterator[Images]:
+        """Images decoded ahead by workers."""
+        pinned = self.device.type == "cuda"
+        return stream_batches(self.data.pretrain, positions, self.config.workers, pinned)
+
+    def judge(self) -> ImageJudge:
+        """Probes, neighbours and the exact loss."""
+        return ImageJudge(self.config, self.data, self.augment, self.device, self.autocast)
+
+
+def load_images(config: TrainConfig, progress: bool = False) -> DataBundle:
+    """The data a config names, cut to its subset."""
+    data = load_data(
+        config.data,
+        image_size=config.image_size,
+        root=config.root,
+        download=config.download,
+        strict=config.strict,
+        resident_bytes=int(config.resident_gb * 2**30),
+        holdout=config.holdout,
+        num_workers=config.workers,
+        progress=progress,
+    )
+    if config.subset is not None and config.subset < len(data.pretrain):
+        chosen = torch.arange(config.subset)
+        data = replace(
+            data,
+            pretrain=data.pretrain.select(chosen),
+            fingerprint=f"{data.fingerprint}-first{config.subset}",
+        )
+    return data
+
+
+def run_augmentation(config: TrainConfig, data: DataBundle) -> Augmentation:
+    """The run's augmentation at the size its encoder sees."""
+    size = config.image_size or data.pretrain.size[0]
+    return plain_augmentation(config.recipe, size, data.pretrain.channels)
+
+
+def plain_augmentation(recipe: str, size: int, channels: int) -> Augmentation:
+    """A recipe at the size and for the channels an encoder sees."""
+    augment = augmentation(recipe, size=size)
+    if channels == 1 and augment.normalize is not None:
+        augment = replace(augment, normalize=None)  # the recipe's constants are for three channels
+    return augment
+
+
+def build_run_encoder(config: TrainConfig, data: DataBundle) -> Encoder:
+    """The encoder a config names, with fresh weights."""
+    return build_encoder(
+        config.encoder,
+        image_size=config.image_size or data.pretrain.size[0],
+        channels=data.pretrain.channels,
+        norm=config.norm,
+        projection=config.projector,
+        embedding_dim=config.embedding_dim,
+        seed=config.seed,
+        small_stem=small_stem(config, data),
+    )

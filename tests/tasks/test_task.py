@@ -1,0 +1,139 @@
+"""A task nobody in the package knows trains, resumes, is compared, evaluated and reported.
+
+It has two towers, a corpus of keys, known positives, a learned temperature and loaded batches
+(tests/tasks/words_task.py), and reaches the tool through `--import` alone.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import negchain
+from negchain import methods, tasks, train
+from negchain.cli import run as command_line
+from negchain.train import trainer
+from negchain.train.config import ConfigError
+from negchain.train.progress import Progress
+from negchain.train.resolve import resolve
+from negchain.train.run_folder import RunFolder, read_metrics
+from negchain.train.step import TrainStep
+
+WORDS = Path(__file__).with_name("words_task.py")
+SETTINGS = {"data": "dictionary", "device": "cpu", "steps": 12, "log_every": 1, "eval_every": 1}
+SOURCE = Path(negchain.__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def words(monkeypatch: pytest.MonkeyPatch):
+    """The task, registered for one test."""
+    monkeypatch.setattr(tasks, "TASKS", dict(tasks.TASKS))
+    monkeypatch.setattr("negchain.report.measures.TASKS", tasks.TASKS)
+    monkeypatch.setattr(methods, "METHODS", dict(methods.METHODS))
+    methods.import_file(WORDS)
+    yield
+    sys.modules.pop("negchain_import_words_task")
+
+
+def untimed(folder: Path) -> list[dict]:
+    clock = ("seconds", "samples_per_second")
+    return [{k: v for k, v in line.items() if k not in clock} for line in read_metrics(folder)]
+
+
+@pytest.mark.parametrize("method", ["soft", "emc2", "negcache", "informed"])
+def test_it_trains_and_resumes_to_the_bit(method: str, tmp_path: Path, monkeypatch) -> None:
+    whole = train.run(**SETTINGS, method=method, out=str(tmp_path / "whole"))
+    summary = json.loads((whole / "summary.json").read_text())
+    assert summary["recall1"] > summary["untrained_recall1"] + 0.2
+    assert json.loads((whole / "config.json").read_text())["task"] == "words"
+
+    call = TrainStep.__call__
+
+    def stopped(self: TrainStep, number: int, *given) -> None:
+        call(self, number, *given)
+        if number == 6:
+            signal_me()
+
+    def signal_me() -> None:
+        run.stop = True
+
+    half = tmp_path / "half"
+    config = resolve(None, {**SETTINGS, "method": method})
+    run = trainer.prepare(
+        tasks.load(config),
+        lambda: RunFolder.create(half, config=(whole / "config.json").read_text()),
+    )
+    with monkeypatch.context() as patch, run.folder, pytest.raises(trainer.Interrupted):
+        patch.setattr(TrainStep, "__call__", stopped)
+        run.train(Progress(show=False))
+    assert command_line(["train", "--out", str(half), "--resume", "--quiet"]) == 0
+    assert untimed(half) == untimed(whole)
+
+
+def test_the_report_and_evaluate_show_its_numbers(tmp_path: Path, capsys) -> None:
+    folder = train.run(**SETTINGS, method="soft", out=str(tmp_path / "run"))
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    for text in ("Recall at 1", "test words", "Some words", "<p>abacus</p>", "Soft DCL"):
+        assert text in page
+    assert "Raw pixels" not in page and "image" not in page.split("<body>")[1].split("<footer>")[0]
+    assert command_line(["evaluate", str(folder), "--device", "cpu"]) == 0
+    assert "Recall at 1" in capsys.readouterr().out
+    best = torch.load(folder / "checkpoints" / "best.pt", weights_only=True, mmap=False)
+    assert best["state"]["encoder_config"] == {"dim": 4, "seed": 0}
+    assert float(best["state"]["encoder"]["temperature"]) <= 3.001
+
+
+def test_compare_gives_its_runs_what_it_imported(tmp_path: Path, capsys) -> None:
+    options = ["--methods", "soft", "--data", "dictionary", "--device", "cpu", "--steps", "2"]
+    done = command_line(
+        ["compare", "--import", str(WORDS), *options, "--quiet", "--out", str(tmp_path)]
+    )
+    assert done == 0, (tmp_path / "soft-seed0.log").read_text()
+    assert "Recall at 1" in capsys.readouterr().out
+    assert "--soft: #123456;" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("path", ["nowhere.py", "."])
+def test_what_cannot_be_imported_is_refused(path: str, tmp_path: Path, capsys) -> None:
+    assert command_line(["train", "--import", str(tmp_path / path)]) == 2
+    assert "--import needs a Python file" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_task_is_chosen_by_the_data_or_named() -> None:
+    assert resolve(None, {"data": "dictionary"}).task == "words"
+    assert resolve(None, {"data": "digits"}).task == "images"
+    assert resolve(None, {"data": "digits", "task": "words"}).batch_size == 8
+    with pytest.raises(ConfigError, match="--task must be one of images, words, got 'word'"):
+        resolve(None, {"task": "word"})
+    with pytest.raises(ConfigError, match="--recipe belongs to --task images .* is 'words'"):
+        resolve(None, {"data": "dictionary", "recipe": "none"})
+
+
+def test_filling_a_table_is_shown_and_can_be_stopped(tmp_path: Path, capsys) -> None:
+    config = resolve(None, {**SETTINGS, "method": "informed"})
+    run = trainer.prepare(
+        tasks.load(config), lambda: RunFolder.create(tmp_path / "run", config="{}\n")
+    )
+    with run.folder, pytest.raises(trainer.Interrupted, match="before the first step"):
+        run.stop = True
+        run.train(Progress(show=True))
+    assert "filling the table of old embeddings: 60/60 encoded" in capsys.readouterr().err
+    assert run.done == 0
+
+
+def test_nobody_else_knows_a_task_by_name() -> None:
+    """Trainer, checkpoints, compare and report import the register and the interface alone."""
+    for path in [*SOURCE.glob("train/*.py"), *SOURCE.glob("cli/*.py"), *SOURCE.glob("report/*.py")]:
+        if path.name == "trained.py":  # images of a trained encoder
+            continue
+        found = {
+            node.module
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            if isinstance(node, ast.ImportFrom) and node.module
+        }
+        assert {m for m in found if m.startswith("negchain.tasks.")} <= {"negchain.tasks.task"}, path
