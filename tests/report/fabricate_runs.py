@@ -178,7 +178,13 @@ def write_comparison(root: Path, seeds: int = 3) -> list[Path]:
 def write_many(root: Path, count: int) -> Path:
     """A finished run with `count` classes of long names."""
     made = many_classes(count)
-    info = {"num_samples": 9000, "train": 9000, "test": 900, "classes": made["classes"], "skipped": []}
+    info = {
+        "num_samples": 9000,
+        "train": 9000,
+        "test": 900,
+        "classes": made["classes"],
+        "skipped": [],
+    }
     config = make_config("emc2", data="/photos/animals of the world", data_info=info)
     return write_run(root, config, make_metrics(config), artifacts=made["artifacts"])
 

@@ -128,7 +128,12 @@ tasks.register(
         ),
         claims=lambda data: data == "dictionary",
         check=lambda config: config,
-        defaults=lambda data: {"encoder": "towers", "batch_size": 8, "lr": 0.05},
+        defaults=lambda data: {
+            "encoder": "towers",
+            "batch_size": 8,
+            "lr": 0.2,
+            "warmup_epochs": 0.0,
+        },
     )
 )
 

@@ -53,7 +53,7 @@ def refusal(capsys: Capture, *arguments: object) -> str:
         ("train --metod emc2", "--method"),
         ("train --batch-size many", "--batch-size"),
         ("train --batch-size 1", "--batch-size must be from 2"),
-        ("train --batch-size 2000", "--batch-size 2000 needs as many images"),
+        ("train --batch-size 2000", "--batch-size 2000 needs as many samples"),
         ("train --lr nan", "--lr must be above 0"),
         ("train --beta -1", "--beta must be above 0"),
         ("train --steps 0", "--steps must be from 1"),

@@ -75,17 +75,17 @@ def against_baselines(run: Run) -> list[str]:
         (found,) = estimates([Group(run.name, "", 0, {}, [run])], key)
         low = found.interval[0] if found is not None and found.interval else value
         shown = f"{text} already reach{'' if text.endswith('s') else 'es'} "
-        shown += number(best, "percent")
+        shown += number(best, metric.unit)
         if low > best:
             gain = f"{100 * (value - best):.1f}"
-            said.append(f"By {name} training gained {gain} points: on this data {shown}.")
+            said.append(f"{name}: training gained {gain} points; on this data {shown}.")
         elif value > best:
             said.append(
-                f"By {name} the gain is within the noise of the {run.shown.tested}: "
+                f"{name}: the gain is within the noise of the {run.shown.tested}; "
                 f"on this data {shown}."
             )
         else:
-            said.append(f"By {name} training shows no gain: on this data {shown}.")
+            said.append(f"{name}: training shows no gain; on this data {shown}.")
     return said
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from negchain.tasks import TASKS
+from negchain.tasks import TASKS, options
 
 if TYPE_CHECKING:
     from .runs import Run
@@ -73,6 +73,11 @@ class Shown:
     baselines: Mapping[str, str] = field(default_factory=lambda: {"untrained": "Untrained encoder"})
     explained: str = ""
     pictures: Callable[[Run, bool], list[tuple[str, str, Any]]] = lambda run, small: []
+
+
+def foreign(task: object) -> set[str]:
+    """Settings that belong to other tasks."""
+    return options() - set(TASKS[str(task)].options) if str(task) in TASKS else set()
 
 
 def shown(task: object) -> Shown:

@@ -29,6 +29,7 @@ from .measures import (
     THROUGHPUT,
     VARIANCE,
     Metric,
+    foreign,
 )
 from .runs import Curve, Group, Run, thinned
 from .statistics import estimates
@@ -305,7 +306,7 @@ def pictures(page: Page, run: Run, *, small: bool = False) -> None:
 
 def settings(run: Run) -> str:
     """Every setting, the machine, and the files that were left out; folded away."""
-    hidden = ("data_info",)
+    hidden = {"data_info", *foreign(run.config.get("task", "images"))}
     rows = "".join(
         f"<tr><th>{escape(key)}</th><td>{escape(_text(value))}</td></tr>"
         for key, value in run.config.items()

@@ -289,7 +289,7 @@ class TrainConfig:
             choose("--preset", self.preset, presets.PRESETS)
         if self.subset is not None and self.subset < self.batch_size:
             raise ConfigError(
-                f"--batch-size {self.batch_size} needs as many images and --subset leaves "
+                f"--batch-size {self.batch_size} needs as many samples and --subset leaves "
                 f"{self.subset}; lower --batch-size or raise --subset"
             )
 

@@ -1,4 +1,4 @@
-"""Which images a step sees: a function of (seed, step), so a resumed run needs no loader state.
+"""Which samples a step sees: a function of (seed, step), so a resumed run needs no loader state.
 
 Each epoch is a fresh permutation of all positions; what is left after the last whole batch is left
 out of that epoch.
@@ -18,26 +18,26 @@ class DataOrder:
     """The positions of every step's batch.
 
     Args:
-        num_images: M.
+        num_samples: M.
         batch_size: B.
         seed: of the permutations.
 
     Example:
-        >>> order = DataOrder(num_images=10, batch_size=4, seed=0)
+        >>> order = DataOrder(num_samples=10, batch_size=4, seed=0)
         >>> order.steps_per_epoch, len(order.batch(0)), order.epoch(5)
         (2, 4, 2)
     """
 
-    def __init__(self, num_images: int, batch_size: int, seed: int) -> None:
-        if batch_size > num_images:
+    def __init__(self, num_samples: int, batch_size: int, seed: int) -> None:
+        if batch_size > num_samples:
             raise ConfigError(
-                f"--batch-size {batch_size} needs as many images and the data set has "
-                f"{num_images}; lower --batch-size"
+                f"--batch-size {batch_size} needs as many samples and the data set has "
+                f"{num_samples}; lower --batch-size"
             )
-        self.num_images = num_images
+        self.num_samples = num_samples
         self.batch_size = batch_size
         self.seed = seed
-        self.steps_per_epoch = num_images // batch_size
+        self.steps_per_epoch = num_samples // batch_size
 
     def epoch(self, step: int) -> int:
         """The epoch step number `step` belongs to."""
@@ -46,7 +46,7 @@ class DataOrder:
     def batch(self, step: int) -> Tensor:
         """Positions of the batch of step number `step`, [B] int64 on the CPU."""
         begin = step % self.steps_per_epoch * self.batch_size
-        return _permutation(self.num_images, self.seed, self.epoch(step))[
+        return _permutation(self.num_samples, self.seed, self.epoch(step))[
             begin : begin + self.batch_size
         ]
 
@@ -56,7 +56,7 @@ class DataOrder:
 
 
 @functools.lru_cache(maxsize=4)
-def _permutation(num_images: int, seed: int, epoch: int) -> Tensor:
+def _permutation(num_samples: int, seed: int, epoch: int) -> Tensor:
     # Seeds of neighbouring epochs must not give related permutations: spread them out.
     generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch * 7_919 + 17) % 2**63)
-    return torch.randperm(num_images, generator=generator)
+    return torch.randperm(num_samples, generator=generator)
