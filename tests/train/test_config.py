@@ -11,8 +11,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from negchain.methods import trained
 from negchain import tasks
+from negchain.methods import trained
 from negchain.train.config import (
     ConfigError,
     TrainConfig,
