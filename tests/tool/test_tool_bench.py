@@ -328,8 +328,8 @@ def test_a_fast_step_with_another_gradient_is_found(
     """Adam's first steps hide the size of a gradient from the losses, not from its moments."""
     collect = CopyingEncoder.collect
 
-    def wrong(fast: CopyingEncoder, given: Any) -> list[Any]:
-        found = collect(fast, given)
+    def wrong(fast: CopyingEncoder, call: int, given: Any) -> list[Any]:
+        found = collect(fast, call, given)
         return [factor * g if shape is None or g.shape == shape else g for g in found]
 
     monkeypatch.setattr(steps, "CHECKED_STEPS", 3)
@@ -339,6 +339,7 @@ def test_a_fast_step_with_another_gradient_is_found(
     given = {"carried": "cached", "precision": "bf16", "norm": "none"}
     chosen = runs.config(settings, 32, {"method": "emc2"}, given)
     with runs.prepared(chosen, data) as fast:
-        fast.step.embed = accelerate(fast.encoder, torch.bfloat16, "blocks")
+        made = accelerate(fast.encoder, torch.bfloat16, "blocks")
+        fast.step.embed = {"anchors": made, "keys": made}
         check = steps._checked("", fast, data)
     assert check.ok is (planted == "nothing"), check.found
