@@ -1,4 +1,4 @@
-"""The command line: `negchain train | evaluate | embed | duplicates | compare | report | bench`.
+"""The command line: `negchain train | evaluate | embed | duplicates | compare | report | bench | reproduce`.
 
 Exit status: 0 done, 1 failed, 2 refused before starting, 130 interrupted after a checkpoint.
 Nothing here imports torch: a command does when it runs, so that help and refusals are quick.
@@ -15,7 +15,7 @@ import typer
 
 from negchain import __version__
 from negchain.__main__ import missing
-from negchain.cli import bench, compare, inspect, train
+from negchain.cli import bench, compare, inspect, reproduce, train
 from negchain.cli.duplicates import duplicates
 from negchain.cli.terminal import Failed, Stopped, result, say
 
@@ -38,6 +38,7 @@ app.command("compare", help=compare.HELP)(compare.command)
 app.command("duplicates")(duplicates)
 app.command("report")(inspect.report)
 app.command("bench", help=bench.HELP)(bench.command)
+app.command("reproduce", help=reproduce.HELP)(reproduce.command)
 
 
 def _version(wanted: bool) -> None:

@@ -1,0 +1,68 @@
+"""`negchain reproduce`: the paper's experiments, rerun and recorded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from negchain.reproduce import NAMES
+
+HELP = """Rerun experiments of the EMC² paper; records, tables and figures.
+
+    negchain reproduce theory                                # minutes on a CPU
+    negchain reproduce stl10 burn-in --data ./stl10 --minutes 8
+    negchain reproduce stl10 --redraw                        # figures from the record
+
+""" + "\n".join(f"* `{name}`: {text}" for name, text in NAMES.items())
+
+OptionalPath = Optional[Path]  # noqa: UP045 - typer reads it
+OptionalInt = Optional[int]  # noqa: UP045
+
+
+def command(
+    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Experiments.")],
+    data: Annotated[str, typer.Option(help="Folder of images: train/, test/, unlabeled/.")] = "",
+    quick: Annotated[bool, typer.Option("--quick", help="Does it run? Minutes on a CPU.")] = False,
+    seeds: Annotated[OptionalInt, typer.Option(help="Seeds 0 .. N-1.")] = None,
+    epochs: Annotated[OptionalInt, typer.Option(help="Instead of the paper's.")] = None,
+    methods: Annotated[str, typer.Option(help="Comma-separated; by default all.")] = "",
+    settings: Annotated[str, typer.Option(help="Of an experiment, comma-separated.")] = "",
+    minutes: Annotated[float, typer.Option(help="Begin no run after; keep what there is.")] = 1e6,
+    jobs: Annotated[int, typer.Option(help="Runs at a time; 0: 8 on a GPU, 1 on a CPU.")] = 0,
+    device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where to run.")] = "auto",
+    out: Annotated[Path, typer.Option(help="Folder of the records.")] = Path("records/reproduce"),
+    figures: Annotated[
+        OptionalPath, typer.Option(help="Folder of the figures; docs/figures if there is docs/.")
+    ] = None,
+    redraw: Annotated[
+        bool, typer.Option("--redraw", help="Only tables and figures, from the records.")
+    ] = False,
+) -> int:
+    """See `HELP`."""
+    from negchain.cli.terminal import say
+    from negchain.reproduce import common, load
+    from negchain.train.presets import choose
+
+    chosen = [choose("NAME", name, NAMES) for name in names]
+    options = common.Options(
+        data or None, quick, seeds, epochs, _words(methods), _words(settings), device
+    )
+    failed = 0
+    if not redraw:
+        processes = jobs or (8 if options.on_gpu() else 1)
+        failed = common.perform(
+            chosen, options, out, minutes=minutes, processes=processes, say=say
+        )
+    page = Path("docs/results.md")
+    for name in chosen:
+        if any((out / f"{n}.jsonl").exists() for n in load(name).reads or (name,)):
+            ours = page.exists() and out == Path("records/reproduce")
+            place = figures or (Path("docs/figures") if ours else out)
+            common.redraw(name, out, place, page if ours else None, say)
+    return 1 if failed else 0
+
+
+def _words(text: str) -> tuple[str, ...] | None:
+    return tuple(word.strip() for word in text.split(",")) if text else None

@@ -1,0 +1,333 @@
+"""Experiments as lists of runs, and the record they leave.
+
+A record is a file of JSON lines, NAME.jsonl. A header says command, commit, machine and versions;
+each finished run adds its line at once, so that what ends early keeps what it has, and the same
+command goes on with the runs that are missing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from negchain.files import replacing
+from negchain.methods import METHODS
+from negchain.reproduce import load
+from negchain.train.run_folder import versions
+from negchain.train.sharing import shared_gpu
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Row = dict[str, Any]
+PACKAGES = ("negchain", "torch", "torchvision", "timm", "numpy", "scikit-learn")
+GRACE = 30.0  # seconds after the deadline in which runs may hand over what they have
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asked for; None: the experiment's own."""
+
+    data: str | None = None
+    quick: bool = False
+    seeds: int | None = None
+    epochs: int | None = None
+    methods: tuple[str, ...] | None = None
+    settings: tuple[str, ...] | None = None
+    device: str = "auto"
+
+    def on_gpu(self) -> bool:
+        """Whether runs are on a GPU."""
+        return self.device != "cpu" and torch.cuda.is_available()
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """An experiment: its runs, and what becomes of their record."""
+
+    name: str
+    jobs: Callable[[Options], list[Row]]
+    """What to run, most important first; a job is a JSON object and its own name."""
+    work: Callable[[Row, float], Row]
+    """One run: its job, and the time (of `time.time`) by which to hand over what there is."""
+    table: Callable[[list[Row]], str]
+    """The record as Markdown."""
+    draw: Callable[[list[Row]], dict[str, Figure]]
+    """Figures by file name."""
+    alone: bool = False
+    """Runs measure time and must not share the machine."""
+    reads: tuple[str, ...] = ()
+    """Other records its tables and figures are made from, instead of one of its own."""
+
+
+def perform(
+    names: Sequence[str],
+    options: Options,
+    out: Path,
+    *,
+    minutes: float,
+    processes: int,
+    say: Callable[[str], None],
+) -> int:
+    """Run what is missing in the records of some experiments; returns how many runs failed.
+
+    Runs of several experiments share the processes, first seeds first.
+    """
+    deadline = time.time() + 60 * minutes
+    waiting: list[tuple[str, Row]] = []
+    for name in names:
+        path, experiment = out / f"{name}.jsonl", load(name)
+        if experiment.reads:
+            continue
+        done = [row["job"] for row in read_rows(path) if row.get("complete", True)]
+        jobs = [job for job in experiment.jobs(options) if job not in done]
+        if jobs:
+            out.mkdir(parents=True, exist_ok=True)
+            append(path, {"record": name, **provenance(options)})
+        waiting += [(name, job) for job in jobs]
+    waiting.sort(key=lambda pair: (not load(pair[0]).alone, pair[1].get("seed", 0)))
+    failed, total = 0, len(waiting)
+    for number, (name, row) in enumerate(_results(waiting, deadline, processes, options, say), 1):
+        append(out / f"{name}.jsonl", row)
+        failed += "error" in row
+        told = row.get("error", "").strip().split("\n")[-1] or f"{row['wall']:.0f} s"
+        say(f"{number}/{total} {name} {json.dumps(row['job'])}: {told}")
+    return failed
+
+
+def _results(
+    waiting: list[tuple[str, Row]],
+    deadline: float,
+    processes: int,
+    options: Options,
+    say: Callable[[str], None],
+) -> Iterator[tuple[str, Row]]:
+    """Finished runs, as they finish: those that measure time one by one, then the others."""
+    alone = [pair for pair in waiting if load(pair[0]).alone or processes == 1]
+    others = [pair for pair in waiting if pair not in alone]
+    for name, job in alone:
+        row = one(name, job, deadline)
+        if row is not None:
+            yield name, row
+    if not others:
+        return
+    sharing = shared_gpu(processes, say=say) if options.on_gpu() else nullcontext({})
+    with sharing as environment:
+        os.environ.update(environment)
+        context = multiprocessing.get_context("spawn")
+        pool = ProcessPoolExecutor(processes, mp_context=context)
+        running: dict[Future[Row | None], str] = {
+            pool.submit(one, name, job, deadline): name for name, job in others
+        }
+        try:
+            while running and (left := deadline + GRACE - time.time()) > 0:
+                finished, _ = wait(running, timeout=left, return_when=FIRST_COMPLETED)
+                for future in finished:
+                    name, row = running.pop(future), future.result()
+                    if row is not None:
+                        yield name, row
+        except BrokenProcessPool as error:
+            say(f"a process died ({error}): what finished is kept")
+        finally:
+            workers = list((pool._processes or {}).values())
+            pool.shutdown(wait=False, cancel_futures=True)
+            for worker in workers:
+                worker.terminate()
+
+
+def one(name: str, job: Row, deadline: float) -> Row | None:
+    """Run a job: its line of the record, with the error if it failed; None: no time was left."""
+    begin = time.time()
+    if begin >= deadline:
+        return None
+    try:
+        found = load(name).work(job, deadline)
+    except Exception:
+        found = {"error": traceback.format_exc()[-1500:]}
+    return {"job": job, **found, "wall": round(time.time() - begin, 1)}
+
+
+# ---------------------------------------------------------------------- records
+
+
+def provenance(options: Options) -> Row:
+    """Where and from what a record was made."""
+    gpu = f"{torch.cuda.get_device_name()}, " if options.on_gpu() else ""
+    text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    cpu = re.search(r"^model name\s*:\s*(.+)$", text, re.M)
+    return {
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+        "command": " ".join(["negchain", *sys.argv[1:]]),
+        "commit": commit(),
+        "hardware": f"{gpu}{os.cpu_count()} cores of {cpu[1] if cpu else platform.machine()}",
+        "versions": versions(PACKAGES),
+    }
+
+
+def commit() -> str:
+    """The commit of the source; NEGCHAIN_COMMIT where a copy has no .git."""
+    here = Path(__file__).resolve().parents[3]
+    if not (here / ".git").exists():
+        return os.environ.get("NEGCHAIN_COMMIT", "unknown")
+    git = ["git", "-C", str(here)]
+    found = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    changed = subprocess.run(
+        [*git, "status", "--porcelain", "--", "src"], capture_output=True, text=True
+    )
+    return found.stdout.strip() + ("+changes" if changed.stdout else "")
+
+
+def append(path: Path, row: Row) -> None:
+    """Add a line to a record."""
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(json.dumps(_finite(row), ensure_ascii=False) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    """Plain JSON: rounded to six figures; what is no number becomes null."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(v) for key, v in value.items()}
+    return [_finite(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The runs of a record that did not fail; of equal ones the last counts."""
+    if not path.exists():
+        return []
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+    rows = {json.dumps(row["job"]): row for row in lines if "job" in row and "error" not in row}
+    return list(rows.values())
+
+
+def headers(path: Path) -> list[Row]:
+    """Where a record was made: one per command that added to it."""
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+    return [row for row in lines if "record" in row]
+
+
+# ---------------------------------------------------------------------- tables and figures
+
+
+def redraw(
+    name: str, records: Path, figures: Path, page: Path | None, say: Callable[[str], None]
+) -> None:
+    """Table and figures of an experiment from its record, and the table into the page of results.
+
+    Where the page holds `<!-- table NAME -->` ... `<!-- end -->`, what is between is replaced.
+    """
+    experiment = load(name)
+    read = experiment.reads or (name,)
+    rows = [{**row, "record": source} for source in read for row in read_rows(records / f"{source}.jsonl")]  # noqa: E501
+    if not rows:
+        raise ValueError(f"there is no record {records / name}.jsonl; run `reproduce {name}` first")
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams.update({"svg.hashsalt": "negchain", "svg.fonttype": "none", "font.size": 9})
+    figures.mkdir(parents=True, exist_ok=True)
+    for file, figure in experiment.draw(rows).items():
+        figure.savefig(figures / f"{file}.svg", metadata={"Date": None}, bbox_inches="tight")
+        say(f"{figures / file}.svg")
+    table = experiment.table(rows)
+    print(table)
+    if page is not None:
+        text = page.read_text(encoding="utf-8")
+        pattern = rf"(<!-- table {name} -->\n).*?(<!-- end -->)"
+        changed = re.sub(pattern, lambda m: f"{m[1]}\n{table}\n\n{m[2]}", text, flags=re.S)
+        with replacing(page) as file:
+            file.write(changed.encode())
+
+
+def markdown(heads: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
+    """A Markdown table.
+
+    Example:
+        >>> print(markdown(["a", "b"], [[1, "x"]]))
+        | a | b |
+        |---|---|
+        | 1 | x |
+    """
+    grid = [list(map(str, heads)), ["---"] * len(heads), *[list(map(str, line)) for line in lines]]
+    return "\n".join(
+        f"|{'|'.join(line)}|" if line[0] == "---" else f"| {' | '.join(line)} |" for line in grid
+    )
+
+
+def spread(values: Iterable[float | None], digits: int = 3) -> str:
+    """Mean and standard deviation over seeds.
+
+    Example:
+        >>> spread([0.5, 0.6]), spread([0.5]), spread([])
+        ('0.550 ± 0.071', '0.500', '–')
+    """
+    found = [value for value in values if value is not None]
+    if not found:
+        return "–"
+    text = f"{statistics.fmean(found):.{digits}f}"
+    return f"{text} ± {statistics.stdev(found):.{digits}f}" if len(found) > 1 else text
+
+
+def title(method: str) -> str:
+    """How a method is called on pages."""
+    return METHODS[method].title if method in METHODS else method
+
+
+def colour(method: str) -> str:
+    """Its colour in figures."""
+    return METHODS[method].colour[0] if method in METHODS else "black"
+
+
+def distinct(rows: Iterable[Row], *keys: str) -> list[Any]:
+    """The values of a key of the jobs (or tuples of several), in order of appearance.
+
+    Example:
+        >>> distinct([{"job": {"b": 4}}, {"job": {"b": 8}}, {"job": {"b": 4}}], "b")
+        [4, 8]
+    """
+    found = [tuple(row["job"].get(key) for key in keys) for row in rows]
+    return [value[0] if len(keys) == 1 else value for value in dict.fromkeys(found)]
+
+
+def where(rows: Iterable[Row], **values: Any) -> list[Row]:
+    """Rows whose job has these values."""
+    return [row for row in rows if all(row["job"].get(k) == v for k, v in values.items())]
+
+
+def plot_curves(axes: Any, rows: list[Row], x: str, y: str, label: str, tint: str) -> None:
+    """Mean over seeds of a curve of measurements, with the range between them shaded."""
+    curves = [[p for p in row["curve"] if p.get(y) is not None] for row in rows]
+    length = min((len(curve) for curve in curves), default=0)
+    if length == 0:
+        return
+    at = [statistics.fmean(curve[i][x] for curve in curves) for i in range(length)]
+    columns = [[curve[i][y] for curve in curves] for i in range(length)]
+    axes.plot(at, [statistics.fmean(c) for c in columns], color=tint, label=label, marker=".")
+    axes.fill_between(at, [min(c) for c in columns], [max(c) for c in columns], color=tint, alpha=0.15)  # noqa: E501
+
+
+def panels(count: int, width: float = 3.4, height: float = 2.8) -> tuple[Figure, list[Any]]:
+    """A figure with some axes in a row."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width * count, height), layout="constrained")
+    return figure, list(figure.subplots(1, count, squeeze=False)[0])

@@ -1,0 +1,143 @@
+"""Training runs through the trainer, evaluated on the way: the one place here that knows it."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from negchain.methods import METHODS, LossSettings, Method, register
+from negchain.optim import set_lr
+from negchain.reproduce.common import Row
+from negchain.train import trainer
+from negchain.train.resolve import for_method, resolve
+from negchain.train.run_folder import RunFolder
+
+VARIANT = "emc2-variant"
+POINTS = (0.0625, 0.125, 0.25, 0.5, 0.75, 1.0)  # of a run, where it is evaluated
+_loaded: dict[tuple[Any, ...], Any] = {}
+
+
+def train(job: Row, deadline: float) -> Row:
+    """Train as a job says and measure at `POINTS`: 1-NN, linear probe, exact loss.
+
+    A job holds `settings` (of `negchain.train.config.TrainConfig`, with `preset`), `method`, `seed`
+    perhaps `points`, and perhaps `chain`: P = `burn_in` steps of R = `copies` (b - 1) are discarded.
+    """
+    with _prepared(job) as (run, graph):
+        at = {max(1, round(share * run.total_steps)) for share in job.get("points", POINTS)}
+        curve, seconds, begin = [], 0.0, time.perf_counter()
+        for step in range(run.total_steps):
+            set_lr(run.step.optimizer, run._lr(step))
+            run.step(step, run.order.batch(step))
+            done = step + 1
+            late = done % 50 == 0 and time.time() > deadline
+            if done in at or late:
+                loss = float(run.step.loss)  # waits for the device
+                seconds += time.perf_counter() - begin
+                samples = done * run.config.batch_size
+                point = {"step": done, "samples": samples, "seconds": seconds, "loss": loss}
+                curve.append(point | run.judge.quick(run.encoder) | _chain_numbers(run))
+                begin = time.perf_counter()
+            if late:
+                break
+        final = {} if late else run.judge.thorough(run.encoder)[0]
+        shown = {k: v for k, v in vars(run.config).items() if v is not None and k != "out"}
+        images = len(run.data.pretrain)
+    config = {**shown, "data": Path(str(shown["data"])).name, "images": images, "graph": graph}
+    return {"complete": not late, "curve": curve, "final": final, "config": config}
+
+
+def time_steps(job: Row, steps: int) -> Row:
+    """Milliseconds of a training step, after a warm-up, and the peak of GPU memory."""
+    with _prepared(job) as (run, graph):
+        cuda = run.device.type == "cuda"
+        times = []
+        for window in range(6):
+            begin = time.perf_counter()
+            for step in range(steps):
+                run.step(step, run.order.batch(step))
+            if cuda:
+                torch.cuda.synchronize()
+            times.append(1e3 * (time.perf_counter() - begin) / steps)
+        peak = torch.cuda.max_memory_allocated() if cuda else None
+        return {"ms": sorted(times[1:]), "peak_bytes": peak, "graph": graph}
+
+
+@contextmanager
+def _prepared(job: Row) -> Iterator[tuple[Any, bool]]:
+    """A run ready for its first step, and whether its step is a CUDA graph."""
+    _register_variant(job)
+    settings = {"eval_every": 0, "checkpoint_every": 0, **job["settings"]}
+    preset, method = settings.pop("preset", None), VARIANT if "chain" in job else job["method"]
+    known = for_method(method, settings)
+    try:
+        config = resolve(preset, {**known, "method": method, "seed": job["seed"]})
+        key = (config.data, config.image_size, config.subset)
+        if key not in _loaded:
+            _loaded.clear()
+            _loaded[key] = trainer.load_images(config, progress=False)
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        with tempfile.TemporaryDirectory() as folder:
+            run = _begun(config, _loaded[key], Path(folder) / "a")
+            graph = config.graph and run.device.type == "cuda"
+            if graph:
+                try:
+                    run.step.capture()
+                except RuntimeError:  # told in the record: "graph": false
+                    run, graph = _begun(config, _loaded[key], Path(folder) / "b"), False
+            run.step.fill()
+            with run.folder:
+                yield run, graph
+    finally:
+        METHODS.pop(VARIANT, None)
+
+
+def _begun(config: Any, data: Any, path: Path) -> trainer.Run:
+    return trainer.prepare(config, data, lambda: RunFolder.create(path, config="{}\n"))
+
+
+def _chain_numbers(run: trainer.Run) -> dict[str, float]:
+    """What chains report, where there are any."""
+    names = ("acceptance_rate", "carried_mass", "chain_age", "effective_negatives")
+    info = run.step.loss_fn.info
+    return {name: float(info[name]) for name in names if name in info}
+
+
+def _register_variant(job: Row) -> None:
+    """EMC² with the paper's numbers: R = 2b - 2 proposals (copies=2) and P steps, not a share."""
+    if "chain" not in job:
+        return
+    chain = job["chain"]
+
+    def build(settings: LossSettings) -> Any:
+        return paper_chain(settings, **chain)
+
+    register(Method(VARIANT, "EMC²", METHODS["emc2"].colour, build, METHODS["emc2"].options))
+
+
+def paper_chain(settings: LossSettings, burn_in: int, copies: int = 2) -> Any:
+    """EMC² as the paper's experiments state it: P steps of R = copies (b - 1).
+
+    Example:
+        >>> loss_fn = paper_chain(LossSettings(num_samples=100), burn_in=31)
+        >>> loss_fn.kernel, loss_fn.proposals
+        (MH(burn_in=31, count_every=1), InBatch(copies=2))
+    """
+    from negchain.losses import MH, EMC2Loss, InBatch
+
+    return EMC2Loss(
+        settings.num_samples,
+        settings.beta,
+        MH(burn_in=burn_in),
+        proposals=InBatch(copies=copies),
+        augmentations=settings.option("augmentations", None),
+        seed=settings.seed,
+        dim=settings.dim,
+    )

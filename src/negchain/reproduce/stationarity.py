@@ -1,0 +1,241 @@
+"""Exact loss and squared gradient norm on 500 stored images (the paper's Fig. 7).
+
+Paper   the first 500 images of STL-10 with two stored augmentations each, ResNet-18, b = 4, β = 5,
+        SGD with constant step 1e-3, weight decay 1e-4, R = 2b - 2 = 6, P = 3; D_pos holds all pairs
+        of views, equal ones too. "More accurate by 2 orders of magnitude in terms of squared
+        gradient norm".
+Code    (the authors') 10 epochs, no normalisation, no momentum; its "exact" loss has β² and the
+        positive in the denominator.
+Ours    eq. (1) as written, on the stored views. Full-gradient descent as the floor, larger steps,
+        β = 14.28, DCL and i-SIR. All embeddings equal is a stationary point too, with loss
+        log m_neg: such runs are counted as collapsed, not as converged.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from negchain.augment import augmentation, finite_views
+from negchain.data import load_data
+from negchain.encoders import build_encoder
+from negchain.exact import global_loss
+from negchain.losses import ContrastiveLoss
+from negchain.methods import LossSettings, build_loss
+from negchain.reproduce.common import (
+    Experiment,
+    Options,
+    Row,
+    colour,
+    distinct,
+    markdown,
+    panels,
+    plot_curves,
+    spread,
+    title,
+    where,
+)
+from negchain.train.order import DataOrder
+
+FULL = "full gradient"
+METHODS = (FULL, "infonce", "dcl", "sogclr", "negcache", "emc2", "isir")
+OPTIONS = {"burn_in": 3, "augmentations": 2, "gamma": 0.9, "refresh": 0.1}  # the paper's P and rho
+COLLAPSED = 0.01  # variance of unit embeddings
+CHUNK = 250  # views encoded at a time for exact gradients
+
+
+def jobs(options: Options) -> list[Row]:
+    """Every method, β, step size and seed; a small encoder on the CPU, ResNet-18 on a GPU."""
+    gpu = options.on_gpu()
+    setup: Row = {"encoder": "resnet18", "size": 96} if gpu else {"encoder": "small-cnn", "size": 32}
+    setup |= {"images": 500, "batch": 4, "data": options.data or "digits"}
+    setup["steps"] = (options.epochs or (10 if gpu else 40)) * 125
+    if setup["data"] == "digits":
+        setup["size"] = 8
+    if options.quick:
+        setup |= {"images": 60, "steps": 60, "encoder": "small-cnn"}
+    rates = {5.0: (1e-3, 1e-1), 14.28: (1e-3, 3e-2)}
+    return [
+        {"seed": seed, "beta": beta, "lr": lr, "method": method, **setup}
+        for seed in range(options.seeds or (1 if options.quick else 5))
+        for beta in rates
+        for lr in (rates[beta][-1:] if options.quick else rates[beta])
+        for method in options.methods or METHODS
+    ]
+
+
+@functools.cache
+def first_images(data: str, count: int, size: int) -> Tensor:
+    """The first images in the data set's own order, uint8 [M,C,size,size].
+
+    Folders are sorted by class, and the files in them are named by their number.
+    """
+    images = load_data(data, image_size=size, progress=False).pretrain
+    order = sorted(range(len(images)), key=lambda i: _number(images.names[i]))
+    return images.fetch(torch.tensor(order[:count]))
+
+
+def _number(name: str) -> tuple[int, str]:
+    stem = Path(name).stem
+    return (int(stem) if stem.isdigit() else 0), name
+
+
+def exact(encoder: nn.Module, views: Tensor, beta: float) -> tuple[Tensor, Row]:
+    """Eq. (1) on the stored views, with its gradient in the parameters' `.grad`; two passes.
+
+    Args:
+        encoder: pixels to embeddings, sample by sample.
+        views: [2, M, C, H, W] pixels.
+        beta: inverse temperature.
+
+    Returns:
+        [] squared norm of the gradient, and the numbers of a point of the curve.
+    """
+    flat = views.flatten(0, 1)
+    with torch.no_grad():
+        raw = torch.cat([encoder(part).float() for part in flat.split(CHUNK)])
+    raw.requires_grad_()
+    z = nn.functional.normalize(raw.double(), dim=-1)
+    a, b = z.chunk(2)
+    similarity = torch.linalg.vecdot(a, b).mean()
+    # Half of D_pos are pairs of a view with itself, whose similarity is 1.
+    loss = global_loss(a, b, beta) + beta * similarity - beta * (similarity + 1) / 2
+    (gradient,) = torch.autograd.grad(loss, raw)
+    encoder.zero_grad()
+    for part, share in zip(flat.split(CHUNK), gradient.split(CHUNK), strict=True):
+        torch.autograd.backward(encoder(part).float(), share)
+    square = sum(p.grad.double().square().sum() for p in encoder.parameters() if p.grad is not None)
+    variance = 1 - z.detach().mean(0).square().sum()
+    numbers = {"exact_loss": float(loss), "similarity": float(similarity)}
+    assert isinstance(square, Tensor)
+    return square, {**numbers, "gradient": float(square), "variance": float(variance)}
+
+
+def work(job: Row, deadline: float) -> Row:
+    """One run of SGD, measured at 16 steps spread evenly over the logarithm."""
+    device = torch.device("cuda" if job["encoder"] == "resnet18" else "cpu")
+    torch.manual_seed(job["seed"])
+    images = first_images(job["data"], job["images"], job["size"])
+    recipe = "digits" if images.shape[1] == 1 else "simclr-stl10"
+    augment = augmentation(recipe, size=job["size"])
+    stored = augment.plain(finite_views(images, augment, 2, job["seed"]).flatten(0, 1))
+    views = stored.view(len(images), 2, *stored.shape[1:]).transpose(0, 1).contiguous().to(device)
+    encoder = build_encoder(
+        job["encoder"], image_size=job["size"], channels=images.shape[1], norm="none",
+        seed=job["seed"],
+    ).to(device)  # fmt: skip
+    settings = LossSettings(len(images), job["beta"], encoder.embedding_dim, job["seed"])
+    settings = LossSettings(**{**vars(settings), "options": OPTIONS})
+    full = job["method"] == FULL
+    loss_fn = None if full else build_loss(job["method"], settings).to(device)
+    optimizer = torch.optim.SGD(encoder.parameters(), lr=job["lr"], weight_decay=1e-4)
+    order = DataOrder(len(images), job["batch"], job["seed"])
+    generator = torch.Generator().manual_seed(job["seed"])
+    if loss_fn is not None:
+        loss_fn.fill(lambda ids: encoder(_seen(views, ids, loss_fn)))
+    steps, curve = job["steps"], []
+    measured = {0, steps} | {round(steps ** (k / 14)) for k in range(4, 14)}
+    for step in range(steps + 1):
+        late = time.time() > deadline
+        if step in measured or late or full:
+            _, numbers = exact(encoder, views, job["beta"])
+            if step in measured or late:
+                curve.append({"step": step, **numbers})
+        if step == steps or late:
+            break
+        if loss_fn is not None:
+            optimizer.zero_grad()
+            _loss(loss_fn, encoder, views, order.batch(step), generator).backward()
+        optimizer.step()
+    return {"complete": not late, "curve": curve}
+
+
+def _seen(views: Tensor, ids: Tensor, loss_fn: ContrastiveLoss) -> Tensor:
+    """Pixels of ids `item * 2 + view`, or of the first view of an item for losses that name items."""
+    if loss_fn.ids_per_item == 1:
+        return views[0, ids]
+    return views[ids % 2, ids // 2]
+
+
+def _loss(
+    loss_fn: ContrastiveLoss,
+    encoder: nn.Module,
+    views: Tensor,
+    index: Tensor,
+    generator: torch.Generator,
+) -> Tensor:
+    """The loss of a batch of items, each with two of its views, drawn independently."""
+    device = views.device
+    pair = torch.randint(0, 2, (2, len(index)), generator=generator).to(device)
+    index = index.to(device)
+    z_a, z_b = encoder(torch.cat([views[pair[0], index], views[pair[1], index]])).chunk(2)
+    stored = (pair[0], pair[1]) if loss_fn.ids_per_item > 1 else None
+    value: Tensor = loss_fn(
+        z_a, z_b, index, augmentation=stored,
+        encode=lambda ids: encoder(_seen(views, ids, loss_fn)),
+    )  # fmt: skip
+    return value
+
+
+def table(rows: list[Row]) -> str:
+    """Where every method ends: means over the seeds that did not collapse."""
+    lines = []
+    for beta, lr, method in distinct(rows, "beta", "lr", "method"):
+        found = [r for r in where(rows, beta=beta, lr=lr, method=method) if r.get("complete", True)]
+        last = [row["curve"][-1] for row in found]
+        kept = [point for point in last if point["variance"] >= COLLAPSED]
+        best = [min(p["gradient"] for p in row["curve"][1:]) for row in found]
+        lines.append(
+            [
+                f"{beta:g}",
+                f"{lr:g}",
+                title(method),
+                f"{len(last) - len(kept)} of {len(last)}",
+                spread((p["exact_loss"] for p in kept), 2),
+                _powers([p["gradient"] for p in kept]),
+                _powers(best),
+                spread((p["variance"] for p in kept), 2),
+            ]
+        )
+    heads = ["β", "step size", "method", "collapsed", "exact L", "‖∇L‖²", "least ‖∇L‖² on the way"]
+    return markdown([*heads, "variance"], lines)
+
+
+def _powers(values: list[float]) -> str:
+    """Geometric mean, and the factor by which seeds differ from it."""
+    if not values:
+        return "–"
+    logs = [math.log10(max(v, 1e-300)) for v in values]
+    mean = sum(logs) / len(logs)
+    deviation = math.sqrt(sum((x - mean) ** 2 for x in logs) / max(len(logs) - 1, 1))
+    return f"{10**mean:.2g} (×/÷ {10**deviation:.1f})"
+
+
+def draw(rows: list[Row]) -> dict[str, Any]:
+    """Loss above, squared gradient norm below, a column per β and step size."""
+    from matplotlib.figure import Figure
+
+    cases = distinct(rows, "beta", "lr")
+    figure = Figure(figsize=(3.4 * len(cases), 5.2), layout="constrained")
+    axes = figure.subplots(2, len(cases), squeeze=False)
+    for column, (beta, lr) in enumerate(cases):
+        for axis, key in zip(axes[:, column], ("exact_loss", "gradient"), strict=True):
+            for method in distinct(rows, "method"):
+                found = where(rows, beta=beta, lr=lr, method=method)
+                plot_curves(axis, found, "step", key, title(method), colour(method))
+            axis.set(xscale="symlog", xlabel="iterations")
+        axes[1, column].set_yscale("log")
+        axes[0, column].set_title(f"β = {beta:g}, step {lr:g}")
+    axes[0, 0].set_ylabel("exact L")
+    axes[1, 0].set_ylabel("‖∇L‖²")
+    axes[0, -1].legend(fontsize=7)
+    return {"stationarity": figure}
+
+
+EXPERIMENT = Experiment("stationarity", jobs, work, table, draw)
