@@ -1,4 +1,5 @@
-"""The command line: `negchain train | evaluate | embed | duplicates | compare | report | bench | reproduce`.
+"""The command line: `negchain train | evaluate | embed | duplicates | compare | report | bench`,
+and `reproduce`.
 
 Exit status: 0 done, 1 failed, 2 refused before starting, 130 interrupted after a checkpoint.
 Nothing here imports torch: a command does when it runs, so that help and refusals are quick.

@@ -52,9 +52,7 @@ def command(
     failed = 0
     if not redraw:
         processes = jobs or (8 if options.on_gpu() else 1)
-        failed = common.perform(
-            chosen, options, out, minutes=minutes, processes=processes, say=say
-        )
+        failed = common.perform(chosen, options, out, minutes=minutes, processes=processes, say=say)
     page = Path("docs/results.md")
     for name in chosen:
         if any((out / f"{n}.jsonl").exists() for n in load(name).reads or (name,)):

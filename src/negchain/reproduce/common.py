@@ -237,7 +237,11 @@ def redraw(
     """
     experiment = load(name)
     read = experiment.reads or (name,)
-    rows = [{**row, "record": source} for source in read for row in read_rows(records / f"{source}.jsonl")]  # noqa: E501
+    rows = [
+        {**row, "record": source}
+        for source in read
+        for row in read_rows(records / f"{source}.jsonl")
+    ]  # noqa: E501
     if not rows:
         raise ValueError(f"there is no record {records / name}.jsonl; run `reproduce {name}` first")
     import matplotlib
@@ -322,7 +326,9 @@ def plot_curves(axes: Any, rows: list[Row], x: str, y: str, label: str, tint: st
     at = [statistics.fmean(curve[i][x] for curve in curves) for i in range(length)]
     columns = [[curve[i][y] for curve in curves] for i in range(length)]
     axes.plot(at, [statistics.fmean(c) for c in columns], color=tint, label=label, marker=".")
-    axes.fill_between(at, [min(c) for c in columns], [max(c) for c in columns], color=tint, alpha=0.15)  # noqa: E501
+    axes.fill_between(
+        at, [min(c) for c in columns], [max(c) for c in columns], color=tint, alpha=0.15
+    )  # noqa: E501
 
 
 def panels(count: int, width: float = 3.4, height: float = 2.8) -> tuple[Figure, list[Any]]:

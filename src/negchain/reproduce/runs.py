@@ -26,8 +26,9 @@ _loaded: dict[tuple[Any, ...], Any] = {}
 def train(job: Row, deadline: float) -> Row:
     """Train as a job says and measure at `POINTS`: 1-NN, linear probe, exact loss.
 
-    A job holds `settings` (of `negchain.train.config.TrainConfig`, with `preset`), `method`, `seed`
-    perhaps `points`, and perhaps `chain`: P = `burn_in` steps of R = `copies` (b - 1) are discarded.
+    A job holds `settings` (of `negchain.train.config.TrainConfig`, with `preset`), `method`,
+    `seed`, perhaps `points`, and perhaps `chain`: P = `burn_in` steps of R = `copies` (b - 1) are
+    discarded.
     """
     with _prepared(job) as (run, graph):
         at = {max(1, round(share * run.total_steps)) for share in job.get("points", POINTS)}
@@ -58,7 +59,7 @@ def time_steps(job: Row, steps: int) -> Row:
     with _prepared(job) as (run, graph):
         cuda = run.device.type == "cuda"
         times = []
-        for window in range(6):
+        for _ in range(6):
             begin = time.perf_counter()
             for step in range(steps):
                 run.step(step, run.order.batch(step))

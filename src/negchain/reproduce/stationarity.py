@@ -35,7 +35,6 @@ from negchain.reproduce.common import (
     colour,
     distinct,
     markdown,
-    panels,
     plot_curves,
     spread,
     title,
@@ -53,9 +52,11 @@ CHUNK = 250  # views encoded at a time for exact gradients
 def jobs(options: Options) -> list[Row]:
     """Every method, β, step size and seed; a small encoder on the CPU, ResNet-18 on a GPU."""
     gpu = options.on_gpu()
-    setup: Row = {"encoder": "resnet18", "size": 96} if gpu else {"encoder": "small-cnn", "size": 32}
+    setup: Row = (
+        {"encoder": "resnet18", "size": 96} if gpu else {"encoder": "small-cnn", "size": 32}
+    )
     setup |= {"images": 500, "batch": 4, "data": options.data or "digits"}
-    setup["steps"] = (options.epochs or (10 if gpu else 40)) * 125
+    setup["steps"] = (options.epochs or 10) * 125
     if setup["data"] == "digits":
         setup["size"] = 8
     if options.quick:
@@ -112,7 +113,7 @@ def exact(encoder: nn.Module, views: Tensor, beta: float) -> tuple[Tensor, Row]:
         torch.autograd.backward(encoder(part).float(), share)
     square = sum(p.grad.double().square().sum() for p in encoder.parameters() if p.grad is not None)
     variance = 1 - z.detach().mean(0).square().sum()
-    numbers = {"exact_loss": float(loss), "similarity": float(similarity)}
+    numbers = {"exact_loss": float(loss.detach()), "similarity": float(similarity.detach())}
     assert isinstance(square, Tensor)
     return square, {**numbers, "gradient": float(square), "variance": float(variance)}
 
@@ -157,7 +158,7 @@ def work(job: Row, deadline: float) -> Row:
 
 
 def _seen(views: Tensor, ids: Tensor, loss_fn: ContrastiveLoss) -> Tensor:
-    """Pixels of ids `item * 2 + view`, or of the first view of an item for losses that name items."""
+    """Pixels of ids `item * 2 + view`; of an item's first view for losses that name items."""
     if loss_fn.ids_per_item == 1:
         return views[0, ids]
     return views[ids % 2, ids // 2]
@@ -186,13 +187,15 @@ def _loss(
 def table(rows: list[Row]) -> str:
     """Where every method ends: means over the seeds that did not collapse."""
     lines = []
-    for beta, lr, method in distinct(rows, "beta", "lr", "method"):
-        found = [r for r in where(rows, beta=beta, lr=lr, method=method) if r.get("complete", True)]
+    for encoder, beta, lr, method in distinct(rows, "encoder", "beta", "lr", "method"):
+        found = where(rows, encoder=encoder, beta=beta, lr=lr, method=method)
+        found = [row for row in found if row.get("complete", True)]
         last = [row["curve"][-1] for row in found]
         kept = [point for point in last if point["variance"] >= COLLAPSED]
         best = [min(p["gradient"] for p in row["curve"][1:]) for row in found]
         lines.append(
             [
+                encoder,
                 f"{beta:g}",
                 f"{lr:g}",
                 title(method),
@@ -203,8 +206,8 @@ def table(rows: list[Row]) -> str:
                 spread((p["variance"] for p in kept), 2),
             ]
         )
-    heads = ["β", "step size", "method", "collapsed", "exact L", "‖∇L‖²", "least ‖∇L‖² on the way"]
-    return markdown([*heads, "variance"], lines)
+    heads = ["encoder", "β", "step size", "method", "collapsed", "exact L", "‖∇L‖²"]
+    return markdown([*heads, "least ‖∇L‖² on the way", "variance"], lines)
 
 
 def _powers(values: list[float]) -> str:
@@ -221,17 +224,17 @@ def draw(rows: list[Row]) -> dict[str, Any]:
     """Loss above, squared gradient norm below, a column per β and step size."""
     from matplotlib.figure import Figure
 
-    cases = distinct(rows, "beta", "lr")
+    cases = sorted(distinct(rows, "encoder", "beta", "lr"))
     figure = Figure(figsize=(3.4 * len(cases), 5.2), layout="constrained")
     axes = figure.subplots(2, len(cases), squeeze=False)
-    for column, (beta, lr) in enumerate(cases):
+    for column, (encoder, beta, lr) in enumerate(cases):
         for axis, key in zip(axes[:, column], ("exact_loss", "gradient"), strict=True):
             for method in distinct(rows, "method"):
-                found = where(rows, beta=beta, lr=lr, method=method)
+                found = where(rows, encoder=encoder, beta=beta, lr=lr, method=method)
                 plot_curves(axis, found, "step", key, title(method), colour(method))
             axis.set(xscale="symlog", xlabel="iterations")
         axes[1, column].set_yscale("log")
-        axes[0, column].set_title(f"β = {beta:g}, step {lr:g}")
+        axes[0, column].set_title(f"{encoder}, β = {beta:g}, step {lr:g}")
     axes[0, 0].set_ylabel("exact L")
     axes[1, 0].set_ylabel("‖∇L‖²")
     axes[0, -1].legend(fontsize=7)

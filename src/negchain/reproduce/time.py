@@ -71,7 +71,9 @@ def table(rows: list[Row]) -> str:
     lines, runs = [], timed(rows)
     for setting in distinct(runs, "setting"):
         ends = {
-            method: [row["curve"][-1]["probe"] for row in where(runs, setting=setting, method=method)]
+            method: [
+                row["curve"][-1]["probe"] for row in where(runs, setting=setting, method=method)
+            ]
             for method in distinct(where(runs, setting=setting), "method")
         }
         main = [ends[method] for method in ("emc2", "infonce", "sogclr") if method in ends]

@@ -1,0 +1,392 @@
+"""The paper's lemmas and theorem against numbers, on problems small enough to be exact.
+
+mixing      Lemma 1: |P(xi_t = z) - pi(z)| <= (1 - BR / (2 m m_neg e^{2 beta}))^t, the joint kernel
+            of m chains built as a matrix and worst start and state taken.
+lipschitz   Lemma 2: |P_theta - P_theta'| <= 2^{R+1} B L_P e^{2 beta} beta |theta - theta'|.
+bound       InfoNCE on subsets of size B is at most the global loss.
+rate        Theorem 1: (1/T) sum_t |grad L|^2 falls like T^{-1/2} with steps of c / sqrt(T).
+bias        bias and variance of every estimator over batch size and beta, on frozen embeddings.
+in-batch    proposals without replacement: how far from p do chains end?
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from negchain.diagnostics import estimator_report
+from negchain.reproduce.common import (
+    Experiment,
+    Options,
+    Row,
+    colour,
+    distinct,
+    markdown,
+    panels,
+    title,
+    where,
+)
+from negchain.weights import mh_scan
+
+ESTIMATORS = ("infonce", "dcl", "sogclr", "negcache", "emc2", "isir", "informed")
+TIMES = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+def jobs(options: Options) -> list[Row]:
+    """All parts; `--quick` keeps the smallest of each."""
+    quick = options.quick
+    found: list[Row] = []
+    for beta, (m, batch), steps in itertools.product(
+        (0.5, 2.0), ((2, 1), (3, 1), (3, 2), (3, 3)), (1, 4, 24)
+    ):
+        found.append({"part": "mixing", "beta": beta, "m": m, "B": batch, "R": steps})
+    found += [{"part": "lipschitz", "beta": 2.0, "R": r} for r in (1, 2, 4, 8)]
+    found += [{"part": "bound", "beta": beta} for beta in (5.0, 14.28)]
+    shares = (0.05, 0.5) if quick else (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+    found += [{"part": "in-batch", "beta": b, "share": s} for b in (5.0, 14.28) for s in shares]
+    lengths = [64, 128, 256] if quick else [64, 256, 1024, 4096]
+    cases = [("full", 0, 0, 0), ("emc2", 1, 2, 1), ("emc2", 1, 2, 0), ("emc2", 4, 2, 1)]
+    cases += [("emc2", 4, 8, 0), ("emc2", 4, 8, 4), ("dcl", 4, 2, 0), ("dcl", 4, 8, 0)]
+    for method, batch, proposals, burn_in in cases[:3] if quick else cases:
+        chain = {"method": method, "B": batch, "R": proposals, "P": burn_in}
+        found += [{"part": "rate", "beta": 5.0, **chain, "T": length} for length in lengths]
+    sizes = ((8,), (14.28,)) if quick else ((4, 8, 16, 32), (5.0, 14.28))
+    for batch, beta in itertools.product(*sizes):
+        steps = 20 if quick else 400
+        for method in options.methods or ESTIMATORS:
+            found.append(
+                {"part": "bias", "b": batch, "beta": beta, "method": method, "steps": steps}
+            )
+    return found
+
+
+def work(job: Row, deadline: float) -> Row:
+    """Measure a part."""
+    return PARTS[job["part"]](job)
+
+
+# ---------------------------------------------------------------------- kernels as matrices
+
+
+def mh_kernel(logits: Tensor) -> Tensor:  # [K] -> [K,K]
+    """One Metropolis-Hastings step with uniform proposals: row = from, column = to.
+
+    Example:
+        >>> logits = torch.tensor([0.0, 1.0])
+        >>> torch.allclose(logits.softmax(0) @ mh_kernel(logits), logits.softmax(0))
+        True
+    """
+    kernel = torch.exp((logits[None, :] - logits[:, None]).clamp(max=0)) / len(logits)
+    kernel.fill_diagonal_(0)
+    return kernel + torch.diag(1 - kernel.sum(1))
+
+
+def joint_kernel(logits: Tensor, batch: int, steps: int) -> Tensor:  # [m,K] -> [K^m,K^m]
+    """The kernel of all chains: B of m, drawn without replacement, make R steps each."""
+    m, states = logits.shape
+    moved = [torch.linalg.matrix_power(mh_kernel(row), steps) for row in logits]
+    still = torch.eye(states, dtype=logits.dtype)
+    total = torch.zeros(states**m, states**m, dtype=logits.dtype)
+    chosen = list(itertools.combinations(range(m), batch))
+    for some in chosen:
+        part = torch.ones(1, 1, dtype=logits.dtype)
+        for i in range(m):
+            part = torch.kron(part, moved[i] if i in some else still)
+        total += part
+    return total / len(chosen)
+
+
+def _similarities(m: int, states: int, seed: int, dim: int = 2) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    x = normalize(torch.randn(m, dim, generator=generator, dtype=torch.float64), dim=-1)
+    z = normalize(torch.randn(states, dim, generator=generator, dtype=torch.float64), dim=-1)
+    return x @ z.T
+
+
+def mixing(job: Row) -> Row:
+    """Largest |P(xi_t = z) - pi(z)| over starts and states, against Lemma 1's bound."""
+    m, batch, steps, beta, states = job["m"], job["B"], job["R"], job["beta"], 3
+    logits = beta * _similarities(m, states, seed=0)
+    kernel = joint_kernel(logits, batch, steps)
+    target = torch.ones(1, dtype=torch.float64)
+    for row in logits:
+        target = torch.kron(target, row.softmax(0))
+    share = batch * steps / (m * states * math.exp(2 * beta))
+    curve = []
+    for t in TIMES:
+        worst = float((torch.linalg.matrix_power(kernel, t) - target).abs().max())
+        curve.append({"t": t, "measured": worst, "bound": max(0.0, 1 - share / 2) ** t})
+    second = float(torch.linalg.eigvals(kernel).abs().sort().values[-2])
+    # Lemma 1 assumes BR <= m m_neg e^{2 beta} (its proof's last line).
+    return {
+        "curve": curve,
+        "rate": second,
+        "bound_rate": 1 - share / 2,
+        "assumed": share <= 1,
+        "holds": all(p["measured"] <= p["bound"] + 1e-9 for p in curve),
+    }
+
+
+def lipschitz(job: Row) -> Row:
+    """Largest change of a transition probability per change of theta and of similarities."""
+    steps, beta, m, states = job["R"], job["beta"], 2, 3
+    generator = torch.Generator().manual_seed(0)
+    worst = slope = 0.0
+
+    def kernel(theta: Tensor) -> tuple[Tensor, Tensor]:
+        x, z = normalize(theta[:m], dim=-1), normalize(theta[m:], dim=-1)
+        return joint_kernel(beta * x @ z.T, 1, steps), x @ z.T
+
+    for _ in range(300):
+        theta = normalize(
+            torch.randn(m + states, 2, generator=generator, dtype=torch.float64), dim=-1
+        )
+        step = 1e-4 * torch.randn(theta.shape, generator=generator, dtype=torch.float64)
+        (before, s), (after, s_after) = kernel(theta), kernel(theta + step)
+        worst = max(worst, float((after - before).abs().max() / step.norm()))
+        slope = max(slope, float((s_after - s).abs().max() / step.norm()))
+    bound = 2 ** (steps + 1) * slope * math.exp(2 * beta) * beta
+    return {"measured": worst, "bound": bound, "L_P": slope}
+
+
+def bound(job: Row) -> Row:
+    """The loss over random subsets of B negatives against the loss over all 100."""
+    beta, generator = job["beta"], torch.Generator().manual_seed(0)
+    z = normalize(torch.randn(101, 16, generator=generator), dim=-1)
+    logits = beta * (z[0] @ z[1:].T)
+    whole, curve = float(logits.logsumexp(0)), []
+    for size in (1, 2, 4, 8, 16, 32, 64, 100):
+        subsets = torch.rand(2000, 100, generator=generator).argsort(1)[:, :size]
+        mean = float(logits[subsets].logsumexp(1).mean())
+        scaled = mean + math.log(100 / size)
+        curve.append({"B": size, "infonce": mean, "scaled": scaled, "global": whole})
+    return {"curve": curve}
+
+
+# ---------------------------------------------------------------------- Theorem 1
+
+
+def rate(job: Row) -> Row:
+    """Mean of |grad L|^2 over T steps of Algorithm 1 to the letter, 16 runs at once.
+
+    phi(x; theta) = normalised x theta, 30 pairs in 6 clusters, one view; steps of 0.5 / sqrt(T).
+    """
+    runs, m, dim, out, beta, length = 16, 30, 8, 3, job["beta"], job["T"]
+    generator = torch.Generator().manual_seed(0)
+    centres = torch.randn(6, dim, generator=generator).repeat(m // 6, 1)
+    x = centres + 0.5 * torch.randn(m, dim, generator=generator)
+    y = x + 0.3 * torch.randn(m, dim, generator=generator)
+    theta = torch.randn(runs, dim, out, generator=generator)
+    others = torch.arange(m)[:, None] != torch.arange(m)
+
+    def similar(weights: Tensor) -> tuple[Tensor, Tensor]:
+        """[S,m,m] of x to every y, and whether that is a negative."""
+        a, b = normalize(x @ weights, dim=-1), normalize(y @ weights, dim=-1)
+        return a @ b.transpose(1, 2), others
+
+    states = (torch.randint(1, m, (runs, m), generator=generator) + torch.arange(m)) % m
+    lane, total = torch.arange(runs)[:, None], 0.0
+    for _ in range(length):
+        theta = theta.detach().requires_grad_()
+        s, negative = similar(theta)
+        logits = (beta * s).masked_fill(~negative, -math.inf)
+        whole = (logits.logsumexp(2) - beta * s.diagonal(dim1=1, dim2=2)).mean(1)
+        (gradient,) = torch.autograd.grad(whole.sum(), theta, retain_graph=True)
+        total += float(gradient.square().sum((1, 2)).mean())
+        if job["method"] != "full":
+            index = torch.rand(runs, m, generator=generator).argsort(1)[:, : job["B"]]
+            shape = (runs, job["B"], job["R"])
+            proposals = (torch.randint(1, m, shape, generator=generator) + index[..., None]) % m
+            rows = s[lane, index]  # [S,B,m]
+            offered = rows.gather(2, proposals)
+            if job["method"] == "dcl":
+                weights = (beta * offered).softmax(2).detach()
+                push = (weights * offered).sum(2)
+            else:
+                held = states[lane, index]
+                start = rows.gather(2, held[..., None])[..., 0]
+                log_u = torch.rand(shape, generator=generator).clamp(min=1e-30).log()
+                scan = mh_scan(
+                    (beta * offered).detach().flatten(0, 1),
+                    (beta * start).detach().flatten(),
+                    log_u.flatten(0, 1),
+                    job["P"],
+                )
+                weights = scan.weights.view(shape)
+                push = (weights * offered).sum(2) + scan.start_weight.view(shape[:2]) * start
+                last = scan.last.view(shape[:2])
+                moved = proposals.gather(2, last.clamp(min=0)[..., None])[..., 0]
+                states[lane, index] = torch.where(last >= 0, moved, held)
+            pull = rows.gather(2, index[..., None])[..., 0]
+            (gradient,) = torch.autograd.grad((beta * (push - pull)).mean(1).sum(), theta)
+        theta = theta.detach() - 0.5 / math.sqrt(length) * gradient
+    return {"mean_square": total / length}
+
+
+# ---------------------------------------------------------------------- estimators
+
+
+def bias(job: Row) -> Row:
+    """`estimator_report` on 64 unit vectors in 16 clusters, two views at cosine 0.87."""
+    generator = torch.Generator().manual_seed(0)
+    centres = normalize(torch.randn(16, 16, generator=generator), dim=-1).repeat(4, 1)
+    items = normalize(centres + 0.125 * torch.randn(64, 16, generator=generator), dim=-1)
+    found = {}
+    for name, noise in (("equal", 0.0), ("differing", 0.1)):
+        z = normalize(items + noise * torch.randn(2, 64, 16, generator=generator), dim=-1)
+        report = estimator_report(
+            z, batch_size=job["b"], beta=job["beta"], steps=job["steps"], methods=[job["method"]]
+        )
+        found[name] = report.as_dicts()[0]
+    return found
+
+
+def in_batch(job: Row) -> Row:
+    """Total variation between p and where chains end, R proposals with and without replacement."""
+    chains, states, visits = 20_000, 100, 40
+    generator = torch.Generator().manual_seed(0)
+    logits = job["beta"] * _similarities(1, states, seed=1, dim=8)[0].float()
+    count, target = max(1, round(job["share"] * states)), logits.softmax(0)
+    found: Row = {"R": count}
+    for name in ("with", "without"):
+        at = torch.randint(0, states, (chains,), generator=generator)
+        share = torch.zeros(states)
+        for visit in range(visits):
+            if name == "with":
+                proposals = torch.randint(0, states, (chains, count), generator=generator)
+            else:
+                proposals = torch.rand(chains, states, generator=generator).argsort(1)[:, :count]
+            log_u = torch.rand(chains, count, generator=generator).clamp(min=1e-30).log()
+            scan = mh_scan(logits[proposals], logits[at], log_u, count // 2)
+            if visit >= visits // 2:
+                share.index_add_(0, proposals.flatten(), scan.weights.flatten())
+                share.index_add_(0, at, scan.start_weight)
+            moved = proposals.gather(1, scan.last.clamp(min=0)[:, None])[:, 0]
+            at = torch.where(scan.last >= 0, moved, at)
+        share /= share.sum()
+        ends = torch.bincount(at, minlength=states) / chains
+        found[f"{name}_weights"] = float((share - target).abs().sum() / 2)
+        found[f"{name}_ends"] = float((ends - target).abs().sum() / 2)
+    return found
+
+
+PARTS = {
+    "mixing": mixing,
+    "lipschitz": lipschitz,
+    "bound": bound,
+    "rate": rate,
+    "bias": bias,
+    "in-batch": in_batch,
+}
+
+
+# ---------------------------------------------------------------------- what becomes of it
+
+
+def slope(rows: list[Row]) -> float:
+    """Fitted slope of log mean |grad L|^2 over log T.
+
+    Example:
+        >>> row = lambda t: {"job": {"T": t}, "mean_square": t**-0.5}
+        >>> round(slope([row(4), row(16), row(64)]), 6)
+        -0.5
+    """
+    x = torch.tensor([math.log(row["job"]["T"]) for row in rows], dtype=torch.float64)
+    y = torch.tensor([math.log(row["mean_square"]) for row in rows], dtype=torch.float64)
+    return float(((x - x.mean()) * (y - y.mean())).sum() / (x - x.mean()).square().sum())
+
+
+def table(rows: list[Row]) -> str:
+    """One table per part."""
+    parts = []
+    lines = [
+        [
+            *(f"{r['job'][key]:g}" for key in ("beta", "m", "B", "R")),
+            *(f"{r[key]:.3f}" for key in ("rate", "bound_rate")),
+            *("yes" if r[key] else "**no**" for key in ("assumed", "holds")),
+        ]
+        for r in where(rows, part="mixing")
+    ]
+    heads = ["β", "m", "B", "R", "rate (second eigenvalue)", "Lemma 1's rate", "its assumption"]
+    parts.append(markdown([*heads, "bound holds"], lines))
+    lines = [
+        [r["job"]["R"], f"{r['measured']:.3g}", f"{r['bound']:.3g}"]
+        for r in where(rows, part="lipschitz")
+    ]
+    parts.append(markdown(["R", "largest |ΔP| / |Δθ| found", "Lemma 2's constant"], lines))
+    lines = []
+    for case in distinct(where(rows, part="rate"), "method", "B", "R", "P"):
+        keys = dict(zip(("method", "B", "R", "P"), case, strict=True))
+        found = where(rows, part="rate", **keys)
+        ends = [f"{r['mean_square']:.3g}" for r in (found[0], found[-1])]
+        lines.append([title(case[0]), *case[1:], *ends, f"{slope(found):.2f}"])
+    lengths = sorted({r["job"]["T"] for r in where(rows, part="rate")})
+    ends = [f"(1/T)Σ‖∇L‖², T = {t}" for t in (lengths[0], lengths[-1])]
+    parts.append(markdown(["method", "B", "R", "P", *ends, "slope"], lines))
+    lines = []
+    for beta, batch in distinct(where(rows, part="bias"), "beta", "b"):
+        for r in where(rows, part="bias", beta=beta, b=batch):
+            shown = [
+                f"{r[v][k]:.2f}"
+                for v in ("equal", "differing")
+                for k in ("relative_bias", "relative_std")
+            ]  # noqa: E501
+            lines.append([f"{beta:g}", batch, title(r["job"]["method"]), *shown])
+    heads = ["β", "b", "method", "bias, equal views", "std per step", "bias, cosine 0.87"]
+    parts.append(markdown([*heads, "std per step"], lines))
+    keys = ("with_weights", "without_weights", "with_ends", "without_ends")
+    lines = [
+        [f"{r['job']['beta']:g}", f"{r['job']['share']:g}", *(f"{r[key]:.3f}" for key in keys)]
+        for r in where(rows, part="in-batch")
+    ]
+    heads = [
+        "β",
+        "R / m_neg",
+        "weights, i.i.d.",
+        "weights, in batch",
+        "ends, i.i.d.",
+        "ends, in batch",
+    ]
+    return "\n\n".join([*parts, markdown(heads, lines)])
+
+
+def draw(rows: list[Row]) -> dict[str, Any]:
+    """Mixing, the rate of Theorem 1, bias over batch size, and proposals without replacement."""
+    figure, (first, second, third, fourth) = panels(4)
+    shown = [r for r in where(rows, part="mixing", m=3, beta=0.5) if r["job"]["B"] in (1, 3)]
+    for number, row in enumerate(shown):
+        label = f"B = {row['job']['B']}, R = {row['job']['R']}"
+        times = [p["t"] for p in row["curve"]]
+        first.plot(times, [p["measured"] for p in row["curve"]], color=f"C{number}", label=label)
+        first.plot(times, [p["bound"] for p in row["curve"]], color=f"C{number}", ls=":")
+    first.set(xscale="log", yscale="log", ylim=(1e-6, 2), xlabel="t")
+    first.set_title("|P - π|, dotted: Lemma 1")
+    for number, case in enumerate(distinct(where(rows, part="rate"), "method", "B", "R", "P")):
+        found = where(rows, part="rate", **dict(zip(("method", "B", "R", "P"), case, strict=True)))
+        label = case[0] if case[0] == "full" else "{} B={} R={} P={}".format(*case)
+        at, values = [r["job"]["T"] for r in found], [r["mean_square"] for r in found]
+        style = "--" if case[0] == "dcl" else "-"
+        second.plot(at, values, style, marker=".", color=f"C{number}", label=label)
+    second.set(xscale="log", yscale="log", xlabel="T", title="(1/T) Σ ‖∇L‖²")
+    for method in distinct(where(rows, part="bias"), "method"):
+        for style, views in (("-", "equal"), (":", "differing")):
+            found = where(rows, part="bias", beta=14.28, method=method)
+            label = title(method) if style == "-" else None
+            at, values = [r["job"]["b"] for r in found], [r[views]["relative_bias"] for r in found]
+            third.plot(at, values, style, color=colour(method), label=label, marker=".")
+    third.set(xscale="log", xlabel="b", title="bias, β = 14.28; dotted: cosine 0.87")
+    found = where(rows, part="in-batch", beta=14.28)
+    for key, label in (("with_weights", "i.i.d."), ("without_weights", "in batch")):
+        fourth.plot([r["job"]["share"] for r in found], [r[key] for r in found], ".-", label=label)
+    fourth.set(xscale="log", xlabel="R / m_neg", title="total variation from p, β = 14.28")
+    for axis in (first, second, third, fourth):
+        axis.legend(fontsize=6)
+    return {"theory": figure}
+
+
+EXPERIMENT = Experiment("theory", jobs, work, table, draw)
