@@ -131,7 +131,7 @@ def _results(
         return
     sharing = shared_gpu(processes, say=say) if options.on_gpu() else nullcontext({})
     with sharing as environment:
-        os.environ.update(environment)
+        os.environ.update({"TORCHINDUCTOR_COMPILE_THREADS": "2", **environment})
         context = multiprocessing.get_context("spawn")
         pool = ProcessPoolExecutor(processes, mp_context=context)
         running: dict[Future[Row | None], str] = {

@@ -49,25 +49,26 @@ COLLAPSED = 0.01  # variance of unit embeddings
 CHUNK = 250  # views encoded at a time for exact gradients
 
 
+STEPS = {"paper": 1e-3, "larger": 1e-2}  # constant step sizes
+FLOORS = 2  # seeds of full-gradient descent, which encodes everything at every step
+
+
 def jobs(options: Options) -> list[Row]:
-    """Every method, β, step size and seed; a small encoder on the CPU, ResNet-18 on a GPU."""
-    gpu = options.on_gpu()
-    setup: Row = (
-        {"encoder": "resnet18", "size": 96} if gpu else {"encoder": "small-cnn", "size": 32}
-    )
-    setup |= {"images": 500, "batch": 4, "data": options.data or "digits"}
-    setup["steps"] = (options.epochs or 10) * 125
+    """Every seed, β, step size and method; a small encoder on the CPU, ResNet-18 on a GPU."""
+    setup: Row = {"encoder": "small-cnn", "size": 16, "images": 500, "batch": 4}
+    setup |= {"encoder": "resnet18", "size": 96} if options.on_gpu() else {}
+    setup |= {"data": options.data or "digits", "steps": 125 * (options.epochs or 10)}
     if setup["data"] == "digits":
         setup["size"] = 8
     if options.quick:
-        setup |= {"images": 60, "steps": 60, "encoder": "small-cnn"}
-    rates = {5.0: (1e-3, 1e-1), 14.28: (1e-3, 3e-2)}
+        setup |= {"images": 40, "steps": 40, "encoder": "small-cnn"}
     return [
-        {"seed": seed, "beta": beta, "lr": lr, "method": method, **setup}
+        {"seed": seed, "beta": beta, "lr": STEPS[name], "method": method, **setup}
         for seed in range(options.seeds or (1 if options.quick else 5))
-        for beta in rates
-        for lr in (rates[beta][-1:] if options.quick else rates[beta])
+        for beta in ((14.28,) if options.quick else (5.0, 14.28))
+        for name in options.settings or (("larger",) if options.quick else tuple(STEPS))
         for method in options.methods or METHODS
+        if method != FULL or seed < FLOORS
     ]
 
 

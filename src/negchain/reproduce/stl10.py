@@ -91,7 +91,7 @@ def accuracy_table(rows: list[Row], label: str = "method") -> str:
                 f"{found[0]['config']['epochs']}",
                 len(last),
                 *(spread(p.get(key) for p in last) for key in ("probe", "knn1", "global_loss")),
-                spread(row["final"].get("probe_paper") for row in found),
+                spread(p.get("probe_paper") for p in last),
                 collapsed or "",
             ]
         )

@@ -1,0 +1,211 @@
+"""`negchain reproduce`: the paper's numbers reach the sampler, values are exact, records hold."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+from torch.nn.functional import normalize
+
+from negchain import reproduce
+from negchain.cli import run
+from negchain.losses import walk
+from negchain.methods import METHODS, LossSettings, build_loss
+from negchain.reproduce import burn_in, common, stationarity, stl10, theory
+from negchain.reproduce.runs import paper_chain, train
+from negchain.train.resolve import resolve
+from negchain.train.step import build_loss as trainers_loss
+
+
+@pytest.fixture
+def scans(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """(R, P) of every row that is scanned."""
+    seen: list[tuple[int, int]] = []
+    real = walk.mh_scan
+
+    def spy(logits, start, log_u, burn_in, *rest):  # type: ignore[no-untyped-def]
+        steps = (logits > -math.inf).sum(1).tolist()
+        skipped = burn_in.tolist() if isinstance(burn_in, torch.Tensor) else [burn_in] * len(steps)
+        seen.extend(zip(steps, skipped, strict=True))
+        return real(logits, start, log_u, burn_in, *rest)
+
+    monkeypatch.setattr(walk, "mh_scan", spy)
+    return seen
+
+
+def visit(loss_fn, size: int, stored: bool = False) -> None:  # type: ignore[no-untyped-def]
+    index, view = torch.arange(size), torch.zeros(size, dtype=torch.int64)
+    pair = (view, 1 - view) if stored else None
+    z = torch.randn(2, size, 8)
+    loss_fn(z[0], z[1], index, augmentation=pair, encode=lambda ids: torch.randn(len(ids), 8))
+
+
+def test_the_subset_preset_has_the_papers_proposals_and_burn_in(scans: list) -> None:
+    config = resolve("stl10-subset", {"data": "digits", "method": "emc2"})
+    visit(trainers_loss(config, 500, 8), config.batch_size, stored=True)
+    assert set(scans) == {(6, 3)}  # R = 2b - 2 and P = b - 1 at b = 4
+
+
+def test_stationarity_has_the_papers_proposals_and_burn_in(scans: list) -> None:
+    settings = LossSettings(500, 5.0, options=stationarity.OPTIONS)
+    visit(build_loss("emc2", settings), 4, stored=True)
+    assert set(scans) == {(6, 3)}
+
+
+@pytest.mark.parametrize(("size", "steps"), [(32, 31), (32, 0), (32, 48), (256, 255)])
+def test_absolute_burn_in_reaches_the_scan(scans: list, size: int, steps: int) -> None:
+    visit(paper_chain(LossSettings(1000), burn_in=steps), size)
+    assert set(scans) == {(2 * size - 2, steps)}
+
+
+def test_burn_in_runs_the_papers_four(scans: list) -> None:
+    jobs = burn_in.jobs(common.Options(data="somewhere"))
+    found = {job["burn-in"]: job.get("chain", {}).get("burn_in") for job in jobs}
+    assert found == {"P = 0": 0, "P = 16": 16, "P = 32": 32, "P = 48": 48, "ours": None}
+
+
+def test_both_readings_of_simclr_are_run() -> None:
+    jobs = stl10.jobs(common.Options(data="somewhere"))
+    assert {"infonce", "dcl"} <= {job["method"] for job in jobs}
+    assert {job["seed"] for job in jobs} == {0, 1, 2}
+
+
+def test_exact_is_equation_1_over_all_pairs_of_views() -> None:
+    torch.manual_seed(0)
+    encoder, beta = nn.Linear(5, 3).double(), 5.0
+    views = torch.randn(2, 4, 5, dtype=torch.float64)
+    encoder.float = lambda: encoder  # type: ignore[method-assign]
+    square, numbers = stationarity.exact(encoder, views, beta)
+    z = normalize(encoder(views), dim=-1)
+    total = torch.zeros((), dtype=torch.float64)
+    for i in range(4):
+        for g in range(2):
+            for h in range(2):  # equal ones too
+                others = [z[v, j] @ z[g, i] for v in range(2) for j in range(4) if j != i]
+                total = total - beta * (z[g, i] @ z[h, i])
+                total = total + torch.logsumexp(beta * torch.stack(others), 0)
+    expected = total / 16
+    gradient = torch.autograd.grad(expected, tuple(encoder.parameters()))
+    assert numbers["exact_loss"] == pytest.approx(float(expected.detach()), rel=1e-5)
+    wanted = float(sum(g.square().sum() for g in gradient))
+    assert float(square) == pytest.approx(wanted, rel=1e-4)
+
+
+def test_first_images_are_in_the_data_sets_order(tmp_path: Path) -> None:
+    numbers = {"cat": (3, 1), "ape": (2, 0)}
+    for split in ("train", "test"):
+        for name, found in numbers.items():
+            folder = tmp_path / split / name
+            folder.mkdir(parents=True)
+            for number in found:
+                Image.new("RGB", (8, 8), (10 * number,) * 3).save(folder / f"{number:06d}.png")
+    images = stationarity.first_images(str(tmp_path), 3, 8)
+    assert images[:, 0, 0, 0].tolist() == [0, 10, 20]
+
+
+def test_collapse_is_no_convergence() -> None:
+    job = {"encoder": "small-cnn", "beta": 5.0, "lr": 0.1, "method": "dcl"}
+    end = {"exact_loss": math.log(998), "gradient": 1e-12, "variance": 1e-6}
+    table = stationarity.table([{"job": job, "curve": [end, end]}])
+    assert "| DCL | 1 of 1 | – | – |" in table
+
+
+def test_lemma_1_holds_for_few_steps_and_not_for_many() -> None:
+    """With B of m chains moving, none mixes faster than 1 - B/m, however many steps it makes."""
+    found = {
+        steps: theory.mixing({"beta": 0.5, "m": 3, "B": 1, "R": steps}) for steps in (1, 4, 24)
+    }
+    assert found[1]["holds"] and found[4]["holds"]
+    assert found[24]["assumed"] and not found[24]["holds"]
+    assert found[24]["rate"] == pytest.approx(2 / 3, abs=1e-3)
+
+
+def test_lemma_2_holds() -> None:
+    found = theory.lipschitz({"beta": 2.0, "R": 2})
+    assert 0 < found["measured"] < found["bound"]
+
+
+def test_longer_descent_has_smaller_gradients() -> None:
+    case = {"beta": 5.0, "B": 0, "R": 0, "P": 0, "method": "full"}
+    short, long = (theory.rate({**case, "T": length})["mean_square"] for length in (4, 64))
+    assert long < 0.8 * short
+
+
+def test_records_keep_what_finished_and_go_on(tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    ran = []
+
+    def work(job: dict, deadline: float) -> dict:
+        ran.append(job["seed"])
+        if job["seed"] == 1 and len(ran) < 3:
+            raise RuntimeError("the disk is full")
+        return {"value": job["seed"] / 3}
+
+    def jobs(options: common.Options) -> list[dict]:
+        return [{"seed": seed} for seed in range(options.seeds or 2)]
+
+    toy = common.Experiment("theory", jobs, work, lambda rows: "", lambda rows: {})
+    monkeypatch.setattr(common, "load", lambda name: toy)
+
+    def perform(seeds: int, minutes: float = 1) -> int:
+        options = common.Options(seeds=seeds, device="cpu")
+        return common.perform(
+            ["theory"], options, tmp_path, minutes=minutes, processes=1, say=lambda text: None
+        )
+
+    assert perform(2) == 1 and ran == [0, 1]
+    assert perform(3, minutes=0) == 0 and ran == [0, 1]  # no time: nothing begins
+    assert perform(3) == 0 and ran == [0, 1, 1, 2]  # the failed one again, and the new one
+    rows = common.read_rows(tmp_path / "theory.jsonl")
+    assert [row["value"] for row in rows] == [0.0, 0.333333, 0.666667]
+    header = common.headers(tmp_path / "theory.jsonl")[0]
+    assert {"commit", "hardware", "command", "versions"} <= set(header)
+
+
+def test_a_run_hands_over_what_it_has_when_time_is_up(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    settings = {"data": "digits", "batch_size": 4, "subset": 300, "epochs": 1, "device": "cpu"}
+    job = {"method": "dcl", "seed": 0, "settings": settings}
+    found = train(job, time.time())
+    assert not found["complete"] and found["curve"][-1]["step"] == 50
+    assert "emc2-variant" not in METHODS
+
+
+def test_quick_stationarity_from_the_command_line(tmp_path: Path) -> None:
+    """Full-gradient descent lowers the exact loss; its record is redrawn."""
+    words = ["reproduce", "stationarity", "--quick", "--methods", "full gradient,emc2"]
+    assert run([*words, "--device", "cpu", "--out", str(tmp_path)]) == 0
+    rows = common.read_rows(tmp_path / "stationarity.jsonl")
+    assert len(rows) == 2
+    for row in common.where(rows, method="full gradient"):
+        assert row["curve"][-1]["exact_loss"] < row["curve"][0]["exact_loss"] - 0.5
+    figure = tmp_path / "stationarity.svg"
+    before = figure.read_bytes()
+    figure.unlink()
+    assert run(["reproduce", "stationarity", "--redraw", "--out", str(tmp_path)]) == 0
+    assert figure.read_bytes() == before
+
+
+def test_unknown_experiments_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["reproduce", "stl11"]) == 2
+    assert "did you mean 'stl10'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", reproduce.NAMES)
+def test_the_committed_records_can_be_redrawn(name: str, tmp_path: Path) -> None:
+    records = Path(__file__).parents[2] / "records" / "reproduce"
+    read = reproduce.load(name).reads or (name,)
+    if not all((records / f"{source}.jsonl").exists() for source in read):
+        pytest.skip("no record yet")
+    page = tmp_path / "results.md"
+    page.write_text(f"<!-- table {name} -->\nold\n<!-- end -->\n")
+    common.redraw(name, records, tmp_path, page, lambda text: None)
+    assert "old" not in page.read_text() and "|---|" in page.read_text()
+    assert list(tmp_path.glob("*.svg"))
+    for source in read:
+        for line in (records / f"{source}.jsonl").read_text().splitlines():
+            json.loads(line)
