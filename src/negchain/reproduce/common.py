@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -129,7 +129,9 @@ def _results(
             yield name, row
     if not others:
         return
-    sharing = shared_gpu(processes, say=say) if options.on_gpu() else nullcontext({})
+    sharing: AbstractContextManager[dict[str, str]] = nullcontext({})
+    if options.on_gpu():
+        sharing = shared_gpu(processes, say=say)
     with sharing as environment:
         os.environ.update({"TORCHINDUCTOR_COMPILE_THREADS": "2", **environment})
         context = multiprocessing.get_context("spawn")
@@ -258,8 +260,8 @@ def redraw(
         text = page.read_text(encoding="utf-8")
         pattern = rf"(<!-- table {name} -->\n).*?(<!-- end -->)"
         changed = re.sub(pattern, lambda m: f"{m[1]}\n{table}\n\n{m[2]}", text, flags=re.S)
-        with replacing(page) as file:
-            file.write(changed.encode())
+        with replacing(page) as target:
+            target.write(changed.encode())
 
 
 def markdown(heads: Sequence[str], lines: Iterable[Sequence[object]]) -> str:

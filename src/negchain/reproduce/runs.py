@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -43,8 +43,11 @@ def train(job: Row, deadline: float) -> Row:
                 seconds += time.perf_counter() - begin
                 samples = done * run.config.batch_size
                 point = {"step": done, "samples": samples, "seconds": seconds, "loss": loss}
-                judge = run.judge.quick if done < run.total_steps else _thorough(run)
-                curve.append(point | judge(run.encoder) | _chain_numbers(run))
+                last = done == run.total_steps  # then with the authors' probe too
+                numbers = (
+                    run.judge.thorough(run.encoder)[0] if last else run.judge.quick(run.encoder)
+                )
+                curve.append(point | numbers | _chain_numbers(run))
                 begin = time.perf_counter()
             if late:
                 break
@@ -103,11 +106,6 @@ def _prepared(job: Row) -> Iterator[tuple[Any, bool]]:
 
 def _begun(config: Any, data: Any, path: Path) -> trainer.Run:
     return trainer.prepare(config, data, lambda: RunFolder.create(path, config="{}\n"))
-
-
-def _thorough(run: trainer.Run) -> Callable[[Any], dict[str, float]]:
-    """At the end: with the authors' probe and more neighbours too."""
-    return lambda encoder: run.judge.thorough(encoder)[0]
 
 
 def _chain_numbers(run: trainer.Run) -> dict[str, float]:

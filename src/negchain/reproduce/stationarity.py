@@ -101,7 +101,7 @@ def exact(encoder: nn.Module, views: Tensor, beta: float) -> tuple[Tensor, Row]:
     """
     flat = views.flatten(0, 1)
     with torch.no_grad():
-        raw = torch.cat([encoder(part).float() for part in flat.split(CHUNK)])
+        raw = torch.cat([encoder(part).float() for part in torch.split(flat, CHUNK)])
     raw.requires_grad_()
     z = nn.functional.normalize(raw.double(), dim=-1)
     a, b = z.chunk(2)
@@ -110,7 +110,7 @@ def exact(encoder: nn.Module, views: Tensor, beta: float) -> tuple[Tensor, Row]:
     loss = global_loss(a, b, beta) + beta * similarity - beta * (similarity + 1) / 2
     (gradient,) = torch.autograd.grad(loss, raw)
     encoder.zero_grad()
-    for part, share in zip(flat.split(CHUNK), gradient.split(CHUNK), strict=True):
+    for part, share in zip(torch.split(flat, CHUNK), torch.split(gradient, CHUNK), strict=True):
         torch.autograd.backward(encoder(part).float(), share)
     square = sum(p.grad.double().square().sum() for p in encoder.parameters() if p.grad is not None)
     variance = 1 - z.detach().mean(0).square().sum()
@@ -153,7 +153,8 @@ def work(job: Row, deadline: float) -> Row:
             break
         if loss_fn is not None:
             optimizer.zero_grad()
-            _loss(loss_fn, encoder, views, order.batch(step), generator).backward()
+            loss = _loss(loss_fn, encoder, views, order.batch(step), generator)
+            torch.autograd.backward(loss)
         optimizer.step()
     return {"complete": not late, "curve": curve}
 

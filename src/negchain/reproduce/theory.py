@@ -339,9 +339,9 @@ def table(rows: list[Row]) -> str:
             lines.append([f"{beta:g}", batch, title(r["job"]["method"]), *shown])
     heads = ["β", "b", "method", "bias, equal views", "std per step", "bias, cosine 0.87"]
     parts.append(markdown([*heads, "std per step"], lines))
-    keys = ("with_weights", "without_weights", "with_ends", "without_ends")
+    measures = ("with_weights", "without_weights", "with_ends", "without_ends")
     lines = [
-        [f"{r['job']['beta']:g}", f"{r['job']['share']:g}", *(f"{r[key]:.3f}" for key in keys)]
+        [f"{r['job']['beta']:g}", f"{r['job']['share']:g}", *(f"{r[key]:.3f}" for key in measures)]
         for r in where(rows, part="in-batch")
     ]
     heads = [
@@ -376,9 +376,9 @@ def draw(rows: list[Row]) -> dict[str, Any]:
     for method in distinct(where(rows, part="bias"), "method"):
         for style, views in (("-", "equal"), (":", "differing")):
             found = where(rows, part="bias", beta=14.28, method=method)
-            label = title(method) if style == "-" else None
+            name = title(method) if style == "-" else None
             at, values = [r["job"]["b"] for r in found], [r[views]["relative_bias"] for r in found]
-            third.plot(at, values, style, color=colour(method), label=label, marker=".")
+            third.plot(at, values, style, color=colour(method), label=name, marker=".")
     third.set(xscale="log", xlabel="b", title="bias, β = 14.28; dotted: cosine 0.87")
     found = where(rows, part="in-batch", beta=14.28)
     for key, label in (("with_weights", "i.i.d."), ("without_weights", "in batch")):
