@@ -14,6 +14,7 @@ import torch
 from negchain.methods import METHODS, LossSettings, Method, register
 from negchain.optim import set_lr
 from negchain.reproduce.common import Row
+from negchain.tasks.images import ImageTask, load_images
 from negchain.train import trainer
 from negchain.train.resolve import for_method, resolve
 from negchain.train.run_folder import RunFolder
@@ -52,7 +53,7 @@ def train(job: Row, deadline: float) -> Row:
             if late:
                 break
         shown = {k: v for k, v in vars(run.config).items() if v is not None and k != "out"}
-        images = len(run.data.pretrain)
+        images = run.task.num_samples
     config = {**shown, "data": Path(str(shown["data"])).name, "images": images, "graph": graph}
     return {"complete": done == run.total_steps, "curve": curve, "config": config}
 
@@ -85,7 +86,7 @@ def _prepared(job: Row) -> Iterator[tuple[Any, bool]]:
         key = (config.data, config.image_size, config.subset)
         if key not in _loaded:
             _loaded.clear()
-            _loaded[key] = trainer.load_images(config, progress=False)
+            _loaded[key] = load_images(config)
         if torch.cuda.is_available():
             torch.compiler.reset()  # else the compiler takes each run's encoder for a variant
             torch.cuda.reset_peak_memory_stats()
@@ -105,7 +106,7 @@ def _prepared(job: Row) -> Iterator[tuple[Any, bool]]:
 
 
 def _begun(config: Any, data: Any, path: Path) -> trainer.Run:
-    return trainer.prepare(config, data, lambda: RunFolder.create(path, config="{}\n"))
+    return trainer.prepare(ImageTask(config, data), lambda: RunFolder.create(path, config="{}\n"))
 
 
 def _chain_numbers(run: trainer.Run) -> dict[str, float]:
