@@ -57,6 +57,7 @@ class Method:
         denominator: the one it has built in; None: the user's choice.
         aliases: other names people type.
         trains: offered by `compare` and `train`; False: `estimator_report` only.
+        plain_keys: pictures as keys (positives, negatives, tables) are not augmented, anchors are.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Method:
     denominator: Denominator | None = None
     aliases: tuple[str, ...] = ()
     trains: bool = True
+    plain_keys: bool = False
 
 
 METHODS: dict[str, Method] = {}
@@ -232,7 +234,14 @@ register(
 register(Method("dcl", "DCL", ("#3fa3dc", "#8fd0f5"), _dcl, denominator="negatives"))
 register(Method("sogclr", "SogCLR", ("#009e73", "#2fc898"), _sogclr, options=("gamma",)))
 register(
-    Method("negcache", "Negative Cache", ("#c0649a", "#e092c0"), _negcache, options=("refresh",))
+    Method(
+        "negcache",
+        "Negative Cache",
+        ("#c0649a", "#e092c0"),
+        _negcache,
+        options=("refresh",),
+        plain_keys=True,
+    )
 )
 register(
     Method(

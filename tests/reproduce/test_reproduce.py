@@ -6,6 +6,7 @@ import json
 import math
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from negchain.losses import walk
 from negchain.methods import METHODS, LossSettings, build_loss
 from negchain.reproduce import burn_in, common, stationarity, stl10, theory
 from negchain.reproduce.runs import paper_chain, train
+from negchain.tasks.images import ImageTask, load_images
 from negchain.train.resolve import resolve
 from negchain.train.step import build_loss as trainers_loss
 
@@ -48,7 +50,9 @@ def visit(loss_fn, size: int, stored: bool = False) -> None:  # type: ignore[no-
 
 def test_the_subset_preset_has_the_papers_proposals_and_burn_in(scans: list) -> None:
     config = resolve("stl10-subset", {"data": "digits", "method": "emc2"})
-    visit(trainers_loss(config, 500, 8), config.batch_size, stored=True)
+    task = ImageTask(config, load_images(config))
+    encoder = SimpleNamespace(embedding_dim=8)
+    visit(trainers_loss(task, encoder), config.batch_size, stored=True)
     assert set(scans) == {(6, 3)}  # R = 2b - 2 and P = b - 1 at b = 4
 
 

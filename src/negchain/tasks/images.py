@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from negchain import draws
+from negchain import draws, methods
 from negchain.augment import Augmentation, Draws, Images, augmentation, finite_views, joined
 from negchain.data import DataBundle, load_data, stream_batches
 from negchain.encoders import Encoder, build_encoder
@@ -54,6 +54,9 @@ class ImageTask(Task):
         self.notes, self.skipped = data.notes, data.skipped
         self.unjudged = None if data.labelled else data.unprobed
         self.augment = run_augmentation(config, data)
+        self.plain_keys = methods.named(config.method).plain_keys and not config.augmentations
+        if self.plain_keys:
+            self.layout, self.one_pass = {"views": "paired", "symmetric": False}, False
 
     @classmethod
     def load(
@@ -139,7 +142,21 @@ class ImageTask(Task):
         self, wants: Sequence[Want], step: Tensor, row: int, loaded: Images | None = None
     ) -> Tensor:
         """Pixels [R, C, size, size]: augmented with this step's draws, or stored ones."""
+        if self.plain_keys and wants[0].tower == "keys":
+            return self._plain(wants, loaded)
+        return self._augmented([want.ids for want in wants], step, row, loaded)
+
+    def _plain(self, wants: Sequence[Want], loaded: Images | None) -> Tensor:
+        """Keys without augmentation; those of the batch, if loaded, come first."""
         ids = [want.ids for want in wants]
+        if loaded is None:
+            return self.augment.plain(self.images(torch.cat(ids)))
+        given = [loaded.to(self.device, non_blocking=True), *map(self.images, ids[1:])]
+        return self.augment.plain(joined(given))
+
+    def _augmented(
+        self, ids: list[Tensor], step: Tensor, row: int, loaded: Images | None
+    ) -> Tensor:
         if self.config.augmentations is not None:
             return self.augment.plain(self.images(torch.cat(ids)))
         drawn = Draws(self.config.seed, step, draws.STREAM_AUGMENT, row)
@@ -150,6 +167,8 @@ class ImageTask(Task):
         if loaded is None:
             return self.augment(self.images(whole), drawn)
         views = loaded.to(self.device, non_blocking=True)
+        if len(whole) == len(views):
+            return self.augment(views, drawn)
         places = torch.arange(len(whole) - len(views), device=self.device)
         given = [views]
         if len(whole) > 2 * len(views):  # what follows the two views of the batch

@@ -148,17 +148,26 @@ class TrainStep:
         batch = self.task.batch(index, self.step)
         first = loss_fn.request(index, **batch.told)
         asked = self._items(first.wants)
-        wants = [Want(batch.anchors, "anchors"), Want(batch.keys, "keys")]
-        wants += [want for want in asked if want.gradient]
-        z_a, z_b, *answers = self._encode(self.embed, wants, 0, loaded)
-        row = _count(wants)
+        anchors, keys = Want(batch.anchors, "anchors"), Want(batch.keys, "keys")
+        trained = [want for want in asked if want.gradient]
+        drawn: list[Tensor] = []
+        if self.task.one_pass or loss_fn.num_sides == 2:
+            z_a, z_b, *answers = self._encode(self.embed, [anchors, keys, *trained], 0, loaded)
+            second = loss_fn.request(index, z_a, z_b, **batch.told)
+        else:  # only anchors draw: what they draw goes through the encoder with their positives
+            (z_a,) = self._encode(self.embed, [anchors], 0, loaded)
+            second = loss_fn.request(index, z_a, **batch.told)
+            wants = [keys, *trained, *self._items(second.wants)]
+            z_b, *answers = self._encode(self.embed, wants, len(index), loaded)
+            answers, drawn = answers[: len(trained)], answers[len(trained) :]
+        row = 2 * len(index) + _count(trained) + sum(map(len, drawn))
         for position, want in enumerate(asked):
             if not want.gradient:
                 answers.insert(position, self._renewed(want, row))
                 row += len(want.ids)
-        second = loss_fn.request(index, z_a, z_b, **batch.told)
         if second.wants:
-            second.answer(self._encode(self.embed, self._items(second.wants), row))
+            drawn = drawn or self._encode(self.embed, self._items(second.wants), row)
+            second.answer(drawn)
         return loss_fn(z_a, z_b, index, first.answer(answers), second, **batch.told)
 
     def _items(self, wants: Sequence[Want]) -> list[Want]:
