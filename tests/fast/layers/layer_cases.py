@@ -33,8 +33,8 @@ from torchvision.models.resnet import BasicBlock, ResNet
 
 from interpreter import hurry
 from negchain.fast.layers import (
-    FasterLayers,
     WeightGradients,
+    faster_layers,
     few_channels_triton,
     masked_triton,
     max_pool_triton,
@@ -213,7 +213,7 @@ def check_encoder() -> Iterator[str]:
         _counting(max_pool_triton, "max_pool_forward", called),
         _counting(max_pool_triton, "max_pool_backward", called),
         _counting(masked_triton, "masked_triton", called),
-        FasterLayers(fast, set(fast.parameters()), gradients),
+        faster_layers(fast, set(fast.parameters()), gradients),
     ):
         again = fast(x)
         again.backward(grad)
