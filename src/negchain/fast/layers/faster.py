@@ -188,6 +188,6 @@ def _max_pool(pool: nn.MaxPool2d, weights: set[Tensor], gradients: WeightGradien
         if square and plain and laid_out and backends.prefers_triton(x) and x.shape[1] <= 2048:
             pooled: Tensor = MaxPool.apply(x, *window)
             return pooled
-        return nn.MaxPool2d.forward(pool, x)
+        return nn.MaxPool2d.forward(pool, x)  # type: ignore[no-any-return]
 
     return forward
