@@ -72,20 +72,9 @@ def _uniform(u, row_hash, key, column, HASHED: tl.constexpr):
 
 @triton.jit
 def _box(
-    u,
-    row_hash,
-    key,
-    full_height,
-    full_width,
-    scale,
-    scale_span,
-    ratio,
-    ratio_span,
-    ratio_min,
-    ratio_max,
-    AT: tl.constexpr,
-    HASHED: tl.constexpr,
-):
+    u, row_hash, key, full_height, full_width, scale, scale_span, ratio, ratio_span, ratio_min,
+    ratio_max, AT: tl.constexpr, HASHED: tl.constexpr,
+):  # fmt: skip
     """`crop.sample_box` for the uniforms from column AT on; `ratio` and its span are logarithms."""
     lane = tl.arange(0, 16)
     attempt = AT + tl.minimum(lane, NUM_TRIES - 1)  # lanes past the last attempt repeat it
@@ -113,22 +102,9 @@ def _box(
 
 @triton.jit
 def _store_jitter(
-    u,
-    row_hash,
-    key,
-    row,
-    probability,
-    low_0,
-    low_1,
-    low_2,
-    low_3,
-    span_0,
-    span_1,
-    span_2,
-    span_3,
-    AT: tl.constexpr,
-    HASHED: tl.constexpr,
-):
+    u, row_hash, key, row, probability, low_0, low_1, low_2, low_3, span_0, span_1, span_2, span_3,
+    AT: tl.constexpr, HASHED: tl.constexpr,
+):  # fmt: skip
     """`colour.sample_jitter` for the uniforms from column AT on: order and factors by place."""
     lane = tl.arange(0, 4)
     low = tl.where(lane < 2, tl.where(lane == 0, low_0, low_1), tl.where(lane == 2, low_2, low_3))
@@ -155,45 +131,17 @@ def _store_jitter(
 def _params_kernel(
     source_ptr,  # uniforms float32 [N,NUM_UNIFORMS], or the step [] if HASHED
     index_0_ptr,  # three parts of the images' positions, PART of them each
-    index_1_ptr,
-    index_2_ptr,
+    index_1_ptr, index_2_ptr,
     sizes_ptr,  # int32 [M,2] height and width of every picture, if RAGGED
-    params_ptr,
-    seed_key,
-    first_row,
-    size,
-    full_height,
-    full_width,
-    scale_low,
-    scale_span,
-    ratio_low,
-    ratio_span,
-    ratio_min,
-    ratio_max,
-    jitter_p,
-    low_0,
-    low_1,
-    low_2,
-    low_3,
-    span_0,
-    span_1,
-    span_2,
-    span_3,
-    grey_p,
-    blur_p,
-    sigma_low,
-    sigma_span,
-    HASHED: tl.constexpr,
+    params_ptr, seed_key, first_row, size, full_height, full_width, scale_low, scale_span,
+    ratio_low, ratio_span, ratio_min, ratio_max, jitter_p, low_0, low_1, low_2, low_3, span_0,
+    span_1, span_2, span_3, grey_p, blur_p, sigma_low, sigma_span, HASHED: tl.constexpr,
     STREAM: tl.constexpr,
     PART: tl.constexpr,  # 0: no index, image n is at position n
-    RAGGED: tl.constexpr,
-    NUM_UNIFORMS: tl.constexpr,
+    RAGGED: tl.constexpr, NUM_UNIFORMS: tl.constexpr,
     CROP_AT: tl.constexpr,  # first column of an operation's uniforms; -1: left out
-    FLIP_AT: tl.constexpr,
-    JITTER_AT: tl.constexpr,
-    GREY_AT: tl.constexpr,
-    BLUR_AT: tl.constexpr,
-):
+    FLIP_AT: tl.constexpr, JITTER_AT: tl.constexpr, GREY_AT: tl.constexpr, BLUR_AT: tl.constexpr,
+):  # fmt: skip
     image = tl.program_id(0).to(tl.int64)
     u, row_hash, key = source_ptr, 0, 0
     if HASHED:
@@ -220,20 +168,9 @@ def _params_kernel(
         left = tl.floor((full_width - width) * 0.5)
     if CROP_AT >= 0:
         top, left, height, width = _box(
-            u,
-            row_hash,
-            key,
-            full_height,
-            full_width,
-            scale_low,
-            scale_span,
-            ratio_low,
-            ratio_span,
-            ratio_min,
-            ratio_max,
-            CROP_AT,
-            HASHED,
-        )
+            u, row_hash, key, full_height, full_width, scale_low, scale_span, ratio_low, ratio_span,
+            ratio_min, ratio_max, CROP_AT, HASHED,
+        )  # fmt: skip
     flip, grey, sigma = 0.0, 0.0, 0.0
     if FLIP_AT >= 0:
         flip = tl.where(_uniform(u, row_hash, key, FLIP_AT, HASHED) < 0.5, 1.0, 0.0)
@@ -244,22 +181,9 @@ def _params_kernel(
         sigma = tl.where(_uniform(u, row_hash, key, BLUR_AT, HASHED) < blur_p, drawn, 0.0)
     if JITTER_AT >= 0:
         _store_jitter(
-            u,
-            row_hash,
-            key,
-            row,
-            jitter_p,
-            low_0,
-            low_1,
-            low_2,
-            low_3,
-            span_0,
-            span_1,
-            span_2,
-            span_3,
-            JITTER_AT,
-            HASHED,
-        )
+            u, row_hash, key, row, jitter_p, low_0, low_1, low_2, low_3, span_0, span_1, span_2,
+            span_3, JITTER_AT, HASHED,
+        )  # fmt: skip
     tl.store(row + TOP, top)
     tl.store(row + LEFT, left)
     tl.store(row + HEIGHT, height)
@@ -296,22 +220,11 @@ def fused_params(
         end - used if used else -1 for end, used in zip(accumulate(widths), widths, strict=True)
     ]
     _params_kernel[(count,)](
-        source,
-        *parts,
-        sizes if ragged else source,
-        params,
-        seed,
-        row,
-        *_settings(augment, height, width),
-        isinstance(drawn, Draws),
-        stream,
-        len(index[0]) if index else 0,
-        ragged,
-        augment.num_uniforms,
-        *first,
-        num_warps=1,
+        source, *parts, sizes if ragged else source, params, seed, row,
+        *_settings(augment, height, width), isinstance(drawn, Draws), stream,
+        len(index[0]) if index else 0, ragged, augment.num_uniforms, *first, num_warps=1,
         enable_fp_fusion=False,  # round as torch does
-    )
+    )  # fmt: skip
     return params
 
 

@@ -24,8 +24,7 @@ from negchain.fast.fused.objective_triton import (
 def in_batch_kernel(
     similarity_ptr,  # [N,C]
     index_ptr,  # [B]
-    pool_ids_ptr,  # [K]
-    penalty_ptr,  # [K]
+    pool_ids_ptr, penalty_ptr,  # [K]
     positive_ptr,  # [B]
     log_u_ptr,  # [M] SogCLR's moving average
     beta_ptr,
@@ -34,18 +33,9 @@ def in_batch_kernel(
     running_ptr,  # [N] SogCLR: the new average
     last_ptr,  # [N] no chain moves
     stats_ptr,  # [8,N] value, -, -, -, low, negatives, drive, -
-    faults_ptr,
-    num_rows,
-    num_items,
-    num_columns,
-    num_samples,
-    gamma,
-    log_negatives,
-    TILE: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    SOGCLR: tl.constexpr,
-    ALL: tl.constexpr,
-):
+    faults_ptr, num_rows, num_items, num_columns, num_samples, gamma, log_negatives,
+    TILE: tl.constexpr, BLOCKS: tl.constexpr, SOGCLR: tl.constexpr, ALL: tl.constexpr,
+):  # fmt: skip
     """Weights, value and factor of a row."""
     row = tl.program_id(0)
     item = row % num_items

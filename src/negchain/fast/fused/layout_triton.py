@@ -81,15 +81,9 @@ def carried_ids(states_ptr, chain, seed_key, num_states, SIDE: tl.constexpr):
 
 @triton.jit
 def ids_kernel(
-    ids_ptr,
-    index_ptr,
-    states_ptr,
-    seed_key,
-    num_items,
-    num_samples,
-    SIDE: tl.constexpr,
+    ids_ptr, index_ptr, states_ptr, seed_key, num_items, num_samples, SIDE: tl.constexpr,
     ITEMS: tl.constexpr,
-):
+):  # fmt: skip
     """Ids of the carried states of ITEMS items of a batch, for the caller to encode."""
     item = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
     there = item < num_items
@@ -122,25 +116,14 @@ def prepare_kernel(
     start_logit_ptr,  # [2,N] and as the walk sees it
     valid_ptr,  # [B] 2 bits: finite, in range
     held_ptr,  # "cached" [B,D]
-    fixed_beta,
-    seed_key,
-    num_items,
-    num_columns,
-    num_samples,
-    SIDE: tl.constexpr,
-    D: tl.constexpr,
-    WIDTH: tl.constexpr,
-    STRIDE: tl.constexpr,
+    fixed_beta, seed_key, num_items, num_columns, num_samples, SIDE: tl.constexpr, D: tl.constexpr,
+    WIDTH: tl.constexpr, STRIDE: tl.constexpr,
     ITEMS: tl.constexpr,  # B rounded up to a power of two, where times are counted here
-    SHARED: tl.constexpr,
-    VIEWS: tl.constexpr,
-    CARRIED: tl.constexpr,
+    SHARED: tl.constexpr, VIEWS: tl.constexpr, CARRIED: tl.constexpr,
     TIMES: tl.constexpr,  # "items", "count" or "given"
     TILE: tl.constexpr,  # columns of a tile are in bit-reversed order; 1: no tiles
-    CHECK_BATCH: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-    FIXED: tl.constexpr,
-):
+    CHECK_BATCH: tl.constexpr, NORMALIZE: tl.constexpr, FIXED: tl.constexpr,
+):  # fmt: skip
     """Rows, columns and carried state of an item."""
     item = tl.program_id(0)
     depth = tl.arange(0, WIDTH)
@@ -254,8 +237,7 @@ def _tile_column(time, TILE: tl.constexpr):
 
 @triton.jit
 def finish_kernel(
-    a_ptr,
-    b_ptr,
+    a_ptr, b_ptr,
     carried_ptr,  # "encode" as given, "cached" as held by `prepare`
     grad_queries_ptr,  # [N,P] float32
     grad_pool_ptr,  # [blocks*K,P] float32
@@ -266,19 +248,10 @@ def finish_kernel(
     grad_ptr,  # [] gradient of the loss
     step_ptr,
     grad_a_ptr,  # [B,D] out, and all below
-    grad_b_ptr,
-    grad_carried_ptr,
-    seed_key,
-    num_items,
-    num_columns,
-    D: tl.constexpr,
-    WIDTH: tl.constexpr,
-    STRIDE: tl.constexpr,
-    SHARED: tl.constexpr,
-    VIEWS: tl.constexpr,
-    CARRIED: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-):
+    grad_b_ptr, grad_carried_ptr, seed_key, num_items, num_columns, D: tl.constexpr,
+    WIDTH: tl.constexpr, STRIDE: tl.constexpr, SHARED: tl.constexpr, VIEWS: tl.constexpr,
+    CARRIED: tl.constexpr, NORMALIZE: tl.constexpr,
+):  # fmt: skip
     """Gradients of an item's embeddings."""
     item = tl.program_id(0)
     depth = tl.arange(0, WIDTH)

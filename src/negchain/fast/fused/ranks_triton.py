@@ -34,13 +34,8 @@ def _smaller(keys, mine):
 @triton.jit
 def times_kernel(
     times_ptr,  # [B] out
-    step_ptr,
-    seed_key,
-    num_items,
-    STREAM: tl.constexpr,
-    ITEMS: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    step_ptr, seed_key, num_items, STREAM: tl.constexpr, ITEMS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     """How many keys are smaller than an item's, or equal and of an earlier item."""
     first = tl.program_id(0) * ITEMS
     items = first + tl.arange(0, ITEMS)

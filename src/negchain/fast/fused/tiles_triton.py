@@ -285,25 +285,14 @@ def panel_kernel(
     queries,  # [N,P], pointer or descriptor
     pool,  # [blocks*K,P], pointer or descriptor
     index_ptr,  # [B]
-    pool_ids_ptr,  # [K]
-    penalty_ptr,  # [K]
+    pool_ids_ptr, penalty_ptr,  # [K]
     repeated_ptr,  # [B]
-    joint_ptr,  # [N]
-    pull_ptr,  # [N]
+    joint_ptr, pull_ptr,  # [N]
     beta_ptr,
     weights_ptr,  # [n,K] out: weights of rows begin .. begin + n, pulled
-    begin,
-    num_panel,
-    num_items,
-    num_columns,
-    num_samples,
-    STRIDE: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
-    DEPTH: tl.constexpr,
-    PRECISION: tl.constexpr,
-    TMA: tl.constexpr,
-):
+    begin, num_panel, num_items, num_columns, num_samples, STRIDE: tl.constexpr, ROWS: tl.constexpr,
+    TILE: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
     """i-SIR's weights of a panel of rows of one block, for the products of its backward pass."""
     tile = tl.program_id(0)
     in_panel = tl.program_id(1) * ROWS + tl.arange(0, ROWS)

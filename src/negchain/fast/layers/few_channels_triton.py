@@ -82,15 +82,9 @@ def fold_of(x: Tensor, weight: Tensor, padding: int) -> Fold:
 def fold_kernel(
     folded_ptr,  # [N,FH,FW,16] out
     x_ptr,  # [N,H,W,C]
-    num_pixels,
-    height,
-    width,
-    folded_height,
-    folded_width,
-    C: tl.constexpr,
-    MARGIN: tl.constexpr,
+    num_pixels, height, width, folded_height, folded_width, C: tl.constexpr, MARGIN: tl.constexpr,
     PIXELS: tl.constexpr,
-):
+):  # fmt: skip
     """Two by two pixels become one."""
     pixel = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)
     channel = tl.arange(0, FOLDED)
@@ -114,11 +108,8 @@ def fold_weight_kernel(
     weight_ptr,  # [O,K,K,C]
     C: tl.constexpr,
     O: tl.constexpr,  # noqa: E741
-    K: tl.constexpr,
-    F: tl.constexpr,
-    SHIFT: tl.constexpr,
-    OUT: tl.constexpr,
-):
+    K: tl.constexpr, F: tl.constexpr, SHIFT: tl.constexpr, OUT: tl.constexpr,
+):  # fmt: skip
     """A pixel of the folded kernels."""
     place = tl.program_id(0)
     channel, out = tl.arange(0, FOLDED), tl.arange(0, OUT)
@@ -146,15 +137,10 @@ def forward_kernel(
     y_ptr,  # [R,O] out
     folded_ptr,  # [N,FH,FW,16]
     weight_ptr,  # [F*F*16,O]
-    num_pixels,
-    out_height,
-    out_width,
+    num_pixels, out_height, out_width,
     O: tl.constexpr,  # noqa: E741
-    F: tl.constexpr,
-    OUT: tl.constexpr,
-    PIXELS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    F: tl.constexpr, OUT: tl.constexpr, PIXELS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """A block of pixels, all output channels."""
     pixel = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)
     some = pixel < num_pixels
@@ -177,15 +163,10 @@ def gradient_kernel(
     partial_ptr,  # [programs,F*F*16,OUT] out, float32
     folded_ptr,  # [N,FH,FW,16]
     grad_ptr,  # [R,O]
-    num_pixels,
-    out_height,
-    out_width,
+    num_pixels, out_height, out_width,
     O: tl.constexpr,  # noqa: E741
-    F: tl.constexpr,
-    OUT: tl.constexpr,
-    PIXELS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    F: tl.constexpr, OUT: tl.constexpr, PIXELS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Gradient of the folded kernels from every programs-th block of pixels."""
     column, out = tl.arange(0, F * F * FOLDED), tl.arange(0, OUT)
     offset = (column // (F * FOLDED)) * ((out_width + F - 1) * FOLDED) + column % (F * FOLDED)
@@ -206,15 +187,10 @@ def gradient_kernel(
 def collect_kernel(
     grad_weight_ptr,  # [O,K,K,C] out
     partial_ptr,  # [programs,F*F*16,OUT]
-    programs,
-    C: tl.constexpr,
+    programs, C: tl.constexpr,
     O: tl.constexpr,  # noqa: E741
-    K: tl.constexpr,
-    F: tl.constexpr,
-    SHIFT: tl.constexpr,
-    OUT: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    K: tl.constexpr, F: tl.constexpr, SHIFT: tl.constexpr, OUT: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     """Sum the programs' parts, one element of the window per program: always in one order."""
     element, out = tl.program_id(0), tl.arange(0, OUT)
     a, b, channel = element // (K * C) + SHIFT, (element // C) % K + SHIFT, element % C

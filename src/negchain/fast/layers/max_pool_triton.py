@@ -26,18 +26,9 @@ def forward_kernel(
     y_ptr,  # [N,OH,OW,C] out
     winner_ptr,  # [N,OH,OW,C] uint8, out
     x_ptr,  # [N,H,W,C]
-    num_pixels,
-    height,
-    width,
-    out_height,
-    out_width,
-    C: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    K: tl.constexpr,
-    STRIDE: tl.constexpr,
-    PAD: tl.constexpr,
-    PIXELS: tl.constexpr,
-):
+    num_pixels, height, width, out_height, out_width, C: tl.constexpr, CHANNELS: tl.constexpr,
+    K: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr, PIXELS: tl.constexpr,
+):  # fmt: skip
     """A block of output pixels, all channels."""
     pixel = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)
     channel = tl.arange(0, CHANNELS)
@@ -65,21 +56,11 @@ def forward_kernel(
 @triton.jit
 def backward_kernel(
     grad_x_ptr,  # [N,H,W,C] out
-    grad_y_ptr,  # [N,OH,OW,C]
-    winner_ptr,  # [N,OH,OW,C]
-    num_pixels,
-    height,
-    width,
-    out_height,
-    out_width,
-    C: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    K: tl.constexpr,
-    STRIDE: tl.constexpr,
-    PAD: tl.constexpr,
-    PIXELS: tl.constexpr,
+    grad_y_ptr, winner_ptr,  # [N,OH,OW,C]
+    num_pixels, height, width, out_height, out_width, C: tl.constexpr, CHANNELS: tl.constexpr,
+    K: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr, PIXELS: tl.constexpr,
     WINDOWS: tl.constexpr,
-):
+):  # fmt: skip
     """A block of input pixels: the sum over the windows each of them won."""
     pixel = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)
     channel = tl.arange(0, CHANNELS)
