@@ -83,7 +83,7 @@ def _augmentation(settings: Settings, run: trainer.Run) -> dict[str, Timed]:
 
     def whole() -> Tensor:
         dtype = step.autocast or torch.float32
-        return task.augment.from_table(photos, (index, index), drawn, dtype)
+        return task.augment.from_table(photos, torch.cat([index, index]), drawn, dtype)
 
     def square() -> Tensor:
         pixels: Tensor = task.inputs(views, step.step, 0)

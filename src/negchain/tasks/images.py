@@ -139,14 +139,13 @@ class ImageTask(Task):
         self, wants: Sequence[Want], step: Tensor, row: int, loaded: Images | None = None
     ) -> Tensor:
         """Pixels [R, C, size, size]: augmented with this step's draws, or stored ones."""
-        ids = [want.ids for want in wants]
+        whole = torch.cat([want.ids for want in wants])
         if self.config.augmentations is not None:
-            return self.augment.plain(self.images(torch.cat(ids)))
+            return self.augment.plain(self.images(whole))
         drawn = Draws(self.config.seed, step, draws.STREAM_AUGMENT, row)
         if self.table is not None:
             dtype = self.autocast or torch.float32
-            return self.augment.from_table(self.table, ids, drawn, dtype)
-        whole = torch.cat(ids)
+            return self.augment.from_table(self.table, whole, drawn, dtype)
         if loaded is None:
             return self.augment(self.images(whole), drawn)
         views = loaded.to(self.device, non_blocking=True)

@@ -26,7 +26,6 @@ Runs on a GPU, and on a CPU under TRITON_INTERPRET=1 (for tests).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 import triton
@@ -269,20 +268,17 @@ def augment_fused(
     images: Images,  # N uint8 images, or M with `index`
     drawn: Tensor | Draws,  # uniforms float32 [N,num_uniforms]
     *,
-    index: Tensor | Sequence[Tensor] = (),  # int64 [N]: which of M images; not checked
+    index: Tensor | None = None,  # int64 [N]: which of M images; not checked
     dtype: torch.dtype = torch.float32,
     channels_last: bool = False,
 ) -> Tensor:
     """Augment as `augment(images[index], drawn)`: [N,C,size,size] of `dtype`.
 
     The gather, the rounding to `dtype` and the memory format that an encoder wants are parts of
-    the first and the last pass instead of passes of their own. `index` may come in up to three
-    parts of equal length.
+    the first and the last pass instead of passes of their own.
     """
     check_images(images)
-    parts = [index] if isinstance(index, Tensor) else list(index)
-    assert len(parts) <= 3 and len({len(part) for part in parts}) <= 1
-    count = sum(len(part) for part in parts) if parts else len(images)
+    count = len(images if index is None else index)
     if isinstance(drawn, Tensor) and len(drawn) != count:
         raise ValueError(
             f"there must be one row of uniforms per image, got {len(drawn)} for {count} images; "
@@ -291,11 +287,11 @@ def augment_fused(
     size = augment.size
     if isinstance(images, Pictures):
         channels, height, width = images.channels, size, size
-        params = fused_params(augment, drawn, count, images.sizes.contiguous(), parts)
+        params = fused_params(augment, drawn, count, images.sizes.contiguous(), index)
         source = (images.pixels, images.offsets, images.sizes.contiguous())
     else:
         _, channels, height, width = images.shape
-        params = fused_params(augment, drawn, count, (height, width), parts)
+        params = fused_params(augment, drawn, count, (height, width), index)
         source = (images.contiguous(), params, params)
     blocks = triton.cdiv(size * size, PIXELS)
     sums = params.new_empty(count, blocks)
