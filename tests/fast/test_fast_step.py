@@ -26,8 +26,8 @@ def test_a_fast_step_with_another_gradient_is_found(
     """Adam's first steps hide the size of a gradient from the losses, not from its moments."""
     collect = CopyingEncoder.collect
 
-    def wrong(fast: CopyingEncoder, given: Any) -> list[Any]:
-        found = collect(fast, given)
+    def wrong(fast: CopyingEncoder, *given: Any) -> list[Any]:
+        found = collect(fast, *given)
         return [factor * g if shape is None or g.shape == shape else g for g in found]
 
     monkeypatch.setattr(CopyingEncoder, "collect", wrong)
