@@ -40,8 +40,7 @@ def gather_rows_kernel(
     grad_queries_ptr,  # [N,P] float32, out
     counts_ptr,  # [blocks*K] zeros; out: entries of each column
     earlier_ptr,  # [N,S+1] out: entries of the same column counted before this one
-    pool_ptr,  # [blocks*K,P]
-    positions_ptr,  # [N,S+1]
+    pool_ptr, positions_ptr,  # [blocks*K,P], [N,S+1]
     weights_ptr,  # [N,S+1] pulled
     runs_ptr,  # [N]
     num_items, num_columns,
@@ -78,8 +77,7 @@ def sort_kernel(
     entry_column_ptr,  # [E] out, and the next two
     entry_row_ptr, entry_weight_ptr,  # [E]
     ends_ptr,  # [blocks*K] int64: entries of a column and of those before it
-    earlier_ptr, positions_ptr, weights_ptr,  # [N,S+1]
-    runs_ptr,  # [N]
+    earlier_ptr, positions_ptr, weights_ptr, runs_ptr,  # [N,S+1], [N,S+1], [N,S+1], [N]
     num_rows, num_items, num_columns,
     num_slots,  # S + 1
     ROWS: tl.constexpr, SLOTS: tl.constexpr,

@@ -22,10 +22,7 @@ from negchain.fast.fused.objective_triton import (
 
 @triton.jit
 def in_batch_kernel(
-    similarity_ptr,  # [N,C]
-    index_ptr,  # [B]
-    pool_ids_ptr, penalty_ptr,  # [K]
-    positive_ptr,  # [B]
+    similarity_ptr, index_ptr, pool_ids_ptr, penalty_ptr, positive_ptr,  # [N,C], [B], [K], [K], [B]
     log_u_ptr,  # [M] SogCLR's moving average
     beta_ptr,
     weights_ptr,  # [N,C] out: beta / N times factor times weight

@@ -105,14 +105,10 @@ def prepare_kernel(
     counter_ptr,  # the caller's step, which `commit` counts on
     beta_ptr,  # out where FIXED
     step_ptr,  # out, and all below
-    queries_ptr,  # [N,P]
-    pool_ptr,  # [blocks*K,P]
-    pool_ids_ptr,  # [K]
+    queries_ptr, pool_ptr, pool_ids_ptr,  # [N,P], [blocks*K,P], [K]
     penalty_ptr,  # [K] 0, -inf: never a proposal
     column_ptr,  # [B] column of each item
-    norms_ptr,  # [3,B]
-    positive_ptr,  # [B]
-    start_similarity_ptr,  # [N]
+    norms_ptr, positive_ptr, start_similarity_ptr,  # [3,B], [B], [N]
     start_logit_ptr,  # [2,N] and as the walk sees it
     valid_ptr,  # [B] 2 bits: finite, in range
     held_ptr,  # "cached" [B,D]
@@ -241,8 +237,7 @@ def finish_kernel(
     carried_ptr,  # "encode" as given, "cached" as held by `prepare`
     grad_queries_ptr,  # [N,P] float32
     grad_pool_ptr,  # [blocks*K,P] float32
-    column_ptr,  # [B]
-    norms_ptr,  # [3,B]
+    column_ptr, norms_ptr,  # [B], [3,B]
     pull_ptr,  # [N] beta / N times the row's factor c_i
     carried_weight_ptr,  # [N] weight of the carried state, pulled
     grad_ptr,  # [] gradient of the loss

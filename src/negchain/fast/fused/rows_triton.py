@@ -36,14 +36,11 @@ def _compose(t1, l1, s1, t2, l2, s2):
 
 @triton.jit
 def rows_kernel(
-    similarity_ptr,  # [N,blocks*K]
-    index_ptr,  # [B]
-    pool_ids_ptr, penalty_ptr,  # [K]
+    similarity_ptr, index_ptr, pool_ids_ptr, penalty_ptr,  # [N,blocks*K], [B], [K], [K]
     repeated_ptr,  # [B] i-SIR: an earlier valid item has the item's id
     positive_ptr,  # [B]
     start_logit_ptr,  # [2,N] and as the walk sees it
-    start_similarity_ptr,  # [N]
-    log_partition_ptr,  # [M]
+    start_similarity_ptr, log_partition_ptr,  # [N], [M]
     seen_ptr, beta_ptr, step_ptr,
     weights_ptr,  # [N,K] out: beta / N times factor times weight
     pull_ptr, carried_weight_ptr, running_ptr, last_ptr,  # [N]

@@ -43,13 +43,9 @@ def tile_rows_kernel(
     num_usable_ptr,  # [] usable columns of a block
     positive_ptr,  # [B]
     start_logit_ptr,  # [2,N] and as the walk sees it
-    start_similarity_ptr,  # [N]
-    log_partition_ptr,  # [M]
+    start_similarity_ptr, log_partition_ptr,  # [N], [M]
     seen_ptr,
-    ends_ptr,  # [parts,5,N]
-    part_last_ptr,  # [parts,N]
-    accepts_ptr,  # [2,N]
-    reached_ptr,  # [N,S+1]
+    ends_ptr, part_last_ptr, accepts_ptr, reached_ptr,  # [parts,5,N], [parts,N], [2,N], [N,S+1]
     same_ptr,  # [B] columns with the item's own id
     positions_ptr,  # [N,S+1]
     weights_ptr,  # [N,S+1] in: as the tiles left them; out: weights, pulled
