@@ -254,7 +254,7 @@ PLANTED: dict[str, tuple[ModuleType, str, str, Callable[[ModuleType], Iterator[s
                 "shifted by two pixels": ("(row - MARGIN)[:, None] * 2", "row[:, None] * 2"),
                 "shifted by one pixel": ("(corner % 2)[None, :]", "((corner + 1) % 2)[None, :]"),
                 "kernels one row too low": ("corner // 2 - SHIFT,", "corner // 2,"),
-                "margin one too small": ("(self.padding + self.shift) // 2", "self.padding // 2"),
+                "margin one too small": ("(padding + shift) // 2", "padding // 2"),
                 "wraps at the right side": ("(x < width) & (y >= 0)", "(y >= 0)"),
                 "channels in the wrong order": ("channel % C)[None, :]", "channel // 4)[None, :]"),
                 "rows of the kernel": ("tap + row * F * FOLDED", "tap"),

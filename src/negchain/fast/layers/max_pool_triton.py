@@ -4,8 +4,8 @@
 
 torch's kernels for this layout take longer than the convolution before them: 0.048 and 0.088 ms for
 64 images on an H200, these 0.013 and 0.017. Here the forward pass notes the winner's place in its
-window in one byte (the first of equals, as torch), and the backward pass asks, for every input pixel, the few
-windows it lies in: each number is read once and nothing is added atomically.
+window in one byte (the first of equals, as torch), and the backward pass asks, for every input
+pixel, the few windows it lies in: each number is read once and nothing is added atomically.
 
 Shapes: `N` images [N,C,H,W] -> [N,C,OH,OW], channels-last; `K` side of the window, `S` stride.
 """
