@@ -28,9 +28,9 @@ import torch._dynamo
 import torch._inductor.config
 from torch import Tensor
 
-from negchain.bench.runs import pictures_like_photographs, prepared, stepper
+from negchain.bench.runs import bundle, pictures_like_photographs, prepared, stepper
 from negchain.bench.timing import Timed, interleaved, release
-from negchain.data import DataBundle, ImageSet
+from negchain.data import DataBundle
 from negchain.fast import encoder as fast_encoder
 from negchain.train import trainer
 from negchain.train.resolve import resolve
@@ -56,9 +56,7 @@ def say(text: str) -> None:
 
 def photographs(side: int) -> DataBundle:
     pixels = pictures_like_photographs(IMAGES if DEVICE.type == "cuda" else 64, side, seed=0)
-    names = tuple(map(str, range(len(pixels))))
-    images = ImageSet(names, None, pixels.to(DEVICE))
-    return DataBundle("photographs", images, None, None, (), (), "0" * 16)
+    return bundle(pixels.to(DEVICE))
 
 
 def config(encoder: str, batch: int, loss: str) -> Any:

@@ -17,6 +17,7 @@ Shapes: `N` rows, `K` columns.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import numpy as np
 import torch
@@ -73,7 +74,7 @@ def seed_key(seed: int) -> int:
 def bits(
     seed: int, step: Tensor, stream: int, rows: Tensor, num_columns: int, first_column: int = 0
 ) -> Tensor:
-    """31 random bits for every (row, column).
+    """31 random bits for every (row, column): [N, K] int32 in [0, 2^31).
 
     Args:
         seed: the user's seed.
@@ -83,13 +84,9 @@ def bits(
         num_columns: K.
         first_column: number of the first column.
 
-    Returns:
-        [N, K] int32 in [0, 2^31).
-
     Example:
-        >>> step = torch.tensor(7)
-        >>> whole = bits(0, step, STREAM_ACCEPT, torch.arange(4), 5)
-        >>> part = bits(0, step, STREAM_ACCEPT, torch.arange(2, 4), 5)
+        >>> whole = bits(0, torch.tensor(7), STREAM_ACCEPT, torch.arange(4), 5)
+        >>> part = bits(0, torch.tensor(7), STREAM_ACCEPT, torch.arange(2, 4), 5)
         >>> torch.equal(whole[2:], part)   # a row's draws do not depend on its neighbours
         True
     """
@@ -149,35 +146,18 @@ def uniform(
     return drawn.to(dtype).add_(0.5).mul_(2.0**-31)
 
 
-def log_uniform(
-    seed: int,
-    step: Tensor,
-    stream: int,
-    rows: Tensor,
-    num_columns: int,
-    dtype: torch.dtype,
-    first_column: int = 0,
-) -> Tensor:
-    """Logarithms of uniforms, [N, K], between -22.2 and 0."""
-    return uniform(seed, step, stream, rows, num_columns, dtype, first_column).log_()
+def log_uniform(*where: Any, **more: Any) -> Tensor:
+    """Logarithms of uniforms, [N, K], between -22.2 and 0; arguments as of `uniform`."""
+    return uniform(*where, **more).log_()
 
 
-def gumbel(
-    seed: int,
-    step: Tensor,
-    stream: int,
-    rows: Tensor,
-    num_columns: int,
-    dtype: torch.dtype,
-    first_column: int = 0,
-) -> Tensor:
+def gumbel(*where: Any, **more: Any) -> Tensor:
     """Gumbel noise, [N, K]: `argmax(logits + gumbel)` is a draw from `softmax(logits)`.
 
-    Written as -log(-log(1 - v)) because uniforms have their resolution near zero, and it is the
-    large values of the noise (small v) that decide an argmax.
+    Arguments as of `uniform`. Written as -log(-log(1 - v)) because uniforms have their resolution
+    near zero, and it is the large values of the noise (small v) that decide an argmax.
     """
-    v = uniform(seed, step, stream, rows, num_columns, dtype, first_column)
-    return v.neg_().log1p_().neg_().log_().neg_()
+    return uniform(*where, **more).neg_().log1p_().neg_().log_().neg_()
 
 
 def permutation(seed: int, step: Tensor, stream: int, num_columns: int) -> Tensor:

@@ -226,21 +226,6 @@ def interpreted_index_gathers() -> None:
     torch.testing.assert_close(actual, ALL(table[index], uniforms), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("num_parts", [1, 2, 3])
-def interpreted_index_in_parts(num_parts: int) -> None:
-    from negchain.fast.augment.fused_triton import augment_fused
-
-    augment = Augmentation(size=12, crop_scale=(0.5, 1.0), flip=True)
-    table, drawn = batch(7, 3, 17, 23), Draws(0, torch.tensor(1), 32)
-    views, carried = torch.tensor([6, 0]), torch.tensor([3, 5])
-    parts = (views, views, carried)[:num_parts]
-    actual = augment_fused(augment, table, drawn, index=parts)
-    assert actual.equal(augment_fused(augment, table, drawn, index=torch.cat(parts)))
-    other = (views, carried, views)[:num_parts]  # saboteur: the parts in another order
-    same = actual.equal(augment_fused(augment, table, drawn, index=other))
-    assert same == (num_parts == 1)
-
-
 def ragged(channels: int = 3, seed: int = 0) -> Pictures:
     """Noise of many shapes: one pixel, rows, columns, narrow, larger and smaller than a view."""
     generator = torch.Generator().manual_seed(seed)
@@ -264,9 +249,9 @@ def interpreted_pictures_by_index() -> None:
     from negchain.fast.augment.fused_triton import augment_fused
 
     pictures, drawn = ragged(), Draws(0, torch.tensor(1), 32)
-    views, carried = torch.tensor([6, 0, 3]), torch.tensor([3, 5, 2])
-    actual = augment_fused(ALL, pictures, drawn, index=(views, views, carried))
-    chosen = pictures[torch.cat([views, views, carried])]
+    index = torch.tensor([6, 0, 3, 6, 0, 3, 3, 5, 2])
+    actual = augment_fused(ALL, pictures, drawn, index=index)
+    chosen = pictures[index]
     assert actual.equal(augment_fused(ALL, chosen, drawn))
     torch.testing.assert_close(actual, ALL(chosen, drawn, backend="torch"), rtol=0, atol=1e-5)
 
@@ -310,12 +295,12 @@ def test_auto_is_torch_on_a_cpu() -> None:
     assert ALL(images, uniforms).equal(ALL(images, uniforms, backend="torch"))
 
 
-def test_from_table_takes_draws_and_parts() -> None:
-    table, index = batch(7, 3, 17, 23), torch.tensor([6, 0, 3])
+def test_from_table_takes_draws() -> None:
+    table, index = batch(7, 3, 17, 23), torch.tensor([6, 0, 3, 6, 0, 3])
     drawn = Draws(0, torch.tensor(1), 32, first_row=2)
-    actual = ALL.from_table(table, (index, index), drawn, torch.float32)
+    actual = ALL.from_table(table, index, drawn, torch.float32)
     uniforms = drawn.uniforms(6, ALL.num_uniforms)
-    assert actual.equal(ALL(table[torch.cat([index, index])], uniforms))
+    assert actual.equal(ALL(table[index], uniforms))
 
 
 def test_no_silent_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -430,10 +415,10 @@ def test_gpu_graph_reads_the_step_at_replay() -> None:
     augment = augmentation("simclr-stl10", size=96)
     table, step = batch(50, 3, 96, 96).cuda(), torch.tensor(0).cuda()
     views, carried = torch.arange(32).cuda(), torch.arange(18, 50).cuda()
-    drawn = Draws(0, step, 32)
+    drawn, whole = Draws(0, step, 32), torch.cat([views, views, carried])
 
     def run() -> Tensor:
-        return augment.from_table(table, (views, views, carried), drawn, torch.bfloat16)
+        return augment.from_table(table, whole, drawn, torch.bfloat16)
 
     run()  # kernels are compiled outside the capture
     torch.cuda.synchronize()
@@ -444,7 +429,6 @@ def test_gpu_graph_reads_the_step_at_replay() -> None:
         step.fill_(number)
         graph.replay()
         uniforms = drawn.uniforms(96, augment.num_uniforms)
-        whole = torch.cat([views, views, carried])
         assert pixels.equal(augment.from_table(table, whole, uniforms, torch.bfloat16))
         boxes = fused_sample(augment, uniforms, 96, 96)
         alike = same_boxes(boxes, augment.sample(uniforms, 96, 96))

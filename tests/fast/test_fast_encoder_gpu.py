@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from fast_step import checked
 from test_fast_encoder import BF16, normal, weights_of
 from torch import Tensor
 
-from negchain.bench import runs, steps
-from negchain.data import DataBundle, ImageSet
+from negchain.bench import runs
+from negchain.data import DataBundle
 from negchain.encoders import build_encoder
 from negchain.fast.encoder import accelerate, choose
 from negchain.optim import build_optimizer, set_lr
@@ -95,14 +96,13 @@ def few_pictures() -> DataBundle:
     generator = torch.Generator().manual_seed(0)
     colour = torch.randint(256, (500, 3, 1, 1), generator=generator)
     noisy = colour + torch.randint(-128, 129, (500, 3, 96, 96), generator=generator)
-    images = ImageSet(tuple(map(str, range(500))), None, (noisy % 256).byte().cuda())
-    return DataBundle("colours", images, None, None, (), (), "0" * 16)
+    return runs.bundle((noisy % 256).byte().cuda())
 
 
 @pytest.mark.parametrize("norm", ["none", "batch"])
 @pytest.mark.parametrize("method", ["infonce", "emc2", "negcache"])
 def test_gpu_captured_training_steps(method, norm) -> None:
-    """As near to float32 as an eager run, by the check of `negchain bench`, and counted once."""
+    """As near to float32 as an eager run, and counted once."""
     given = {"method": method, "norm": norm, "batch_size": 32, "eval_every": 0}
     data = few_pictures()
     config = resolve("stl10-b32", {**given, "checkpoint_every": 0, "device": "cuda"})
@@ -112,9 +112,9 @@ def test_gpu_captured_training_steps(method, norm) -> None:
         assert all(
             w.equal(begun[n]) for n, w in weights_of(run.encoder).items()
         )  # parameters end as they began
-        check = steps._checked("captured", run, data)
-        assert check.ok, check.found
+        ok, found = checked(run, data)
+        assert ok, found
         counts = {float(state["step"]) for state in run.step.optimizer.state.values()}
-        assert counts == {float(steps.CHECKED_STEPS)}
+        assert counts == {20.0}
         moved = sum(float((w - begun[n]).norm() ** 2) for n, w in weights_of(run.encoder).items())
         assert moved > 0

@@ -4,12 +4,11 @@
 
 The order is SimCLR's: crop and resize, flip, colour jitter, grey, blur, normalise. Randomness is
 an argument, nothing synchronises with the host and all shapes follow from the inputs' shapes, so
-the whole augmentation can be captured in a CUDA graph. `negchain.augment.reference` computes the
-same pixels with torchvision, one image at a time.
+the whole augmentation can be captured in a CUDA graph. The tests compute the same pixels with
+torchvision, one image at a time.
 
 On a GPU each of the torch operations here is a launch: simclr-stl10 took 0.73 ms for 96 images of
-96 pixels on an H200 (records/2026-11-15_trainer-step_h200.md), `fused_triton` 0.023 ms for 64
-(records/2026-11-15_bench_h200-steps.md), so CUDA tensors take that.
+96 pixels on an H200, `fast.augment` 0.023 ms for 64, so CUDA tensors take that.
 """
 
 from collections.abc import Sequence
@@ -247,13 +246,12 @@ class Augmentation:
     def from_table(
         self,
         table: Images,
-        index: Tensor | Sequence[Tensor],
+        index: Tensor,
         uniforms: Tensor | Draws,
         dtype: torch.dtype,
     ) -> Tensor:
         """Augment `table[index]`, M uint8 images and positions [N]: pixels [N,C,size,size].
 
-        `index` may come in parts; up to three of equal length are read where they are.
         On a GPU with Triton they come as an encoder wants them, in `dtype` and channels last,
         without a copy of the images in between; elsewhere as from a call, float32.
 
@@ -261,18 +259,12 @@ class Augmentation:
         >>> augment, index = Augmentation(size=8, flip=True), torch.tensor([2, 2, 0])
         >>> augment.from_table(table, index, torch.rand(3, 1), torch.float32).shape
         torch.Size([3, 3, 8, 8])
-        >>> drawn = Draws(seed=0, step=torch.tensor(7), stream=32)
-        >>> augment.from_table(table, (index, index), drawn, torch.float32).shape
-        torch.Size([6, 3, 8, 8])
         """
         pixels = table.pixels if isinstance(table, Pictures) else table
         if not (prefers_triton(pixels) and fused.applies(self)):
-            whole = index if isinstance(index, Tensor) else torch.cat([*index])
-            return self(table[whole], uniforms)
+            return self(table[index], uniforms)
         from negchain.fast.augment.fused_triton import augment_fused
 
-        if not isinstance(index, Tensor) and (len(index) > 3 or len(set(map(len, index))) > 1):
-            index = torch.cat([*index])
         return augment_fused(self, table, uniforms, index=index, dtype=dtype, channels_last=True)
 
     def plain(self, images: Images) -> Tensor:

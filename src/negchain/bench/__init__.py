@@ -1,24 +1,24 @@
-"""Speed on the machine at hand: what `negchain bench` measures, one module per subject.
+"""Speed on the machine at hand: what `negchain bench` measures.
 
-Each subject is a function `table(settings) -> Table`; fast paths are compared with their readable
-twins in the same function, on fresh random inputs.
+A subject is a function `settings -> Table`: rows of what takes turns, as ratios to a baseline, and
+checks of fast paths against their readable twins, on fresh random inputs.
 """
 
 from collections.abc import Callable
 
 import torch
 
-from negchain.bench import chains, large, losses, scan, steps, throughput
-from negchain.bench.table import Check, Row, Settings, Spread, Table
+from negchain.bench import losses, steps, throughput
+from negchain.bench.record import Check, Row, Settings, Spread, Table
 from negchain.bench.timing import release
 
 SUBJECTS: dict[str, Callable[[Settings], Table]] = {
-    "scan": scan.table,
-    "losses": losses.table,
+    "scan": losses.scan,
+    "losses": losses.alone,
     "step": steps.table,
     "trainer": throughput.table,
-    "large": large.table,
-    "tables": chains.table,
+    "large": losses.large,
+    "tables": losses.tables,
 }
 """Everything that can be measured, by the name `--only` takes."""
 
@@ -34,12 +34,4 @@ def measure(subject: str, settings: Settings) -> Table:
         release()
 
 
-__all__ = [
-    "SUBJECTS",
-    "Check",
-    "Row",
-    "Settings",
-    "Spread",
-    "Table",
-    "measure",
-]
+__all__ = ["SUBJECTS", "Check", "Row", "Settings", "Spread", "Table", "measure"]

@@ -1,4 +1,7 @@
-"""Dated records of measurements: JSON, and the same as a Markdown page rendered from it."""
+"""What a measurement is, and its dated record: a Markdown page, and the same as JSON.
+
+Rows are medians with quartiles; ratios are formed round by round.
+"""
 
 from __future__ import annotations
 
@@ -7,232 +10,75 @@ import json
 import os
 import platform
 import re
+import statistics
 import subprocess
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from negchain.bench.table import Row, Spread, Table
 from negchain.files import replacing
-from negchain.train.config import ConfigError
 from negchain.train.run_folder import versions
 
-FORMAT = 1
 PACKAGES = ("negchain", "torch", "torchvision", "triton", "numpy")
 
 
-@dataclass
-class Record:
-    """What was measured, on what; grows by a table at a time.
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How to measure; every subject takes one."""
 
-    >>> record = Record(date="2026-11-15", command="negchain bench", hardware="a CPU",
-    ...                 versions={}, commit="unknown", seed=0, quick=True)
-    >>> Record.from_json(record.to_json()) == record
-    True
-    """
-
-    date: str
-    command: str
-    hardware: str
-    versions: dict[str, str]
-    commit: str
-    seed: int
-    quick: bool
-    tables: list[Table] = field(default_factory=list)
-    failed: dict[str, str] = field(default_factory=dict)
-    """Subject -> why it has no table."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values for `json.dumps`."""
-        plain = {**vars(self), "tables": [table.to_json() for table in self.tables]}
-        return {"format": FORMAT, **plain}
-
-    @classmethod
-    def from_json(cls, plain: dict[str, Any]) -> Record:
-        """The record `to_json` was made of."""
-        given = {name: value for name, value in plain.items() if name != "format"}
-        return cls(**{**given, "tables": [Table.from_json(t) for t in plain["tables"]]})
-
-    def table(self, subject: str) -> Table | None:
-        """The table of a subject, None if it was not measured."""
-        return next((table for table in self.tables if table.subject == subject), None)
+    device: torch.device
+    quick: bool = False  # few rounds and short windows: does everything run?
+    seed: int = 0  # of the random inputs
+    say: Callable[[str], None] = lambda text: None  # told what is being measured
 
     @property
-    def mismatches(self) -> list[str]:
-        """Fast paths that do not equal their twins."""
-        return [f"{c.name}: {c.found}" for table in self.tables for c in table.mismatches]
+    def on_gpu(self) -> bool:
+        """Whether CUDA events and graphs are at hand."""
+        return self.device.type == "cuda"
+
+    @property
+    def rounds(self) -> int:
+        """Rounds in which everything that is compared takes its turn."""
+        return 3 if self.quick else 15
+
+    @property
+    def window_ms(self) -> float:
+        """How long a turn lasts."""
+        return 4.0 if self.quick else 50.0
+
+    def generator(self) -> torch.Generator:
+        """A generator on the CPU, so that inputs do not depend on the device."""
+        return torch.Generator().manual_seed(self.seed)
 
 
-def new_record(device: torch.device, command: str, seed: int, quick: bool) -> Record:
-    """An empty record of this machine, today."""
-    return Record(
-        date=time.strftime("%Y-%m-%d"),
-        command=command,
-        hardware=hardware(device),
-        versions=_versions(),
-        commit=_commit(),
-        seed=seed,
-        quick=quick,
-    )
+@dataclass(frozen=True)
+class Spread:
+    """Median and quartiles.
 
-
-def hardware(device: torch.device) -> str:
-    """The GPU by name, with the CPU beside it."""
-    cpu = f"{os.cpu_count()} cores of {_cpu_name()}, {torch.get_num_threads()} threads"
-    return f"{torch.cuda.get_device_name()}, {cpu}" if device.type == "cuda" else cpu
-
-
-def _cpu_name() -> str:
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        text = ""
-    named = re.search(r"^model name\s*:\s*(.+)$", text, re.M)
-    return named[1].strip() if named else platform.processor() or platform.machine()
-
-
-def _versions() -> dict[str, str]:
-    found = versions(PACKAGES)
-    if torch.version.cuda is not None:
-        found["cuda"] = torch.version.cuda
-    return found
-
-
-def _commit() -> str:
-    """The commit of the source that is measured, "+changes" if src/ is not as committed.
-
-    A copy without its .git or with an old one, as on a machine lent for a run, can be told by
-    NEGCHAIN_COMMIT.
-    """
-    if told := os.environ.get("NEGCHAIN_COMMIT"):
-        return told
-    here = Path(__file__).resolve().parents[3]
-
-    def git(*words: str) -> str:
-        done = subprocess.run(["git", "-C", str(here), *words], capture_output=True, text=True)
-        return done.stdout.strip()
-
-    if not (here / ".git").exists():
-        return "unknown"
-    commit = git("rev-parse", "--short", "HEAD")
-    return f"{commit}+changes" if git("status", "--porcelain", "--", "src") else commit
-
-
-# ---------------------------------------------------------------------- files
-
-
-def new_path(folder: Path, date: str, device: torch.device) -> Path:
-    """A name no record has yet: <date>_bench_<hardware>.json, -2, -3, ...
-
-    >>> new_path(Path("nowhere"), "2026-11-15", torch.device("cpu")).name
-    '2026-11-15_bench_cpu.json'
-    """
-    name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-    slug = re.sub(r"[^a-z0-9]+", "-", name.lower().removeprefix("nvidia ")).strip("-")
-    for number in itertools.count(1):
-        stem = f"{date}_bench_{slug}" + (f"-{number}" if number > 1 else "")
-        if not any((folder / f"{stem}{suffix}").exists() for suffix in (".json", ".md")):
-            return folder / f"{stem}.json"
-    raise AssertionError("unreachable")
-
-
-def write(path: Path, record: Record) -> None:
-    """Write FILE.json, and FILE.md rendered from it."""
-    text = json.dumps(record.to_json(), indent=1, ensure_ascii=False) + "\n"
-    with replacing(path) as file:
-        file.write(text.encode())
-    with replacing(path.with_suffix(".md")) as file:
-        file.write(page(read(path)).encode())
-
-
-def read(path: Path) -> Record:
-    """The record in FILE.json."""
-    try:
-        plain = json.loads(path.read_text(encoding="utf-8"))
-        if plain["format"] != FORMAT:
-            raise ValueError(f"its format is {plain['format']!r}, not {FORMAT}")
-        return Record.from_json(plain)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror}); name a record") from None
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise ConfigError(
-            f"{path} is no record of negchain bench ({type(error).__name__}: {error}); name the "
-            ".json file it wrote"
-        ) from None
-
-
-# ---------------------------------------------------------------------- Markdown
-
-
-def page(record: Record) -> str:
-    """The record as a page."""
-    versions = ", ".join(f"{name} {version}" for name, version in record.versions.items())
-    quick = " A quick run: it shows that everything runs, not how fast." if record.quick else ""
-    parts = [
-        f"# Speed, {record.date}, {record.hardware.split(',')[0]}",
-        f"**Command.** `{record.command}`, seed of the inputs {record.seed}.{quick}",
-        f"**Where.** {record.hardware}; {versions}; commit {record.commit}.",
-        "Medians with quartiles in brackets; ratios are formed round by round.",
-    ]
-    for table in record.tables:
-        parts += [f"## {table.title}", markdown(table)]
-    for subject, reason in record.failed.items():
-        parts += [f"## {subject}: failed", reason]
-    return "\n\n".join(parts) + "\n"
-
-
-def markdown(table: Table) -> str:
-    """A table with its checks and notes."""
-    parts = [f"Ratio: {table.compares}.", grid(table.rows)]
-    if table.checks:
-        shown = [
-            f"{'equal' if c.ok else '**MISMATCH**'}: {c.name} ({c.found})" for c in table.checks
-        ]
-        parts.append("\n".join(f"* {line}" for line in shown))
-    return "\n\n".join([*parts, *table.notes])
-
-
-def grid(rows: tuple[Row, ...]) -> str:
-    """Rows as a Markdown table; columns nobody fills are left out.
-
-    >>> print(grid((Row.of("a", [2.0], "ms", base=[1.0], against="b"),)))
-    | ratio | what | against | measured |
-    |---|---|---|---|
-    | 2.00 | a | b | 2.00 ms |
-    """
-    heads, lines = cells(rows)
-    table = [heads, ["---"] * len(heads), *lines]
-    return "\n".join(f"|{'|'.join(line)}|" if line[0] == "---" else _line(line) for line in table)
-
-
-def _line(words: list[str]) -> str:
-    return f"| {' | '.join(words)} |"
-
-
-def cells(rows: tuple[Row, ...]) -> tuple[list[str], list[list[str]]]:
-    """Heads and texts of the columns: ratios first."""
-    columns = {
-        "ratio": ["" if row.ratio is None else spread_text(row.ratio) for row in rows],
-        "what": [row.name for row in rows],
-        "against": [row.against if row.ratio is not None else "" for row in rows],
-        "measured": [spread_text(row.value, f" {row.unit}") for row in rows],
-    }
-    used = {head: texts for head, texts in columns.items() if any(texts)}
-    return list(used), [list(line) for line in zip(*used.values(), strict=True)]
-
-
-def spread_text(spread: Spread, unit: str = "") -> str:
-    """Median with quartiles, three figures.
-
-    >>> spread_text(Spread(1234.5, 1200.0, 1300.0), " ms"), spread_text(Spread(0.01234, 0.01, 0.02))
+    >>> Spread.of([4.0, 1.0, 2.0, 3.0, 5.0])
+    Spread(median=3.0, low=2.0, high=4.0)
+    >>> Spread(1234.5, 1200.0, 1300.0).text(" ms"), Spread(0.01234, 0.01, 0.02).text()
     ('1,234 ms (1,200–1,300)', '0.0123 (0.0100–0.0200)')
     """
-    if spread.low == spread.high:
-        return f"{_figures(spread.median)}{unit}"
-    return f"{_figures(spread.median)}{unit} ({_figures(spread.low)}–{_figures(spread.high)})"
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """The spread of at least one value."""
+        some = [*values] if len(values) > 1 else [*values] * 2
+        low, median, high = statistics.quantiles(some, n=4, method="inclusive")
+        return cls(median, low, high)
+
+    def text(self, unit: str = "") -> str:
+        """Median with quartiles, three figures."""
+        low, median, high = map(_figures, (self.low, self.median, self.high))
+        return f"{median}{unit}" + ("" if self.low == self.high else f" ({low}–{high})")
 
 
 def _figures(value: float) -> str:
@@ -241,3 +87,170 @@ def _figures(value: float) -> str:
     if abs(value) >= 1:
         return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
     return f"{value:#.3g}" if value else "0"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a table; `ratio` to the row named in `against`.
+
+    >>> row = Row.of("b", [2.0, 4.0, 9.0], "ms", against="a", base=[1.0, 2.0, 3.0])
+    >>> row.ratio.median, row.value.median
+    (2.0, 4.0)
+    """
+
+    name: str
+    value: Spread
+    unit: str
+    against: str = ""
+    ratio: Spread | None = None
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        values: Sequence[float],
+        unit: str,
+        against: str = "",
+        base: Sequence[float] = (),
+    ) -> Row:
+        """A row from its values, one per round, and those of what it is compared with."""
+        ratio = [value / other for value, other in zip(values, base, strict=False)]
+        return cls(name, Spread.of(values), unit, against, Spread.of(ratio) if ratio else None)
+
+
+def rows(found: Mapping[str, Sequence[float]], where: str, unit: str = "ms") -> list[Row]:
+    """A row each, against the first."""
+    base = next(iter(found))
+    return [Row.of(f"{n}, {where}", values, unit, base, found[base]) for n, values in found.items()]
+
+
+@dataclass(frozen=True)
+class Check:
+    """A fast path compared with its readable twin in the same run."""
+
+    name: str
+    ok: bool
+    found: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """What one subject's measurement found."""
+
+    title: str
+    compares: str
+    rows: Sequence[Row]
+    checks: Sequence[Check] = ()
+    notes: Sequence[str] = ()
+
+
+@dataclass
+class Record:
+    """What was measured, on what; grows by a table at a time."""
+
+    date: str
+    command: str
+    hardware: str
+    versions: dict[str, str]
+    commit: str
+    seed: int
+    quick: bool
+    tables: dict[str, Table] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    """Subject -> why it has no table."""
+
+    @classmethod
+    def new(cls, device: torch.device, command: str, seed: int, quick: bool) -> Record:
+        """An empty record of this machine, today."""
+        used = {**versions(PACKAGES), "cuda": torch.version.cuda or "none"}
+        date = time.strftime("%Y-%m-%d")
+        return cls(date, command, _hardware(device), used, _commit(), seed, quick)
+
+    @property
+    def mismatches(self) -> list[str]:
+        """Fast paths that do not equal their twins."""
+        checks = [check for table in self.tables.values() for check in table.checks]
+        return [f"{check.name}: {check.found}" for check in checks if not check.ok]
+
+    def page(self) -> str:
+        """The record as Markdown."""
+        used = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        quick = " A quick run: it shows that everything runs, not how fast." if self.quick else ""
+        parts = [
+            f"# Speed, {self.date}, {self.hardware.split(',')[0]}",
+            f"**Command.** `{self.command}`, seed of the inputs {self.seed}.{quick}",
+            f"**Where.** {self.hardware}; {used}; commit {self.commit}.",
+            "Medians with quartiles in brackets; ratios are formed round by round.",
+        ]
+        for table in self.tables.values():
+            parts += [f"## {table.title}", f"Ratio: {table.compares}.", grid(table.rows)]
+            verdicts = [("equal" if c.ok else "**MISMATCH**", c) for c in table.checks]
+            parts += ["\n".join(f"* {v}: {c.name} ({c.found})" for v, c in verdicts) or ""]
+            parts += table.notes
+        for subject, reason in self.failed.items():
+            parts += [f"## {subject}: failed", reason]
+        return "\n\n".join(filter(None, parts)) + "\n"
+
+    def write(self, path: Path) -> None:
+        """Write FILE.md, and FILE.json with the same numbers."""
+        plain = json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n"
+        for suffix, text in ((".md", self.page()), (".json", plain)):
+            with replacing(path.with_suffix(suffix)) as file:
+                file.write(text.encode())
+
+
+def grid(rows: Sequence[Row]) -> str:
+    """Rows as a Markdown table, ratios first.
+
+    >>> print(grid([Row.of("a", [2.0], "ms", "b", [1.0])]))
+    | ratio | what | against | measured |
+    |---|---|---|---|
+    | 2.00 | a | b | 2.00 ms |
+    """
+    lines = ["| ratio | what | against | measured |", "|---|---|---|---|"]
+    for row in rows:
+        ratio = "" if row.ratio is None else row.ratio.text()
+        lines.append(f"| {ratio} | {row.name} | {row.against} | {row.value.text(f' {row.unit}')} |")
+    return "\n".join(lines)
+
+
+def new_path(folder: Path, date: str, device: torch.device) -> Path:
+    """A name no record has yet: <date>_bench_<hardware>.md, -2, -3, ...
+
+    >>> new_path(Path("nowhere"), "2026-11-15", torch.device("cpu")).name
+    '2026-11-15_bench_cpu.md'
+    """
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    slug = re.sub(r"[^a-z0-9]+", "-", name.lower().removeprefix("nvidia ")).strip("-")
+    stems = (f"{date}_bench_{slug}" + (f"-{n}" if n > 1 else "") for n in itertools.count(1))
+    taken = {path.stem for path in folder.glob("*_bench_*")}
+    return folder / f"{next(stem for stem in stems if stem not in taken)}.md"
+
+
+def _hardware(device: torch.device) -> str:
+    """The GPU by name, with the CPU beside it."""
+    listed = Path("/proc/cpuinfo")
+    text = listed.read_text() if listed.exists() else ""
+    named = re.search(r"^model name\s*:\s*(.+)$", text, re.M)
+    name = named[1].strip() if named else platform.processor() or platform.machine()
+    cpu = f"{os.cpu_count()} cores of {name}, {torch.get_num_threads()} threads"
+    return f"{torch.cuda.get_device_name()}, {cpu}" if device.type == "cuda" else cpu
+
+
+def _commit() -> str:
+    """The commit that is measured, "+changes" if src/ is not as committed.
+
+    A copy without its .git, as on a machine lent for a run, can be told by NEGCHAIN_COMMIT.
+    """
+    here = Path(__file__).resolve().parents[3]
+
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", "-C", str(here), *words], capture_output=True, text=True)
+        return done.stdout.strip()
+
+    if told := os.environ.get("NEGCHAIN_COMMIT"):
+        return told
+    if not (here / ".git").exists():
+        return "unknown"
+    changes = git("status", "--porcelain", "--", "src")
+    return git("rev-parse", "--short", "HEAD") + ("+changes" if changes else "")

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from negchain.bench.table import Settings
+from negchain.bench.record import Settings
 from negchain.data import DataBundle, ImageSet
 from negchain.methods import METHODS, trained
 from negchain.optim import set_lr
@@ -22,8 +22,7 @@ from negchain.train.config import TrainConfig
 from negchain.train.resolve import resolve
 from negchain.train.run_folder import RunFolder
 
-NUM_IMAGES = 4_000  # 96 px: 110 MB
-SIDE = 96
+NUM_IMAGES, SIDE = 4_000, 96  # 110 MB
 STEADY_LR = 1e-4  # small enough for every method without a warm-up
 ENCODERS: dict[str, dict[str, object]] = {
     "ResNet-18": {"encoder": "resnet18", "norm": "batch"},
@@ -33,21 +32,19 @@ ENCODERS: dict[str, dict[str, object]] = {
 """Of the runs on a GPU; the first, which people get by default, comes with every method."""
 
 
-def _variants() -> dict[str, dict[str, object]]:
+def variants() -> dict[str, dict[str, object]]:
+    """Every method the trainer knows and what it can be told, by the name it has in tables."""
     found: dict[str, dict[str, object]] = {}
     for name in trained():
-        method = METHODS[name]
-        found[method.title] = {"method": name}
-        if "carried" in method.options:
-            found[f"{method.title}, cached"] = {"method": name, "carried": "cached"}
-        if "proposal" in method.options:
-            found[f"{method.title}, informed"] = {"method": name, "proposal": "informed"}
+        title, options = METHODS[name].title, METHODS[name].options
+        found[title] = {"method": name}
+        for option, value in (("carried", "cached"), ("proposal", "informed")):
+            if option in options:
+                found[f"{title}, {value}"] = {"method": name, option: value}
     return found
 
 
-VARIANTS = _variants()
-"""Every method the trainer knows and what it can be told, by the name it has in tables."""
-BASE = next(iter(VARIANTS))
+BASE = METHODS[trained()[0]].title
 DEFAULT = METHODS[TrainConfig.method].title
 
 
@@ -85,8 +82,12 @@ def pictures(settings: Settings) -> DataBundle:
     """The images all runs share: made up on a GPU (nothing to download), else the digits."""
     if not settings.on_gpu:
         return load_images(resolve(None, {"data": "digits"}))
-    pixels = pictures_like_photographs(NUM_IMAGES, SIDE, settings.seed)
-    names = tuple(map(str, range(NUM_IMAGES)))
+    return bundle(pictures_like_photographs(NUM_IMAGES, SIDE, settings.seed))
+
+
+def bundle(pixels: Tensor) -> DataBundle:
+    """Images as a data set without labels."""
+    names = tuple(map(str, range(len(pixels))))
     return DataBundle("made up", ImageSet(names, None, pixels), None, None, (), (), "0" * 16)
 
 
@@ -107,14 +108,6 @@ def pictures_like_photographs(count: int, side: int, seed: int) -> Tensor:
         total += F.interpolate(noise, size=side, mode="nearest")
         scale *= 2
     return (128 + total * (64 / total.std())).clamp(0, 255).to(torch.uint8)
-
-
-def on_device(data: DataBundle, device: torch.device) -> DataBundle:
-    """The same images where the trainer wants them, so that several runs share one copy."""
-    images = data.pretrain.images
-    assert images is not None
-    moved = ImageSet(data.pretrain.names, None, images.to(device))
-    return DataBundle(data.name, moved, None, None, (), (), data.fingerprint)
 
 
 @contextmanager

@@ -11,7 +11,6 @@ HELP = """Measure the speed of this machine: tables of ratios, and a dated recor
 
     negchain bench                          # everything; minutes
     negchain bench --only scan,step         # some tables
-    negchain bench --show 2026-11-15_bench_h200.json
 
 Tables: `scan` (mh_scan against a loop over columns), `losses` (each against InfoNCE), `step` (the
 trainer's step of each method against InfoNCE's), `trainer` (images per second against a DataLoader
@@ -40,17 +39,11 @@ def command(
     quick: Annotated[
         bool, typer.Option("--quick", help="Few rounds: does everything run?")
     ] = False,
-    large: Annotated[
-        bool, typer.Option("--large", help="On a CPU, also a chain table of 10^9 samples (4 GB).")
-    ] = False,
     seed: Annotated[
         int, typer.Option(help="Of the random inputs; -1 takes a fresh one and records it.")
     ] = -1,
-    show: Annotated[
-        OptionalPath, typer.Option(metavar="FILE.json", help="Print a record; measure nothing.")
-    ] = None,
 ) -> int:
     """See `HELP`."""
     from negchain.cli.measure import measure  # brings torch, which --help does not need
 
-    return measure(only, device, out, quick, large, seed, show)
+    return measure(only, device, out, quick, seed)

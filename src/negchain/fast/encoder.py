@@ -25,7 +25,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from negchain.fast.layers import FasterLayers, WeightGradients, is_fused
+from negchain.fast.layers import WeightGradients, faster_layers, is_fused
 from negchain.fast.streams import forked, new_stream
 
 Strategy = Literal["plain", "compiled", "blocks"]
@@ -218,7 +218,7 @@ class BlockEncoder(CopyingEncoder):
 
     def _run(self, pixels: Tensor) -> Tensor:
         copies = self._named_copies()
-        with FasterLayers(self.encoder, set(copies.values()), self._gradients):
+        with faster_layers(self.encoder, set(copies.values()), self._gradients):
             embeddings: Tensor = torch.func.functional_call(self.encoder, copies, (pixels,))
         return embeddings
 

@@ -41,19 +41,9 @@ def _share(count, total, like):
 
 @triton.jit
 def _scan_kernel(
-    logits_ptr,
-    start_logit_ptr,
-    log_u_ptr,
-    burn_in_ptr,
-    weights_ptr,
-    start_weight_ptr,
-    last_ptr,
-    last_logit_ptr,
-    accepts_ptr,
-    num_columns,
-    every,
-    TILE: tl.constexpr,
-):
+    logits_ptr, start_logit_ptr, log_u_ptr, burn_in_ptr, weights_ptr, start_weight_ptr, last_ptr,
+    last_logit_ptr, accepts_ptr, num_columns, every, TILE: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * num_columns
     log_u_ptr += row * num_columns
@@ -147,18 +137,8 @@ def scan_triton(
     last, accepts = torch.empty_like(burn_in), torch.empty_like(burn_in)
     tile = min(MAX_TILE, triton.next_power_of_2(max(num_columns, 16)))
     _scan_kernel[(num_chains,)](
-        logits.contiguous(),
-        start_logit.contiguous(),
-        log_u.contiguous(),
-        burn_in.contiguous(),
-        weights,
-        start_weight,
-        last,
-        last_logit,
-        accepts,
-        num_columns,
-        count_every,
-        TILE=tile,
+        logits.contiguous(), start_logit.contiguous(), log_u.contiguous(), burn_in.contiguous(),
+        weights, start_weight, last, last_logit, accepts, num_columns, count_every, TILE=tile,
         num_warps=max(1, min(4, tile // 256)),
-    )
+    )  # fmt: skip
     return Scan(weights, start_weight, last, last_logit, accepts)

@@ -142,28 +142,19 @@ class ImageTask(Task):
         self, wants: Sequence[Want], step: Tensor, row: int, loaded: Images | None = None
     ) -> Tensor:
         """Pixels [R, C, size, size]: augmented with this step's draws, or stored ones."""
+        whole = torch.cat([want.ids for want in wants])
         if self.plain_keys and wants[0].tower == "keys":
-            return self._plain(wants, loaded)
-        return self._augmented([want.ids for want in wants], step, row, loaded)
-
-    def _plain(self, wants: Sequence[Want], loaded: Images | None) -> Tensor:
-        """Keys without augmentation; those of the batch, if loaded, come first."""
-        ids = [want.ids for want in wants]
-        if loaded is None:
-            return self.augment.plain(self.images(torch.cat(ids)))
-        given = [loaded.to(self.device, non_blocking=True), *map(self.images, ids[1:])]
-        return self.augment.plain(joined(given))
-
-    def _augmented(
-        self, ids: list[Tensor], step: Tensor, row: int, loaded: Images | None
-    ) -> Tensor:
+            if loaded is None:
+                return self.augment.plain(self.images(whole))
+            given = [loaded.to(self.device, non_blocking=True)]  # the batch, then what was drawn
+            given += [self.images(want.ids) for want in wants[1:]]
+            return self.augment.plain(joined(given))
         if self.config.augmentations is not None:
-            return self.augment.plain(self.images(torch.cat(ids)))
+            return self.augment.plain(self.images(whole))
         drawn = Draws(self.config.seed, step, draws.STREAM_AUGMENT, row)
         if self.table is not None:
             dtype = self.autocast or torch.float32
-            return self.augment.from_table(self.table, ids, drawn, dtype)
-        whole = torch.cat(ids)
+            return self.augment.from_table(self.table, whole, drawn, dtype)
         if loaded is None:
             return self.augment(self.images(whole), drawn)
         views = loaded.to(self.device, non_blocking=True)

@@ -33,8 +33,8 @@ from torchvision.models.resnet import BasicBlock, ResNet
 
 from interpreter import hurry
 from negchain.fast.layers import (
-    FasterLayers,
     WeightGradients,
+    faster_layers,
     few_channels_triton,
     masked_triton,
     max_pool_triton,
@@ -213,7 +213,7 @@ def check_encoder() -> Iterator[str]:
         _counting(max_pool_triton, "max_pool_forward", called),
         _counting(max_pool_triton, "max_pool_backward", called),
         _counting(masked_triton, "masked_triton", called),
-        FasterLayers(fast, set(fast.parameters()), gradients),
+        faster_layers(fast, set(fast.parameters()), gradients),
     ):
         again = fast(x)
         again.backward(grad)
@@ -254,7 +254,7 @@ PLANTED: dict[str, tuple[ModuleType, str, str, Callable[[ModuleType], Iterator[s
                 "shifted by two pixels": ("(row - MARGIN)[:, None] * 2", "row[:, None] * 2"),
                 "shifted by one pixel": ("(corner % 2)[None, :]", "((corner + 1) % 2)[None, :]"),
                 "kernels one row too low": ("corner // 2 - SHIFT,", "corner // 2,"),
-                "margin one too small": ("(self.padding + self.shift) // 2", "self.padding // 2"),
+                "margin one too small": ("(padding + shift) // 2", "padding // 2"),
                 "wraps at the right side": ("(x < width) & (y >= 0)", "(y >= 0)"),
                 "channels in the wrong order": ("channel % C)[None, :]", "channel // 4)[None, :]"),
                 "rows of the kernel": ("tap + row * F * FOLDED", "tap"),

@@ -1,4 +1,4 @@
-"""Inside `FasterLayers` an encoder gives the embeddings and gradients it gives outside.
+"""Inside `faster_layers` an encoder gives the embeddings and gradients it gives outside.
 
 Without a GPU the kernels run under Triton's interpreter, in one process of its own; see
 `layer_cases` for the cases.
@@ -20,7 +20,7 @@ from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
 from interpreter import interpreted
 from negchain.encoders import build_encoder
-from negchain.fast.layers import FasterLayers, WeightGradients, residual
+from negchain.fast.layers import WeightGradients, faster_layers, residual
 
 ENCODERS = [
     ("resnet18", "none", 32),
@@ -48,7 +48,7 @@ def results(
     encoder.zero_grad(set_to_none=True)
     named = {name: p for name, p in encoder.named_parameters() if p.requires_grad}
     taken = set(named.values() if weights is None else weights)
-    with FasterLayers(encoder, taken, gradients) if fast else contextlib.nullcontext():
+    with faster_layers(encoder, taken, gradients) if fast else contextlib.nullcontext():
         z = encoder(x)
     z.backward(normal(*z.shape, seed=1).to(z))
     found = gradients.join()
@@ -120,7 +120,7 @@ def test_blocks_without_normalisation_are_fused(fused, name, size, layers, block
         encoder = build_encoder(name, image_size=size, norm=norm)
         with (
             torch.no_grad(),
-            FasterLayers(encoder, set(encoder.parameters()), WeightGradients(None)),
+            faster_layers(encoder, set(encoder.parameters()), WeightGradients(None)),
         ):
             encoder(x)
         assert len(fused) == (norm == "none")
@@ -143,7 +143,7 @@ def test_the_gradient_of_blocks_by_differences(kind) -> None:
     """Not autograd's word: float64 and finite differences, in a direction of all weights."""
     network, x = small_resnet(kind).double(), normal(2, 3, 9, 9).double()
     grad, gradients = normal(2, 10, seed=3).double(), WeightGradients(None)
-    with FasterLayers(network, set(network.parameters()), gradients):
+    with faster_layers(network, set(network.parameters()), gradients):
         network(x).backward(grad)
     found = gradients.join()
     for name, weight in network.named_parameters():
@@ -236,7 +236,7 @@ def test_a_network_that_pools_otherwise_is_left_alone(fused, kind) -> None:
 def test_the_encoder_is_as_it_was_after_an_error() -> None:
     encoder = build_encoder("resnet18", image_size=32)
     given = set(encoder.parameters())
-    with pytest.raises(RuntimeError), FasterLayers(encoder, given, WeightGradients(None)):
+    with pytest.raises(RuntimeError), faster_layers(encoder, given, WeightGradients(None)):
         encoder(normal(1, 4, 32, 32))  # four channels
     assert_untouched(encoder)
     layer = nn.Linear(3, 3)
@@ -276,7 +276,7 @@ def test_a_weight_used_in_several_layers_gets_the_sum() -> None:
 def test_without_gradients() -> None:
     encoder = build_encoder("resnet18", image_size=32)
     x, gradients = normal(2, 3, 32, 32), WeightGradients(None)
-    with torch.no_grad(), FasterLayers(encoder, set(encoder.parameters()), gradients):
+    with torch.no_grad(), faster_layers(encoder, set(encoder.parameters()), gradients):
         z = encoder(x)
     assert z.equal(encoder(x)) and not z.requires_grad and gradients.join() == {}
 
@@ -288,7 +288,7 @@ def test_without_gradients() -> None:
 )
 def test_second_derivatives_are_refused(layer) -> None:
     x = normal(2, 3, 7, 7).requires_grad_()
-    with FasterLayers(layer, set(layer.parameters()), WeightGradients(None)):
+    with faster_layers(layer, set(layer.parameters()), WeightGradients(None)):
         y = layer(x).square().sum()
     (slope,) = torch.autograd.grad(y, x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):

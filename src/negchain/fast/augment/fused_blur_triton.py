@@ -40,17 +40,14 @@ def store(ptr, red, green, blue, inside, CHANNELS: tl.constexpr, NEXT: tl.conste
 @triton.jit
 def blurred(
     red,  # the pixels themselves
-    green,
-    blue,
+    green, blue,
     image_ptr,  # planar float32 [C,SIZE,SIZE]
     line,  # where the pixels' lines along the axis begin
     centre,  # the pixels' places on their lines
-    sigma,
-    CHANNELS: tl.constexpr,
-    SIZE: tl.constexpr,
+    sigma, CHANNELS: tl.constexpr, SIZE: tl.constexpr,
     STRIDE: tl.constexpr,  # between neighbours on a line
     RADIUS: tl.constexpr,
-):
+):  # fmt: skip
     """Red, green and blue blurred along one axis, edges reflected; one channel in `red`."""
     PLANE: tl.constexpr = SIZE * SIZE
     if sigma > 0.0:
@@ -84,23 +81,11 @@ def _finished(value, mean, std, NORMALIZE: tl.constexpr):
 
 @triton.jit
 def _finish_kernel(
-    pixels_ptr,
-    out_ptr,
-    params_ptr,
-    mean_0,
-    mean_1,
-    mean_2,
-    std_0,
-    std_1,
-    std_2,
-    CHANNELS: tl.constexpr,
-    SIZE: tl.constexpr,
-    RADIUS: tl.constexpr,
-    NORMALIZE: tl.constexpr,
+    pixels_ptr, out_ptr, params_ptr, mean_0, mean_1, mean_2, std_0, std_1, std_2,
+    CHANNELS: tl.constexpr, SIZE: tl.constexpr, RADIUS: tl.constexpr, NORMALIZE: tl.constexpr,
     CHANNELS_LAST: tl.constexpr,  # of `out`; `pixels` is planar
-    BLOCKS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Blur a block of pixels along y, clamp and normalise."""
     PLANE: tl.constexpr = SIZE * SIZE
     program = tl.program_id(0)
@@ -149,17 +134,9 @@ def finish_fused(
     layout = torch.channels_last if channels_last else torch.contiguous_format
     out = torch.empty(pixels.shape, dtype=dtype, device=pixels.device, memory_format=layout)
     _finish_kernel[(count * blocks,)](
-        pixels,
-        out,
-        params,
-        *(float(number) for number in (*mean, *padding, *std, *padding)),
-        CHANNELS=channels,
-        SIZE=size,
-        RADIUS=blur_radius(augment),
-        NORMALIZE=augment.normalize is not None,
-        CHANNELS_LAST=channels_last,
-        BLOCKS=blocks,
-        BLOCK=PIXELS,
-        enable_fp_fusion=True,
-    )
+        pixels, out, params, *(float(number) for number in (*mean, *padding, *std, *padding)),
+        CHANNELS=channels, SIZE=size, RADIUS=blur_radius(augment),
+        NORMALIZE=augment.normalize is not None, CHANNELS_LAST=channels_last, BLOCKS=blocks,
+        BLOCK=PIXELS, enable_fp_fusion=True,
+    )  # fmt: skip
     return out

@@ -11,7 +11,6 @@ side of a box that lies on a half then rounds the other way, which the tests cou
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
@@ -72,20 +71,9 @@ def _uniform(u, row_hash, key, column, HASHED: tl.constexpr):
 
 @triton.jit
 def _box(
-    u,
-    row_hash,
-    key,
-    full_height,
-    full_width,
-    scale,
-    scale_span,
-    ratio,
-    ratio_span,
-    ratio_min,
-    ratio_max,
-    AT: tl.constexpr,
-    HASHED: tl.constexpr,
-):
+    u, row_hash, key, full_height, full_width, scale, scale_span, ratio, ratio_span, ratio_min,
+    ratio_max, AT: tl.constexpr, HASHED: tl.constexpr,
+):  # fmt: skip
     """`crop.sample_box` for the uniforms from column AT on; `ratio` and its span are logarithms."""
     lane = tl.arange(0, 16)
     attempt = AT + tl.minimum(lane, NUM_TRIES - 1)  # lanes past the last attempt repeat it
@@ -113,22 +101,9 @@ def _box(
 
 @triton.jit
 def _store_jitter(
-    u,
-    row_hash,
-    key,
-    row,
-    probability,
-    low_0,
-    low_1,
-    low_2,
-    low_3,
-    span_0,
-    span_1,
-    span_2,
-    span_3,
-    AT: tl.constexpr,
-    HASHED: tl.constexpr,
-):
+    u, row_hash, key, row, probability, low_0, low_1, low_2, low_3, span_0, span_1, span_2, span_3,
+    AT: tl.constexpr, HASHED: tl.constexpr,
+):  # fmt: skip
     """`colour.sample_jitter` for the uniforms from column AT on: order and factors by place."""
     lane = tl.arange(0, 4)
     low = tl.where(lane < 2, tl.where(lane == 0, low_0, low_1), tl.where(lane == 2, low_2, low_3))
@@ -154,46 +129,15 @@ def _store_jitter(
 @triton.jit
 def _params_kernel(
     source_ptr,  # uniforms float32 [N,NUM_UNIFORMS], or the step [] if HASHED
-    index_0_ptr,  # three parts of the images' positions, PART of them each
-    index_1_ptr,
-    index_2_ptr,
+    index_ptr,  # int64 [N] positions of the images, if INDEXED; else image n is at n
     sizes_ptr,  # int32 [M,2] height and width of every picture, if RAGGED
-    params_ptr,
-    seed_key,
-    first_row,
-    size,
-    full_height,
-    full_width,
-    scale_low,
-    scale_span,
-    ratio_low,
-    ratio_span,
-    ratio_min,
-    ratio_max,
-    jitter_p,
-    low_0,
-    low_1,
-    low_2,
-    low_3,
-    span_0,
-    span_1,
-    span_2,
-    span_3,
-    grey_p,
-    blur_p,
-    sigma_low,
-    sigma_span,
-    HASHED: tl.constexpr,
-    STREAM: tl.constexpr,
-    PART: tl.constexpr,  # 0: no index, image n is at position n
-    RAGGED: tl.constexpr,
-    NUM_UNIFORMS: tl.constexpr,
+    params_ptr, seed_key, first_row, size, full_height, full_width, scale_low, scale_span,
+    ratio_low, ratio_span, ratio_min, ratio_max, jitter_p, low_0, low_1, low_2, low_3, span_0,
+    span_1, span_2, span_3, grey_p, blur_p, sigma_low, sigma_span, HASHED: tl.constexpr,
+    STREAM: tl.constexpr, INDEXED: tl.constexpr, RAGGED: tl.constexpr, NUM_UNIFORMS: tl.constexpr,
     CROP_AT: tl.constexpr,  # first column of an operation's uniforms; -1: left out
-    FLIP_AT: tl.constexpr,
-    JITTER_AT: tl.constexpr,
-    GREY_AT: tl.constexpr,
-    BLUR_AT: tl.constexpr,
-):
+    FLIP_AT: tl.constexpr, JITTER_AT: tl.constexpr, GREY_AT: tl.constexpr, BLUR_AT: tl.constexpr,
+):  # fmt: skip
     image = tl.program_id(0).to(tl.int64)
     u, row_hash, key = source_ptr, 0, 0
     if HASHED:
@@ -203,11 +147,8 @@ def _params_kernel(
         u += image * NUM_UNIFORMS
     row = params_ptr + image * NUM_FIELDS
     position = image.to(tl.int32)
-    if PART > 0:
-        part, at = image // PART, image % PART
-        position = tl.load(index_0_ptr + at, mask=part == 0, other=0).to(tl.int32)
-        position += tl.load(index_1_ptr + at, mask=part == 1, other=0).to(tl.int32)
-        position += tl.load(index_2_ptr + at, mask=part == 2, other=0).to(tl.int32)
+    if INDEXED:
+        position = tl.load(index_ptr + image).to(tl.int32)
     tl.store(row + POSITION, position.to(tl.float32, bitcast=True))
     top, left, height, width = 0.0, 0.0, full_height, full_width
     if RAGGED:
@@ -220,20 +161,9 @@ def _params_kernel(
         left = tl.floor((full_width - width) * 0.5)
     if CROP_AT >= 0:
         top, left, height, width = _box(
-            u,
-            row_hash,
-            key,
-            full_height,
-            full_width,
-            scale_low,
-            scale_span,
-            ratio_low,
-            ratio_span,
-            ratio_min,
-            ratio_max,
-            CROP_AT,
-            HASHED,
-        )
+            u, row_hash, key, full_height, full_width, scale_low, scale_span, ratio_low, ratio_span,
+            ratio_min, ratio_max, CROP_AT, HASHED,
+        )  # fmt: skip
     flip, grey, sigma = 0.0, 0.0, 0.0
     if FLIP_AT >= 0:
         flip = tl.where(_uniform(u, row_hash, key, FLIP_AT, HASHED) < 0.5, 1.0, 0.0)
@@ -244,22 +174,9 @@ def _params_kernel(
         sigma = tl.where(_uniform(u, row_hash, key, BLUR_AT, HASHED) < blur_p, drawn, 0.0)
     if JITTER_AT >= 0:
         _store_jitter(
-            u,
-            row_hash,
-            key,
-            row,
-            jitter_p,
-            low_0,
-            low_1,
-            low_2,
-            low_3,
-            span_0,
-            span_1,
-            span_2,
-            span_3,
-            JITTER_AT,
-            HASHED,
-        )
+            u, row_hash, key, row, jitter_p, low_0, low_1, low_2, low_3, span_0, span_1, span_2,
+            span_3, JITTER_AT, HASHED,
+        )  # fmt: skip
     tl.store(row + TOP, top)
     tl.store(row + LEFT, left)
     tl.store(row + HEIGHT, height)
@@ -276,7 +193,7 @@ def fused_params(
     drawn: Tensor | Draws,  # uniforms float32 [N,U], or where to hash them
     count: int,
     sizes: tuple[int, int] | Tensor,  # height and width of all images, or of each picture [M,2]
-    index: Sequence[Tensor] = (),  # up to three parts of equal length: positions in the table
+    index: Tensor | None = None,  # positions in the table [N]
 ) -> Tensor:
     """Rows of numbers [N,NUM_FIELDS] for N images: `augment.sample`, as floats.
 
@@ -288,7 +205,6 @@ def fused_params(
         augment.check_uniforms(drawn)
         source, seed, row, stream = drawn.contiguous(), 0, 0, 0
     params = torch.empty(count, NUM_FIELDS.value, device=source.device)
-    parts = [part.contiguous() for part in index] + [source] * (3 - len(index))
     ragged = isinstance(sizes, Tensor)
     height, width = (0, 0) if isinstance(sizes, Tensor) else sizes
     widths = augment.widths()
@@ -296,22 +212,11 @@ def fused_params(
         end - used if used else -1 for end, used in zip(accumulate(widths), widths, strict=True)
     ]
     _params_kernel[(count,)](
-        source,
-        *parts,
-        sizes if ragged else source,
-        params,
-        seed,
-        row,
-        *_settings(augment, height, width),
-        isinstance(drawn, Draws),
-        stream,
-        len(index[0]) if index else 0,
-        ragged,
-        augment.num_uniforms,
-        *first,
-        num_warps=1,
+        source, source if index is None else index.contiguous(), sizes if ragged else source,
+        params, seed, row, *_settings(augment, height, width), isinstance(drawn, Draws), stream,
+        index is not None, ragged, augment.num_uniforms, *first, num_warps=1,
         enable_fp_fusion=False,  # round as torch does
-    )
+    )  # fmt: skip
     return params
 
 

@@ -26,7 +26,6 @@ Runs on a GPU, and on a CPU under TRITON_INTERPRET=1 (for tests).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 import triton
@@ -77,16 +76,12 @@ def _tap_weight(source, centre, slope, length):
 
 @triton.jit
 def _resample(
-    image_ptr,
-    y,
-    x,
-    row,
+    image_ptr, y, x, row,
     stride,  # between rows of the source
     plane,  # between its channels
     taps_y,  # source pixels under the triangle, at most
-    taps_x,
-    CHANNELS: tl.constexpr,
-):
+    taps_x, CHANNELS: tl.constexpr,
+):  # fmt: skip
     """`crop.resample` before the flip: red, green, blue of pixels (y, x); thrice grey for one."""
     step_y, step_x = tl.load(row + STEP_Y), tl.load(row + STEP_X)
     support_y, support_x = tl.maximum(step_y, 1.0), tl.maximum(step_x, 1.0)
@@ -179,21 +174,10 @@ def _taps(step):
 def _crop_kernel(
     images_ptr,
     offsets_ptr,  # int64 [M] and int32 [M,2] of `Pictures`, if RAGGED
-    sizes_ptr,
-    params_ptr,
-    pixels_ptr,
-    sums_ptr,
-    JITTER: tl.constexpr,
-    RAGGED: tl.constexpr,
-    H: tl.constexpr,
-    W: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    SIZE: tl.constexpr,
-    TAPS_Y: tl.constexpr,
-    TAPS_X: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    sizes_ptr, params_ptr, pixels_ptr, sums_ptr, JITTER: tl.constexpr, RAGGED: tl.constexpr,
+    H: tl.constexpr, W: tl.constexpr, CHANNELS: tl.constexpr, SIZE: tl.constexpr,
+    TAPS_Y: tl.constexpr, TAPS_X: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Crop, flip and the jitter before contrast: float32 [N,C,SIZE,SIZE], luminance [N,BLOCKS]."""
     PLANE: tl.constexpr = SIZE * SIZE
     program = tl.program_id(0)
@@ -229,20 +213,14 @@ def _crop_kernel(
 
 @triton.jit
 def _colour_kernel(
-    params_ptr,
-    pixels_ptr,
-    sums_ptr,
-    across_ptr,
-    JITTER: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    SIZE: tl.constexpr,
-    RADIUS: tl.constexpr,
+    params_ptr, pixels_ptr, sums_ptr, across_ptr, JITTER: tl.constexpr, CHANNELS: tl.constexpr,
+    SIZE: tl.constexpr, RADIUS: tl.constexpr,
     SUM_BLOCKS: tl.constexpr,  # sums per image
     SUMS: tl.constexpr,  # power of two, at least SUM_BLOCKS
     BLOCKS: tl.constexpr,
     PIXELS: tl.constexpr,  # whole rows of the image
     BLOCK: tl.constexpr,  # power of two, at least PIXELS
-):
+):  # fmt: skip
     """The jitter from contrast on and grey, in place; then the blur along x into `across`."""
     PLANE: tl.constexpr = SIZE * SIZE
     program = tl.program_id(0)
@@ -290,20 +268,17 @@ def augment_fused(
     images: Images,  # N uint8 images, or M with `index`
     drawn: Tensor | Draws,  # uniforms float32 [N,num_uniforms]
     *,
-    index: Tensor | Sequence[Tensor] = (),  # int64 [N]: which of M images; not checked
+    index: Tensor | None = None,  # int64 [N]: which of M images; not checked
     dtype: torch.dtype = torch.float32,
     channels_last: bool = False,
 ) -> Tensor:
     """Augment as `augment(images[index], drawn)`: [N,C,size,size] of `dtype`.
 
     The gather, the rounding to `dtype` and the memory format that an encoder wants are parts of
-    the first and the last pass instead of passes of their own. `index` may come in up to three
-    parts of equal length.
+    the first and the last pass instead of passes of their own.
     """
     check_images(images)
-    parts = [index] if isinstance(index, Tensor) else list(index)
-    assert len(parts) <= 3 and len({len(part) for part in parts}) <= 1
-    count = sum(len(part) for part in parts) if parts else len(images)
+    count = len(images if index is None else index)
     if isinstance(drawn, Tensor) and len(drawn) != count:
         raise ValueError(
             f"there must be one row of uniforms per image, got {len(drawn)} for {count} images; "
@@ -312,11 +287,11 @@ def augment_fused(
     size = augment.size
     if isinstance(images, Pictures):
         channels, height, width = images.channels, size, size
-        params = fused_params(augment, drawn, count, images.sizes.contiguous(), parts)
+        params = fused_params(augment, drawn, count, images.sizes.contiguous(), index)
         source = (images.pixels, images.offsets, images.sizes.contiguous())
     else:
         _, channels, height, width = images.shape
-        params = fused_params(augment, drawn, count, (height, width), parts)
+        params = fused_params(augment, drawn, count, (height, width), index)
         source = (images.contiguous(), params, params)
     blocks = triton.cdiv(size * size, PIXELS)
     sums = params.new_empty(count, blocks)
@@ -328,32 +303,15 @@ def augment_fused(
         "enable_fp_fusion": True,
     }
     _crop_kernel[(count * blocks,)](
-        *source,
-        params,
-        pixels,
-        sums,
-        RAGGED=isinstance(images, Pictures),
-        H=height,
-        W=width,
+        *source, params, pixels, sums, RAGGED=isinstance(images, Pictures), H=height, W=width,
         TAPS_Y=math.ceil(2 * max(1.0, height / size)),  # source pixels under the triangle
-        TAPS_X=math.ceil(2 * max(1.0, width / size)),
-        BLOCKS=blocks,
-        BLOCK=PIXELS,
-        **shared,
-    )
+        TAPS_X=math.ceil(2 * max(1.0, width / size)), BLOCKS=blocks, BLOCK=PIXELS, **shared,
+    )  # fmt: skip
     rows = max(1, PIXELS // size)
     across = torch.empty_like(pixels) if blur_radius(augment) else pixels
     _colour_kernel[(count * triton.cdiv(size, rows),)](
-        params,
-        pixels,
-        sums,
-        across,
-        RADIUS=blur_radius(augment),
-        SUM_BLOCKS=blocks,
-        SUMS=triton.next_power_of_2(blocks),
-        BLOCKS=triton.cdiv(size, rows),
-        PIXELS=rows * size,
-        BLOCK=triton.next_power_of_2(rows * size),
-        **shared,
-    )
+        params, pixels, sums, across, RADIUS=blur_radius(augment), SUM_BLOCKS=blocks,
+        SUMS=triton.next_power_of_2(blocks), BLOCKS=triton.cdiv(size, rows), PIXELS=rows * size,
+        BLOCK=triton.next_power_of_2(rows * size), **shared,
+    )  # fmt: skip
     return finish_fused(augment, across, params, dtype, channels_last)

@@ -178,23 +178,14 @@ def _both_sides(
             name: None if table is None else table[side] for name, table in tables.items()
         }
         one = plan.Plan(
-            index=index,
-            side=side,
-            step=loss_fn.step,
-            counts=counts and side == loss_fn.num_sides - 1,
-            faults=loss_fn.faults,
-            dim=z_a.shape[1],
-            denominator=loss_fn.denominator,
-            shared=shared,
-            views=2 if shared and loss_fn.symmetric else 1,
-            normalize=loss_fn.normalize,
-            training=loss_fn.training,
-            seed=loss_fn.seed,
-            num_samples=loss_fn.num_samples or 2**31 - 1,
-            multiplicity=loss_fn.multiplicity,
-            **mine,
+            index=index, side=side, step=loss_fn.step,
+            counts=counts and side == loss_fn.num_sides - 1, faults=loss_fn.faults,
+            dim=z_a.shape[1], denominator=loss_fn.denominator, shared=shared,
+            views=2 if shared and loss_fn.symmetric else 1, normalize=loss_fn.normalize,
+            training=loss_fn.training, seed=loss_fn.seed,
+            num_samples=loss_fn.num_samples or 2**31 - 1, multiplicity=loss_fn.multiplicity, **mine,
             **settings,
-        )
+        )  # fmt: skip
         pair = (z_a, z_b) if side == 0 else (z_b, z_a)
         results.append(function.fused_loss(*pair, held, loss_fn.beta, one))
     if len(results) == 1:

@@ -44,32 +44,12 @@ def backward(
     grad_a, grad_b = torch.empty_like(a), torch.empty_like(b)
     grad_carried = None if carried is None else torch.empty_like(carried)
     layout_triton.finish_kernel[(size,)](
-        a,
-        b,
-        given(carried, a) if plan.keys is None else walked.held,
-        grad_queries,
-        grad_pool,
-        walked.column,
-        walked.norms,
-        walked.pull,
-        walked.carried_weight,
-        grad,
-        walked.step,
-        grad_a,
-        grad_b,
-        given(grad_carried, grad_a),
-        draws.seed_key(plan.seed),
-        size,
-        plan.num_columns,
-        D=dim,
-        WIDTH=triton.next_power_of_2(dim),
-        STRIDE=stride,
-        SHARED=plan.shared,
-        VIEWS=plan.views,
-        CARRIED=plan.carried,
-        NORMALIZE=plan.normalize,
-        num_warps=2,
-    )
+        a, b, given(carried, a) if plan.keys is None else walked.held, grad_queries, grad_pool,
+        walked.column, walked.norms, walked.pull, walked.carried_weight, grad, walked.step, grad_a,
+        grad_b, given(grad_carried, grad_a), draws.seed_key(plan.seed), size, plan.num_columns,
+        D=dim, WIDTH=triton.next_power_of_2(dim), STRIDE=stride, SHARED=plan.shared,
+        VIEWS=plan.views, CARRIED=plan.carried, NORMALIZE=plan.normalize, num_warps=2,
+    )  # fmt: skip
     return grad_a, grad_b, grad_carried
 
 
@@ -147,22 +127,10 @@ def _panel_products(plan: Plan, walked: Walked) -> tuple[Tensor, Tensor]:
             count = min(PANEL, begin + size - first)
             weights = torch.empty(count, columns, dtype=pool.dtype, device=pool.device)
             tiles_triton.panel_kernel[(columns // tile, triton.cdiv(count, block))](
-                *operands(walked),
-                plan.index,
-                walked.pool_ids,
-                walked.penalty,
-                walked.repeated,
-                walked.joint,
-                walked.pull,
-                walked.beta,
-                weights,
-                first,
-                count,
-                size,
-                columns,
-                plan.num_samples,
-                **shape(walked),
-            )
+                *operands(walked), plan.index, walked.pool_ids, walked.penalty, walked.repeated,
+                walked.joint, walked.pull, walked.beta, weights, first, count, size, columns,
+                plan.num_samples, **shape(walked),
+            )  # fmt: skip
             panel = slice(first, first + count)
             grad_queries[panel] = weights @ pool[offered]
             grad_pool[offered] += weights.mT @ queries[panel]

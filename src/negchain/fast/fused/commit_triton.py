@@ -47,8 +47,7 @@ def _any(pairs):  # [ITEMS,CHUNK] -> [ITEMS]
 
 @triton.jit
 def commit_kernel(
-    index_ptr,
-    valid_ptr,
+    index_ptr, valid_ptr,
     last_ptr,  # [N] column of the final state in its block, -1: unmoved
     pool_ptr,  # [blocks*K,P]
     pool_ids_ptr,
@@ -61,30 +60,12 @@ def commit_kernel(
     counter_ptr,  # the caller's step, changed where COUNTS
     seen_ptr,  # and its count of samples, where COUNTS and SEEN
     states_ptr,  # state tables, changed where TRAIN
-    keys_ptr,
-    log_partition_ptr,
-    faults_ptr,
-    seed_key,
-    num_items,
-    num_columns,
-    num_samples,
-    num_rows,
-    SIDE: tl.constexpr,
-    D: tl.constexpr,
-    WIDTH: tl.constexpr,
-    STRIDE: tl.constexpr,
-    ITEMS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    COUNTED: tl.constexpr,
-    VIEWS: tl.constexpr,
-    SHARED: tl.constexpr,
-    CARRIED: tl.constexpr,
-    ALL: tl.constexpr,
-    TRAIN: tl.constexpr,
-    ROWS: tl.constexpr,
-    COUNTS: tl.constexpr,
-    SEEN: tl.constexpr,
-):
+    keys_ptr, log_partition_ptr, faults_ptr, seed_key, num_items, num_columns, num_samples,
+    num_rows, SIDE: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr,
+    ITEMS: tl.constexpr, CHUNK: tl.constexpr, COUNTED: tl.constexpr, VIEWS: tl.constexpr,
+    SHARED: tl.constexpr, CARRIED: tl.constexpr, ALL: tl.constexpr, TRAIN: tl.constexpr,
+    ROWS: tl.constexpr, COUNTS: tl.constexpr, SEEN: tl.constexpr,
+):  # fmt: skip
     """Write the state tables, count faults, note who moved; the last program sums the values."""
     if tl.program_id(0) == tl.num_programs(0) - 1:
         total = tl.zeros((ROWS,), tl.float32)

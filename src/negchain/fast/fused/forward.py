@@ -34,16 +34,9 @@ def carried_ids(states: Tensor, side: int, index: Tensor, seed: int) -> Tensor: 
     ids = torch.empty_like(index)
     items = 128
     layout_triton.ids_kernel[(triton.cdiv(len(index), items),)](
-        ids,
-        index,
-        states,
-        draws.seed_key(seed),
-        len(index),
-        len(states),
-        SIDE=side,
-        ITEMS=items,
+        ids, index, states, draws.seed_key(seed), len(index), len(states), SIDE=side, ITEMS=items,
         num_warps=4,
-    )
+    )  # fmt: skip
     return ids
 
 
@@ -71,45 +64,16 @@ def _commit(walked: Walked, valid: Tensor, same: Tensor, plan: Plan) -> Tensor:
     value = walked.pull.new_empty(())
     unused = walked.pull
     commit_triton.commit_kernel[(triton.cdiv(size, COMMITTED) + 1,)](
-        plan.index,
-        valid,
-        walked.last,
-        walked.pool,
-        walked.pool_ids,
-        walked.running,
-        same,
-        walked.step,
-        walked.stats,
-        value,
-        walked.moved,
-        plan.step,
-        given(plan.seen, unused),
-        given(plan.states, unused),
-        given(plan.keys, unused),
-        given(plan.running, unused),
-        plan.faults,
-        draws.seed_key(plan.seed),
-        size,
-        plan.num_columns,
-        plan.num_samples,
-        rows,
-        SIDE=plan.side,
-        D=dim,
-        WIDTH=triton.next_power_of_2(dim),
-        STRIDE=walked.pool.shape[1],
-        ITEMS=COMMITTED,
-        CHUNK=min(1024, triton.next_power_of_2(size)),
-        COUNTED=plan.stream,
-        VIEWS=plan.views,
-        SHARED=plan.shared,
-        CARRIED=plan.carried,
-        ALL=plan.running is not None,
-        TRAIN=plan.training,
-        ROWS=min(2048, triton.next_power_of_2(rows)),
-        COUNTS=plan.counts,
-        SEEN=plan.seen is not None,
-        num_warps=1 if size <= 256 else 4,
-    )
+        plan.index, valid, walked.last, walked.pool, walked.pool_ids, walked.running, same,
+        walked.step, walked.stats, value, walked.moved, plan.step, given(plan.seen, unused),
+        given(plan.states, unused), given(plan.keys, unused), given(plan.running, unused),
+        plan.faults, draws.seed_key(plan.seed), size, plan.num_columns, plan.num_samples, rows,
+        SIDE=plan.side, D=dim, WIDTH=triton.next_power_of_2(dim), STRIDE=walked.pool.shape[1],
+        ITEMS=COMMITTED, CHUNK=min(1024, triton.next_power_of_2(size)), COUNTED=plan.stream,
+        VIEWS=plan.views, SHARED=plan.shared, CARRIED=plan.carried, ALL=plan.running is not None,
+        TRAIN=plan.training, ROWS=min(2048, triton.next_power_of_2(rows)), COUNTS=plan.counts,
+        SEEN=plan.seen is not None, num_warps=1 if size <= 256 else 4,
+    )  # fmt: skip
     return value
 
 
@@ -140,69 +104,31 @@ def _prepare(
         return torch.empty(shape, dtype=dtype, device=device)
 
     walked = Walked(
-        beta=beta if isinstance(beta, Tensor) else new(),
-        step=torch.empty_like(plan.step),
-        queries=new(rows, stride, dtype=kind),
-        pool=new(plan.blocks * columns, stride, dtype=kind),
-        pool_ids=new(columns, dtype=torch.int32),
-        penalty=new(columns),
-        column=new(size, dtype=torch.int32),
-        norms=new(3, size),
-        pull=new(rows),
-        carried_weight=new(rows),
-        stats=new(8, rows),
-        moved=new(2, size),
-        last=new(rows, dtype=torch.int32),
-        running=new(rows),
+        beta=beta if isinstance(beta, Tensor) else new(), step=torch.empty_like(plan.step),
+        queries=new(rows, stride, dtype=kind), pool=new(plan.blocks * columns, stride, dtype=kind),
+        pool_ids=new(columns, dtype=torch.int32), penalty=new(columns),
+        column=new(size, dtype=torch.int32), norms=new(3, size), pull=new(rows),
+        carried_weight=new(rows), stats=new(8, rows), moved=new(2, size),
+        last=new(rows, dtype=torch.int32), running=new(rows),
         held=new(size, dim) if plan.carried == "cached" else new(0),
         repeated=plan.index,  # unless there is i-SIR
-    )
+    )  # fmt: skip
     start_logit, start_similarity, positive = new(2, rows), new(rows), new(size)
     valid = new(size, dtype=torch.int32)
     width = triton.next_power_of_2(stride)
     items = triton.next_power_of_2(size) if times_from == "count" else 1
     layout_triton.prepare_kernel[(columns,)](
-        a,
-        b,
-        given(carried if plan.keys is None else plan.keys, positive),
-        plan.index,
-        in_batch,
-        given(plan.states, positive),
-        times,
-        plan.step,
-        walked.beta,
-        walked.step,
-        walked.queries,
-        walked.pool,
-        walked.pool_ids,
-        walked.penalty,
-        walked.column,
-        walked.norms,
-        positive,
-        start_similarity,
-        start_logit,
-        valid,
-        walked.held,
-        0.0 if isinstance(beta, Tensor) else beta,
-        draws.seed_key(plan.seed),
-        size,
-        columns,
-        plan.num_samples,
-        SIDE=plan.side,
-        D=dim,
-        WIDTH=width,
-        STRIDE=stride,
-        ITEMS=items,
-        SHARED=plan.shared,
-        VIEWS=plan.views,
-        CARRIED=plan.carried,
-        TIMES=times_from,
-        TILE=tiles_triton.TILE if plan.stream else 1,
-        CHECK_BATCH=plan.weighting == "isir",
-        NORMALIZE=plan.normalize,
-        FIXED=not isinstance(beta, Tensor),
+        a, b, given(carried if plan.keys is None else plan.keys, positive), plan.index, in_batch,
+        given(plan.states, positive), times, plan.step, walked.beta, walked.step, walked.queries,
+        walked.pool, walked.pool_ids, walked.penalty, walked.column, walked.norms, positive,
+        start_similarity, start_logit, valid, walked.held,
+        0.0 if isinstance(beta, Tensor) else beta, draws.seed_key(plan.seed), size, columns,
+        plan.num_samples, SIDE=plan.side, D=dim, WIDTH=width, STRIDE=stride, ITEMS=items,
+        SHARED=plan.shared, VIEWS=plan.views, CARRIED=plan.carried, TIMES=times_from,
+        TILE=tiles_triton.TILE if plan.stream else 1, CHECK_BATCH=plan.weighting == "isir",
+        NORMALIZE=plan.normalize, FIXED=not isinstance(beta, Tensor),
         num_warps=max(1, min(8, max(width, items) // WIDTH_OF_A_WARP)),
-    )
+    )  # fmt: skip
     return walked, start_logit, start_similarity, positive, valid
 
 
@@ -212,31 +138,12 @@ def _in_batch(walked: Walked, positive: Tensor, plan: Plan) -> None:
     walked.weights = torch.empty_like(similarity)
     tile = triton.next_power_of_2(max(plan.blocks * columns, 16))
     in_batch_triton.in_batch_kernel[(rows,)](
-        similarity,
-        plan.index,
-        walked.pool_ids,
-        walked.penalty,
-        positive,
-        given(plan.running, walked.pull),
-        walked.beta,
-        walked.weights,
-        walked.pull,
-        walked.running,
-        walked.last,
-        walked.stats,
-        plan.faults,
-        rows,
-        size,
-        columns,
-        plan.num_samples,
-        plan.gamma,
-        plan.log_negatives,
-        TILE=tile,
-        BLOCKS=plan.blocks,
-        SOGCLR=plan.weighting == "sogclr",
-        ALL=plan.denominator == "all",
-        num_warps=max(1, min(4, tile // 256)),
-    )
+        similarity, plan.index, walked.pool_ids, walked.penalty, positive,
+        given(plan.running, walked.pull), walked.beta, walked.weights, walked.pull, walked.running,
+        walked.last, walked.stats, plan.faults, rows, size, columns, plan.num_samples, plan.gamma,
+        plan.log_negatives, TILE=tile, BLOCKS=plan.blocks, SOGCLR=plan.weighting == "sogclr",
+        ALL=plan.denominator == "all", num_warps=max(1, min(4, tile // 256)),
+    )  # fmt: skip
 
 
 def _rows(
@@ -251,38 +158,12 @@ def _rows(
     walked.weights = torch.empty(rows, columns, device=similarity.device)
     tile = triton.next_power_of_2(max(columns, 16))
     rows_triton.rows_kernel[(rows,)](
-        similarity,
-        plan.index,
-        walked.pool_ids,
-        walked.penalty,
-        walked.repeated,
-        positive,
-        start_logit,
-        start_similarity,
-        given(plan.running, walked.pull),
-        given(plan.seen, walked.pull),
-        walked.beta,
-        walked.step,
-        walked.weights,
-        walked.pull,
-        walked.carried_weight,
-        walked.running,
-        walked.last,
-        walked.stats,
-        plan.faults,
-        draws.seed_key(plan.seed),
-        rows,
-        size,
-        columns,
-        plan.num_samples,
-        plan.burn_in,
-        plan.count_every,
-        plan.log_negatives,
-        plan.partition_rate,
-        SIDE=plan.side,
-        TILE=tile,
-        BLOCKS=plan.blocks,
-        ISIR=plan.weighting == "isir",
-        ALL=plan.running is not None,
+        similarity, plan.index, walked.pool_ids, walked.penalty, walked.repeated, positive,
+        start_logit, start_similarity, given(plan.running, walked.pull),
+        given(plan.seen, walked.pull), walked.beta, walked.step, walked.weights, walked.pull,
+        walked.carried_weight, walked.running, walked.last, walked.stats, plan.faults,
+        draws.seed_key(plan.seed), rows, size, columns, plan.num_samples, plan.burn_in,
+        plan.count_every, plan.log_negatives, plan.partition_rate, SIDE=plan.side, TILE=tile,
+        BLOCKS=plan.blocks, ISIR=plan.weighting == "isir", ALL=plan.running is not None,
         num_warps=max(1, min(4, tile // 256)),
-    )
+    )  # fmt: skip

@@ -40,17 +40,13 @@ def gather_rows_kernel(
     grad_queries_ptr,  # [N,P] float32, out
     counts_ptr,  # [blocks*K] zeros; out: entries of each column
     earlier_ptr,  # [N,S+1] out: entries of the same column counted before this one
-    pool_ptr,  # [blocks*K,P]
-    positions_ptr,  # [N,S+1]
+    pool_ptr, positions_ptr,  # [blocks*K,P], [N,S+1]
     weights_ptr,  # [N,S+1] pulled
     runs_ptr,  # [N]
-    num_items,
-    num_columns,
+    num_items, num_columns,
     num_slots,  # S + 1
-    STRIDE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    RUNS: tl.constexpr,
-):
+    STRIDE: tl.constexpr, WIDTH: tl.constexpr, RUNS: tl.constexpr,
+):  # fmt: skip
     """Gradient of a row, and how many entries of their columns came before its own."""
     row = tl.program_id(0).to(tl.int64)
     first = (row // num_items) * num_columns
@@ -79,20 +75,13 @@ def gather_rows_kernel(
 @triton.jit
 def sort_kernel(
     entry_column_ptr,  # [E] out, and the next two
-    entry_row_ptr,  # [E]
-    entry_weight_ptr,  # [E]
+    entry_row_ptr, entry_weight_ptr,  # [E]
     ends_ptr,  # [blocks*K] int64: entries of a column and of those before it
-    earlier_ptr,  # [N,S+1]
-    positions_ptr,  # [N,S+1]
-    weights_ptr,  # [N,S+1]
-    runs_ptr,  # [N]
-    num_rows,
-    num_items,
-    num_columns,
+    earlier_ptr, positions_ptr, weights_ptr, runs_ptr,  # [N,S+1], [N,S+1], [N,S+1], [N]
+    num_rows, num_items, num_columns,
     num_slots,  # S + 1
-    ROWS: tl.constexpr,
-    SLOTS: tl.constexpr,
-):
+    ROWS: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
     """Write the entries of SLOTS slots of ROWS rows to their places in the order of columns."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     slot = tl.program_id(1) * SLOTS + tl.arange(0, SLOTS)[None, :]
@@ -125,14 +114,10 @@ def gather_columns_kernel(
     grad_pool_ptr,  # [blocks*K,P] float32 zeros, added to
     queries_ptr,  # [N,P]
     entry_column_ptr,  # [E], sorted by this
-    entry_row_ptr,  # [E]
-    entry_weight_ptr,  # [E]
+    entry_row_ptr, entry_weight_ptr,  # [E]
     ends_ptr,  # [blocks*K] int64; the last says how many entries there are
-    num_ends,
-    STRIDE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    num_ends, STRIDE: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     """Gradients of the columns of a chunk of sorted entries."""
     begin = tl.program_id(0).to(tl.int64) * CHUNK
     num_entries = tl.load(ends_ptr + num_ends - 1)

@@ -22,11 +22,7 @@ from negchain.fast.fused.objective_triton import (
 
 @triton.jit
 def in_batch_kernel(
-    similarity_ptr,  # [N,C]
-    index_ptr,  # [B]
-    pool_ids_ptr,  # [K]
-    penalty_ptr,  # [K]
-    positive_ptr,  # [B]
+    similarity_ptr, index_ptr, pool_ids_ptr, penalty_ptr, positive_ptr,  # [N,C], [B], [K], [K], [B]
     log_u_ptr,  # [M] SogCLR's moving average
     beta_ptr,
     weights_ptr,  # [N,C] out: beta / N times factor times weight
@@ -34,18 +30,9 @@ def in_batch_kernel(
     running_ptr,  # [N] SogCLR: the new average
     last_ptr,  # [N] no chain moves
     stats_ptr,  # [8,N] value, -, -, -, low, negatives, drive, -
-    faults_ptr,
-    num_rows,
-    num_items,
-    num_columns,
-    num_samples,
-    gamma,
-    log_negatives,
-    TILE: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    SOGCLR: tl.constexpr,
-    ALL: tl.constexpr,
-):
+    faults_ptr, num_rows, num_items, num_columns, num_samples, gamma, log_negatives,
+    TILE: tl.constexpr, BLOCKS: tl.constexpr, SOGCLR: tl.constexpr, ALL: tl.constexpr,
+):  # fmt: skip
     """Weights, value and factor of a row."""
     row = tl.program_id(0)
     item = row % num_items

@@ -81,15 +81,9 @@ def carried_ids(states_ptr, chain, seed_key, num_states, SIDE: tl.constexpr):
 
 @triton.jit
 def ids_kernel(
-    ids_ptr,
-    index_ptr,
-    states_ptr,
-    seed_key,
-    num_items,
-    num_samples,
-    SIDE: tl.constexpr,
+    ids_ptr, index_ptr, states_ptr, seed_key, num_items, num_samples, SIDE: tl.constexpr,
     ITEMS: tl.constexpr,
-):
+):  # fmt: skip
     """Ids of the carried states of ITEMS items of a batch, for the caller to encode."""
     item = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
     there = item < num_items
@@ -111,36 +105,21 @@ def prepare_kernel(
     counter_ptr,  # the caller's step, which `commit` counts on
     beta_ptr,  # out where FIXED
     step_ptr,  # out, and all below
-    queries_ptr,  # [N,P]
-    pool_ptr,  # [blocks*K,P]
-    pool_ids_ptr,  # [K]
+    queries_ptr, pool_ptr, pool_ids_ptr,  # [N,P], [blocks*K,P], [K]
     penalty_ptr,  # [K] 0, -inf: never a proposal
     column_ptr,  # [B] column of each item
-    norms_ptr,  # [3,B]
-    positive_ptr,  # [B]
-    start_similarity_ptr,  # [N]
+    norms_ptr, positive_ptr, start_similarity_ptr,  # [3,B], [B], [N]
     start_logit_ptr,  # [2,N] and as the walk sees it
     valid_ptr,  # [B] 2 bits: finite, in range
     held_ptr,  # "cached" [B,D]
-    fixed_beta,
-    seed_key,
-    num_items,
-    num_columns,
-    num_samples,
-    SIDE: tl.constexpr,
-    D: tl.constexpr,
-    WIDTH: tl.constexpr,
-    STRIDE: tl.constexpr,
+    fixed_beta, seed_key, num_items, num_columns, num_samples, SIDE: tl.constexpr, D: tl.constexpr,
+    WIDTH: tl.constexpr, STRIDE: tl.constexpr,
     ITEMS: tl.constexpr,  # B rounded up to a power of two, where times are counted here
-    SHARED: tl.constexpr,
-    VIEWS: tl.constexpr,
-    CARRIED: tl.constexpr,
+    SHARED: tl.constexpr, VIEWS: tl.constexpr, CARRIED: tl.constexpr,
     TIMES: tl.constexpr,  # "items", "count" or "given"
     TILE: tl.constexpr,  # columns of a tile are in bit-reversed order; 1: no tiles
-    CHECK_BATCH: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-    FIXED: tl.constexpr,
-):
+    CHECK_BATCH: tl.constexpr, NORMALIZE: tl.constexpr, FIXED: tl.constexpr,
+):  # fmt: skip
     """Rows, columns and carried state of an item."""
     item = tl.program_id(0)
     depth = tl.arange(0, WIDTH)
@@ -254,31 +233,20 @@ def _tile_column(time, TILE: tl.constexpr):
 
 @triton.jit
 def finish_kernel(
-    a_ptr,
-    b_ptr,
+    a_ptr, b_ptr,
     carried_ptr,  # "encode" as given, "cached" as held by `prepare`
     grad_queries_ptr,  # [N,P] float32
     grad_pool_ptr,  # [blocks*K,P] float32
-    column_ptr,  # [B]
-    norms_ptr,  # [3,B]
+    column_ptr, norms_ptr,  # [B], [3,B]
     pull_ptr,  # [N] beta / N times the row's factor c_i
     carried_weight_ptr,  # [N] weight of the carried state, pulled
     grad_ptr,  # [] gradient of the loss
     step_ptr,
     grad_a_ptr,  # [B,D] out, and all below
-    grad_b_ptr,
-    grad_carried_ptr,
-    seed_key,
-    num_items,
-    num_columns,
-    D: tl.constexpr,
-    WIDTH: tl.constexpr,
-    STRIDE: tl.constexpr,
-    SHARED: tl.constexpr,
-    VIEWS: tl.constexpr,
-    CARRIED: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-):
+    grad_b_ptr, grad_carried_ptr, seed_key, num_items, num_columns, D: tl.constexpr,
+    WIDTH: tl.constexpr, STRIDE: tl.constexpr, SHARED: tl.constexpr, VIEWS: tl.constexpr,
+    CARRIED: tl.constexpr, NORMALIZE: tl.constexpr,
+):  # fmt: skip
     """Gradients of an item's embeddings."""
     item = tl.program_id(0)
     depth = tl.arange(0, WIDTH)

@@ -88,28 +88,14 @@ def earlier_partition(log_partition_ptr, chain, seen_ptr, num_samples, least_rat
 
 @triton.jit
 def store_row(
-    row,
-    num_rows,
-    low,
-    value,
-    high,
-    pull,
+    row, num_rows, low, value, high, pull,
     scale,  # beta / N times pull
-    running,
-    positive,
-    start,
-    start_weight,
+    running, positive, start, start_weight,
     mass,  # of the columns, and the sum of their squared weights
     squares,
     drive,  # sum of weight times similarity over the columns
-    moves,
-    steps,
-    start_similarity_ptr,
-    pull_ptr,
-    carried_weight_ptr,
-    running_ptr,
-    stats_ptr,
-):
+    moves, steps, start_similarity_ptr, pull_ptr, carried_weight_ptr, running_ptr, stats_ptr,
+):  # fmt: skip
     """What a row of an EMC² walk leaves behind, the carried state joined to its columns."""
     # A chain that had nowhere to go may still sit on an excluded state: that has no weight.
     start_weight = tl.where(start > float("-inf"), start_weight, 0.0)

@@ -19,7 +19,7 @@ from negchain.fast.fused import ranks_triton
 from negchain.pool import first_writer
 
 MOST_PAIRED = 16384  # chosen, not measured; beyond, items are sorted: pairs grow as the square
-THREADS = 128
+SHAPE: dict[str, Any] = {"CHUNK": 128, "num_warps": 4}  # a thread per item of a chunk
 
 
 def times(seed: int, step: Tensor, stream: int, size: int) -> Tensor:  # [] -> [B] int32
@@ -27,10 +27,10 @@ def times(seed: int, step: Tensor, stream: int, size: int) -> Tensor:  # [] -> [
     if size > MOST_PAIRED:
         return times_sorted(seed, step, stream, size)
     found = torch.empty(size, dtype=torch.int32, device=step.device)
-    seed_key = draws.seed_key(seed)
     # a key takes some 20 operations: 32 items share it, and 8,192 items are still 256 programs
-    grid, shape = _launch(size, items=32)
-    ranks_triton.times_kernel[grid](found, step, seed_key, size, STREAM=stream, **shape)
+    ranks_triton.times_kernel[(triton.cdiv(size, 32),)](
+        found, step, draws.seed_key(seed), size, STREAM=stream, ITEMS=32, **SHAPE
+    )
     return found
 
 
@@ -43,35 +43,29 @@ def num_equal(ids: Tensor, valid: Tensor) -> Tensor:  # [B] int64, [B] int32 -> 
     """
     if len(ids) > MOST_PAIRED:
         return num_equal_sorted(ids, valid)
-    same = torch.empty_like(ids, dtype=torch.int32)
-    grid, shape = _launch(len(ids), items=16)
-    ranks_triton.num_equal_kernel[grid](same, ids, valid, len(ids), **shape)
-    return same
+    return _matches(ids, ids, valid, VALID=True, EARLIER=False, COUNT=True)
 
 
 def repeated(ids: Tensor, valid: Tensor) -> Tensor:  # [B] int64, [B] int32 -> [B] int32
     """Which valid items have the id of an earlier valid one; arguments as of `num_equal`."""
     if len(ids) > MOST_PAIRED:
         return repeated_sorted(ids, valid)
-    found = torch.empty_like(ids, dtype=torch.int32)
-    grid, shape = _launch(len(ids), items=16)
-    ranks_triton.repeated_kernel[grid](found, ids, valid, len(ids), **shape)
-    return found
+    return _matches(ids, ids, valid, VALID=True, EARLIER=True, COUNT=False)
 
 
 def among(ids: Tensor, others: Tensor) -> Tensor:  # [B] [B] int64 -> [B] int32
     """Which ids, each in (-2^31, 2^31), are among the others, which may be any."""
     if len(ids) > MOST_PAIRED:
         return among_sorted(ids, others)
+    return _matches(ids, others, ids, VALID=False, EARLIER=False, COUNT=False)
+
+
+def _matches(ids: Tensor, others: Tensor, valid: Tensor, **which: bool) -> Tensor:
     found = torch.empty_like(ids, dtype=torch.int32)
-    grid, shape = _launch(len(ids), items=16)
-    ranks_triton.among_kernel[grid](found, ids, others, len(ids), **shape)
+    ranks_triton.matches_kernel[(triton.cdiv(len(ids), 16),)](
+        found, ids, others, valid, len(ids), **which, ITEMS=16, **SHAPE
+    )
     return found
-
-
-def _launch(size: int, items: int) -> tuple[tuple[int], dict[str, Any]]:
-    shape = {"ITEMS": items, "CHUNK": THREADS, "num_warps": THREADS // 32}
-    return (triton.cdiv(size, items),), shape
 
 
 # ---------------------------------------------------------------------------- readable twins

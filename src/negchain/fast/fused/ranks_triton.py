@@ -34,13 +34,8 @@ def _smaller(keys, mine):
 @triton.jit
 def times_kernel(
     times_ptr,  # [B] out
-    step_ptr,
-    seed_key,
-    num_items,
-    STREAM: tl.constexpr,
-    ITEMS: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    step_ptr, seed_key, num_items, STREAM: tl.constexpr, ITEMS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     """How many keys are smaller than an item's, or equal and of an earlier item."""
     first = tl.program_id(0) * ITEMS
     items = first + tl.arange(0, ITEMS)
@@ -68,65 +63,45 @@ def _valid_ids(ids_ptr, valid_ptr, items, num_items):
 
 
 @triton.jit
-def num_equal_kernel(
-    same_ptr,  # [B] out
-    ids_ptr,  # [B] those of valid items in [0, 2^31)
-    valid_ptr,  # [B]
-    num_items,
-    ITEMS: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """How many valid items share an item's id."""
-    items = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
-    mine = _valid_ids(ids_ptr, valid_ptr, items, num_items)
-    counts = tl.zeros((ITEMS, CHUNK), tl.int32)
-    for begin in tl.range(0, num_items, CHUNK, loop_unroll_factor=UNROLL):
-        ids = _valid_ids(ids_ptr, valid_ptr, begin + tl.arange(0, CHUNK), num_items)
-        counts += (ids[None, :] == mine[:, None]).to(tl.int32)
-    tl.store(same_ptr + items, tl.sum(counts, 1), mask=items < num_items)
+def _narrow_ids(ids_ptr, items, num_items):
+    """Any int64 ids as int32; one that is none, or not there, is nobody's."""
+    wide = tl.load(ids_ptr + items, mask=items < num_items, other=NOBODY)
+    ids = wide.to(tl.int32)
+    return tl.where(ids == wide, ids, NOBODY)
 
 
 @triton.jit
-def repeated_kernel(
+def matches_kernel(
     found_ptr,  # [B] out
     ids_ptr,  # [B] those of valid items in [0, 2^31)
+    others_ptr,  # [B] where not VALID: any
     valid_ptr,  # [B]
     num_items,
+    VALID: tl.constexpr,  # valid items of the batch are compared with each other, else with others
+    EARLIER: tl.constexpr,  # with earlier ones only
+    COUNT: tl.constexpr,  # how many, else whether there is any
     ITEMS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Whether an earlier valid item has an item's id."""
+    """How many of the others have an item's id."""
     items = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
-    mine = _valid_ids(ids_ptr, valid_ptr, items, num_items)
+    if VALID:
+        mine = _valid_ids(ids_ptr, valid_ptr, items, num_items)
+    else:
+        mine = tl.load(ids_ptr + items, mask=items < num_items, other=0).to(tl.int32)
     counts = tl.zeros((ITEMS, CHUNK), tl.int32)
-    stop = tl.minimum((tl.program_id(0) + 1) * ITEMS, num_items)
+    stop = tl.minimum((tl.program_id(0) + 1) * ITEMS, num_items) if EARLIER else num_items
     for begin in tl.range(0, stop, CHUNK, loop_unroll_factor=UNROLL):
         others = begin + tl.arange(0, CHUNK)
-        ids = _valid_ids(ids_ptr, valid_ptr, others, num_items)
-        equal = (ids[None, :] == mine[:, None]) & (others[None, :] < items[:, None])
+        if VALID:
+            ids = _valid_ids(ids_ptr, valid_ptr, others, num_items)
+        else:
+            ids = _narrow_ids(others_ptr, others, num_items)
+        equal = ids[None, :] == mine[:, None]
+        if EARLIER:
+            equal = equal & (others[None, :] < items[:, None])
         counts += equal.to(tl.int32)
-    found = (tl.sum(counts, 1) > 0).to(tl.int32)
-    tl.store(found_ptr + items, found, mask=items < num_items)
-
-
-@triton.jit
-def among_kernel(
-    found_ptr,  # [B] out
-    ids_ptr,  # [B] in (-2^31, 2^31)
-    others_ptr,  # [B] any
-    num_items,
-    ITEMS: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """Whether an id is among the others."""
-    items = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
-    mine = tl.load(ids_ptr + items, mask=items < num_items, other=0).to(tl.int32)
-    counts = tl.zeros((ITEMS, CHUNK), tl.int32)
-    for begin in tl.range(0, num_items, CHUNK, loop_unroll_factor=UNROLL):
-        others = begin + tl.arange(0, CHUNK)
-        wide = tl.load(others_ptr + others, mask=others < num_items, other=NOBODY)
-        ids = wide.to(tl.int32)
-        ids = tl.where(ids == wide, ids, NOBODY)
-        counts += (ids[None, :] == mine[:, None]).to(tl.int32)
-    found = (tl.sum(counts, 1) > 0).to(tl.int32)
+    found = tl.sum(counts, 1)
+    if not COUNT:
+        found = (found > 0).to(tl.int32)
     tl.store(found_ptr + items, found, mask=items < num_items)

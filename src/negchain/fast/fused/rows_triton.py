@@ -36,40 +36,20 @@ def _compose(t1, l1, s1, t2, l2, s2):
 
 @triton.jit
 def rows_kernel(
-    similarity_ptr,  # [N,blocks*K]
-    index_ptr,  # [B]
-    pool_ids_ptr,  # [K]
-    penalty_ptr,  # [K]
+    similarity_ptr, index_ptr, pool_ids_ptr, penalty_ptr,  # [N,blocks*K], [B], [K], [K]
     repeated_ptr,  # [B] i-SIR: an earlier valid item has the item's id
     positive_ptr,  # [B]
     start_logit_ptr,  # [2,N] and as the walk sees it
-    start_similarity_ptr,  # [N]
-    log_partition_ptr,  # [M]
-    seen_ptr,
-    beta_ptr,
-    step_ptr,
+    start_similarity_ptr, log_partition_ptr,  # [N], [M]
+    seen_ptr, beta_ptr, step_ptr,
     weights_ptr,  # [N,K] out: beta / N times factor times weight
-    pull_ptr,  # [N]
-    carried_weight_ptr,  # [N]
-    running_ptr,  # [N]
-    last_ptr,  # [N]
+    pull_ptr, carried_weight_ptr, running_ptr, last_ptr,  # [N]
     stats_ptr,  # [8,N] value, accepts, steps, carried mass, low, negatives, drive, high
-    faults_ptr,
-    seed_key,
-    num_rows,
-    num_items,
-    num_columns,
-    num_samples,
+    faults_ptr, seed_key, num_rows, num_items, num_columns, num_samples,
     burn_in,  # a share below 1, or steps
-    every,
-    log_negatives,
-    partition_rate,
-    SIDE: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    ISIR: tl.constexpr,
-    ALL: tl.constexpr,
-):
+    every, log_negatives, partition_rate, SIDE: tl.constexpr, TILE: tl.constexpr,
+    BLOCKS: tl.constexpr, ISIR: tl.constexpr, ALL: tl.constexpr,
+):  # fmt: skip
     """Weights, value, factor and end state of a row."""
     row = tl.program_id(0)
     item, block = row % num_items, (row // num_items if BLOCKS == 2 else row * 0)
@@ -168,25 +148,7 @@ def rows_kernel(
         drive += tl.where(moved_final > 0, moved_final * last_logit, 0.0)
     tl.store(last_ptr + row, last)
     store_row(
-        row,
-        num_rows,
-        low,
-        value,
-        high,
-        pull,
-        scale,
-        running,
-        positive,
-        start,
-        start_weight,
-        mass,
-        squares,
-        drive / beta,
-        accepts,
-        num_steps,
-        start_similarity_ptr,
-        pull_ptr,
-        carried_weight_ptr,
-        running_ptr,
-        stats_ptr,
-    )
+        row, num_rows, low, value, high, pull, scale, running, positive, start, start_weight, mass,
+        squares, drive / beta, accepts, num_steps, start_similarity_ptr, pull_ptr,
+        carried_weight_ptr, running_ptr, stats_ptr,
+    )  # fmt: skip

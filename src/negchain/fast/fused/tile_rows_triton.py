@@ -43,42 +43,25 @@ def tile_rows_kernel(
     num_usable_ptr,  # [] usable columns of a block
     positive_ptr,  # [B]
     start_logit_ptr,  # [2,N] and as the walk sees it
-    start_similarity_ptr,  # [N]
-    log_partition_ptr,  # [M]
+    start_similarity_ptr, log_partition_ptr,  # [N], [M]
     seen_ptr,
-    ends_ptr,  # [parts,5,N]
-    part_last_ptr,  # [parts,N]
-    accepts_ptr,  # [2,N]
-    reached_ptr,  # [N,S+1]
+    ends_ptr, part_last_ptr, accepts_ptr, reached_ptr,  # [parts,5,N], [parts,N], [2,N], [N,S+1]
     same_ptr,  # [B] columns with the item's own id
     positions_ptr,  # [N,S+1]
     weights_ptr,  # [N,S+1] in: as the tiles left them; out: weights, pulled
-    runs_ptr,  # [N]
-    drive_ptr,  # [N]
-    beta_ptr,
-    step_ptr,
+    runs_ptr, drive_ptr,  # [N]
+    beta_ptr, step_ptr,
     last_ptr,  # [N] out, and all below
     pull_ptr,  # [N]
     joint_ptr,  # [N] i-SIR: log of the sum over columns and carried state
-    carried_weight_ptr,  # [N]
-    running_ptr,  # [N]
+    carried_weight_ptr, running_ptr,  # [N]
     stats_ptr,  # [8,N] as in rows_triton; MH: "accepts" and "steps" of one proposal
-    faults_ptr,
-    seed_key,
-    num_rows,
-    num_items,
-    num_samples,
+    faults_ptr, seed_key, num_rows, num_items, num_samples,
     num_counted,  # S
-    log_negatives,
-    partition_rate,
-    SIDE: tl.constexpr,
-    TILE: tl.constexpr,
+    log_negatives, partition_rate, SIDE: tl.constexpr, TILE: tl.constexpr,
     SLOTS: tl.constexpr,  # S + 1 rounded up to a power of two
-    SPLIT: tl.constexpr,
-    ISIR: tl.constexpr,
-    GROUPED: tl.constexpr,
-    ALL: tl.constexpr,
-):
+    SPLIT: tl.constexpr, ISIR: tl.constexpr, GROUPED: tl.constexpr, ALL: tl.constexpr,
+):  # fmt: skip
     """Value, factor and numbers for `info` of each row, one program per row."""
     row = tl.program_id(0)
     item = row % num_items
@@ -167,25 +150,7 @@ def tile_rows_kernel(
         accepts = tl.load(accepts_ptr + row)
         num_steps = tl.load(accepts_ptr + num_rows + row)
     store_row(
-        row,
-        num_rows,
-        low,
-        value,
-        high,
-        pull,
-        scale,
-        running,
-        positive,
-        start,
-        start_weight,
-        mass,
-        squares,
-        drive,
-        accepts,
-        num_steps,
-        start_similarity_ptr,
-        pull_ptr,
-        carried_weight_ptr,
-        running_ptr,
-        stats_ptr,
-    )
+        row, num_rows, low, value, high, pull, scale, running, positive, start, start_weight, mass,
+        squares, drive, accepts, num_steps, start_similarity_ptr, pull_ptr, carried_weight_ptr,
+        running_ptr, stats_ptr,
+    )  # fmt: skip

@@ -5,18 +5,153 @@ Shapes: images [N,C,H,W], channels-last; weights [O,C,KH,KW].
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.overrides import TorchFunctionMode
+from torchvision.models.resnet import ResNet  # type: ignore[import-untyped]
 
 from negchain.fast import backends
-from negchain.fast.layers.convolution import FewChannels, Sizes, has_few_channels
-from negchain.fast.layers.residual import fused_blocks
+from negchain.fast.layers import residual
 from negchain.fast.layers.weight_gradients import WeightGradients
+
+Layer = Callable[[Tensor], Tensor]
+
+
+@contextmanager
+def faster_layers(
+    encoder: nn.Module, weights: set[Tensor], gradients: WeightGradients
+) -> Iterator[None]:
+    """Inside, layers with the given weights, residual blocks and max-pools take our functions.
+
+    Args:
+        encoder: whose layers are answered; outside it runs torch's, the readable twin.
+        weights: of layers (and biases) whose gradients go to `gradients`, not to their `.grad`;
+            looked up when a layer is called, which may be one of `functional_call`.
+        gradients: where they go.
+
+    Example:
+        >>> layer = torch.nn.Linear(4, 8, bias=False)
+        >>> found = WeightGradients(None)
+        >>> with faster_layers(layer, {layer.weight}, found):
+        ...     layer(torch.ones(1, 4)).sum().backward()
+        >>> layer.weight.grad is None, found.join()[layer.weight].shape
+        (True, torch.Size([8, 4]))
+    """
+    answers: dict[type, Any] = {
+        nn.Linear: _linear,
+        nn.Conv2d: _first_layer,
+        nn.MaxPool2d: _max_pool,
+    }
+    patched: list[nn.Module] = []
+    try:
+        for module in encoder.modules():
+            if "forward" in vars(module):
+                continue  # somebody else has changed it, or we have
+            if type(module) is ResNet and residual.chain(module) is not None:
+                patched += residual.parts(module)
+                residual.patch(module, weights, gradients)
+            elif type(module) in answers:
+                patched.append(module)
+                module.forward = answers[type(module)](module, weights, gradients)
+        yield
+    finally:
+        for module in patched:
+            del module.forward
+
+
+class Linear(torch.autograd.Function):
+    """`linear` whose weight's and bias's gradients go to a `WeightGradients`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gradients: WeightGradients
+    ) -> Tensor:
+        """[..., I] [O,I] [O] -> [..., O]."""
+        ctx.save_for_backward(x, weight)
+        ctx.bias, ctx.gradients = bias, gradients
+        return torch.nn.functional.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
+        """Gradient of x."""
+        x, weight = ctx.saved_tensors
+        rows, inputs = grad.flatten(0, -2), x.flatten(0, -2)
+        ctx.gradients.add(weight, lambda: rows.T @ inputs, (rows, inputs))
+        if ctx.bias is not None:
+            ctx.gradients.add(ctx.bias, lambda: rows.sum(0), (rows,))
+        return grad @ weight if ctx.needs_input_grad[0] else None, None, None, None
+
+
+def _linear(layer: nn.Linear, weights: set[Tensor], gradients: WeightGradients) -> Layer:
+    def forward(x: Tensor) -> Tensor:
+        weight, bias = layer.weight, layer.bias
+        if x.ndim > 1 and weight in weights and (bias is None or bias in weights):
+            return Linear.apply(x.to(weight.dtype), weight, bias, gradients)  # type: ignore[no-any-return]
+        return nn.Linear.forward(layer, x)
+
+    return forward
+
+
+class FewChannels(torch.autograd.Function):
+    """A first layer with stride 2, see `few_channels_triton`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, padding: int, gradients: WeightGradients
+    ) -> Tensor:
+        """[N,C,H,W] [O,C,K,K] -> [N,O,OH,OW]."""
+        from negchain.fast.layers.few_channels_triton import few_channels_forward, fold_of
+
+        y, folded = few_channels_forward(x, weight, padding)
+        ctx.save_for_backward(folded, weight)
+        ctx.fold, ctx.gradients = fold_of(x, weight, padding), gradients
+        return y
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None]:
+        """Gradient of the weights."""
+        from negchain.fast.layers.few_channels_triton import few_channels_gradient
+
+        folded, weight = ctx.saved_tensors
+        grad = grad.contiguous(memory_format=torch.channels_last)
+        # The backward pass ends here: there is nothing to run beside.
+        ctx.gradients.add_now(weight, few_channels_gradient(folded, weight, grad, ctx.fold))
+        return None, None, None, None
+
+
+def _first_layer(layer: nn.Conv2d, weights: set[Tensor], gradients: WeightGradients) -> Layer:
+    given = (layer.stride, layer.dilation, layer.groups, layer.bias, layer.padding_mode)
+    plain = given == ((2, 2), (1, 1), 1, None, "zeros") and len(set(layer.padding)) == 1
+
+    def forward(x: Tensor) -> Tensor:
+        weight = layer.weight
+        if plain and weight in weights and _few_channels(x.to(weight.dtype), weight, layer.padding):
+            padding = layer.padding[0]
+            return FewChannels.apply(x.to(weight.dtype), weight, padding, gradients)  # type: ignore[no-any-return]
+        return nn.Conv2d.forward(layer, x)
+
+    return forward
+
+
+def _few_channels(x: Tensor, weight: Tensor, padding: Any) -> bool:
+    """Whether `FewChannels` takes it: a first layer (no gradient of its images) on a GPU."""
+    if not backends.prefers_triton(x) or x.requires_grad or weight.shape[1] > 4:
+        return False
+    if x.is_cuda and x.element_size() != 2:  # float32 products of this size compile for minutes
+        return False
+    from negchain.fast.layers.few_channels_triton import fold_of
+
+    window = fold_of(x, weight, padding[0]).window
+    square = weight.shape[2] == weight.shape[3] and window in (1, 2, 4)
+    last = torch.channels_last
+    laid_out = x.is_contiguous(memory_format=last) and weight.is_contiguous(memory_format=last)
+    return x.ndim == 4 and square and laid_out and len(weight) <= 128
 
 
 class MaxPool(torch.autograd.Function):
@@ -43,136 +178,16 @@ class MaxPool(torch.autograd.Function):
         return max_pool_backward(grad, winner, ctx.shape, *ctx.window), None, None, None
 
 
-class Linear(torch.autograd.Function):
-    """`linear` whose weight's and bias's gradients go to a `WeightGradients`."""
+def _max_pool(pool: nn.MaxPool2d, weights: set[Tensor], gradients: WeightGradients) -> Layer:
+    window: tuple[Any, ...] = (pool.kernel_size, pool.stride, pool.padding)
+    square = all(isinstance(side, int) for side in window) and window[0] <= 15
+    plain = (pool.dilation, pool.ceil_mode, pool.return_indices) == (1, False, False)
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        gradients: WeightGradients,
-    ) -> Tensor:
-        """[..., I] [O,I] [O] -> [..., O]."""
-        ctx.save_for_backward(x, weight)
-        ctx.bias, ctx.gradients = bias, gradients
-        return torch.nn.functional.linear(x, weight, bias)
+    def forward(x: Tensor) -> Tensor:
+        laid_out = x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last)
+        if square and plain and laid_out and backends.prefers_triton(x) and x.shape[1] <= 2048:
+            pooled: Tensor = MaxPool.apply(x, *window)
+            return pooled
+        return nn.MaxPool2d.forward(pool, x)  # type: ignore[no-any-return]
 
-    @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
-        """Gradient of x."""
-        x, weight = ctx.saved_tensors
-        rows, inputs = grad.flatten(0, -2), x.flatten(0, -2)
-        ctx.gradients.add(weight, lambda: rows.T @ inputs, (rows, inputs))
-        if ctx.bias is not None:
-            ctx.gradients.add(ctx.bias, lambda: rows.sum(0), (rows,))
-        return grad @ weight if ctx.needs_input_grad[0] else None, None, None, None
-
-
-class FasterLayers(TorchFunctionMode):
-    """Inside: layers with the given weights, residual blocks and max-pools take our functions.
-
-    Args:
-        encoder: whose blocks are fused.
-        weights: of layers (and biases) whose gradients go to `gradients`, not to their `.grad`.
-        gradients: where they go.
-
-    Example:
-        >>> layer = torch.nn.Linear(4, 8, bias=False)
-        >>> found = WeightGradients(None)
-        >>> with FasterLayers(layer, {layer.weight}, found):
-        ...     layer(torch.ones(1, 4)).sum().backward()
-        >>> layer.weight.grad is None, found.join()[layer.weight].shape
-        (True, torch.Size([8, 4]))
-    """
-
-    def __init__(
-        self, encoder: nn.Module, weights: set[Tensor], gradients: WeightGradients
-    ) -> None:
-        super().__init__()
-        self.weights = weights
-        self.gradients = gradients
-        self._encoder = encoder
-        self._blocks = ExitStack()
-
-    def __enter__(self) -> FasterLayers:
-        """Begin to answer."""
-        self._blocks.enter_context(fused_blocks(self._encoder, self.weights, self.gradients))
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        """The encoder is as it was."""
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._blocks.close()
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Answer the calls we can answer."""
-        kwargs = kwargs or {}
-        if func is torch.conv2d:
-            call = _first_layer(*args, **kwargs)
-            if call is not None and call[1] in self.weights:
-                return FewChannels.apply(*call, self.gradients)
-        if func is torch.nn.functional.max_pool2d:
-            window = _pool_window(*args, **kwargs)
-            if window is not None:
-                return MaxPool.apply(args[0], *window)
-        if func is torch.nn.functional.linear:
-            x, weight, bias = _linear(*args, **kwargs)
-            own = [weight] if bias is None else [weight, bias]
-            if x.ndim > 1 and all(tensor in self.weights for tensor in own):
-                return Linear.apply(x.to(weight.dtype), weight, bias, self.gradients)
-        return func(*args, **kwargs)
-
-
-def _linear(
-    input: Tensor, weight: Tensor, bias: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    return input, weight, bias
-
-
-def _first_layer(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
-) -> tuple[Tensor, Tensor, int] | None:
-    """Images, weight and padding of a `conv2d` that `FewChannels` takes; None: torch's."""
-    if isinstance(padding, str) or input.ndim != 4 or bias is not None:
-        return None
-    sizes = Sizes(_pair(stride), _pair(padding), _pair(dilation), groups)
-    x = input.to(weight.dtype)
-    return (x, weight, sizes.padding[0]) if has_few_channels(x, weight, sizes) else None
-
-
-def _pair(value: Any) -> tuple[int, int]:
-    return (value, value) if isinstance(value, int) else tuple(value)  # type: ignore[return-value]
-
-
-def _pool_window(
-    x: Tensor,
-    kernel_size: Any,
-    stride: Any = None,
-    padding: Any = 0,
-    dilation: Any = 1,
-    ceil_mode: bool = False,
-    return_indices: bool = False,
-) -> tuple[int, int, int] | None:
-    """Side, stride and padding of a pool our kernel takes; None: torch's."""
-    if not backends.prefers_triton(x) or x.ndim != 4 or ceil_mode or return_indices:
-        return None
-    sides, steps, margins, gaps = (
-        _pair(v) for v in (kernel_size, stride or kernel_size, padding, dilation)
-    )
-    square = all(pair[0] == pair[1] for pair in (sides, steps, margins))
-    laid_out = x.is_contiguous(memory_format=torch.channels_last)
-    if not square or gaps != (1, 1) or not laid_out or x.shape[1] > 2048 or sides[0] > 15:
-        return None
-    return sides[0], steps[0], margins[0]
+    return forward

@@ -2,13 +2,13 @@
 
     y[n,o,i,j] = sum_{c,a,b} w[o,c,a,b] x[n, c, 2 i - p + a, 2 j - p + b]
 
-cuDNN pads three channels to eight and is then far from what the bytes cost (measured:
-records/2026-11-15_layers_h200.md). Here two by two pixels are first folded into one of 16 channels
-(four times C, padded with zeros), with a border of zeros for the padding. On the folded image the
-layer has stride 1 and a window of F x F, F about half the side; in channels-last memory a row of a
-window is F 16 neighbours, aligned. So the layer is a product of [pixels, F F 16] and [F F 16, O]
-whose left side is read in wide pieces on the way. There is no gradient of the images: nobody asks
-for the one of a first layer.
+cuDNN pads three channels to eight and takes 0.107 and 0.072 ms, forward and backward, for 64 images
+on an H200, these kernels 0.026 and 0.034. Here two by two pixels are first folded into one of 16
+channels (four times C, padded with zeros), with a border of zeros for the padding. On the folded
+image the layer has stride 1 and a window of F x F, F about half the side; in channels-last memory a
+row of a window is F 16 neighbours, aligned. So the layer is a product of [pixels, F F 16] and [F F
+16, O] whose left side is read in wide pieces on the way. There is no gradient of the images: nobody
+asks for the one of a first layer.
 
 Shapes: `N` images [N,C,H,W] and `O` kernels [O,C,K,K], both channels-last; folded images
 [N,FH,FW,16] and kernels [F F 16, O]; `R` = N OH OW pixels of the output.
@@ -41,56 +41,33 @@ class Fold:
     width: int
     out: int  # O
     side: int  # K
-    padding: int
-
-    @property
-    def shift(self) -> int:
-        """Rows of zeros above the kernel that make its padding even."""
-        return self.padding % 2
-
-    @property
-    def window(self) -> int:
-        """F."""
-        return (self.side + self.shift + 1) // 2
-
-    @property
-    def margin(self) -> int:
-        """Folded rows above the image."""
-        return (self.padding + self.shift) // 2
-
-    @property
-    def out_size(self) -> tuple[int, int]:
-        """OH, OW."""
-        height, width = (
-            (length + 2 * self.padding - self.side) // 2 + 1 for length in (self.height, self.width)
-        )
-        return height, width
-
-    @property
-    def folded_size(self) -> tuple[int, int]:
-        """FH, FW."""
-        return self.out_size[0] + self.window - 1, self.out_size[1] + self.window - 1
+    shift: int  # rows of zeros above the kernel that make its padding even
+    window: int  # F
+    margin: int  # folded rows above the image
+    out_size: tuple[int, int]  # OH, OW
+    folded_size: tuple[int, int]  # FH, FW
 
 
 def fold_of(x: Tensor, weight: Tensor, padding: int) -> Fold:
     """The sizes of a layer with stride 2."""
-    out, channels, side, _ = weight.shape
-    return Fold(len(x), channels, x.shape[2], x.shape[3], out, side, padding)
+    (out, channels, side, _), (count, _, height, width) = weight.shape, x.shape
+    shift = padding % 2
+    window = (side + shift + 1) // 2
+    above, left = ((length + 2 * padding - side) // 2 + 1 for length in (height, width))
+    folded = (above + window - 1, left + window - 1)
+    margin = (padding + shift) // 2
+    return Fold(
+        count, channels, height, width, out, side, shift, window, margin, (above, left), folded
+    )
 
 
 @triton.jit
 def fold_kernel(
     folded_ptr,  # [N,FH,FW,16] out
     x_ptr,  # [N,H,W,C]
-    num_pixels,
-    height,
-    width,
-    folded_height,
-    folded_width,
-    C: tl.constexpr,
-    MARGIN: tl.constexpr,
+    num_pixels, height, width, folded_height, folded_width, C: tl.constexpr, MARGIN: tl.constexpr,
     PIXELS: tl.constexpr,
-):
+):  # fmt: skip
     """Two by two pixels become one."""
     pixel = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)
     channel = tl.arange(0, FOLDED)
@@ -114,11 +91,8 @@ def fold_weight_kernel(
     weight_ptr,  # [O,K,K,C]
     C: tl.constexpr,
     O: tl.constexpr,  # noqa: E741
-    K: tl.constexpr,
-    F: tl.constexpr,
-    SHIFT: tl.constexpr,
-    OUT: tl.constexpr,
-):
+    K: tl.constexpr, F: tl.constexpr, SHIFT: tl.constexpr, OUT: tl.constexpr,
+):  # fmt: skip
     """A pixel of the folded kernels."""
     place = tl.program_id(0)
     channel, out = tl.arange(0, FOLDED), tl.arange(0, OUT)
@@ -144,17 +118,11 @@ def _starts(pixel, some, out_height, out_width, F: tl.constexpr):
 @triton.jit
 def forward_kernel(
     y_ptr,  # [R,O] out
-    folded_ptr,  # [N,FH,FW,16]
-    weight_ptr,  # [F*F*16,O]
-    num_pixels,
-    out_height,
-    out_width,
+    folded_ptr, weight_ptr,  # [N,FH,FW,16], [F*F*16,O]
+    num_pixels, out_height, out_width,
     O: tl.constexpr,  # noqa: E741
-    F: tl.constexpr,
-    OUT: tl.constexpr,
-    PIXELS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    F: tl.constexpr, OUT: tl.constexpr, PIXELS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """A block of pixels, all output channels."""
     pixel = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)
     some = pixel < num_pixels
@@ -175,17 +143,11 @@ def forward_kernel(
 @triton.jit
 def gradient_kernel(
     partial_ptr,  # [programs,F*F*16,OUT] out, float32
-    folded_ptr,  # [N,FH,FW,16]
-    grad_ptr,  # [R,O]
-    num_pixels,
-    out_height,
-    out_width,
+    folded_ptr, grad_ptr,  # [N,FH,FW,16], [R,O]
+    num_pixels, out_height, out_width,
     O: tl.constexpr,  # noqa: E741
-    F: tl.constexpr,
-    OUT: tl.constexpr,
-    PIXELS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    F: tl.constexpr, OUT: tl.constexpr, PIXELS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Gradient of the folded kernels from every programs-th block of pixels."""
     column, out = tl.arange(0, F * F * FOLDED), tl.arange(0, OUT)
     offset = (column // (F * FOLDED)) * ((out_width + F - 1) * FOLDED) + column % (F * FOLDED)
@@ -206,15 +168,10 @@ def gradient_kernel(
 def collect_kernel(
     grad_weight_ptr,  # [O,K,K,C] out
     partial_ptr,  # [programs,F*F*16,OUT]
-    programs,
-    C: tl.constexpr,
+    programs, C: tl.constexpr,
     O: tl.constexpr,  # noqa: E741
-    K: tl.constexpr,
-    F: tl.constexpr,
-    SHIFT: tl.constexpr,
-    OUT: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    K: tl.constexpr, F: tl.constexpr, SHIFT: tl.constexpr, OUT: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     """Sum the programs' parts, one element of the window per program: always in one order."""
     element, out = tl.program_id(0), tl.arange(0, OUT)
     a, b, channel = element // (K * C) + SHIFT, (element // C) % K + SHIFT, element % C

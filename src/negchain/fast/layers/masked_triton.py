@@ -16,17 +16,9 @@ BLOCK = 2048  # numbers of a program
 
 @triton.jit
 def masked_kernel(
-    out_ptr,
-    grad_ptr,
-    rectified_ptr,
-    added_ptr,
-    count,
-    channels,
-    numbers_per_image,
-    POOLED: tl.constexpr,
-    ADDED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    out_ptr, grad_ptr, rectified_ptr, added_ptr, count, channels, numbers_per_image,
+    POOLED: tl.constexpr, ADDED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """out = grad + added where rectified > 0, in the order of memory."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     some = at < count
@@ -53,16 +45,8 @@ def masked_triton(grad: Tensor, rectified: Tensor, added: Tensor | None) -> Tens
     out = torch.empty_like(rectified, dtype=grad.dtype)
     count, channels = rectified.numel(), rectified.shape[1]
     masked_kernel[(triton.cdiv(count, BLOCK),)](
-        out,
-        grad.contiguous() if pooled else grad,
-        rectified,
-        grad if added is None else added,
-        count,
-        channels,
-        rectified[0].numel(),
-        POOLED=pooled,
-        ADDED=added is not None,
-        BLOCK=BLOCK,
+        out, grad.contiguous() if pooled else grad, rectified, grad if added is None else added,
+        count, channels, rectified[0].numel(), POOLED=pooled, ADDED=added is not None, BLOCK=BLOCK,
         num_warps=4,
-    )
+    )  # fmt: skip
     return out

@@ -2,10 +2,10 @@
 
     y[n,c,i,j] = max_{a,b} x[n, c, s i - p + a, s j - p + b]
 
-torch's kernels for this layout take longer than the convolution before them (measured:
-records/2026-11-15_layers_h200.md). Here the forward pass notes the winner's place in its window in
-one byte (the first of equals, as torch), and the backward pass asks, for every input pixel, the few
-windows it lies in: each number is read once and nothing is added atomically.
+torch's kernels for this layout take longer than the convolution before them: 0.048 and 0.088 ms for
+64 images on an H200, these 0.013 and 0.017. Here the forward pass notes the winner's place in its
+window in one byte (the first of equals, as torch), and the backward pass asks, for every input
+pixel, the few windows it lies in: each number is read once and nothing is added atomically.
 
 Shapes: `N` images [N,C,H,W] -> [N,C,OH,OW], channels-last; `K` side of the window, `S` stride.
 """
@@ -26,18 +26,9 @@ def forward_kernel(
     y_ptr,  # [N,OH,OW,C] out
     winner_ptr,  # [N,OH,OW,C] uint8, out
     x_ptr,  # [N,H,W,C]
-    num_pixels,
-    height,
-    width,
-    out_height,
-    out_width,
-    C: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    K: tl.constexpr,
-    STRIDE: tl.constexpr,
-    PAD: tl.constexpr,
-    PIXELS: tl.constexpr,
-):
+    num_pixels, height, width, out_height, out_width, C: tl.constexpr, CHANNELS: tl.constexpr,
+    K: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr, PIXELS: tl.constexpr,
+):  # fmt: skip
     """A block of output pixels, all channels."""
     pixel = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)
     channel = tl.arange(0, CHANNELS)
@@ -65,21 +56,11 @@ def forward_kernel(
 @triton.jit
 def backward_kernel(
     grad_x_ptr,  # [N,H,W,C] out
-    grad_y_ptr,  # [N,OH,OW,C]
-    winner_ptr,  # [N,OH,OW,C]
-    num_pixels,
-    height,
-    width,
-    out_height,
-    out_width,
-    C: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    K: tl.constexpr,
-    STRIDE: tl.constexpr,
-    PAD: tl.constexpr,
-    PIXELS: tl.constexpr,
+    grad_y_ptr, winner_ptr,  # [N,OH,OW,C]
+    num_pixels, height, width, out_height, out_width, C: tl.constexpr, CHANNELS: tl.constexpr,
+    K: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr, PIXELS: tl.constexpr,
     WINDOWS: tl.constexpr,
-):
+):  # fmt: skip
     """A block of input pixels: the sum over the windows each of them won."""
     pixel = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)
     channel = tl.arange(0, CHANNELS)

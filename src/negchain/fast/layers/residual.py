@@ -5,16 +5,15 @@
 cuDNN adds the shortcut and rectifies before it writes a convolution's result, and in the backward
 pass adding the shortcut's gradient and passing the ReLU below is one launch. Torch's modules launch
 these one by one: 64 images of 24 x 24 pixels, 0.0196 ms for a convolution, the addition and ReLU,
-0.0139 for the convolution (records/2026-11-15_layers_h200.md). The backward pass is written out,
-since autograd cannot look inside a fused convolution.
+0.0139 for the convolution. The backward pass is written out, since autograd cannot look inside a
+fused convolution.
 
-Shapes: `N` images of `C` channels, [N,C,H,W], channels-last.
+Shapes: `N` images of `C` channels, [N,C,H,W], channels-last; weights [O,C,KH,KW].
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +23,50 @@ from torch.autograd.function import once_differentiable
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet  # type: ignore[import-untyped]
 
 from negchain.fast import backends
-from negchain.fast.layers.convolution import Sizes
 from negchain.fast.layers.weight_gradients import WeightGradients
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Stride, padding, dilation and groups of a convolution, and what it computes."""
+
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
+    groups: int
+
+    def convolve(self, x: Tensor, weight: Tensor) -> Tensor:
+        """[N,C,H,W] [O,C,KH,KW] -> [N,O,OH,OW]."""
+        sizes = (self.stride, self.padding, self.dilation, False, (0, 0), self.groups)
+        y: Tensor = aten.convolution(x, weight, None, *sizes)
+        return y
+
+    def rectified(self, x: Tensor, weight: Tensor, added: Tensor | None = None) -> Tensor:
+        """ReLU(weight * x + added); on a GPU one launch of cuDNN."""
+        if not x.is_cuda:
+            y = self.convolve(x, weight)
+            return torch.relu_(y if added is None else y.add_(added))
+        bias = _zeros(len(weight), weight.dtype, weight.device)
+        sizes = (self.stride, self.padding, self.dilation, self.groups)
+        if added is None:
+            return torch.cudnn_convolution_relu(x, weight, bias, *sizes)
+        return torch.cudnn_convolution_add_relu(x, weight, added, 1.0, bias, *sizes)
+
+    def gradient(self, of: int, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        """Gradient of x (0) or of the weight (1)."""
+        sizes = (self.stride, self.padding, self.dilation, False, (0, 0), self.groups)
+        wanted = (of == 0, of == 1, False)
+        found: Tensor = aten.convolution_backward(grad, x, weight, None, *sizes, wanted)[of]
+        return found
+
+
+@functools.cache
+def _zeros(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    zeros = torch.zeros(count, dtype=dtype, device=device)
+    torch.cuda.synchronize(device)  # once, before any capture: every stream may read it
+    return zeros
 
 
 @dataclass(frozen=True)
@@ -53,15 +94,18 @@ class Block:
         self, grad: Tensor, inputs: list[Tensor], weights: list[Tensor], found: WeightGradients
     ) -> tuple[Tensor, Tensor]:
         """Gradients of x, on both ways, from that before y's ReLU; `inputs` a_0, ..., a_{n-1}."""
+
+        def down(size: Sizes, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+            found.add(weight, lambda: size.gradient(1, grad, x, weight), (grad, x))
+            return size.gradient(0, grad, x, weight)
+
         through = grad
         for i in reversed(range(len(self.sizes))):
             if i < len(self.sizes) - 1:
                 through = masked(through, inputs[i + 1])
-            self.sizes[i].add_weight_gradient(found, weights[i], through, inputs[i])
-            through = self.sizes[i].image_gradient(through, inputs[i], weights[i])
+            through = down(self.sizes[i], through, inputs[i], weights[i])
         if self.down is not None:
-            self.down.add_weight_gradient(found, weights[-1], grad, inputs[0])
-            grad = self.down.image_gradient(grad, inputs[0], weights[-1])
+            grad = down(self.down, grad, inputs[0], weights[-1])
         return through, grad
 
 
@@ -87,11 +131,7 @@ class Residuals(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        blocks: tuple[Block, ...],
-        found: WeightGradients,
-        *weights: Tensor,
+        ctx: Any, x: Tensor, blocks: tuple[Block, ...], found: WeightGradients, *weights: Tensor
     ) -> Tensor:
         """[N,C,H,W] -> [N,O,1,1]."""
         states, left = [x], list(weights)
@@ -122,32 +162,6 @@ class Residuals(torch.autograd.Function):
 
 # ---------------------------------------------------------------------- finding the blocks
 
-
-def _convolutions(block: nn.Module) -> tuple[list[nn.Conv2d], nn.Conv2d | None] | None:
-    """A block's convolutions and that of its shortcut; None: something else is in between."""
-    if type(block) not in (BasicBlock, Bottleneck) or type(block.relu) is not nn.ReLU:
-        return None
-    count = 3 if type(block) is Bottleneck else 2
-    layers = [getattr(block, f"conv{i + 1}") for i in range(count)]
-    norms = [getattr(block, f"bn{i + 1}") for i in range(count)]
-    down = None
-    if block.downsample is not None:
-        steps = list(block.downsample.children())  # type: ignore[union-attr]
-        if type(block.downsample) is not nn.Sequential or len(steps) != 2:
-            return None
-        down, norm = steps
-        norms.append(norm)
-    convolutions = [*layers, *([] if down is None else [down])]
-    plain = all(
-        type(layer) is nn.Conv2d
-        and layer.bias is None
-        and layer.padding_mode == "zeros"
-        and layer.padding not in ("same", "valid")
-        for layer in convolutions
-    )
-    return (layers, down) if plain and all(type(norm) is nn.Identity for norm in norms) else None
-
-
 _WATCHED = (
     "forward",
     "_forward_hooks",
@@ -157,95 +171,73 @@ _WATCHED = (
 )
 
 
-def _watched(modules: list[nn.Module]) -> bool:
-    """Whether somebody looks at what goes in or out of a module, or has changed what it does."""
-    return any(module.__dict__.get(name) for module in modules for name in _WATCHED)
+def parts(network: ResNet) -> list[nn.Module]:
+    """Stages and pooling, in the order they run."""
+    return [network.layer1, network.layer2, network.layer3, network.layer4, network.avgpool]
 
 
-def _sizes(layer: nn.Conv2d) -> Sizes:
-    return Sizes(layer.stride, layer.padding, layer.dilation, layer.groups)  # type: ignore[arg-type]
+def _convolutions(block: nn.Module) -> tuple[list[nn.Conv2d], nn.Conv2d | None] | None:
+    """A block's convolutions and that of its shortcut; None: something else is in between."""
+    if type(block) not in (BasicBlock, Bottleneck) or type(block.relu) is not nn.ReLU:
+        return None
+    numbers = range(1, 4 if type(block) is Bottleneck else 3)
+    layers = [getattr(block, f"conv{i}") for i in numbers]
+    norms = [getattr(block, f"bn{i}") for i in numbers]
+    down = None
+    if block.downsample is not None:
+        steps = list(block.downsample.children())  # type: ignore[union-attr]
+        if type(block.downsample) is not nn.Sequential or len(steps) != 2:
+            return None
+        down = steps[0]
+        norms.append(steps[1])
+    plain = all(
+        type(layer) is nn.Conv2d
+        and layer.bias is None
+        and layer.padding_mode == "zeros"
+        and layer.padding not in ("same", "valid")
+        for layer in [*layers, *([] if down is None else [down])]
+    )
+    return (layers, down) if plain and all(type(norm) is nn.Identity for norm in norms) else None
 
 
-def _chain(network: ResNet) -> list[tuple[list[nn.Conv2d], nn.Conv2d | None]] | None:
-    """The convolutions of all blocks; None where one of them is of another kind, or watched."""
-    *stages, _ = _parts(network)
+def chain(network: ResNet) -> list[tuple[list[nn.Conv2d], nn.Conv2d | None]] | None:
+    """The convolutions of all blocks; None where one is of another kind, or somebody looks."""
+    *stages, pool = parts(network)
     found = [_convolutions(block) for stage in stages for block in stage.children()]
-    parts = [part for stage in _parts(network) for part in stage.modules()]
-    pools = isinstance(network.avgpool, nn.AdaptiveAvgPool2d)
-    if (
-        _watched(parts)
-        or not pools
-        or network.avgpool.output_size not in (1, (1, 1))
-        or None in found
-    ):
+    modules = [module for part in parts(network) for module in part.modules()]
+    watched = any(module.__dict__.get(name) for module in modules for name in _WATCHED)
+    pools = isinstance(pool, nn.AdaptiveAvgPool2d) and pool.output_size in (1, (1, 1))
+    if watched or not pools or None in found:
         return None
     return [layers for layers in found if layers is not None]
 
 
 def is_fused(encoder: nn.Module) -> bool:
-    """Whether `fused_blocks` finds a network in it."""
-    networks = [module for module in encoder.modules() if type(module) is ResNet]
-    return any(_chain(network) is not None for network in networks)
+    """Whether there is a torchvision ResNet without normalisation in it."""
+    return any(type(module) is ResNet and chain(module) is not None for module in encoder.modules())
 
 
-@contextmanager
-def fused_blocks(
-    encoder: nn.Module,
-    weights: set[Tensor],
-    gradients: WeightGradients,
-) -> Iterator[None]:
-    """Inside, torchvision's ResNets without normalisation run their blocks as `Residuals`.
+def patch(network: ResNet, weights: set[Tensor], gradients: WeightGradients) -> None:
+    """The first stage runs all blocks and the pooling; the others pass on what they get."""
+    found = chain(network)
+    assert found is not None
 
-    Args:
-        encoder: where they are looked for.
-        weights: a network runs so if all its blocks' weights are among these when it is called.
-        gradients: where their gradients go.
-    """
-    patched: list[nn.Module] = []
-    try:
-        for network in [module for module in encoder.modules() if type(module) is ResNet]:
-            chain = _chain(network)
-            if chain is not None:
-                patched += _parts(network)
-                _patch(network, chain, weights, gradients)
-        yield
-    finally:
-        for part in patched:
-            part.__dict__.pop("forward", None)
+    def sizes(layer: nn.Conv2d) -> Sizes:
+        return Sizes(layer.stride, layer.padding, layer.dilation, layer.groups)  # type: ignore[arg-type]
 
-
-def _patch(
-    network: ResNet,
-    chain: list[tuple[list[nn.Conv2d], nn.Conv2d | None]],
-    weights: set[Tensor],
-    gradients: WeightGradients,
-) -> None:
-    """The first stage runs all of them and the pooling; the others pass on what they get."""
+    layers = [layer for own, down in found for layer in (*own, down) if layer is not None]
     blocks = tuple(
-        Block(tuple(map(_sizes, layers)), None if down is None else _sizes(down))
-        for layers, down in chain
+        Block(tuple(map(sizes, own)), None if down is None else sizes(down)) for own, down in found
     )
-    parts = _parts(network)
 
     def run(x: Tensor) -> Tensor:
-        # Weights are looked up now: the call may be one of `functional_call`.
-        own = [
-            layer.weight for layers, down in chain for layer in (*layers, down) if layer is not None
-        ]
+        own = [layer.weight for layer in layers]
         if not all(weight in weights for weight in own):
-            for part in parts:
+            for part in parts(network):
                 x = type(part).forward(part, x)
             return x
         y: Tensor = Residuals.apply(x.to(own[0].dtype), blocks, gradients, *own)
         return y
 
-    for part in parts:
-        part.forward = run if part is network.layer1 else _same
-
-
-def _parts(network: ResNet) -> list[nn.Module]:
-    return [network.layer1, network.layer2, network.layer3, network.layer4, network.avgpool]
-
-
-def _same(x: Tensor) -> Tensor:
-    return x
+    for part in parts(network):
+        part.forward = run if part is network.layer1 else lambda x: x

@@ -1,7 +1,6 @@
 """The readable twin of `Augmentation.apply`: torchvision's own operations, one image at a time.
 
-Tests and benchmarks compare the batched code with it. Slow, and synchronises with the host for
-every parameter.
+Slow, and synchronises with the host for every parameter.
 """
 
 import torch
