@@ -32,9 +32,9 @@ class NegativeCacheLoss(ContrastiveLoss):
     $$ z_i = \arg\max_z \big[ \beta\, \phi(x_i)^\top \psi_{old}(z) + \text{Gumbel} \big], \qquad
        \nabla \approx \tfrac{\beta}{B} \sum_i \big[ -\nabla s(x_i,y_i) + \nabla s(x_i,z_i) \big] $$
 
-    Negatives are whole items: m_neg = M - 1. Encode them as the anchors are (augmented): encoded
-    without augmentation, as the paper allows, an encoder learns to tell plain from augmented
-    pictures instead (docs/methods/negative_cache.md).
+    Negatives are whole items: m_neg = M - 1. Encode all keys alike and without random augmentation
+    (positive, negatives, table): a table that holds another view than the one encoded next draws
+    negatives at random (docs/methods/negative_cache.md).
 
     Args:
         num_samples: number of anchors; also of keys unless `num_keys` is given.
