@@ -43,6 +43,16 @@ class LossSettings:
         value = self.options.get(name)
         return default if value is None else value
 
+    @property
+    def common(self) -> dict[str, Any]:
+        """What every loss takes."""
+        return {"normalize": self.normalize, **self.layout}
+
+    @property
+    def chosen(self) -> dict[str, Any]:
+        """What every loss takes that draws and has no denominator of its own."""
+        return {"denominator": self.denominator, "dim": self.dim, "seed": self.seed, **self.common}
+
 
 @dataclass(frozen=True)
 class Method:
@@ -140,82 +150,81 @@ def build_loss(name: str, settings: LossSettings) -> ContrastiveLoss:
     return named(name).build(settings)
 
 
-def _infonce(s: LossSettings) -> ContrastiveLoss:
-    from negchain.losses import InfoNCELoss
+def _in_batch(s: LossSettings, name: str) -> ContrastiveLoss:
+    from negchain import losses
 
-    return InfoNCELoss(s.num_samples, s.beta, normalize=s.normalize, **s.layout)
-
-
-def _dcl(s: LossSettings) -> ContrastiveLoss:
-    from negchain.losses import DCLLoss
-
-    return DCLLoss(s.num_samples, s.beta, normalize=s.normalize, **s.layout)
+    num = s.option("draws", None)  # random items beside the batch
+    proposals: Any = losses.Uniform(num) if num else "batch"
+    kind: Any = getattr(losses, name)
+    loss: ContrastiveLoss = kind(
+        s.num_samples, s.beta, proposals=proposals, seed=s.seed, **s.common
+    )
+    return loss
 
 
 def _sogclr(s: LossSettings) -> ContrastiveLoss:
     from negchain.losses import SogCLRLoss
 
     return SogCLRLoss(
-        s.num_samples,
-        s.beta,
-        s.option("gamma", 0.9),
-        denominator=s.denominator,
-        normalize=s.normalize,
-        **s.layout,
+        s.num_samples, s.beta, s.option("gamma", 0.9), denominator=s.denominator, **s.common
     )
 
 
 def _negcache(s: LossSettings) -> ContrastiveLoss:
     from negchain.losses import NegativeCacheLoss
 
-    return NegativeCacheLoss(
-        s.num_samples,
-        s.beta,
-        s.option("refresh", 0.01),
-        dim=s.dim,
-        denominator=s.denominator,
-        normalize=s.normalize,
-        seed=s.seed,
-        **s.layout,
+    return NegativeCacheLoss(s.num_samples, s.beta, s.option("refresh", 0.01), **s.chosen)
+
+
+def _topk(s: LossSettings) -> ContrastiveLoss:
+    from negchain.losses import TopKLoss
+
+    numbers = s.option("k", 2), s.option("top", 20), s.option("refresh", 0.01)
+    return TopKLoss(s.num_samples, s.beta, *numbers, **s.chosen)
+
+
+def _informed(s: LossSettings, **more: Any) -> Any:
+    from negchain.losses import Informed
+
+    return Informed(
+        num=s.option("draws", None),
+        share=s.option("share", 0.5),
+        sharpness=s.option("sharpness", 1.0),
+        refresh=s.option("refresh", 0.01),
+        **more,
     )
 
 
 def _importance(s: LossSettings) -> ContrastiveLoss:
-    from negchain.losses import ImportanceLoss, Informed
+    from negchain.losses import ImportanceLoss
 
-    return ImportanceLoss(
-        s.num_samples,
-        s.beta,
-        Informed(refresh=s.option("refresh", 0.01), alone=True),
-        dim=s.dim,
-        denominator=s.denominator,
-        normalize=s.normalize,
-        seed=s.seed,
-        **s.layout,
-    )
+    return ImportanceLoss(s.num_samples, s.beta, _informed(s, alone=True), **s.chosen)
+
+
+def _logq(s: LossSettings) -> ContrastiveLoss:
+    from negchain.losses import ImportanceLoss, Uniform
+
+    uniform = Uniform(s.option("draws", None))
+    return ImportanceLoss(s.num_samples, s.beta, uniform, **{**s.chosen, "denominator": "all"})
 
 
 def _emc2(s: LossSettings, isir: bool = False) -> ContrastiveLoss:
-    from negchain.losses import ISIR, MH, EMC2Loss, InBatch, Informed
+    from negchain.losses import ISIR, MH, EMC2Loss, InBatch
 
     kernel = ISIR() if isir else MH(burn_in=s.option("burn_in", 0.5))
     stored = s.option("augmentations", None)
     # Stored views have a chain each, so that both copies of an item are different states.
     proposals: Any = InBatch(copies=2) if stored else None
     if s.option("proposal", "batch") == "informed":
-        proposals = Informed(refresh=s.option("refresh", 0.01))
+        proposals = _informed(s)
     return EMC2Loss(
         s.num_samples,
         s.beta,
         kernel,
         proposals=proposals,
         carried=s.option("carried", "encode"),
-        denominator=s.denominator,
         augmentations=stored,
-        normalize=s.normalize,
-        seed=s.seed,
-        dim=s.dim,
-        **s.layout,
+        **s.chosen,
     )
 
 
@@ -226,12 +235,20 @@ register(
         "infonce",
         "InfoNCE",
         ("#0072b2", "#4ba3e0"),
-        _infonce,
+        lambda s: _in_batch(s, "InfoNCELoss"),
         denominator="all",
         aliases=("simclr",),
     )
 )
-register(Method("dcl", "DCL", ("#3fa3dc", "#8fd0f5"), _dcl, denominator="negatives"))
+register(
+    Method(
+        "dcl",
+        "DCL",
+        ("#3fa3dc", "#8fd0f5"),
+        lambda s: _in_batch(s, "DCLLoss"),
+        denominator="negatives",
+    )
+)
 register(Method("sogclr", "SogCLR", ("#009e73", "#2fc898"), _sogclr, options=("gamma",)))
 register(
     Method(
@@ -266,6 +283,8 @@ register(
         options=("refresh",),
     )
 )
+register(Method("topk", "top-k, uncorrected", ("#5b6b7a", "#a3b3c2"), _topk, options=("refresh",)))
+register(Method("logq", "corrected logQ", ("#2c7f86", "#6cc5cc"), _logq, denominator="all"))
 register(
     Method(
         "emc2-cached",

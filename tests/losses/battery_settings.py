@@ -31,7 +31,7 @@ SIZE, KEYS, DIM = 48, 40, 5  # anchors of every world, keys of a corpus, embeddi
 class Setting:
     """One way to build a loss, and the data and batches it meets."""
 
-    loss: Literal["emc2", "streaming", "infonce", "dcl", "sogclr", "cache"] = "emc2"
+    loss: Literal["emc2", "streaming", "infonce", "dcl", "sogclr", "cache", "importance"] = "emc2"
     beta: float = 8.0
     learned: bool = False
     kernel: Any = "mh"
@@ -147,6 +147,7 @@ class Setting:
             "dcl": negchain.DCLLoss,
             "sogclr": negchain.SogCLRLoss,
             "cache": negchain.NegativeCacheLoss,
+            "importance": negchain.ImportanceLoss,
         }
         return kinds[self.loss](**self.arguments(), seed=seed)
 
@@ -254,6 +255,7 @@ PROPOSALS = (
     Uniform(num=6, alone=True),
     Informed(),
     Informed(num=5, share=0.9, sharpness=0.5, refresh=0.2),
+    Informed(num=3, per_row=True),
     Given(),
     Given(alone=False),
 )
@@ -292,10 +294,12 @@ def numbered(number: int) -> Setting:
 def numbered_without_chains(number: int) -> Setting:
     """Setting number so-and-so of the other losses; a few draws, or so many that bias is gone."""
     pick = random.Random(number).choice
-    loss = pick(("infonce", "dcl", "sogclr", "cache"))
+    loss = pick(("infonce", "dcl", "sogclr", "cache", "importance"))
     views, corpus = pick((("shared", False), ("paired", False), ("paired", True)))
     many = pick((None, None, Uniform(num=MANY), Informed(num=MANY)))
-    if loss == "cache":
+    if loss == "importance":
+        many = pick((many or Informed(MANY, alone=True), Informed(MANY, alone=True, per_row=True)))
+    elif loss == "cache":
         many = None
     elif loss == "sogclr" and corpus and many is None:
         many = Uniform(num=MANY)
@@ -306,7 +310,7 @@ def numbered_without_chains(number: int) -> Setting:
         proposals=many,
         views=views,
         symmetric=pick((False, True)),
-        denominator=pick(("negatives", "all")) if loss in ("sogclr", "cache") else "negatives",
+        denominator="negatives" if loss in ("infonce", "dcl") else pick(("negatives", "all")),
         corpus=corpus,
         normalize=pick((False, True)),
         gamma=pick((0.1, 0.9, 1.0)) if loss == "sogclr" else 0.9,

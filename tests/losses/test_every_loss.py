@@ -279,7 +279,18 @@ def test_known_in_the_batch_is_not_mutual(loss_class) -> None:
     assert loss_fn.info["rows_without_negatives"] == 1
 
 
-@pytest.mark.parametrize("name", ["negcache", "mh-informed", "isir-informed", "sogclr-informed"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "negcache",
+        "mh-informed",
+        "isir-informed",
+        "sogclr-informed",
+        "importance",
+        "importance-rows",
+        "topk",
+    ],
+)
 @pytest.mark.parametrize("views", ["shared", "paired"])
 def test_known_positives_are_never_proposed_with_weight(name, views) -> None:
     """The stale table is all but certain about a known positive; it still gets no gradient."""

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from negchain import ImportanceLoss, Informed, Uniform
+from negchain import ImportanceLoss, InBatch, Informed, TopKLoss, Uniform
 from negchain.losses.base import Call
 from negchain.losses.partition import detached_logits, global_log_partition
 
-M, D, BETA = 7, 4, 4.0
+M, D, BETA = 5, 4, 4.0
 
 
 def embeddings(seed: int = 0) -> Tensor:
@@ -21,62 +21,173 @@ def embeddings(seed: int = 0) -> Tensor:
     return torch.nn.functional.normalize(z, dim=-1)
 
 
-def sides_of(loss_fn, z: Tensor, index: Tensor, ids: Tensor):
-    """The laid-out batch with given draws in place of the random ones, and log q of every key."""
-    call = Call(z[index], z[index], index)
-    second = loss_fn.request(index, z[index], z[index])
-    (part,) = second.parts
-    part.draw = part.draw._replace(ids=ids)
-    part.embeddings = z[ids]
-    return loss_fn._begin(call, [second])[1], part.draw.log_q
+def build(views: str = "paired", **settings):
+    proposals = Informed(num=2, refresh=0, alone=True, **settings)
+    return ImportanceLoss(M, BETA, proposals, views=views, symmetric=False, normalize=False)
 
 
-@pytest.mark.parametrize("table", ["exact", "garbage", "zeros"])
-@pytest.mark.parametrize("share, sharpness", [(0.5, 1.0), (0.9, 0.5), (0.0, 1.0)])
-def test_the_partition_is_unbiased_for_any_table(table, share, sharpness) -> None:
-    """Enumerates all pairs of draws and all batches of two: no randomness, no tolerance for bias.
+def mean_partition(views: str, rows: Tensor, planted=None, **settings) -> float:
+    """Of row 0: over all pairs of draws from q, and over who else is in a batch of two.
 
-    The expectation is over both draws (from q, which depends on who else is in the batch) and over
-    the other item of the batch.
+    `planted`: another log q than the loss's own.
     """
-    z = embeddings()
-    exact = [math.log(sum(math.exp(BETA * float(z[0] @ z[j])) for j in range(M) if j != 0))]
-    mean = 0.0
+    z, mean = embeddings(), 0.0
     for other in range(1, M):
-        loss_fn = ImportanceLoss(
-            M,
-            BETA,
-            Informed(num=2, share=share, sharpness=sharpness, refresh=0, alone=True),
-            views="paired",
-            symmetric=False,
-            normalize=False,
-        )
-        rows = {"exact": z, "garbage": embeddings(3), "zeros": torch.zeros_like(z)}[table]
-        loss_fn.fill(lambda ids, rows=rows: rows[ids])
+        loss_fn = build(views, **settings)
+        loss_fn.fill(lambda ids: rows[ids])
         index = torch.tensor([0, other])
+        call = Call(z[index], z[index], index)
+        request = loss_fn.request(index, z[index], z[index])
+        (part,) = request.parts
+        draw, log_q = part.draw, part.draw.log_q
+        if callable(log_q):
+            log_q = log_q(torch.arange(M).expand(len(index), -1))[0]
         for pair in itertools.product(range(M), repeat=2):
-            (side,), log_q = sides_of(loss_fn, z, index, torch.tensor(pair))
+            part.draw = draw._replace(ids=torch.tensor(pair).expand_as(draw.ids))
+            part.embeddings = z[part.draw.ids.flatten()]
+            (side,) = loss_fn._begin(call, [request])[1]
             logits = detached_logits(side, side.similarities(), BETA)
+            if planted is not None:
+                logits = logits - (planted(z, rows, index) - log_q)[list(pair)]
             found = global_log_partition(side, logits)[0]
-            weight = math.exp(float(log_q[list(pair)].sum())) / (M - 1)
-            mean += weight * math.exp(float(found))
-    assert math.log(mean) == pytest.approx(exact[0], abs=1e-5)
+            mean += math.exp(float(log_q[list(pair)].sum() + found)) / (M - 1)
+    return mean
 
 
-def test_a_forgotten_correction_is_caught() -> None:
-    """The planted bug of the test above: draws counted as if they were uniform."""
-    z = embeddings()
-    proposals = Informed(num=2, share=0.9, refresh=0, alone=True)
-    loss_fn = ImportanceLoss(M, BETA, proposals, views="paired", symmetric=False, normalize=False)
-    loss_fn.fill(lambda ids: z[ids])
-    index, mean = torch.tensor([0, 3]), 0.0
-    for pair in itertools.product(range(M), repeat=2):
-        (side,), log_q = sides_of(loss_fn, z, index, torch.tensor(pair))
-        plain = (BETA * side.similarities()).masked_fill(side.excluded, -math.inf)
-        found = torch.logsumexp(plain, 1)[0] + math.log((M - 1) / 2)
-        mean += math.exp(float(log_q[list(pair)].sum() + found))
-    exact = math.log(sum(math.exp(BETA * float(z[0] @ z[j])) for j in range(1, M)))
-    assert abs(math.log(mean) - exact) > 0.1
+def exact_partition(views: str) -> float:
+    z, copies = embeddings(), 2 if views == "shared" else 1
+    return copies * sum(math.exp(BETA * float(z[0] @ z[j])) for j in range(1, M))
+
+
+TABLES = {"exact": embeddings(), "garbage": embeddings(3), "zeros": torch.zeros(M, D).double()}
+
+
+@pytest.mark.parametrize("views", ["shared", "paired"])
+@pytest.mark.parametrize("per_row", [False, True], ids=["shared draws", "per row"])
+@pytest.mark.parametrize(
+    "table, share, sharpness",
+    [("exact", 0.5, 1.0), ("garbage", 0.9, 0.5), ("zeros", 0.5, 1.0), ("exact", 0.0, 1.0)],
+)
+def test_the_partition_is_unbiased_for_any_table(views, per_row, table, share, sharpness) -> None:
+    """By enumeration: no randomness, no tolerance for bias."""
+    settings = {"share": share, "sharpness": sharpness, "per_row": per_row}
+    mean = mean_partition(views, TABLES[table], **settings)
+    assert mean == pytest.approx(exact_partition(views), rel=1e-5)
+
+
+def uniform_q(z, rows, index) -> Tensor:
+    """Draws counted as if they were uniform."""
+    return torch.full((M,), 1 / M).log()
+
+
+def blunt_q(z, rows, index) -> Tensor:
+    """The proposal's sharpness forgotten."""
+    stale = (BETA * z[index] @ rows.T).masked_fill(torch.eye(M)[index] == 1, -math.inf)
+    return (0.1 / M + 0.9 * stale.softmax(1).mean(0)).log()
+
+
+def own_q(z, rows, index) -> Tensor:
+    """The row's own softmax where all rows share the draws."""
+    stale = (BETA * z[index] @ rows.T).masked_fill(torch.eye(M)[index] == 1, -math.inf)
+    return (0.1 / M + 0.9 * stale.softmax(1)[0]).log()
+
+
+@pytest.mark.parametrize(
+    "planted, settings",
+    [
+        (uniform_q, {"share": 0.9}),
+        (blunt_q, {"share": 0.9, "sharpness": 0.5}),
+        (own_q, {"share": 0.9}),
+        (blunt_q, {"share": 0.9, "per_row": True}),  # the mixture of all rows for one row's draws
+    ],
+)
+def test_a_wrong_probability_is_caught(planted, settings) -> None:
+    """The enumeration above sees each of these bugs."""
+    mean = mean_partition("paired", TABLES["exact"], planted, **settings)
+    assert abs(math.log(mean / exact_partition("paired"))) > 0.01
+
+
+def test_blunt_q_is_the_loss_own_where_nothing_is_forgotten() -> None:
+    """The planted bugs are bugs because of what they forget, not because they are wrong anyway."""
+    mean = mean_partition("paired", TABLES["exact"], blunt_q, share=0.9)
+    assert mean == pytest.approx(exact_partition("paired"), rel=1e-5)
+
+
+@pytest.mark.parametrize("per_row", [False, True], ids=["shared draws", "per row"])
+@pytest.mark.parametrize("denominator", ["negatives", "all"])
+@pytest.mark.parametrize("views", ["shared", "paired"])
+def test_one_step_by_hand(views, denominator, per_row) -> None:
+    """Value and gradient of a call from its draws, written out row by row."""
+    proposals = Informed(num=3, share=0.9, sharpness=0.5, refresh=0, alone=True, per_row=per_row)
+    loss_fn = ImportanceLoss(
+        M, BETA, proposals, views=views, denominator=denominator, normalize=False
+    )
+    z, old = embeddings().requires_grad_(), embeddings(3)
+    loss_fn.fill(lambda ids: old[ids])
+    index = torch.tensor([0, 4])
+    z_a, z_b = z[index], z[index].roll(1, 1)
+    second = loss_fn.request(index, z_a, z_b).encode(lambda ids: z[ids])
+    drawn = [part.draw.ids.clone() for part in second.parts]
+    total = loss_fn(z_a, z_b, index, loss_fn.request(index), second)
+
+    directions = [(z_a, z_b), (z_b, z_a)]
+    queries = [torch.cat([z_a, z_b])] if views == "shared" else [z_a, z_b]
+    value, surrogate, rows = torch.zeros(()), torch.zeros(()), 0
+    for number, (anchors, positives) in enumerate(directions):
+        pool = queries[0 if views == "shared" else number].detach()
+        ids = drawn[0 if views == "shared" else number]
+        own = torch.cat([index] * (len(pool) // 2))
+        stale = (0.5 * BETA * pool @ old.T).scatter(1, own[:, None], -math.inf).softmax(1)
+        for i in range(2):
+            row = i + (2 * number if views == "shared" else 0)
+            mixture = stale[row] if per_row else stale.mean(0)
+            q = 0.1 / M + 0.9 * mixture
+            mine = ids[row] if per_row else ids
+            kept = mine[mine != index[i]]
+            s, positive = z[kept] @ anchors[i], anchors[i] @ positives[i]
+            mass = (BETA * s).exp() / q[kept] * (2 if views == "shared" else 1)
+            partition = mass.sum() / 3
+            in_it = (BETA * positive).exp() if denominator == "all" else 0.0
+            value += (partition + in_it).log() - BETA * positive
+            keep = (partition / (partition + in_it)).detach()
+            weights = (mass / mass.sum()).detach()
+            surrogate += keep * BETA * ((weights * s).sum() - positive)
+            rows += 1
+    assert total.item() == pytest.approx(value.item() / rows, rel=1e-6)
+    ours, hand = (
+        torch.autograd.grad(x, z, retain_graph=True)[0] for x in (total, surrogate / rows)
+    )
+    assert torch.allclose(ours, hand, atol=1e-6)
+
+
+@pytest.mark.parametrize("proposals", [InBatch(), Uniform(3)])
+def test_logq_is_the_papers_loss(proposals) -> None:
+    """Khrylchenko et al. 2025: -sg(1 - P(p|u)) log( e^f(u,p) / sum_i e^(f(u,d_i) - log Q'(d_i)) ).
+
+    Q' is the mixture of how keys get into the batch (popularity) and the uniform draws.
+    """
+    counts = torch.tensor([4, 1, 3, 2, 2])
+    loss_fn = ImportanceLoss(
+        12, BETA, proposals, views="paired", denominator="all", num_keys=M, key_counts=counts,
+        normalize=False,
+    )  # fmt: skip
+    z, queries = embeddings(), embeddings(5)[:3].requires_grad_()
+    index, keys = torch.tensor([0, 5, 9]), torch.tensor([0, 3, 4])
+    first = loss_fn.request(index).encode(lambda ids: z[ids])
+    drawn = torch.cat([part.draw.ids for part in first.parts] or [keys[:0]])
+    second = loss_fn.request(index, queries, z[keys], key_index=keys)
+    total = loss_fn(queries, z[keys], index, first, second, key_index=keys)
+
+    num, expected = 2 + len(drawn), torch.zeros((), dtype=torch.float64)
+    q = (2 * counts / counts.sum() + len(drawn) / M) / num
+    for u, p in zip(queries, keys.tolist(), strict=True):
+        negatives = [int(d) for d in (*keys, *drawn) if int(d) != p]
+        f_p = BETA * u @ z[p]
+        sampled = torch.stack([(BETA * u @ z[d] - q[d].log()).exp() for d in negatives]).sum()
+        solved = f_p.exp() / (f_p.exp() + sampled / num)
+        expected = expected - (1 - solved.detach()) * (f_p - sampled.log())
+    ours, theirs = (torch.autograd.grad(x, queries)[0] for x in (total, expected / 3))
+    assert torch.allclose(ours, theirs, atol=1e-6)
 
 
 @pytest.mark.statistical
@@ -114,3 +225,53 @@ def test_all_saturates_against_the_global_partition() -> None:
     uniform(queries, z[index], index, encode=lambda ids: z[ids % M]).backward()
     assert float(queries.grad.norm()) > 0.1
     assert uniform.info["global_loss_low"] > 5
+
+
+# ---------------------------------------------------------------- top-k, uncorrected
+
+
+def test_top_k_draws_from_the_nearest_of_the_table() -> None:
+    """Every row adds one of its top; own and known positives are never among them."""
+    old, z = embeddings(3), embeddings()
+    loss_fn = TopKLoss(M, BETA, num=1, top=2, views="paired", symmetric=False, refresh=0)
+    loss_fn.fill(lambda ids: old[ids])
+    index, known = torch.tensor([0, 4]), torch.tensor([[2], [-1]])
+    logits = z[index] @ old.T
+    logits[[0, 0, 1], [0, 2, 4]] = -math.inf
+    nearest = [set(row.topk(2).indices.tolist()) for row in logits]
+    seen: list[set[int]] = [set(), set()]
+    for step in range(12):
+        loss_fn.step.fill_(step)
+        ids = loss_fn.request(index, z[index], z[index], known=known).ids.view(2, 1).tolist()
+        for row in range(2):
+            assert set(ids[row]) <= nearest[row]
+            seen[row] |= set(ids[row])
+    assert seen == nearest
+
+
+@pytest.mark.parametrize("denominator", ["negatives", "all"])
+def test_top_k_is_the_plain_softmax_over_batch_and_added_keys(denominator) -> None:
+    loss_fn = TopKLoss(
+        20, BETA, num=1, top=2, views="paired", num_keys=M, denominator=denominator, refresh=0
+    )
+    z = embeddings()
+    loss_fn.fill(lambda ids: z[ids])
+    queries, keys = embeddings(5)[:3].requires_grad_(), torch.tensor([0, 3, 4])
+    index = torch.tensor([1, 5, 9])
+    second = loss_fn.request(index, queries, z[keys], key_index=keys).encode(lambda ids: z[ids])
+    ids = torch.cat([keys, second.ids])
+    total = loss_fn(queries, z[keys], index, loss_fn.request(index), second, key_index=keys)
+    logits = BETA * queries @ z[ids].T
+    positive = logits[range(3), range(3)]
+    negative = logits.masked_fill(ids[None] == keys[:, None], -math.inf).logsumexp(1)
+    whole = torch.logaddexp(negative, positive) if denominator == "all" else negative
+    assert total.item() == pytest.approx((whole - positive).mean().item(), rel=1e-6)
+    assert "global_loss_low" not in loss_fn.info
+
+
+def test_the_table_remembers_the_batch_even_where_it_is_no_column() -> None:
+    z = embeddings().float()
+    loss_fn = ImportanceLoss(M, BETA, Informed(num=1, refresh=0, alone=True))
+    index = torch.tensor([2, 4])
+    loss_fn(z[index], z[index], index, encode=lambda ids: z[ids])
+    assert torch.allclose(loss_fn.tables[0].embeddings[index], z[index], atol=1e-6)

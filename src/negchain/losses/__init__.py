@@ -8,6 +8,7 @@
 | `emc2.py` (`chains.py` its state, `walk.py` one visit) | `EMC2Loss` |
 | `streaming.py` | `StreamingEMC2Loss`, for batches of thousands |
 | `importance.py` | `ImportanceLoss`: fresh draws from a stale table, no chain |
+| `top_k.py` | `TopKLoss`: the nearest keys of a stale table, uncorrected |
 | `weighted.py` | `WeightedLoss`, base of a method of your own |
 | `settings.py` | how chains move, where proposals come from |
 | `request.py` | what a loss wants encoded |
@@ -24,6 +25,7 @@ from negchain.losses.settings import ISIR, MH, Given, InBatch, Informed, Uniform
 from negchain.losses.softmax import DCLLoss, InfoNCELoss
 from negchain.losses.sogclr import SogCLRLoss
 from negchain.losses.streaming import StreamingEMC2Loss
+from negchain.losses.top_k import TopKLoss
 from negchain.losses.weighted import WeightedLoss
 
 __all__ = [
@@ -41,6 +43,7 @@ __all__ = [
     "Request",
     "SogCLRLoss",
     "StreamingEMC2Loss",
+    "TopKLoss",
     "Uniform",
     "Want",
     "WeightedLoss",

@@ -225,14 +225,15 @@ class ContrastiveLoss(Reporting):
         """Once the batch is encoded: informed draws."""
         if not isinstance(self.proposals, Informed):
             return []
-        count = self.proposals.num or len(call.z_a)
         parts = []
         for number, side in enumerate(self._bare_sides(call)):
             table, beta = self.tables[number], self._beta(side.queries)
-            ids, log_q = table.informed(
-                count, side, beta, self.proposals, (self.seed, self.step, number)
-            )
-            parts.append(Part("draw", number, Want(ids, _tower(number)), Draw(ids, log_q)))
+            draw = table.informed_rows if self.proposals.per_row else table.informed
+            count = self.proposals.num or (1 if self.proposals.per_row else len(call.z_a))
+            key = (self.seed, self.step, number)
+            ids, log_q = draw(count, side, beta, self.proposals, key)
+            wanted = Want(ids.flatten(), _tower(number))
+            parts.append(Part("draw", number, wanted, Draw(ids, log_q)))
         return parts
 
     def _bare_sides(self, call: Call) -> list[Side]:
@@ -397,7 +398,12 @@ class ContrastiveLoss(Reporting):
         """Whatever this step encoded is the freshest the stale tables can hold."""
         for number, table in enumerate(self.tables):
             side = sides[number]
+            if isinstance(self.proposals, Informed) and self.proposals.alone:  # no columns
+                positives = (batch.key_index, batch.z_b), (batch.index, batch.z_a)
+                table.write(*positives[number])
             table.write(side.key_ids.flatten(), side.keys.flatten(0, 1))
+            if side.private_ids is not None and side.private_keys is not None:
+                table.write(side.private_ids.flatten(), side.private_keys.flatten(0, 1))
             for request in requests:
                 for part in request.parts:
                     if part.side != number or part.embeddings is None:

@@ -10,6 +10,10 @@ Cost        M D per row for q, one encode per draw, refresh * M encodes per step
 Bias        of the partition: none, whatever the table holds (draws alone, the default). Of the
             weights: O(1/n), as for every ratio of two means; small where q is close to p
             (tests/losses/test_importance.py).
+
+With uniform draws, or the batch, in place of the table this is the corrected logQ of Khrylchenko et
+al. (2025, arXiv 2507.09331): the positive is always there and was never drawn, so it is left out of
+the weights, takes no correction, and saturates the row by 1 - p+ (denominator="all").
 """
 
 from __future__ import annotations
@@ -35,9 +39,10 @@ class ImportanceLoss(WeightedLoss):
     Args:
         num_samples: number of anchors; also of keys unless `num_keys` is given.
         beta: inverse temperature; a `nn.Parameter` to learn it.
-        proposals: where the draws come from: `Informed(...)`, or `Uniform(...)` (then no table).
-            Columns of the batch beside them (alone=False) bias the partition by O(1/B): which keys
-            a stale table proposes depends on who is in the batch.
+        proposals: where the draws come from: `Informed(...)`; or `Uniform(...)` or `InBatch()`,
+            which need no table: with denominator="all" that is the corrected logQ of Khrylchenko
+            et al. (2025). Columns of the batch beside informed draws (alone=False) bias the
+            partition by O(1/B): which keys a stale table proposes depends on who is in the batch.
         views, symmetric, num_keys, key_counts, dim, normalize, seed: as for `InfoNCELoss`.
         denominator: "all" (the positive kept in, against the estimate of the *global* partition, so
             that solved pairs stop pulling) or "negatives" (eq. (1)).

@@ -87,7 +87,9 @@ class Uniform:
 class Informed:
     """Draws from a stale table of all embeddings, beside the batch.
 
-    q(z) = (1 - share) / M + share * mean_i softmax_z(sharpness * beta * q_i . psi_old(z))
+    q(z) = (1 - share) / M + share * mean_i softmax_z(sharpness * beta * x_i . psi_old(z))
+
+    With `per_row` the mean is left out: row i draws from q of its own, for itself alone.
 
     Example:
         >>> Informed(num=64).share    # half of the draws are uniform
@@ -95,7 +97,7 @@ class Informed:
     """
 
     num: int | None = None
-    """Draws per step; None: as many as the batch has samples."""
+    """Draws per step; None: as many as the batch has samples. With `per_row`: per row; None: 1."""
     share: float = 0.5
     """Part of q that comes from the stale softmaxes; the rest is uniform."""
     sharpness: float = 1.0
@@ -104,6 +106,8 @@ class Informed:
     """Share of the table that is encoded anew per step, in turn."""
     alone: bool = False
     """Instead of the batch, not beside it."""
+    per_row: bool = False
+    """Each row draws for itself; else all rows share all draws."""
 
     def __post_init__(self) -> None:
         """Refuse what is out of range."""

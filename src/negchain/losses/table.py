@@ -14,7 +14,7 @@ Shapes: `M` keys, `N` rows, `D` embedding, `R` draws.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -115,21 +115,70 @@ class StaleTable(Stateful):
         u = draws.uniform(seed, step, draws.STREAM_PROPOSE, row, count, torch.float64)
         return draw_from(log_q, u[0]), log_q
 
-    def log_proposal(self, side: Side, beta: float | Tensor, settings: Informed) -> Tensor:  # [M]
-        """log q(z) of `Informed`, in two passes over the table."""
+    def informed_rows(
+        self, count: int, side: Side, beta: float | Tensor, settings: Informed, key: Key
+    ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:  # -> [N, count], ids [N, ...] -> log q
+        """`count` draws for each row from its own q, and log q_i of any ids; see `Informed`."""
+        seed, step, number = key
         beta = (beta.detach() if isinstance(beta, Tensor) else beta) * settings.sharpness
-        uniform = math.log1p(-settings.share) - math.log(self.size)
-        log_q = side.queries.new_full((self.size,), uniform)
-        if settings.share == 0:
-            return log_q
+        log_sum = self._log_sum(side, beta)[:, None]
+        rows = torch.arange(side.num_rows, device=side.queries.device)
+        stream = draws.STREAM_PROPOSE + 16 * number
+        points = draws.uniform(seed, step, stream, rows, count, torch.float64)
+        drawn = torch.full_like(points, self.size - 1, dtype=torch.int64)
+        before = torch.zeros_like(points[:, :1])
+        for keys, logits in self.logits(side, beta):
+            share = self._mixed(logits - log_sum, settings).double().exp()
+            upto = before + share.cumsum(1)
+            at = torch.searchsorted(upto, points).clamp_(max=share.shape[1] - 1)
+            inside = (points > before) & (points <= upto[:, -1:])
+            drawn = torch.where(inside, at + keys.start, drawn)
+            before = upto[:, -1:]
+        table, queries = self._rows(side.queries.shape[1]), side.queries.detach() * beta
+
+        def log_q(ids: Tensor) -> Tensor:
+            flat = ids.reshape(len(queries), -1)
+            stale = torch.einsum("nd,ncd->nc", queries, table[flat].to(queries.dtype))
+            stale = stale.masked_fill(side.excludes(flat), -math.inf)
+            return self._mixed(stale - log_sum, settings).view(ids.shape)
+
+        return drawn, log_q
+
+    def top(self, count: int, side: Side) -> Tensor:  # -> [N, count]
+        """The `count` keys each row is most similar to, by the table; unordered."""
+        best = side.queries.new_full((side.num_rows, 0), -math.inf)
+        ids = torch.zeros_like(best, dtype=torch.int64)
+        for keys, logits in self.logits(side, 1.0):
+            names = torch.arange(keys.start, keys.stop, device=ids.device).expand_as(logits)
+            joined = torch.cat([best, logits], 1)
+            best, at = joined.topk(min(count, joined.shape[1]), 1, sorted=False)
+            ids = torch.cat([ids, names], 1).gather(1, at)
+        return ids
+
+    def _log_sum(self, side: Side, beta: float | Tensor) -> Tensor:  # -> [N]
+        """Log partition of every row's stale softmax."""
         log_sum = side.queries.new_full((side.num_rows,), -math.inf)
         for _, logits in self.logits(side, beta):
             log_sum = torch.logaddexp(log_sum, torch.logsumexp(logits, 1))
-        part_of = math.log(settings.share) - math.log(side.num_rows)
-        for keys, logits in self.logits(side, beta):
-            mixture = torch.logsumexp(logits - log_sum[:, None], 0) + part_of
-            log_q[keys] = torch.logaddexp(mixture, log_q[keys])
-        return log_q
+        return log_sum
+
+    def _mixed(self, log_stale: Tensor, settings: Informed) -> Tensor:
+        """log( (1 - share) / M + share * stale )."""
+        uniform = math.log1p(-settings.share) - math.log(self.size)
+        if settings.share == 0:
+            return torch.full_like(log_stale, uniform)
+        log_stale = log_stale + math.log(settings.share)
+        return torch.logaddexp(log_stale, torch.full_like(log_stale, uniform))
+
+    def log_proposal(self, side: Side, beta: float | Tensor, settings: Informed) -> Tensor:  # [M]
+        """log q(z) of `Informed`, in two passes over the table."""
+        beta = (beta.detach() if isinstance(beta, Tensor) else beta) * settings.sharpness
+        mean = side.queries.new_full((self.size,), -math.inf)
+        if settings.share > 0:
+            log_sum = self._log_sum(side, beta)[:, None] + math.log(side.num_rows)
+            for keys, logits in self.logits(side, beta):
+                mean[keys] = torch.logsumexp(logits - log_sum, 0)
+        return self._mixed(mean, settings)
 
     def write(self, ids: Tensor, embeddings: Tensor) -> None:
         """Remember embeddings [R, D] of keys, as they are; non-finite ones are left out."""

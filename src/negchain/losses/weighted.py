@@ -65,6 +65,7 @@ class WeightedLoss(ContrastiveLoss):
             if log_sum is None:
                 assert log_partition is not None, "an estimate over the data set needs num_samples"
                 log_sum = log_partition
+            self._count_lonely(log_sum)
             values.append(self._value(side, similarity, Estimate(weights, log_sum)))
             if log_partition is not None:
                 gap = (log_partition - log_sum).nan_to_num(0.0)

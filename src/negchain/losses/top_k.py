@@ -1,0 +1,117 @@
+"""Uncorrected top-k: hard negatives from a stale table, as if they had been in the batch.
+
+    T_i  = the `top` keys with the largest x_i . psi_old(z);   row i adds `num` of T_i, by lot
+    W_ij = softmax_j( beta s_ij )   over the batch and everything the rows added
+
+Estimates   p_i by the softmax over the columns at hand: what ADORE and ANCE do between refreshes,
+            and what mined hard negatives are where the table is never refreshed.
+State       the table: M x D floats, and a refresh cursor.
+Cost        M D per row for the top, `num` encodes per row, refresh * M encodes per step.
+Bias        the negatives below the top are counted as if there were few of them: does not vanish.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from negchain import draws
+from negchain.losses.base import Call
+from negchain.losses.batch import Batch, Views
+from negchain.losses.request import Part, Request, Want
+from negchain.losses.settings import Informed
+from negchain.losses.softmax import without_probabilities
+from negchain.losses.weighted import WeightedLoss
+from negchain.objective import Denominator
+from negchain.pool import Draw, Side
+from negchain.weights.softmax import softmax_weights
+
+
+class TopKLoss(WeightedLoss):
+    """The in-batch softmax with `num` of each row's `top` nearest keys of a stale table added.
+
+    The baseline for `ImportanceLoss`: the same table, the same encodes, no correction. All rows
+    share what each of them added. Value and saturation are of the columns at hand, so `info` makes
+    no claim about the global loss.
+
+    Args:
+        num_samples: number of anchors; also of keys unless `num_keys` is given.
+        beta: inverse temperature; a `nn.Parameter` to learn it.
+        num: keys every row adds.
+        top: how many of its nearest keys they are drawn from.
+        refresh: share of the table that is encoded anew per step.
+        views, symmetric, num_keys, dim, normalize, seed: as for `InfoNCELoss`.
+        denominator: "all" (InfoNCE's) or "negatives" (DCL's).
+
+    Example:
+        >>> encoder, items = torch.nn.Linear(5, 8), torch.randn(50, 5)
+        >>> loss_fn = TopKLoss(50, beta=10.0, top=10)
+        >>> encode = lambda ids: encoder(items[ids])
+        >>> loss_fn.fill(encode)
+        >>> index = torch.arange(4)
+        >>> loss_fn(encode(index), encode(index), index, encode=encode).backward()
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        beta: float | Tensor = 14.28,
+        num: int = 2,
+        top: int = 20,
+        refresh: float = 0.01,
+        *,
+        views: Views = "shared",
+        symmetric: bool = True,
+        denominator: Denominator = "all",
+        num_keys: int | None = None,
+        dim: int | None = None,
+        normalize: bool = True,
+        seed: int = 0,
+    ) -> None:
+        if not 1 <= num <= top:
+            raise ValueError(
+                f"num (keys a row adds) must be from 1 to top={top} (drawn from these), got {num}"
+            )
+        super().__init__(
+            num_samples,
+            beta,
+            views=views,
+            symmetric=symmetric,
+            denominator=denominator,
+            proposals=Informed(num=num, refresh=refresh),  # for its table
+            num_keys=num_keys,
+            dim=dim,
+            normalize=normalize,
+            seed=seed,
+        )
+        self.num, self.top = num, top
+
+    def _parts_given(self, call: Call) -> list[Part]:
+        """`num` of the `top` of every row."""
+        parts = []
+        for number, side in enumerate(self._bare_sides(call)):
+            nearest = self.tables[number].top(self.top, side)
+            row = torch.arange(side.num_rows, device=nearest.device)
+            stream = draws.STREAM_PROPOSE + 16 * number
+            lot = draws.bits(self.seed, self.step, stream, row, nearest.shape[1])
+            ids = nearest.gather(1, lot.argsort(1)[:, : self.num]).flatten()
+            want = Want(ids, "keys" if number == 0 else "anchors")
+            parts.append(Part("draw", number, want, Draw(ids)))
+        return parts
+
+    def _begin(
+        self, call: Call, requests: Sequence[Request], quiet: bool = False, **layout: Any
+    ) -> tuple[Batch, list[Side]]:
+        """Columns as if all of them were just there: no probabilities, no size of the whole."""
+        batch, sides = super()._begin(call, requests, quiet, **layout)
+        return batch, [
+            dataclasses.replace(without_probabilities(side), num_keys=None) for side in sides
+        ]
+
+    def weigh(self, logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """The softmax over the columns, and their own sum."""
+        return softmax_weights(logits)
