@@ -1,0 +1,255 @@
+"""negchain's losses in `SentenceTransformerTrainer` (sentence-transformers 6).
+
+    pairs = index_pairs(dataset, corpus=texts)
+    loss_fn = ImportanceLoss(len(pairs.anchors), 20.0, views="paired", num_keys=len(pairs.keys))
+    loss = PairLoss(model, loss_fn, pairs)
+    NegchainTrainer(model=model, args=args, train_dataset=pairs.dataset, loss=loss).train()
+
+Positions travel in the label column. What the loss wants encoded goes through the model's
+`preprocess` and `forward`, with the prompt and route of the column it belongs to. The state of the
+loss, learned beta included, is in every checkpoint, and `resume_from_checkpoint` restores it.
+
+Shapes: `B` batch, `L` known positives per anchor, `H` hard-negative columns, `D` embedding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
+from sentence_transformers.util import batch_to_device
+from torch import Tensor, nn
+from torch.nn.functional import cosine_similarity, cross_entropy
+
+from negchain.files import replacing
+from negchain.losses import ContrastiveLoss, InfoNCELoss
+
+STATE_NAME = "negchain_loss.pt"
+LABEL = "label"
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """A data set of pairs by position: each different text has one, so equal texts share it."""
+
+    dataset: Dataset  # with a label column [anchor, key, hard negatives' keys ...]
+    anchors: list[str]  # text of every anchor position
+    keys: list[str]  # text of every key position: the corpus
+    known: Tensor | None  # [anchors, L] all positives of each anchor, padded with -1
+
+
+def index_pairs(dataset: Dataset, corpus: Iterable[str] = ()) -> Pairs:
+    """Give anchors (first column), positives (second) and hard negatives (the others) positions.
+
+    Args:
+        dataset: of texts, one pair a row; rows with the same anchor are its several positives.
+        corpus: further documents that may be proposed as negatives; they get the first positions.
+
+    Example:
+        >>> rows = {"query": ["a", "b", "a"], "answer": ["A", "B", "A2"]}
+        >>> pairs = index_pairs(Dataset.from_dict(rows), corpus=["C", "A"])
+        >>> pairs.keys, pairs.dataset["label"][:]
+        (['C', 'A', 'B', 'A2'], [[0, 1], [1, 2], [0, 3]])
+        >>> pairs.known
+        tensor([[ 1,  3],
+                [ 2, -1]])
+    """
+    if LABEL in dataset.column_names or len(dataset.column_names) < 2:
+        raise ValueError(
+            "the data set must hold texts: an anchor, a positive and maybe hard negatives, and no "
+            f"'{LABEL}' (positions go there), got {dataset.column_names}; remove or rename columns"
+        )
+    keys = {text: number for number, text in enumerate(dict.fromkeys(corpus))}
+    anchors: dict[str, int] = {}
+    positives: list[dict[int, None]] = []
+    labels = []
+    for row in zip(*(dataset[name][:] for name in dataset.column_names), strict=True):
+        anchor = anchors.setdefault(row[0], len(anchors))
+        label = [anchor, *(keys.setdefault(text, len(keys)) for text in row[1:])]
+        positives += [{}] if anchor == len(positives) else []
+        positives[anchor][label[1]] = None
+        labels.append(label)
+    longest = max(map(len, positives))
+    known = None
+    if longest > 1:
+        known = torch.tensor([[*own, *[-1] * (longest - len(own))] for own in positives])
+    return Pairs(dataset.add_column(LABEL, labels), list(anchors), list(keys), known)
+
+
+class PairLoss(nn.Module):
+    """A loss of negchain as sentence-transformers calls one: `loss(features, labels)`.
+
+    Hard-negative columns add the cross-entropy of each row's positive against its own ones, logged
+    as `hard_negatives` beside `contrastive`. While evaluating, the value is the in-batch InfoNCE of
+    the evaluation's own rows, whatever their positions: nothing of the training state is touched.
+
+    Args:
+        model: the model that is trained.
+        loss_fn: the loss, built for `len(pairs.anchors)` samples and, if `views="paired"`,
+            `num_keys=len(pairs.keys)`.
+        pairs: from `index_pairs`.
+        hard_weight: of the hard-negative columns' term.
+        chunk: texts per forward pass where nothing is trained (filling and refreshing tables).
+    """
+
+    def __init__(
+        self,
+        model: SentenceTransformer,
+        loss_fn: ContrastiveLoss,
+        pairs: Pairs,
+        hard_weight: float = 1.0,
+        chunk: int = 128,
+    ) -> None:
+        super().__init__()
+        sizes = (loss_fn.num_samples, loss_fn.num_keys or loss_fn.num_samples)
+        if loss_fn.num_samples is not None and sizes != (len(pairs.anchors), len(pairs.keys)):
+            raise ValueError(
+                f"the loss was built for {sizes[0]} anchors and {sizes[1]} keys, the pairs have "
+                f"{len(pairs.anchors)} and {len(pairs.keys)}; build it with "
+                "num_samples=len(pairs.anchors), views='paired', num_keys=len(pairs.keys)"
+            )
+        self.model = model  # the trainer puts the wrapped one here
+        self.loss_fn = loss_fn
+        self.pairs = pairs
+        self.hard_weight = hard_weight
+        self.chunk = chunk
+        self.preprocess = model.preprocess
+        self.inputs: tuple[dict[str, Any], dict[str, Any]] = ({}, {})  # prompt, task of each tower
+
+    def forward(
+        self, features: Iterable[dict[str, Tensor]], labels: Tensor | None
+    ) -> dict[str, Tensor]:
+        """The losses of a batch by name; the trainer sums and logs them."""
+        anchors, positives, *negatives = (self.model(f)["sentence_embedding"] for f in features)
+        training = torch.is_grad_enabled()
+        value = self._train if training else self._evaluate
+        losses = {"contrastive": value(anchors, positives, labels)}
+        if negatives:
+            known = labels if training else None
+            losses["hard_negatives"] = self.hard_weight * self._hard(
+                anchors, torch.stack([positives, *negatives], 1), known
+            )
+        return losses
+
+    def _train(self, anchors: Tensor, positives: Tensor, labels: Tensor | None) -> Tensor:
+        if labels is None or labels.dim() != 2 or labels.is_floating_point():
+            raise ValueError(
+                f"the column '{LABEL}' must hold positions, [anchor, key, ...] of integers; "
+                "train on index_pairs(dataset).dataset"
+            )
+        encode = partial(self._encode, 0), partial(self._encode, 1)
+        if len(self.loss_fn.tables) and not int(self.loss_fn.step):
+            self.loss_fn.fill(encode, self.chunk)
+        index, keys = labels[:, 0], labels[:, 1]
+        call = {} if self.loss_fn.num_keys is None else {"key_index": keys}
+        if self.pairs.known is not None:
+            call["known"] = self.pairs.known.to(index.device)[index]
+        loss: Tensor = self.loss_fn(anchors, positives, index, encode=encode, **call)
+        return loss
+
+    def _evaluate(self, anchors: Tensor, positives: Tensor, labels: Tensor | None) -> Tensor:
+        settings = {"views": self.loss_fn.views, "symmetric": self.loss_fn.symmetric}
+        in_batch = InfoNCELoss(None, float(self.loss_fn.beta), **settings)  # type: ignore[arg-type]
+        keys = labels[:, 1] if labels is not None and labels.dim() == 2 else None
+        return in_batch(anchors, positives, keys)
+
+    def _hard(self, anchors: Tensor, keys: Tensor, labels: Tensor | None) -> Tensor:
+        """Cross-entropy of the first of each row's keys [B, 1 + H, D]; known positives left out."""
+        logits = cosine_similarity(anchors[:, None], keys, dim=2).float() * self.loss_fn.beta
+        if labels is not None and self.pairs.known is not None:
+            known = self.pairs.known.to(labels.device)[labels[:, 0]]
+            taken = (labels[:, 2:, None] == known[:, None]).any(2)
+            logits[:, 1:] = logits[:, 1:].masked_fill(taken, -torch.inf)
+        return cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long).to(logits.device))
+
+    def _encode(self, tower: int, ids: Tensor) -> Tensor:
+        """Embeddings of positions among the anchors (0) or the keys (1)."""
+        texts = self.pairs.keys if tower else self.pairs.anchors
+        wanted = [texts[position] for position in ids.tolist()]
+        step = len(wanted) if torch.is_grad_enabled() else self.chunk
+        parts = []
+        for begin in range(0, len(wanted), step):
+            features = self.preprocess(wanted[begin : begin + step], **self.inputs[tower])
+            if task := self.inputs[tower].get("task"):
+                features["task"] = task
+            found = self.model(batch_to_device(features, ids.device))["sentence_embedding"]
+            parts.append(found.float() if not torch.is_grad_enabled() else found)
+        return torch.cat(parts)
+
+
+class NegchainTrainer(SentenceTransformerTrainer):  # type: ignore[misc]
+    """`SentenceTransformerTrainer` that keeps the state of its losses in its checkpoints.
+
+    Takes any loss of sentence-transformers beside `PairLoss`, or a dict of them by data set. The
+    sampler's numbers (`loss_fn.info`) are logged with the loss.
+    """
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        for name, loss in self._losses().items():
+            if isinstance(loss, PairLoss):
+                loss.inputs = tuple(  # type: ignore[assignment]
+                    self._inputs(name, column) for column in loss.pairs.dataset.column_names[:2]
+                )
+
+    def _losses(self) -> dict[str, nn.Module]:
+        return self.loss if isinstance(self.loss, dict) else {"": self.loss}
+
+    def _inputs(self, dataset: str, column: str) -> dict[str, Any]:
+        """Prompt and route of a column, as the trainer's collator finds them."""
+        found = {}
+        for name, given in (("prompt", self.args.prompts), ("task", self.args.router_mapping)):
+            if isinstance(given, dict) and isinstance(given.get(dataset), (dict, str)):
+                given = given[dataset] if dataset else given
+            value = given if isinstance(given, str) or not given else given.get(column)
+            if isinstance(value, str):
+                found[name] = value
+        return found
+
+    def log(self, logs: dict[str, float], *args: Any, **settings: Any) -> None:
+        """Add the sampler's numbers to a line about training."""
+        if "loss" in logs:
+            for name, loss in self._losses().items():
+                if isinstance(loss, PairLoss):
+                    prefix = f"{name}_" if name else ""
+                    logs = {**logs, **{prefix + k: v for k, v in loss.loss_fn.info.items()}}
+        super().log(logs, *args, **settings)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        if self.args.should_save:
+            states = {name: _state_of(loss) for name, loss in self._losses().items()}
+            with replacing(Path(output_dir) / STATE_NAME) as file:
+                torch.save(states, file)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None:
+            return
+        path = Path(checkpoint) / STATE_NAME
+        if not path.is_file():
+            raise ValueError(
+                f"{checkpoint} holds no state of the loss ({STATE_NAME}): by another trainer, "
+                "or interrupted while writing; resume from another checkpoint, or start from its "
+                "weights with SentenceTransformer(checkpoint)"
+            )
+        states = torch.load(path, map_location="cpu", weights_only=True)
+        for name, loss in self._losses().items():
+            result = loss.load_state_dict(states[name], strict=False)
+            lost = [key for key in result.missing_keys if not key.startswith("model.")]
+            if lost or result.unexpected_keys:
+                raise ValueError(
+                    f"{path} is the state of another loss ({', '.join(lost[:3])} missing); build "
+                    "the loss as it was built when the checkpoint was written"
+                )
+
+
+def _state_of(loss: nn.Module) -> dict[str, Tensor]:
+    """What a loss has beside the model."""
+    return {k: v for k, v in loss.state_dict().items() if not k.startswith("model.")}

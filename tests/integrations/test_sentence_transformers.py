@@ -1,0 +1,236 @@
+"""Inside SentenceTransformerTrainer: exact resume, prompts, hard negatives, evaluation."""
+
+from __future__ import annotations
+
+import doctest
+import os
+import signal
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("sentence_transformers")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a test forks
+
+from datasets import Dataset  # noqa: E402
+from sentence_transformers import SentenceTransformer, SentenceTransformerTrainingArguments  # noqa: E402
+from sentence_transformers.sentence_transformer.losses import (  # noqa: E402
+    MultipleNegativesRankingLoss,
+)
+from transformers import BertConfig, BertModel, BertTokenizerFast  # noqa: E402
+
+from negchain import EMC2Loss, ImportanceLoss, InfoNCELoss, Informed  # noqa: E402
+from negchain.integrations import sentence_transformers as ours  # noqa: E402
+from negchain.integrations.sentence_transformers import (  # noqa: E402
+    STATE_NAME,
+    NegchainTrainer,
+    PairLoss,
+    index_pairs,
+)
+
+NUM, STEPS = 24, 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A tiny BERT with random weights, dropout included."""
+    path = tmp_path_factory.mktemp("bert")
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(80))]
+    tokenizer = BertTokenizerFast(vocab={w: i for i, w in enumerate(words)}, model_max_length=16)
+    tokenizer.save_pretrained(path)
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=len(words), hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=32, max_position_embeddings=32,
+    )  # fmt: skip
+    BertModel(config).save_pretrained(path)
+    return path
+
+
+def texts(hard: bool = False) -> Dataset:
+    """w1 -> w1 w41, ...; three queries have a second positive; the corpus has more."""
+    queries = [f"w{i}" for i in range(NUM)] + ["w0", "w1", "w2"]
+    answers = [f"w{i} w{i + 40}" for i in range(NUM)] + ["w50 w60", "w51 w61", "w52 w62"]
+    columns = {"query": queries, "answer": answers}
+    if hard:
+        columns["negative"] = [f"w{i % 80} w3" for i in range(len(queries))]
+    return Dataset.from_dict(columns)
+
+
+def importance(pairs, **more):
+    return ImportanceLoss(
+        len(pairs.anchors),
+        torch.nn.Parameter(torch.tensor(10.0)),
+        Informed(num=4, alone=True, refresh=0.1),
+        views="paired",
+        denominator="all",
+        num_keys=len(pairs.keys),
+        **more,
+    )
+
+
+def emc2(pairs):
+    return EMC2Loss(
+        len(pairs.anchors), 10.0, "isir", proposals=Informed(4), views="paired",
+        num_keys=len(pairs.keys),
+    )  # fmt: skip
+
+
+def trainer(folder: Path, out: Path, build=importance, hard: bool = False, **settings):
+    torch.manual_seed(0)
+    pairs = index_pairs(texts(hard), corpus=[f"w{i} w77" for i in range(10)])
+    model = SentenceTransformer(str(folder), device="cpu")
+    args = SentenceTransformerTrainingArguments(
+        output_dir=str(out),
+        **{
+            "max_steps": 2 * STEPS,
+            "save_steps": STEPS,
+            "per_device_train_batch_size": 4,
+            "learning_rate": 1e-2,
+            "logging_steps": 1,
+            "report_to": "none",
+            "use_cpu": True,
+            "disable_tqdm": True,
+            "seed": 5,
+            **settings,
+        },
+    )
+    loss = PairLoss(model, build(pairs), pairs)
+    return NegchainTrainer(model=model, args=args, train_dataset=pairs.dataset, loss=loss)
+
+
+def everything(made) -> dict[str, torch.Tensor]:
+    """Weights, beta and the loss's state."""
+    return {k: v.clone() for k, v in made.loss.state_dict().items()}
+
+
+def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=0, atol=1e-6, msg=name)
+
+
+def killed_after_checkpoint(folder: Path, out: Path, build) -> None:
+    """Train in a child that gets SIGKILL in the step after the checkpoint."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: fork beside threads
+        child = os.fork()
+    if child == 0:
+        made = trainer(folder, out, build)
+        plain = made.training_step
+
+        def step(*args, **more):
+            if made.state.global_step > STEPS:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return plain(*args, **more)
+
+        made.training_step = step
+        try:
+            made.train()
+        finally:
+            os._exit(1)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+
+
+@pytest.mark.parametrize("build", [importance, emc2])
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(folder, tmp_path, build) -> None:
+    """k + k steps are 2k steps: weights, learned beta, tables, chains, dropout, data order."""
+    whole = trainer(folder, tmp_path / "whole", build, save_strategy="no")
+    begin = everything(whole)
+    whole.train()
+    killed_after_checkpoint(folder, tmp_path / "killed", build)
+    saved = tmp_path / "killed" / f"checkpoint-{STEPS}"
+    assert (saved / STATE_NAME).is_file()
+    second = trainer(folder, tmp_path / "killed", build)
+    second.train(resume_from_checkpoint=True)
+    assert_same(everything(whole), everything(second))
+    assert int(second.loss.loss_fn.step) == 2 * STEPS
+    if build is importance:
+        assert not torch.equal(begin["loss_fn.beta"], everything(whole)["loss_fn.beta"])
+    (saved / STATE_NAME).unlink()
+    with pytest.raises(ValueError, match="no state of the loss"):
+        trainer(folder, tmp_path / "killed", build).train(resume_from_checkpoint=str(saved))
+
+
+def test_hard_negatives_samplers_accumulation_and_bf16(folder, tmp_path) -> None:
+    made = trainer(
+        folder, tmp_path, hard=True, max_steps=2, batch_sampler="no_duplicates",
+        gradient_accumulation_steps=2, bf16=True, save_strategy="no",
+        prompts={"query": "w70", "answer": "w71"},
+    )  # fmt: skip
+    assert made.loss.inputs == ({"prompt": "w70"}, {"prompt": "w71"})
+    made.train()
+    line = made.state.log_history[0]
+    total = line["contrastive"] + line["hard_negatives"]
+    assert line["loss"] == pytest.approx(total, abs=2e-3)
+    assert {"effective_negatives", "global_loss_low"} <= line.keys()
+    assert int(made.loss.loss_fn.step) == 4  # every micro-batch is a step
+
+
+def test_drawn_documents_are_encoded_as_the_column_is(folder, tmp_path) -> None:
+    """The prompt is in what the model sees, and gradient goes through it."""
+    made = trainer(folder, tmp_path, prompts={"answer": "w71 w72"})
+    made.model.eval()
+    ids = torch.tensor([3, 0])
+    found = made.loss._encode(1, ids)
+    assert found.requires_grad
+    wanted = [f"w71 w72{made.loss.pairs.keys[i]}" for i in ids.tolist()]
+    expected = made.model.encode(wanted, convert_to_tensor=True)
+    torch.testing.assert_close(found.detach(), expected, rtol=0, atol=1e-6)
+    made.loss.chunk = 1
+    with torch.no_grad():
+        torch.testing.assert_close(made.loss._encode(1, ids), expected, rtol=0, atol=1e-6)
+
+
+def test_evaluation_touches_nothing(folder, tmp_path) -> None:
+    """Rows of another data set, with other positions, or none."""
+    made = trainer(folder, tmp_path, max_steps=1, save_strategy="no")
+    made.train()
+    before = everything(made)
+    rows = Dataset.from_dict({"query": ["w70", "w71"], "answer": ["w5 w6", "w7 w8"]})
+    plain, labelled = made.evaluate(rows), made.evaluate(index_pairs(rows).dataset)
+    assert_same(before, everything(made))
+    z = made.model.encode(["w70", "w71", "w5 w6", "w7 w8"], convert_to_tensor=True)
+    beta = float(made.loss.loss_fn.beta.detach())
+    expected = InfoNCELoss(None, beta, views="paired", symmetric=False)(z[:2], z[2:])
+    assert plain["eval_loss"] == labelled["eval_loss"] == pytest.approx(expected.item(), rel=1e-4)
+
+
+def test_other_losses_and_several_data_sets(folder, tmp_path) -> None:
+    """A dict of losses, ours beside theirs; each keeps its state."""
+    pairs = index_pairs(texts())
+    model = SentenceTransformer(str(folder), device="cpu")
+    losses = {
+        "a": PairLoss(model, importance(pairs), pairs),
+        "b": MultipleNegativesRankingLoss(model),
+    }
+    args = SentenceTransformerTrainingArguments(
+        output_dir=str(tmp_path), max_steps=4, save_steps=4, per_device_train_batch_size=4,
+        report_to="none", use_cpu=True, disable_tqdm=True, logging_steps=1,
+        prompts={"a": {"query": "w70"}},
+    )  # fmt: skip
+    made = NegchainTrainer(
+        model=model, args=args, loss=losses, train_dataset={"a": pairs.dataset, "b": texts()}
+    )
+    assert losses["a"].inputs == ({"prompt": "w70"}, {})
+    made.train()
+    saved = torch.load(tmp_path / "checkpoint-4" / STATE_NAME, weights_only=True)
+    assert int(saved["a"]["loss_fn.step"]) > 0 and saved["b"] == {}
+    assert any("a_effective_negatives" in line for line in made.state.log_history)
+
+
+def test_refusals(folder, tmp_path) -> None:
+    with pytest.raises(ValueError, match="rename"):
+        index_pairs(texts().add_column("label", [0] * (NUM + 3)))
+    made = trainer(folder, tmp_path)
+    with pytest.raises(ValueError, match="built for 5 anchors"):
+        PairLoss(made.model, InfoNCELoss(5), made.loss.pairs)
+    made.train_dataset = texts()
+    with pytest.raises(ValueError, match="index_pairs"):
+        made.train()
+
+
+def test_examples_in_docstrings() -> None:
+    assert doctest.testmod(ours).failed == 0
