@@ -192,3 +192,17 @@ def test_positions_may_be_a_list() -> None:
         values.append(loss_fn(z, z.roll(1, 1), ids, request, known=[[1]] * 5).item())
         assert torch.equal(torch.stack(loss_fn.held(ids)), torch.stack(loss_fn.held(INDEX)))
     assert values[0] == values[1] == values[2]
+
+
+def test_wanted_items_are_encoded_under_the_callers_autocast() -> None:
+    """In the precision of the batch, not in the float32 the loss itself computes with."""
+    net, items, seen = torch.nn.Linear(4, 8), torch.randn(20, 4), []
+
+    def encode(ids):
+        seen.append(net(items[ids]))
+        return seen[-1]
+
+    loss_fn, index = EMC2Loss(20, 5.0), torch.arange(5)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = loss_fn(net(items[index]), net(items[index] + 0.1), index, encode=encode)
+    assert seen[0].dtype == torch.bfloat16 and loss.dtype == torch.float32

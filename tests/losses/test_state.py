@@ -203,3 +203,23 @@ def test_a_zero_vector_has_no_gradient(case) -> None:
         if leaf.grad is not None:
             assert torch.isfinite(leaf.grad).all() and leaf.grad.abs().max() < 1e4
             assert (leaf.grad[2 % len(leaf)] == 0).all()
+
+
+def test_another_data_set_takes_the_weights_and_leaves_the_state() -> None:
+    """Fine-tuning: the checkpoint of a model and its loss, loaded where the data is another."""
+
+    def build(loss_fn) -> torch.nn.Module:
+        return torch.nn.ModuleDict({"net": torch.nn.Linear(3, 2), "loss": loss_fn})
+
+    beta = torch.nn.Parameter(torch.tensor(7.0))
+    old = build(EMC2Loss(30, beta, proposals=Informed(), denominator="all")).state_dict()
+    for other in (EMC2Loss, SogCLRLoss, NegativeCacheLoss, InfoNCELoss):  # whatever comes next
+        new = build(other(50, torch.nn.Parameter(torch.tensor(3.0))))
+        with pytest.raises(RuntimeError):
+            new.load_state_dict(old)
+        before = snapshot(new["loss"])
+        new["loss"].skip_saved_state()
+        new.load_state_dict(old)
+        after = snapshot(new["loss"])
+        assert torch.equal(new["net"].weight, old["net.weight"]) and new["loss"].beta.item() == 7
+        assert same_state({**before, "beta": after["beta"]}, after)

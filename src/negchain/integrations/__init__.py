@@ -4,7 +4,6 @@
 |---|---|
 | `sentence_transformers.py` | `SentenceTransformerTrainer`: pairs of texts, a corpus, checkpoints |
 | `open_clip.py` | open_clip's training loop: loss, CSV and webdataset pipelines |
-| `fine_tuning.py` | checkpoints of another data set, without the loss's state |
 
 Lightning, accelerate, lightly and a plain loop need nothing of their own (docs/integrations.md).
 """

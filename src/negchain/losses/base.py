@@ -291,9 +291,9 @@ class ContrastiveLoss(Reporting):
             [] scalar with the value of an estimate of the global loss, and the method's gradient.
         """
         call = Call(z_a, z_b, index, key_index, known, augmentation, draw, drawn)
+        if encode is not None:  # under the caller's autocast, as the batch was
+            requests = self._encoded(call, encode)
         with torch.autocast(z_a.device.type, enabled=False):
-            if encode is not None:
-                requests = self._encoded(call, encode)
             if call.draw is not None and not isinstance(self.proposals, Given):
                 raise ValueError("draw= goes with proposals=Given() at construction; leave it out")
             check_requests(self, self._turn, call.index, requests)

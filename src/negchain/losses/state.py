@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 OTHER_STATE = (
     "this is the state of a loss for another data set, or with other settings; build the loss as "
-    "it was built when the state was saved, or start without it"
+    "it was built when the state was saved, or start without it (loss_fn.skip_saved_state())"
 )
 
 
@@ -38,6 +38,25 @@ class Stateful(nn.Module):
         self._state: dict[str, Tensor] = {}
         self._lazy: set[str] = set()  # states whose last dimension is 0 until a first batch
         self._unsaved: set[str] = set()
+        self._skips = False
+
+    def skip_saved_state(self) -> None:
+        """From now on loading a checkpoint leaves this module's state as it is.
+
+        For fine-tuning on another data set: weights are wanted, the state of the old one is not.
+        Parameters (a learned beta) are loaded as ever.
+
+        Example:
+            >>> module, other = Stateful(), Stateful()
+            >>> module.add_state("count", torch.ones(3))
+            >>> other.add_state("count", torch.zeros(5))
+            >>> other.skip_saved_state()
+            >>> other.load_state_dict(module.state_dict())
+            <All keys matched successfully>
+            >>> other.count
+            tensor([0., 0., 0., 0., 0.])
+        """
+        self._skips = True
 
     def add_state(
         self, name: str, value: Tensor, *, lazy: bool = False, saved: bool = True
@@ -98,6 +117,12 @@ class Stateful(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
+        if self._skips:  # what is there stands for what was saved; children see the same dict
+            learned = {prefix + name for name, _ in self.named_parameters()}
+            for key in [k for k in state_dict if k.startswith(prefix) and k not in learned]:
+                del state_dict[key]
+            mine = self.state_dict(prefix=prefix)
+            state_dict.update({key: mine[key] for key in mine if key not in learned})
         found = {
             name: state_dict[prefix + name] for name in self._saved() if prefix + name in state_dict
         }

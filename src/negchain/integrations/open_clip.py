@@ -1,0 +1,228 @@
+"""negchain's losses in open_clip's training loop (open_clip_torch 3).
+
+    data = open_clip_train.data.get_data(args, ...)
+    positions = CsvPositions(data["train"].dataloader.dataset)        # or ShardPositions(urls)
+    loss = IndexedClipLoss(EMC2Loss(len(positions), views="paired", denominator="all"))
+    data["train"] = loss.watch(data["train"], positions, model)
+    train_one_epoch(model, data, loss, ...)                           # open_clip's own
+
+Their loop hands on two things, images and texts, and calls `loss(**model_out, output_dict=True)`.
+So the loader keeps the positions of the batch it hands out for the loss, which takes beta from
+`logit_scale` and what it wants encoded from the data set.
+
+Shapes: `B` batch, `D` embedding.
+"""
+
+from __future__ import annotations
+
+import tarfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from negchain.losses import ContrastiveLoss
+
+
+class IndexedClipLoss(nn.Module):
+    """Where `open_clip.ClipLoss` was: the same call, the same names in its answer.
+
+    `state_dict` holds the loss's state; put it into your checkpoints beside open_clip's.
+
+    Args:
+        loss_fn: with `views="paired"`: images are the anchors, texts the keys. Its beta is replaced
+            by the model's `logit_scale`, which open_clip clamps at 100.
+    """
+
+    def __init__(self, loss_fn: ContrastiveLoss) -> None:
+        super().__init__()
+        if loss_fn.views != "paired" or isinstance(loss_fn.beta, Tensor):
+            raise ValueError(
+                "the loss must have views='paired' (images and texts) and a number as beta (the "
+                f"model's logit_scale takes its place), got views={loss_fn.views!r}, "
+                f"beta={loss_fn.beta}"
+            )
+        self.loss_fn = loss_fn
+        self._encode: Any = None
+        self._recent: list[Tensor] = []  # positions of the batches since the last call
+        self._used = False
+
+    def watch(
+        self, info: Any, positions: CsvPositions | ShardPositions, model: nn.Module | None = None
+    ) -> Any:
+        """open_clip's DataInfo whose loader tells this loss the positions of each batch.
+
+        Args:
+            info: `data["train"]`.
+            positions: what gives samples their positions.
+            model: whose towers encode what the loss asks for (CSV only: shards are read in order).
+        """
+        if model is not None:
+            if not isinstance(positions, CsvPositions):
+                raise ValueError(
+                    "shards are read in order: leave model out, and use a loss that asks for "
+                    "nothing to be encoded, SogCLRLoss or EMC2Loss(carried='cached')"
+                )
+            towers: Any = getattr(model, "module", model)
+            self._encode = (
+                lambda ids: towers.encode_image(positions.images(ids).to(ids.device)),
+                lambda ids: towers.encode_text(positions.texts(ids).to(ids.device)),
+            )
+        return replace(info, dataloader=_Watched(positions.loader(info.dataloader), self, info))
+
+    def remember(self, index: Tensor) -> None:
+        """Positions of the batch that is handed out now."""
+        if self._used:
+            self._recent.clear()
+        self._used = False
+        self._recent.append(index)
+
+    def forward(
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        logit_scale: Tensor,
+        logit_bias: Tensor | None = None,
+        output_dict: bool = False,
+    ) -> Tensor | dict[str, Tensor]:
+        """The loss of a batch, or with `accum_freq` of the batches since the last step."""
+        if logit_bias is not None:
+            raise ValueError("logit_bias belongs to SigLIP's loss; train a model without it")
+        known = sum(len(part) for part in self._recent)
+        if known != len(image_features):
+            raise ValueError(
+                f"the loss has {len(image_features)} pairs and positions of {known}: the loader "
+                "must be the one loss.watch(data['train'], positions) made, used by this loss alone"
+            )
+        index = torch.cat(self._recent).to(image_features.device, torch.int64)
+        self._used = True
+        if len(self.loss_fn.tables) and self._encode and not int(self.loss_fn.step):
+            self.loss_fn.fill(self._encode)
+        self.loss_fn.beta = logit_scale
+        value: Tensor = self.loss_fn(image_features, text_features, index, encode=self._encode)
+        self.loss_fn.beta = logit_scale.detach()  # not its graph
+        return {"contrastive_loss": value} if output_dict else value
+
+
+class _Watched:
+    """A loader of (images, texts, positions) that keeps the positions for the loss."""
+
+    def __init__(self, loader: Any, loss: IndexedClipLoss, info: Any) -> None:
+        self.loader, self.loss = loader, loss
+        self.num_batches = info.dataloader.num_batches
+        self.num_samples = info.dataloader.num_samples
+
+    def __len__(self) -> int:
+        return int(self.num_batches)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for images, texts, index in self.loader:
+            self.loss.remember(torch.as_tensor(index))
+            yield images, texts
+
+
+class CsvPositions:
+    """Positions of open_clip's `CsvDataset`: one per picture, whose captions are all its positives.
+
+    Example:
+        >>> class Captions:
+        ...     images, captions = ["a.jpg", "b.jpg", "a.jpg"], ["a cat", "a dog", "the cat"]
+        >>> len(CsvPositions(Captions())), CsvPositions(Captions()).of_row
+        (2, [0, 1, 0])
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        numbers: dict[str, int] = {}
+        self.of_row = [numbers.setdefault(str(i), len(numbers)) for i in dataset.images]
+        self.rows: list[list[int]] = [[] for _ in numbers]
+        for row, position in enumerate(self.of_row):
+            self.rows[position].append(row)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def images(self, ids: Tensor) -> Tensor:
+        """Pictures of positions, transformed as in training."""
+        return torch.stack([self.dataset[self.rows[i][0]][0] for i in ids.tolist()])
+
+    def texts(self, ids: Tensor) -> Tensor:
+        """A caption of each position, a random one of several."""
+        rows = [self.rows[i] for i in ids.tolist()]
+        chosen = [own[int(torch.randint(len(own), ()))] for own in rows]
+        texts: Tensor = self.dataset.tokenize([str(self.dataset.captions[row]) for row in chosen])
+        return texts
+
+    def loader(self, loader: DataLoader[Any]) -> DataLoader[Any]:
+        """The same loader over (image, text, position)."""
+        return DataLoader(
+            _CsvRows(loader.dataset, self.of_row),
+            batch_sampler=loader.batch_sampler,
+            num_workers=loader.num_workers,
+            pin_memory=loader.pin_memory and torch.cuda.is_available(),
+        )
+
+
+class _CsvRows(Dataset[Any]):
+    def __init__(self, dataset: Any, of_row: Sequence[int]) -> None:
+        self.dataset, self.of_row = dataset, of_row
+
+    def __len__(self) -> int:
+        return len(self.of_row)
+
+    def __getitem__(self, row: int) -> tuple[Tensor, Tensor, int]:
+        image, text = self.dataset[row]
+        return image, text, self.of_row[row]
+
+
+class ShardPositions:
+    """Positions of the samples of webdataset shards, by the names in their tar files.
+
+    Shards are read in order, so nothing can be fetched by position: use a loss that asks for
+    nothing (`SogCLRLoss`, `EMC2Loss(carried="cached")`).
+
+    Args:
+        urls: the shards, as given to open_clip (`{000..012}` is expanded).
+        found: (url, key) -> position; None: the tar files are listed, which reads their headers.
+    """
+
+    def __init__(
+        self, urls: str | Sequence[str], found: Mapping[tuple[str, str], int] | None = None
+    ) -> None:
+        from webdataset.shardlists import expand_urls
+        from webdataset.tariterators import base_plus_ext
+
+        self.found = dict(found) if found is not None else {}
+        if found is None:
+            for url in expand_urls(urls):
+                with tarfile.open(url) as shard:
+                    for name in shard.getnames():
+                        key, _ = base_plus_ext(name)
+                        if key is not None:
+                            self.found.setdefault((url, key), len(self.found))
+
+    def __len__(self) -> int:
+        return len(self.found)
+
+    def add(self, sample: dict[str, Any]) -> dict[str, Any]:
+        """A sample with its position."""
+        return {**sample, "position": self.found[sample["__url__"], sample["__key__"]]}
+
+    def loader(self, loader: Any) -> Any:
+        """The same loader, changed to (image, text, position)."""
+        import webdataset
+
+        (inner,) = loader.pipeline
+        stages = inner.dataset.pipeline
+        for number, stage in enumerate(stages):
+            if getattr(stage, "args", None) == ("image", "text"):
+                stages[number] = webdataset.to_tuple("image", "text", "position")
+                stages.insert(number, webdataset.map(self.add))
+                return loader
+        raise ValueError(
+            "the pipeline has no stage to_tuple('image', 'text'): make it with "
+            "open_clip_train.data.get_wds_dataset"
+        )
