@@ -20,6 +20,7 @@ NEVER = {
     "report": ("cli", "bench"),
     "train": ("cli", "bench"),
     "encoders": ("losses", "train", "report", "cli", "bench"),
+    "integrations": ("train", "report", "cli", "bench"),
     "draws": ("losses", "weights", "train", "report", "cli", "bench"),
 }
 # The fused losses read the losses' chain tables and checks until they are fed frozen plans alone.

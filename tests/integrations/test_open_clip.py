@@ -22,6 +22,7 @@ with warnings.catch_warnings():  # timm's and webdataset's own
     from open_clip_train import data as clip_data
     from open_clip_train.train import train_one_epoch
 
+from framework_play import assert_same, load, snapshot
 from PIL import Image
 
 from negchain import EMC2Loss, ImportanceLoss, InfoNCELoss, Informed, SogCLRLoss
@@ -220,3 +221,12 @@ def test_refusals(table) -> None:
 
 def test_examples_in_docstrings() -> None:
     assert doctest.testmod(ours).failed == 0
+
+
+def test_the_example(tmp_path, capsys) -> None:
+    example = load("with_open_clip")
+    example.made_up(tmp_path, num=16)
+    first = example.main(tmp_path, epochs=1)
+    again = example.main(tmp_path, epochs=0, resume=True)
+    assert int(first.loss_fn.step) == 2
+    assert_same(snapshot(first), snapshot(again))

@@ -15,6 +15,7 @@ pytest.importorskip("sentence_transformers")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a test forks
 
 from datasets import Dataset  # noqa: E402
+from framework_play import assert_same, load, snapshot  # noqa: E402
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainingArguments  # noqa: E402
 from sentence_transformers.sentence_transformer.losses import (  # noqa: E402
     MultipleNegativesRankingLoss,
@@ -101,17 +102,6 @@ def trainer(folder: Path, out: Path, build=importance, hard: bool = False, **set
     return NegchainTrainer(model=model, args=args, train_dataset=pairs.dataset, loss=loss)
 
 
-def everything(made) -> dict[str, torch.Tensor]:
-    """Weights, beta and the loss's state."""
-    return {k: v.clone() for k, v in made.loss.state_dict().items()}
-
-
-def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
-    assert a.keys() == b.keys()
-    for name in a:
-        torch.testing.assert_close(a[name], b[name], rtol=0, atol=1e-6, msg=name)
-
-
 def killed_after_checkpoint(folder: Path, out: Path, build) -> None:
     """Train in a child that gets SIGKILL in the step after the checkpoint."""
     with warnings.catch_warnings():
@@ -138,17 +128,17 @@ def killed_after_checkpoint(folder: Path, out: Path, build) -> None:
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(folder, tmp_path, build) -> None:
     """k + k steps are 2k steps: weights, learned beta, tables, chains, dropout, data order."""
     whole = trainer(folder, tmp_path / "whole", build, save_strategy="no")
-    begin = everything(whole)
+    begin = snapshot(whole.loss)
     whole.train()
     killed_after_checkpoint(folder, tmp_path / "killed", build)
     saved = tmp_path / "killed" / f"checkpoint-{STEPS}"
     assert (saved / STATE_NAME).is_file()
     second = trainer(folder, tmp_path / "killed", build)
     second.train(resume_from_checkpoint=True)
-    assert_same(everything(whole), everything(second))
+    assert_same(snapshot(whole.loss), snapshot(second.loss), atol=1e-6)
     assert int(second.loss.loss_fn.step) == 2 * STEPS
     if build is importance:
-        assert not torch.equal(begin["loss_fn.beta"], everything(whole)["loss_fn.beta"])
+        assert not torch.equal(begin["loss_fn.beta"], snapshot(whole.loss)["loss_fn.beta"])
     (saved / STATE_NAME).unlink()
     with pytest.raises(ValueError, match="no state of the loss"):
         trainer(folder, tmp_path / "killed", build).train(resume_from_checkpoint=str(saved))
@@ -188,10 +178,10 @@ def test_evaluation_touches_nothing(folder, tmp_path) -> None:
     """Rows of another data set, with other positions, or none."""
     made = trainer(folder, tmp_path, max_steps=1, save_strategy="no")
     made.train()
-    before = everything(made)
+    before = snapshot(made.loss)
     rows = Dataset.from_dict({"query": ["w70", "w71"], "answer": ["w5 w6", "w7 w8"]})
     plain, labelled = made.evaluate(rows), made.evaluate(index_pairs(rows).dataset)
-    assert_same(before, everything(made))
+    assert_same(before, snapshot(made.loss))
     z = made.model.encode(["w70", "w71", "w5 w6", "w7 w8"], convert_to_tensor=True)
     beta = float(made.loss.loss_fn.beta.detach())
     expected = InfoNCELoss(None, beta, views="paired", symmetric=False)(z[:2], z[2:])
@@ -234,3 +224,12 @@ def test_refusals(folder, tmp_path) -> None:
 
 def test_examples_in_docstrings() -> None:
     assert doctest.testmod(ours).failed == 0
+
+
+def test_the_example(tmp_path, capsys) -> None:
+    example = load("with_sentence_transformers")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the trainer pins memory without a GPU
+        example.main(example.tiny_model(), str(tmp_path), 20, resume=False)
+        trainer = example.main(example.tiny_model(), str(tmp_path), 21, resume=True)
+    assert int(trainer.loss.loss_fn.step) == 21
