@@ -398,9 +398,7 @@ class ContrastiveLoss(Reporting):
         """Whatever this step encoded is the freshest the stale tables can hold."""
         for number, table in enumerate(self.tables):
             side = sides[number]
-            if isinstance(self.proposals, Informed) and self.proposals.alone:  # no columns
-                positives = (batch.key_index, batch.z_b), (batch.index, batch.z_a)
-                table.write(*positives[number])
+            table.write(side.positive_ids, side.positives)  # they may be no columns
             table.write(side.key_ids.flatten(), side.keys.flatten(0, 1))
             if side.private_ids is not None and side.private_keys is not None:
                 table.write(side.private_ids.flatten(), side.private_keys.flatten(0, 1))
