@@ -5,7 +5,9 @@ from __future__ import annotations
 import doctest
 import os
 import signal
+import traceback
 import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -102,12 +104,26 @@ def trainer(folder: Path, out: Path, build=importance, hard: bool = False, **set
     return NegchainTrainer(model=model, args=args, train_dataset=pairs.dataset, loss=loss)
 
 
-def killed_after_checkpoint(folder: Path, out: Path, build) -> None:
-    """Train in a child that gets SIGKILL in the step after the checkpoint."""
+def in_child(work) -> int:
+    """Run in a fork: what takes seconds to import is there already."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: fork beside threads
         child = os.fork()
     if child == 0:
+        try:
+            work()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    return child
+
+
+def killed_after_checkpoint(folder: Path, out: Path, build) -> None:
+    """Train in a child that gets SIGKILL in the step after the checkpoint."""
+
+    def work() -> None:
         made = trainer(folder, out, build)
         plain = made.training_step
 
@@ -117,11 +133,29 @@ def killed_after_checkpoint(folder: Path, out: Path, build) -> None:
             return plain(*args, **more)
 
         made.training_step = step
-        try:
+        made.train()
+
+    assert os.WTERMSIG(os.waitpid(in_child(work), 0)[1]) == signal.SIGKILL
+
+
+def test_two_processes(folder, tmp_path) -> None:
+    """Gloo, DDP: every forward pass of the model is one DDP knows of, and weights stay equal."""
+
+    def rank(number: int) -> None:
+        port = 20000 + os.getppid() % 20000
+        os.environ.update(RANK=f"{number}", LOCAL_RANK=f"{number}", WORLD_SIZE="2")
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=f"{port}")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            made = trainer(folder, tmp_path, ddp_backend="gloo", max_steps=2, save_strategy="no")
             made.train()
-        finally:
-            os._exit(1)
-    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+        assert made.args.world_size == 2 and int(made.loss.loss_fn.step) == 2
+        torch.save(made.model.state_dict(), tmp_path / f"{number}.pt")
+
+    children = [in_child(partial(rank, number)) for number in range(2)]
+    assert [os.waitpid(child, 0)[1] for child in children] == [0, 0]
+    first, second = (torch.load(tmp_path / f"{n}.pt", weights_only=True) for n in range(2))
+    assert_same(first, second)
 
 
 @pytest.mark.parametrize("build", [importance, emc2])

@@ -175,7 +175,8 @@ class PairLoss(nn.Module):
         step = len(wanted) if torch.is_grad_enabled() else self.chunk
         parts = []
         for begin in range(0, len(wanted), step):
-            features = self.preprocess(wanted[begin : begin + step], **self.inputs[tower])
+            # a plain dict: DDP looks for the tensors of what comes back, and not in others
+            features = dict(self.preprocess(wanted[begin : begin + step], **self.inputs[tower]))
             if task := self.inputs[tower].get("task"):
                 features["task"] = task
             found = self.model(batch_to_device(features, ids.device))["sentence_embedding"]
