@@ -1,7 +1,7 @@
 """Lightning: lines marked (*) differ from an InfoNCE module.
 
-Shows    positions from the loader, the loss as a submodule (checkpoints hold its chains), validation
-         that never touches them, fine-tuning on another data set.
+Shows    positions from the loader, the loss as a submodule (checkpoints hold its chains), a
+         validation that never touches them, fine-tuning on another data set.
 Prints   the exact loss of the validation set, before and after a resume.
 
     python examples/with_lightning.py
