@@ -347,7 +347,7 @@ PROMISES = (
     *INPUTS,
 )
 
-# What `make test` runs; `make test-slow` has the rest. Interpreted, a step takes about half a second
+# What `make test` runs; `make test-slow` has the rest. Interpreted, a step takes half a second
 # and a step in tiles two to five. So: every option of the kernels at least once with rows, the two
 # kernels with each of views, carried and denominator, sizes just past a power of two and just past
 # a tile of 128, and every planted bug whose case needs no second tile.
