@@ -48,6 +48,8 @@ def verdict_of(setting: Setting, seeds: int, steps: int) -> Verdict:
         loss_fn = setting.build(seed)
         if setting.chains:
             start_at_target(loss_fn, world, beta, seed)
+        if setting.enumerated:
+            start_at_law(loss_fn, setting, seed)
         loss_fn.fill((stored_of(world, "anchors"), stored_of(world, "keys")))
         gradient, slope = run(
             loss_fn,
@@ -69,6 +71,17 @@ def verdict_of(setting: Setting, seeds: int, steps: int) -> Verdict:
         betas=np.array(betas) if setting.learned else None,
         only=slice(0, world.num_anchors * world.num_views if held.anchors_only else None),
     )
+
+
+def start_at_law(loss_fn: torch.nn.Module, setting: Setting, seed: int) -> None:
+    """Chains of several views where the oracle says they settle."""
+    rng = np.random.default_rng(seed + 2_000_003)
+    stored = stored_of(setting.world, "keys"), stored_of(setting.world, "anchors")
+    for side, chain, _, law in setting.chains_by_enumeration():
+        held = int(rng.choice(law.items, p=law.law / law.law.sum()))
+        loss_fn.chains.states[side, chain] = held
+        if setting.carried == "cached":
+            loss_fn.chains.keys[side, chain] = stored[side](torch.tensor([held]))[0]
 
 
 def stored_of(world: World, tower: str) -> Callable[[Tensor], Tensor]:
