@@ -166,8 +166,10 @@ class Setting:
 
     def exact(self) -> Exact:
         """What the mean gradient is measured against."""
-        if self.enumerated:
-            return self._exact_of_shared_chains()
+        return self._exact_of_shared_chains() if self.enumerated else self.exact_at_p()
+
+    def exact_at_p(self) -> Exact:
+        """The gradient of the global loss itself."""
         rows, kept = self.world.rows(self.both_ways, self.copies), self.denominator
         if self.loss == "infonce":  # saturates against the sum of its own columns
             kept, copies = "all", 2 if self.views == "shared" else 1

@@ -26,6 +26,8 @@ from battery_world import World
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from torch import Tensor
 
+from oracles import Exact
+
 
 def examples(count: int) -> settings:
     """The same examples every time; none is shrunk, each being a run of its own."""
@@ -39,10 +41,10 @@ def examples(count: int) -> settings:
     )
 
 
-def verdict_of(setting: Setting, seeds: int, steps: int) -> Verdict:
-    """Run a setting on independent seeds and judge it by its promise."""
+def verdict_of(setting: Setting, seeds: int, steps: int, exact: Exact | None = None) -> Verdict:
+    """Run a setting on independent seeds and judge it by its promise (or another reference)."""
     world, beta, held = setting.world, setting.beta, promise(setting)
-    exact = setting.exact()
+    exact = exact or setting.exact()
     gradients, betas = [], []
     for seed in range(seeds):
         loss_fn = setting.build(seed)
