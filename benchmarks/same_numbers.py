@@ -27,6 +27,7 @@ M, KEYS, D, STEPS, BETA = 48, 60, 8, 50, 8.0
 Case = tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], str]
 PAIRED, ONE_WAY = {"views": "paired"}, {"views": "paired", "symmetric": False}
 ALL = {"denominator": "all"}
+SLOWLY = {"denominator": "all", "partition_rate": 0.05}
 CASES: dict[str, Case] = {
     "infonce": ("InfoNCELoss", {}, {}, {}, ""),
     "infonce, paired": ("InfoNCELoss", PAIRED, {}, {}, ""),
@@ -49,7 +50,8 @@ CASES: dict[str, Case] = {
     "emc2, known": ("EMC2Loss", {}, {}, {}, "known"),
     "emc2, cached": ("EMC2Loss", {"carried": "cached", "dim": D}, {}, {}, ""),
     "emc2, all": ("EMC2Loss", ALL, {}, {}, ""),
-    "emc2, all, last batch of 3": ("EMC2Loss", ALL, {}, {}, "short"),
+    "emc2, all, rate 0.05": ("EMC2Loss", SLOWLY, {}, {}, ""),
+    "emc2, all, rate 0.05, last batch of 3": ("EMC2Loss", SLOWLY, {}, {}, "short"),
     "emc2, burn-in 0": ("EMC2Loss", {}, {"burn_in": 0.0}, {"MH": {"burn_in": 0.0}}, ""),
     "emc2, counts every 3rd": ("EMC2Loss", {}, {"count_every": 3}, {"MH": {"count_every": 3}}, ""),
     "emc2, 2 augmentations": ("EMC2Loss", {"augmentations": 2}, {}, {}, "stored"),
@@ -61,7 +63,9 @@ CASES: dict[str, Case] = {
         "EMC2Loss", {}, {"stream": True}, {"stream": True, "MH": {"count_every": 1}}, "",
     ),
     "isir": ("EMC2Loss", {"kernel": "isir"}, {}, {}, ""),
-    "isir, paired, all": ("EMC2Loss", {"kernel": "isir", **PAIRED, **ALL}, {}, {}, ""),
+    "isir, paired, all, rate 0.05": (
+        "EMC2Loss", {"kernel": "isir", **PAIRED, **SLOWLY}, {}, {}, "",
+    ),
     "isir, cached": ("EMC2Loss", {"kernel": "isir", "carried": "cached", "dim": D}, {}, {}, ""),
     "isir, repeated ids": ("EMC2Loss", {"kernel": "isir"}, {}, {}, "repeats"),
     "isir, draws beside the batch": ("EMC2Loss", {"kernel": "isir"}, {}, {"Given": False}, "draw"),

@@ -94,3 +94,17 @@ def test_every_public_name_is_documented(name: str) -> None:
     assert inspect.isclass(value) or inspect.isfunction(value)
     text = inspect.getdoc(value) or ""
     assert "Example" in text and ">>>" in text, f"{name} needs an example that runs"
+
+
+CLAIM = re.compile(r"\bunbiased\b|and no bias|(none|zero) at stationarity|partition: none", re.I)
+
+
+def test_claims_of_no_bias_name_the_test_that_shows_them() -> None:
+    """In the same section of a page, in the same docstring of a module."""
+    bare = []
+    for path in [*PAGES, *sorted((ROOT / "src").rglob("*.py"))]:
+        text = path.read_text(encoding="utf-8")
+        docstrings = re.findall(r'"""(.*?)"""', text, re.S)
+        parts = text.split("\n## ") if path.suffix == ".md" else docstrings
+        bare += [(path, part) for part in parts if CLAIM.search(part) and "tests/" not in part]
+    assert bare == []

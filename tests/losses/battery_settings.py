@@ -45,7 +45,7 @@ class Setting:
     views: Literal["shared", "paired"] = "shared"
     symmetric: bool = True
     denominator: str = "negatives"
-    partition_rate: float | None = None
+    partition_rate: float = 1.0
     corpus: bool = False
     key_counts: bool = False
     augmentations: int | None = None
@@ -317,8 +317,7 @@ def promise(s: Setting) -> Promise:
     if isinstance(proposals, InBatch) and proposals.copies == 2:
         allow(0.3, "both copies of an item are offered")
     if s.denominator == "all":
-        rate = s.partition_rate or (1.0 if isinstance(proposals, Informed) else 0.05)
-        allow(0.1 + 0.9 * rate, "1 - p+ of a noisy partition is too small (Jensen)")
+        allow(0.1 + 0.9 * s.partition_rate, "1 - p+ of a noisy partition is too small (Jensen)")
         made = dataclasses.replace(made, never_longer=True)
     if s.carried == "cached":
         if s.views == "paired" and not s.both_ways and not several:
@@ -375,7 +374,7 @@ def numbered(number: int) -> Setting:
         views=pick(("shared", "paired") if not corpus else ("shared", "paired", "paired")),
         symmetric=pick((False, True)),
         denominator=denominator,
-        partition_rate=pick((None, 0.2)) if denominator == "all" else None,
+        partition_rate=pick((0.05, 0.2, 1.0)) if denominator == "all" else 1.0,
         corpus=corpus,
         key_counts=corpus and pick((False, True)),
         augmentations=None if plain else pick((None, None, None, 2, 3)),

@@ -275,7 +275,7 @@ def test_burn_in_off_by_one_is_flagged(monkeypatch, plant) -> None:
 
 def moved_by() -> float:
     """How far one visit of a small last batch moves the running partition, as a share."""
-    setting = Setting(denominator="all", batch_size=3)
+    setting = Setting(denominator="all", batch_size=3, partition_rate=0.05)
     world, loss_fn = setting.world, setting.build(0)
     start_at_target(loss_fn, world, setting.beta, 0)
     unit = torch.nn.functional.normalize(world.table, dim=1)

@@ -48,11 +48,14 @@ ASYMMETRIC = {"views": "paired", "symmetric": False}
 CASES = [
     emc2("shared", size=7, repeats=True, seed=2**40 + 5),
     emc2("shared-one-anchor-cached", symmetric=False, carried="cached", count_every=3, size=9),
-    emc2("shared-all", evaluate=True, denominator="all", repeats=True, learned=True, steps=4),
+    emc2(
+        "shared-all", evaluate=True, denominator="all", repeats=True, learned=True, steps=4,
+        partition_rate=0.3,
+    ),
     emc2("shared-cached-strided", carried="cached", strided=True, burn_in=0.29),
     emc2(
         "paired-all", views="paired", denominator="all", repeats=True, learned=True, burn_in=0.29,
-        num_samples=8, steps=4,
+        num_samples=8, steps=4, partition_rate=0.05,
     ),
     emc2(
         "paired-cached-all", evaluate=True, views="paired", carried="cached", denominator="all",
