@@ -8,10 +8,12 @@ Prints   the total variation distance between the mean weights so far and the ex
          falls towards zero for the chains and stays where it is for DCL.
 
     python examples/tiny_exact.py
+    python examples/tiny_exact.py --visits 1000
 """
 
 from __future__ import annotations
 
+import argparse
 import math
 
 import torch
@@ -75,6 +77,10 @@ class Estimator:
 
 def main() -> None:
     """Run the three side by side and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--visits", type=int, default=CHECKPOINTS[-1])
+    visits = parser.parse_args().visits
+    checkpoints = [n for n in CHECKPOINTS if n <= visits]
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(0)
     z = points(generator)
@@ -83,14 +89,14 @@ def main() -> None:
     states = offer(generator)[:, 0]  # Algorithm 1 starts each chain at a uniform draw
     estimators = [Estimator(name, states) for name in ("EMC2 (MH)", "i-SIR", "DCL")]
     found: dict[str, list[float]] = {e.method: [] for e in estimators}
-    for visit in range(1, CHECKPOINTS[-1] + 1):
+    for visit in range(1, visits + 1):
         ids = offer(generator)
         for estimator in estimators:
             estimator.visit(logits, ids, generator)
-            if visit in CHECKPOINTS:
+            if visit in checkpoints:
                 found[estimator.method].append(estimator.distance(target, visit))
     table = Table(title="distance of the mean weights from the exact softmax")
-    for column in ("method", *(f"{n:,} visits" for n in CHECKPOINTS)):
+    for column in ("method", *(f"{n:,} visits" for n in checkpoints)):
         table.add_column(column, justify="left" if column == "method" else "right")
     for method, distances in found.items():
         table.add_row(method, *(f"{d:.3f}" for d in distances))

@@ -33,10 +33,16 @@ def interpreted(*command: str | Path) -> str:
     return done.stdout
 
 
-def run_under_interpreter(file: str) -> None:
-    """Run the functions of a test file that are named `interpreted_...`."""
-    options = ("-q", "-x", "-p", "no:cacheprovider", "-o", "python_functions=interpreted_*")
+def run_under_interpreter(file: str, marks: str = "not slow and not gpu") -> None:
+    """Run the functions of a test file that are named `interpreted_...` and have these marks."""
+    options = ("-q", "-x", "-p", "no:cacheprovider", "-p", "interpreter")
+    options += ("-o", "python_functions=interpreted_*", "-m", marks)
     interpreted("-m", "pytest", file, *options)
+
+
+def pytest_configure() -> None:
+    """Where this module is a plugin: of the process above."""
+    hurry()
 
 
 def hurry() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,8 @@ import negchain
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")])
-QUICK_EXAMPLES = {"own_loop.py", "tiny_exact.py"}
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+FEWER = {"own_loop.py": "--epochs 1", "tiny_exact.py": "--visits 20"}  # for `make test`
 
 
 def _name(path: Path) -> str:
@@ -62,15 +64,16 @@ def _anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", h.strip().lower()).replace(" ", "-") for h in headings}
 
 
-@pytest.mark.parametrize(
-    "example",
-    [
-        pytest.param(
-            path, id=path.name, marks=() if path.name in QUICK_EXAMPLES else pytest.mark.slow
-        )
-        for path in sorted((ROOT / "examples").glob("*.py"))
-    ],
-)
+@pytest.mark.parametrize("name", FEWER)
+def test_examples_run_shortly(name: str, tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [name, *FEWER[name].split()])
+    runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
+    assert capsys.readouterr().out.strip()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", EXAMPLES, ids=_name)
 def test_examples_run(example: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -91,3 +94,17 @@ def test_every_public_name_is_documented(name: str) -> None:
     assert inspect.isclass(value) or inspect.isfunction(value)
     text = inspect.getdoc(value) or ""
     assert "Example" in text and ">>>" in text, f"{name} needs an example that runs"
+
+
+CLAIM = re.compile(r"\bunbiased\b|and no bias|(none|zero) at stationarity|partition: none", re.I)
+
+
+def test_claims_of_no_bias_name_the_test_that_shows_them() -> None:
+    """In the same section of a page, in the same docstring of a module."""
+    bare = []
+    for path in [*PAGES, *sorted((ROOT / "src").rglob("*.py"))]:
+        text = path.read_text(encoding="utf-8")
+        docstrings = re.findall(r'"""(.*?)"""', text, re.S)
+        parts = text.split("\n## ") if path.suffix == ".md" else docstrings
+        bare += [(path, part) for part in parts if CLAIM.search(part) and "tests/" not in part]
+    assert bare == []

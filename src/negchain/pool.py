@@ -10,7 +10,8 @@ negatives, and belongs to a *kind*: how it was drawn, and with what probability 
     log partition     log( m_neg / n sum_j exp(l_ij) )  estimates  log sum_{D_neg} exp(beta s)
 
 With several kinds, of n_k draws each, q is their mixture sum_k n_k q_k / n (the balance heuristic):
-the partition is then unbiased where the draws of a kind do not depend on those of another.
+the partition is then unbiased where the draws of a kind do not depend on those of another
+(tests/losses/test_corpus.py, tests/losses/test_importance.py).
 
 Rows may come in groups that are offered different columns (the two views of a batch, each offered
 one copy of every item); all other sides have one group.

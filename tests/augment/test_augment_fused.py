@@ -101,7 +101,14 @@ def assert_equals_twin(augment: Augmentation, images: Tensor, seed: int = 1) -> 
 # ----------------------------------------------------------------------- under the interpreter
 
 
-@pytest.mark.parametrize("channels, height, width", [(1, 17, 23), (3, 17, 23), (3, 12, 12)])
+@pytest.mark.parametrize(
+    "channels, height, width",
+    [
+        (3, 17, 23),
+        pytest.param(1, 17, 23, marks=pytest.mark.slow),
+        pytest.param(3, 12, 12, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("name", ALONE)
 def interpreted_each_operation_alone(name: str, channels: int, height: int, width: int) -> None:
     augment = for_channels(ALONE[name], channels)
@@ -234,7 +241,7 @@ def ragged(channels: int = 3, seed: int = 0) -> Pictures:
     return Pictures.pack([pixels.to(torch.uint8) for pixels in noise])
 
 
-@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("channels", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("name", [*ALONE, "all"])
 def interpreted_pictures_of_their_own_sizes(name: str, channels: int) -> None:
     augment = for_channels(ALONE.get(name, ALL), channels)
@@ -285,6 +292,11 @@ def interpreted_errors() -> None:
 
 def test_under_the_interpreter() -> None:
     run_under_interpreter(__file__)
+
+
+@pytest.mark.slow
+def test_the_rest_under_the_interpreter() -> None:
+    run_under_interpreter(__file__, "slow and not gpu")
 
 
 # ----------------------------------------------------------------------------- without a device

@@ -298,11 +298,11 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 
 
 def test_huge_pictures_are_decoded_within_a_bound(tmp_path: Path) -> None:
-    """Six float TIFFs of 60 megapixels in six threads: took 6 x 1.8 GB, may take 1.2 in all."""
+    """Three float TIFFs of 60 megapixels in threads: took 3 x 1.8 GB, may take 1.2 in all."""
     image = Image.new("F", (10_000, 6_000), 0.5)
     image.putpixel((0, 0), 1.0)
     image.save(tmp_path / "0.tif", compression="tiff_adobe_deflate")
-    paths = [str(tmp_path / f"{n}.tif") for n in range(6)]
+    paths = [str(tmp_path / f"{n}.tif") for n in range(3)]
     for path in paths[1:]:
         os.link(paths[0], path)
     assert os.path.getsize(paths[0]) < 2**20

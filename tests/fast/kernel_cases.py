@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
+
 import torch
 import triton
 import triton.language as tl
@@ -11,11 +14,14 @@ from negchain import draws, mh_scan
 from negchain.fast import draws_triton
 from weights.scan_cases import scan_cases
 
+Sizes = tuple[tuple[int, int], ...]
+Drawn = tuple[int, int, tuple[int, int]]  # seed, stream, (step, columns)
 
-def thinned_scan(device: str = "cpu") -> list[str]:
+
+def thinned_scan(device: str = "cpu", sizes: Sizes = ((1, 2), (7, 3), (17, 4))) -> list[str]:
     """`mh_scan` with count_every > 1: Triton's equals the reference to the bit."""
     found = []
-    for columns, every in ((1, 2), (7, 3), (41, 4), (41, 100), (1100, 128)):
+    for columns, every in sizes:
         for name, inputs in scan_cases((columns,)):
             if isinstance(inputs[3], Tensor) or "14.28" not in name + "14.28" * (columns < 9):
                 continue
@@ -29,24 +35,33 @@ def thinned_scan(device: str = "cpu") -> list[str]:
     return found
 
 
+def thinned_scan_at_length(device: str = "cpu") -> list[str]:
+    return thinned_scan(device, ((41, 4), (41, 100), (1100, 128)))
+
+
 # ---------------------------------------------------------------------------- draws
 
+SEEDS, STREAMS = (0, 3, 2**40 + 5, 2**64 - 1), (1, 2, 3 + 16)
+STEPS = ((0, 1), (7, 37), (2**31 + 9, 1030), (2**33, 3))  # and how many columns
 
-def draw_bits(device: str = "cpu") -> list[str]:
+
+def draw_bits(device: str = "cpu", drawn: Iterable[Drawn] | None = None) -> list[str]:
     """`bits_triton` against the torch twin, to the bit."""
     found = []
-    for seed in (0, 3, 2**40 + 5, 2**64 - 1):
-        for stream in (1, 2, 3 + 16):
-            for number, columns in ((0, 1), (7, 37), (2**31 + 9, 1030), (2**33, 3)):
-                step = torch.tensor(number)
-                rows = torch.tensor([0, 5, 2**31 - 1, 2**31 + 7, 2**32 + 7, 12345])
-                expected = draws._bits_torch(seed, step, stream, rows, columns)
-                got = draws_triton.bits_triton(
-                    draws.seed_key(seed), step.to(device), stream, rows.to(device), columns
-                )
-                if not torch.equal(expected, got.cpu()):
-                    found.append(f"seed={seed} step={number} stream={stream} K={columns}")
+    for seed, stream, (number, columns) in drawn or zip(SEEDS, (1, 2, 19, 1), STEPS, strict=True):
+        step = torch.tensor(number)
+        rows = torch.tensor([0, 5, 2**31 - 1, 2**31 + 7, 2**32 + 7, 12345])
+        expected = draws._bits_torch(seed, step, stream, rows, columns)
+        got = draws_triton.bits_triton(
+            draws.seed_key(seed), step.to(device), stream, rows.to(device), columns
+        )
+        if not torch.equal(expected, got.cpu()):
+            found.append(f"seed={seed} step={number} stream={stream} K={columns}")
     return found
+
+
+def draw_bits_of_all_streams(device: str = "cpu") -> list[str]:
+    return draw_bits(device, itertools.product(SEEDS, STREAMS, STEPS))
 
 
 @triton.jit

@@ -189,6 +189,7 @@ def test_gradients_of_networks(make) -> None:
         assert (expected.norm() == 0) == unmoved, name
 
 
+@pytest.mark.slow
 def test_compiled_networks(monkeypatch, tmp_path) -> None:
     """Within bf16's rounding of "plain": embeddings, gradients, running statistics."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # nothing is compiled yet

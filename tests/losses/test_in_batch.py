@@ -154,3 +154,56 @@ def test_moving_log_mean() -> None:
     assert torch.isfinite(huge).all()
     weights, log_u = sogclr_weights(torch.full((1, 3), -math.inf), torch.tensor([-math.inf]), 0.5)
     assert torch.equal(weights, torch.zeros(1, 3)) and log_u.item() == -math.inf
+
+
+class PlainGCLoss:
+    """LibAUC's `GCLoss_v2` from its formulas, in loops over rows: float64, two encoders.
+
+    h_ij = s_ij - s_ii,   u_i <- (1 - gamma) u_i + gamma mean_{j != i} exp(h_ij / tau)
+    L = 1/2 sum over both directions of mean_i sum_{j != i} [exp(h_ij / tau) / u_i] h_ij
+    """
+
+    def __init__(self, size: int, tau: float, gamma: float) -> None:
+        self.u = [[0.0] * size for _ in range(2)]
+        self.tau, self.gamma = tau, gamma
+
+    def __call__(self, z_a: torch.Tensor, z_b: torch.Tensor, index: list[int]) -> torch.Tensor:
+        total = torch.zeros((), dtype=torch.float64)
+        for u, (a, b) in zip(self.u, ((z_a, z_b), (z_b, z_a)), strict=True):
+            for i, item in enumerate(index):
+                h = [unit(a[i]) @ unit(b[j]) - unit(a[i]) @ unit(b[i]) for j in range(len(index))]
+                e = {j: math.exp(h[j].item() / self.tau) for j in range(len(index)) if j != i}
+                g = sum(e.values()) / len(e)
+                u[item] = g if u[item] == 0 else (1 - self.gamma) * u[item] + self.gamma * g
+                total = total + sum(e[j] / u[item] * h[j] for j in e) / len(index) / 2
+        return total
+
+
+@pytest.mark.parametrize("relative", [True, False])
+def test_relative_sogclr_is_libaucs(relative) -> None:
+    """Up to their factor tau K; without `relative` the two are far apart."""
+    beta, gamma, size, generator = 4.2, 0.4, 6, torch.Generator().manual_seed(0)
+    theirs = PlainGCLoss(size, 1 / beta, gamma)
+    ours = SogCLRLoss(size, beta, gamma, views="paired", relative=relative)
+    worst = 0.0
+    for _ in range(6):
+        index = torch.randperm(size, generator=generator)[:4]
+        z = torch.randn(2, 4, 5, generator=generator, dtype=torch.float64).requires_grad_()
+        (expected,) = torch.autograd.grad(theirs(z[0], z[1], index.tolist()), z)
+        (got,) = torch.autograd.grad(ours(z[0], z[1], index), z)
+        apart = (got * 3 / beta - expected).norm() / expected.norm()
+        worst = max(worst, float(apart))
+    assert (worst < 1e-6) == relative and (worst > 0.2) != relative
+
+
+def test_relative_sogclr_has_the_value_and_saturation_of_the_other() -> None:
+    """On the first visit only the pull of the positive differs, and by nothing: sum W = 1."""
+    z = torch.randn(2, 6, 5, generator=torch.manual_seed(1), dtype=torch.float64).requires_grad_()
+    found = []
+    for relative in (False, True):
+        loss_fn = SogCLRLoss(20, 4.2, denominator="all", relative=relative)
+        value = loss_fn(z[0], z[1], torch.arange(6))
+        found.append((value.detach(), torch.autograd.grad(value, z)[0]))
+    torch.testing.assert_close(found[0], found[1])
+    with pytest.raises(ValueError, match="fused"):
+        SogCLRLoss(20, relative=True, backend="fused")

@@ -86,8 +86,9 @@ class EMC2Loss(ContrastiveLoss):
         symmetric: both views (directions) are anchors.
         denominator: "negatives" (eq. (1)) or "all": gradients are multiplied by 1 - p+, with p+
             against an estimate of the partition over all negatives.
-        partition_rate: rate at which that estimate follows new values, from 1 (afresh) downwards;
-            before, visits are averaged equally. None: 1 with `Informed`, else 0.05.
+        partition_rate: rate at which that estimate follows new values: 1 makes it afresh at every
+            visit; below, visits are averaged equally until their number reaches 1 / rate. An
+            average remembers an encoder that is gone, and solved pairs go on pulling.
         num_keys: size of a corpus of keys that is not one-to-one with the anchors.
         key_counts: [num_keys] how many anchors each key is the positive of; None: counted on the
             way.
@@ -133,7 +134,7 @@ class EMC2Loss(ContrastiveLoss):
         views: Views = "shared",
         symmetric: bool = True,
         denominator: Denominator = "negatives",
-        partition_rate: float | None = None,
+        partition_rate: float = 1.0,
         num_keys: int | None = None,
         key_counts: Tensor | None = None,
         augmentations: int | None = None,
@@ -168,13 +169,12 @@ class EMC2Loss(ContrastiveLoss):
         )
         one_of("carried", carried, ("encode", "cached"))
         one_of("backend", backend, ("auto", "reference", "torch", "triton", "fused"))
-        if partition_rate is not None and not 0 < partition_rate <= 1:
+        if not 0 < partition_rate <= 1:
             raise ValueError(f"partition_rate must be in (0, 1], got {partition_rate}")
         self.kernel = as_kernel(kernel)
         self.carried = carried
         self.augmentations = augmentations
-        fresh = isinstance(proposals, Informed)
-        self.partition_rate = partition_rate or (1.0 if fresh else 0.05)
+        self.partition_rate = partition_rate
         self.backend = backend
         self.chains = ChainTable(
             self.num_sides,

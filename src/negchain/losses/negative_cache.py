@@ -3,7 +3,8 @@
 Estimates   p_i by one Gumbel-max draw over a stale table of all keys, re-encoded with gradient.
 State       the table: M x D floats, and a refresh cursor.
 Cost        M D per anchor for the draw, one encode per anchor, refresh * M encodes per step.
-Bias        staleness of the table; none if nothing is stale and an item's views are equal.
+Bias        staleness of the table (tests/losses/test_planted.py); none if nothing is stale and an
+            item's views are equal (tests/losses/test_battery.py).
 """
 
 from __future__ import annotations

@@ -10,24 +10,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
 from negchain.fast import fused
-from negchain.losses.base import Call, ContrastiveLoss, one_of
-from negchain.losses.batch import Views
-from negchain.losses.partition import detached_logits, effective_negatives, global_log_partition
-from negchain.losses.reporting import Report, keep
+from negchain.losses.base import Call, one_of
+from negchain.losses.batch import Batch, Views
 from negchain.losses.request import Request
 from negchain.losses.settings import InBatch, Proposals, as_proposals
-from negchain.objective import Denominator, Estimate
+from negchain.losses.weighted import WeightedLoss
+from negchain.objective import Denominator
 from negchain.pool import Side
 from negchain.weights.softmax import softmax_weights
 
 
-class _InBatchLoss(ContrastiveLoss):
+class _InBatchLoss(WeightedLoss):
     """The in-batch estimate; its two final classes differ in the denominator only."""
 
     _denominator: Denominator
@@ -62,6 +60,7 @@ class _InBatchLoss(ContrastiveLoss):
             seed=seed,
         )
         self.backend = backend
+        self._counts_steps = not isinstance(self.proposals, InBatch)
 
     def _loss(self, call: Call, requests: Sequence[Request]) -> Tensor:
         if fused.applies_in_batch(self, call):
@@ -69,35 +68,25 @@ class _InBatchLoss(ContrastiveLoss):
             return total
         if self.backend == "fused":
             raise fused.not_applicable(call.z_a)
-        batch, sides = self._begin(call, requests)
-        values: list[Tensor] = []
-        report: Report = {"global_loss_low": [], "effective_negatives": []}
-        in_batch = isinstance(self.proposals, InBatch)
-        for side in sides:
-            similarity = side.similarities()
-            if in_batch and self.num_keys is not None:  # the batch as it is: no claim on the corpus
-                side = without_probabilities(side)
-            logits = detached_logits(side, similarity, self._beta(similarity))
-            weights, log_sum = softmax_weights(logits)
-            self._count_lonely(log_sum)
-            value = self._value(side, similarity, Estimate(weights, log_sum))
-            values.append(value)
-            log_partition = global_log_partition(side, logits)
-            if log_partition is not None and not (in_batch and self.num_keys is not None):
-                gap = (log_partition - log_sum).nan_to_num(0.0)
-                report["global_loss_low"].append(keep(value + gap.mean()))
-            report["effective_negatives"].append(partial(effective_negatives, weights))
-        if self.training:
-            self._remember(batch, sides, requests)
-            self._count_keys(batch)
-            self.step += int(len(self.tables) > 0 or not in_batch)
-        return self._finish(values, report)
+        return super()._loss(call, requests)
+
+    def _begin(
+        self, call: Call, requests: Sequence[Request], *args: Any, **layout: Any
+    ) -> tuple[Batch, list[Side]]:
+        batch, sides = super()._begin(call, requests, *args, **layout)
+        if isinstance(self.proposals, InBatch) and self.num_keys is not None:
+            sides = [without_probabilities(side) for side in sides]
+        return batch, sides
+
+    def weigh(self, logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """The batch's own softmax."""
+        return softmax_weights(logits)
 
 
 def without_probabilities(side: Side) -> Side:
-    """The columns as if all were equally likely: in-batch losses take the batch as it is."""
+    """The columns as they are, all equally likely, without a claim on the corpus they are from."""
     kinds = tuple(dataclasses.replace(kind, log_q=None) for kind in side.kinds)
-    return dataclasses.replace(side, kinds=kinds)
+    return dataclasses.replace(side, kinds=kinds, num_keys=None)
 
 
 class InfoNCELoss(_InBatchLoss):

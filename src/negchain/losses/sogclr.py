@@ -10,25 +10,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from negchain.fast import fused
-from negchain.losses.base import Call, ContrastiveLoss, one_of
+from negchain.losses.base import Call, one_of
 from negchain.losses.batch import Views
-from negchain.losses.partition import detached_logits, effective_negatives, global_log_partition
-from negchain.losses.reporting import Report, keep
+from negchain.losses.partition import global_log_partition
 from negchain.losses.request import Request
 from negchain.losses.settings import InBatch, Proposals, Uniform, as_proposals
+from negchain.losses.weighted import Learn, WeightedLoss
 from negchain.objective import Denominator, Estimate
-from negchain.pool import write_view_mean
+from negchain.pool import Side, write_view_mean
 from negchain.weights.sogclr import sogclr_weights
 
 
-class SogCLRLoss(ContrastiveLoss):
+class SogCLRLoss(WeightedLoss):
     r"""SogCLR: the in-batch exponentials divided by a moving average of their mean.
 
     $$ u_i \leftarrow (1-\gamma) u_i + \gamma \, \tfrac1K \sum_j e^{\beta s_{ij}}, \qquad
@@ -36,13 +35,14 @@ class SogCLRLoss(ContrastiveLoss):
 
     The first visit of a sample starts its average at the batch's own value. With two views each
     view's row mixes the sample's one average with its own value; their mean is stored. The positive
-    pulls with weight 1, as the gradient of eq. (1) says; LibAUC's `GCLoss_v2` pulls with the sum of
-    the row's weights instead, which is 1 only on average (docs/methods/sogclr.md).
+    pulls with weight 1, as the gradient of eq. (1) says (docs/methods/sogclr.md).
 
     Args:
         num_samples: size of the data set (of anchors).
         beta: inverse temperature; a `nn.Parameter` to learn it.
         gamma: share of the new value; 1 gives DCL.
+        relative: as LibAUC's `GCLoss_v2`: u_i averages exp(beta (s_ij - s_i+)), relative to the
+            positive, which pulls with the sum of its row's weights instead of 1.
         proposals: as for `InfoNCELoss`; None: the batch, and `Uniform()` beside it for a corpus,
             where the batch alone does not reach every key.
         views, symmetric, num_keys, key_counts, dim, normalize, seed, backend: as for `InfoNCELoss`.
@@ -62,6 +62,7 @@ class SogCLRLoss(ContrastiveLoss):
         beta: float | Tensor = 14.28,
         gamma: float = 0.9,
         *,
+        relative: bool = False,
         proposals: Proposals | Literal["batch"] | None = None,
         views: Views = "shared",
         symmetric: bool = True,
@@ -74,6 +75,8 @@ class SogCLRLoss(ContrastiveLoss):
         backend: Literal["auto", "torch", "fused"] = "auto",
     ) -> None:
         one_of("backend", backend, ("auto", "torch", "fused"))
+        if relative and backend == "fused":
+            raise ValueError("backend='fused' does not know relative=True; use backend='auto'")
         if proposals is None:
             proposals = InBatch() if num_keys is None else Uniform()
         super().__init__(
@@ -92,36 +95,36 @@ class SogCLRLoss(ContrastiveLoss):
         if not 0 < gamma <= 1:
             raise ValueError(f"gamma (share of the new value) must be in (0, 1], got {gamma}")
         self.gamma = gamma
+        self.relative = relative
         self.backend = backend
         self.add_state("log_u", torch.full((self.num_sides, num_samples), -math.inf))
 
     def _loss(self, call: Call, requests: Sequence[Request]) -> Tensor:
-        if fused.applies_in_batch(self, call):
+        if not self.relative and fused.applies_in_batch(self, call):
             value, self._info = fused.in_batch(self, call, log_u=self.log_u, gamma=self.gamma)
             return value
         if self.backend == "fused":
             raise fused.not_applicable(call.z_a)
-        batch, sides = self._begin(call, requests)
-        total: list[Tensor] = []
-        report: Report = {"global_loss_low": [], "effective_negatives": []}
-        for table, side in zip(self.log_u, sides, strict=True):
-            similarity = side.similarities()
-            logits = detached_logits(side, similarity, self._beta(similarity))
-            log_u = table[side.anchor_ids].to(logits.dtype)
-            counts = None if len(side.kinds) == 1 else side.counts()
-            weights, log_u = sogclr_weights(logits, log_u, self.gamma, counts)
-            log_partition = global_log_partition(side, logits)
-            log_num_negatives = side.log_num_negatives()
-            assert log_partition is not None and log_num_negatives is not None
-            self._count_lonely(log_partition)
-            estimate = Estimate(weights, log_partition, log_u + log_num_negatives)
-            total.append(self._value(side, similarity, estimate))
-            if self.training:
-                write_view_mean(table, batch.index, log_u, batch.valid)
-            report["global_loss_low"].append(keep(total[-1]))
-            report["effective_negatives"].append(partial(effective_negatives, weights))
-        if self.training:
-            self._remember(batch, sides, requests)
-            self._count_keys(batch)
-            self.step += 1
-        return self._finish(total, report)
+        return super()._loss(call, requests)
+
+    def _estimate(self, number: int, side: Side, logits: Tensor) -> tuple[Estimate, Learn]:
+        table = self.log_u[number]
+        positive: Tensor | float = 0.0
+        if self.relative:
+            alike = torch.linalg.vecdot(side.queries, side.positives).detach()
+            positive = (self._beta(alike) * alike).detach()
+            logits = logits - positive[:, None]
+        log_u = table[side.anchor_ids].to(logits.dtype)
+        counts = None if len(side.kinds) == 1 else side.counts()
+        weights, log_u = sogclr_weights(logits, log_u, self.gamma, counts)
+        log_partition, log_m = global_log_partition(side, logits), side.log_num_negatives()
+        assert log_partition is not None and log_m is not None
+        estimate = Estimate(weights, log_partition + positive, log_u + log_m + positive)
+        return estimate, lambda batch: write_view_mean(table, batch.index, log_u, batch.valid)
+
+    def _value(self, side: Side, similarity: Tensor, estimate: Estimate, *carried: Any) -> Tensor:
+        if self.relative:  # the positive pulls with sum W: 1 - (1 - sum W)
+            own = torch.linalg.vecdot(side.queries, side.positives)
+            estimate = estimate._replace(carried_weight=1 - estimate.weights.sum(1))
+            return super()._value(side, similarity, estimate, own)
+        return super()._value(side, similarity, estimate, *carried)

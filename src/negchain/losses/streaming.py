@@ -59,7 +59,7 @@ class StreamingEMC2Loss(EMC2Loss):
         views: Views = "shared",
         symmetric: bool = True,
         denominator: Denominator = "negatives",
-        partition_rate: float | None = None,
+        partition_rate: float = 1.0,
         normalize: bool = True,
         seed: int = 0,
         dim: int | None = None,

@@ -5,16 +5,20 @@ Shapes: `N` rows, `K` columns.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from torch import Tensor
 
 from negchain.losses.base import Call, ContrastiveLoss
+from negchain.losses.batch import Batch
 from negchain.losses.partition import detached_logits, effective_negatives, global_log_partition
 from negchain.losses.reporting import Report
 from negchain.losses.request import Request
 from negchain.objective import Estimate
+from negchain.pool import Side
+
+Learn = Callable[[Batch], None]
 
 
 class WeightedLoss(ContrastiveLoss):
@@ -32,6 +36,8 @@ class WeightedLoss(ContrastiveLoss):
         >>> z_a, z_b = torch.randn(2, 8, 4).requires_grad_().unbind()
         >>> Hardest(100, 10.0)(z_a, z_b, torch.arange(8)).backward()
     """
+
+    _counts_steps = True  # False: nothing is drawn, and a call changes nothing at all
 
     def weigh(self, logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor | None]:
         """The method: an estimate of the softmax over all negatives; changes nothing.
@@ -51,33 +57,38 @@ class WeightedLoss(ContrastiveLoss):
     def commit(self, logits: Tensor, ids: Tensor) -> None:
         """Change the method's state after a step in training mode; by default there is none."""
 
+    def _estimate(self, number: int, side: Side, logits: Tensor) -> tuple[Estimate, Learn]:
+        """What a method says about side `number`, and how its state changes by it."""
+        weights, log_sum = self.weigh(logits, side.anchor_ids)
+        if log_sum is None:
+            log_sum = global_log_partition(side, logits)
+            assert log_sum is not None, "an estimate over the data set needs num_samples"
+        estimate = Estimate(weights.to(logits.dtype), log_sum)
+        return estimate, lambda batch: self.commit(logits, side.anchor_ids)
+
     def _loss(self, call: Call, requests: Sequence[Request]) -> Tensor:
         batch, sides = self._begin(call, requests)
         values: list[Tensor] = []
         report: Report = {"global_loss_low": [], "effective_negatives": []}
-        seen = []
-        for side in sides:
+        learned: list[Learn] = []
+        for number, side in enumerate(sides):
             similarity = side.similarities()
             logits = detached_logits(side, similarity, self._beta(similarity))
-            weights, log_sum = self.weigh(logits, side.anchor_ids)
-            weights = weights.to(logits.dtype)
+            estimate, learn = self._estimate(number, side, logits)
+            self._count_lonely(estimate.log_partition)
+            values.append(self._value(side, similarity, estimate))
             log_partition = global_log_partition(side, logits)
-            if log_sum is None:
-                assert log_partition is not None, "an estimate over the data set needs num_samples"
-                log_sum = log_partition
-            self._count_lonely(log_sum)
-            values.append(self._value(side, similarity, Estimate(weights, log_sum)))
             if log_partition is not None:
-                gap = (log_partition - log_sum).nan_to_num(0.0)
+                gap = (log_partition - estimate.log_partition).nan_to_num(0.0)
                 report["global_loss_low"].append(partial(_shifted, values[-1].detach(), gap))
-            report["effective_negatives"].append(partial(effective_negatives, weights))
-            seen.append((logits, side.anchor_ids))
+            report["effective_negatives"].append(partial(effective_negatives, estimate.weights))
+            learned.append(learn)
         if self.training:
             self._remember(batch, sides, requests)
             self._count_keys(batch)
-            for logits, ids in seen:
-                self.commit(logits, ids)
-            self.step += 1
+            for learn in learned:
+                learn(batch)
+            self.step += int(self._counts_steps)
         return self._finish(values, report)
 
 

@@ -9,7 +9,9 @@ Estimates   p_i by one draw from the stale softmax (Negative Cache); as a propos
             nothing, because weights are corrected by log q.
 State       the table: M x D floats, and a cursor for its refresh.
 Cost        one product with the table per row, M D multiplications; a share of re-encodings.
-Bias        staleness (Negative Cache); none (proposal).
+Bias        staleness (Negative Cache, tests/losses/test_planted.py); none as a proposal of chains
+            at stationarity (tests/losses/test_long_run.py) and of a partition
+            (tests/losses/test_importance.py).
 
 Shapes: `N` rows, `M` items of the table, `R` draws.
 """

@@ -6,7 +6,8 @@
 Estimates   p_i by the visit frequencies of the chain of x_i, after P burn-in steps.
 State       the final state; the caller stores it (one integer per anchor).
 Cost        one comparison per logit; no exponential, no normalisation.
-Bias        zero at stationarity with i.i.d. proposals; in batch a drift that grows with R / m_neg.
+Bias        zero at stationarity with i.i.d. proposals (tests/weights/test_kernels.py); in batch a
+            drift that grows with R / m_neg.
 
 Three implementations of one signature: `reference` reads like Algorithm 1, `torch` jumps from
 acceptance to acceptance for all columns at once, `triton` runs one program per chain. All compare

@@ -2,7 +2,8 @@
 
     python -m pytest -m gpu tests/fast/fused/test_gpu.py
 
-Every distinct setting is compiled anew, so the cases are few; `test_twins` has all of them.
+Every distinct setting is compiled anew, so the cases are few, some of them slow; `test_twins` has
+all of them.
 """
 
 from __future__ import annotations
@@ -50,7 +51,20 @@ def test_the_chosen_cases_exist() -> None:
     assert len(CHOSEN) == len(NAMES)
 
 
-@pytest.mark.parametrize("case", [*CHOSEN, *LARGE], ids=lambda case: case.name)
+QUICK = (
+    "shared", "paired-cached-all", "bfloat16", "batch-of-2-equal", "isir", "isir-cached-all",
+    "infonce", "sogclr-paired-all", "stream-130", "stream-isir-130-groups", "256", "1100-stream",
+)  # fmt: skip
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case.name, marks=() if case.name in QUICK else SLOW)
+        for case in (*CHOSEN, *LARGE)
+    ],
+)
 def test_equals_its_twin(case) -> None:
     assert compare(case, "cuda") == []
 
@@ -237,7 +251,10 @@ LONG = {  # a loss from its beta, its batch size and how many steps
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", LONG)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=SLOW if n in ("isir", "streaming-mh") else ()) for n in LONG],
+)
 def test_a_long_run_has_the_exact_gradient(name) -> None:
     """Beta is learned, so that its gradient is in it, but for tiles that do not know it.
 

@@ -15,12 +15,7 @@ from interpreter import interpreted
 
 pytest.importorskip("triton")
 
-from fused_cases import CASES, FAULTS, INVALID, PLANTED, PROMISES, SLOW, TILES  # noqa: E402
-from fused_play import Case  # noqa: E402
-
-
-def names(cases: list[Case]) -> list[str]:
-    return [case.name for case in cases]
+from fused_cases import QUICK  # noqa: E402
 
 
 def cases_found(which: str) -> dict[str, list[str]]:
@@ -35,35 +30,18 @@ def found() -> dict[str, list[str]]:
     return cases_found("fast")
 
 
-@pytest.mark.parametrize("name", names(CASES))
-def test_a_small_batch_equals_its_twin(found, name) -> None:
-    assert found[name] == []
+def is_wrong(name: str, told: list[str]) -> bool:
+    """A case tells of nothing; a planted bug of something that is no crash."""
+    return bool(told) != name.startswith("planted: ") or "Traceback" in "".join(told)
 
 
-@pytest.mark.parametrize("name", names(TILES))
-def test_tiles_equal_panels(found, name) -> None:
-    assert found[name] == []
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("name", names(INVALID))
-def test_a_bad_row_changes_no_state(found, name, fault) -> None:
-    assert found[f"{fault}: {name}"] == []
-
-
-@pytest.mark.parametrize("name", [promise.__name__ for promise in PROMISES])
-def test_promises(found, name) -> None:
-    assert found[name] == []
-
-
-@pytest.mark.parametrize("name", PLANTED)
-def test_a_planted_bug_is_caught(found, name) -> None:
-    told = found[f"planted: {name}"]
-    assert told and "Traceback" not in "".join(told)
+@pytest.mark.parametrize("name", sorted(QUICK))
+def test_twins_agree_unless_a_bug_is_planted(found, name) -> None:
+    assert not is_wrong(name, found[name]), found[name]
 
 
 @pytest.mark.slow
-def test_every_combination() -> None:
+def test_every_other_case() -> None:
     told = cases_found("slow")
-    assert told.keys() == set(names(SLOW))
-    assert {name: text for name, text in told.items() if text} == {}
+    assert len(told) > len(QUICK)
+    assert {name: text for name, text in told.items() if is_wrong(name, text)} == {}
