@@ -112,8 +112,8 @@ class SogCLRLoss(WeightedLoss):
         positive: Tensor | float = 0.0
         if self.relative:
             alike = torch.linalg.vecdot(side.queries, side.positives).detach()
-            positive = (self._beta(alike) * alike).detach()
-            logits = logits - positive[:, None]
+            alike = (self._beta(alike) * alike).detach()
+            logits, positive = logits - alike[:, None], alike
         log_u = table[side.anchor_ids].to(logits.dtype)
         counts = None if len(side.kinds) == 1 else side.counts()
         weights, log_u = sogclr_weights(logits, log_u, self.gamma, counts)
