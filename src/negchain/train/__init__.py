@@ -1,5 +1,6 @@
 """The trainer: configuration, presets, run folders and checkpoints."""
 
+from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ def run(*, show: bool = False, **settings: Any) -> Path:
 
     Example:
         >>> import tempfile
-        >>> folder = run(method="dcl", steps=2, subset=64, out=tempfile.mkdtemp() + "/run")
+        >>> folder = run(method="dcl", steps=2, subset=64, out=Path(tempfile.mkdtemp()) / "run")
         >>> (folder / "report.html").exists()
         True
     """
@@ -23,6 +24,7 @@ def run(*, show: bool = False, **settings: Any) -> Path:
     from negchain.train.resolve import resolve
     from negchain.train.start import start
 
+    settings = {k: fspath(v) if isinstance(v, PathLike) else v for k, v in settings.items()}
     begun, _ = start(resolve(settings.pop("preset", None), settings), show)
     with begun.folder:
         begun.train(Progress(show))
