@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 from negchain.augment import augmentation
 from negchain.encoders import Encoder
 from negchain.train.config import ConfigError, TrainConfig
+from negchain.train.loggers import for_others
 from negchain.train.presets import choose
 
 Format = Literal["timm", "torchvision", "onnx", "safetensors"]
@@ -65,25 +65,12 @@ def export_encoder(
         (folder / "model.onnx").write_bytes(content)
     else:
         save_file(content, folder / "model.safetensors", metadata={"format": "pt"})
-    record = {"encoder": dict(encoder.encoder_config), "training": _without_paths(asdict(config))}
+    record = {"encoder": dict(encoder.encoder_config), "training": for_others(config)}
     (folder / "config.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     inside = form == "onnx" or normalize is None
     scaled = "" if inside else f", less the mean {normalize[0]}, over {normalize[1]}"  # type: ignore[index]
     card = _card(encoder, record["training"], results, code, scaled)
     (folder / "README.md").write_bytes(card.encode("utf-8", "backslashreplace"))
-
-
-def _without_paths(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings as others may see them: the last name of every absolute path."""
-
-    def name(text: str) -> str:
-        return Path(text).name if Path(text).is_absolute() else text
-
-    return {
-        key: ",".join(map(name, value.split(","))) if isinstance(value, str) else value
-        for key, value in settings.items()
-        if key not in ("out", "root")
-    }
 
 
 def _weights(module: nn.Module) -> dict[str, Tensor]:
