@@ -79,13 +79,9 @@ def test_reading_numbers_changes_none() -> None:
 
 def test_a_reading_keeps_its_steps_numbers() -> None:
     loss_fn = called(emc2())
-    step: Any = SimpleNamespace(
-        loss_fn=loss_fn,
-        loss=torch.tensor(1.25),
-        task=SimpleNamespace(watched={"online_probe": torch.tensor(0.5)}),
-    )
+    step: Any = SimpleNamespace(loss_fn=loss_fn, loss=torch.tensor(1.25))
     expected = copy.deepcopy(loss_fn).info
-    taken = Reading(step, 7)
+    taken = Reading(step, 7, {"online_probe": torch.tensor(0.5)})
     step.loss.fill_(math.nan)
     loss_fn.faults += 5
     loss_fn(normal(6, 5, seed=2), normal(6, 5, seed=3), torch.arange(6, 12), encode=held)

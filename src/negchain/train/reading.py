@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 
 import torch
+from torch import Tensor
 
 from negchain.train.step import TrainStep
 
@@ -12,12 +14,11 @@ from negchain.train.step import TrainStep
 class Reading:
     """Loss, `info` and what the task watched of a step, copied to the host beside the next ones."""
 
-    def __init__(self, step: TrainStep, number: int) -> None:
+    def __init__(self, step: TrainStep, number: int, watched: Mapping[str, Tensor] = {}) -> None:
         self.step = number
         self.at = time.perf_counter()  # when the step was done, as far as the host knows
         self._loss_fn = step.loss_fn
         self._names, values = self._loss_fn.take_info()
-        watched = step.task.watched
         self._watched = list(watched)
         first = [number.to(values.dtype).view(1) for number in (step.loss, *watched.values())]
         values = torch.cat([*first, values])

@@ -149,7 +149,7 @@ class Run:
             due = config.checkpoint_every and self.done % config.checkpoint_every == 0 and not last
             if self.done % config.log_every == 0 or last:
                 self._read(clock, progress)
-                self._reading = Reading(self.step, self.done)
+                self._reading = Reading(self.step, self.done, self.task.watched)
             if last or evaluates or self.device.type != "cuda":
                 self._read(clock, progress)
             if evaluates:
