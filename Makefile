@@ -31,5 +31,6 @@ test-gpu: $(VENV)/.installed  ## tests that need a CUDA device; -m gpu alone has
 bench: $(VENV)/.installed  ## speed of everything on this machine, as ratios, with a record
 	$(BIN)/negchain bench
 
-docs: $(VENV)/.installed  ## run every code block of docs/
+docs: $(VENV)/.installed  ## the pages as a site, build/site; broken links and undocumented names fail
 	$(BIN)/python -m pytest -q tests/test_docs.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -q

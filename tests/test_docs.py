@@ -9,6 +9,7 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,7 +29,11 @@ def _prose(text: str) -> str:
     return re.sub(r"```.*?```", "", text, flags=re.S)
 
 
-WITH_CODE = [page for page in PAGES if "```python" in page.read_text(encoding="utf-8")]
+WITH_CODE = [  # tutorials need their data: test_tutorials.py
+    page
+    for page in PAGES
+    if "```python" in page.read_text(encoding="utf-8") and page.parent.name != "tutorials"
+]
 
 
 @pytest.mark.parametrize("page", WITH_CODE, ids=_name)
@@ -108,3 +113,43 @@ def test_claims_of_no_bias_name_the_test_that_shows_them() -> None:
         parts = text.split("\n## ") if path.suffix == ".md" else docstrings
         bare += [(path, part) for part in parts if CLAIM.search(part) and "tests/" not in part]
     assert bare == []
+
+
+def _site() -> dict[str, Any]:
+    yaml = pytest.importorskip("yaml")
+    found: dict[str, Any] = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    return found
+
+
+def test_every_page_is_in_the_site() -> None:
+    def pages(entry: Any) -> list[str]:
+        if isinstance(entry, str):
+            return [entry]
+        parts = entry.values() if isinstance(entry, dict) else entry
+        return [page for part in parts for page in pages(part)]
+
+    docs = ROOT / "docs"
+    there = [p for p in docs.rglob("*") if p.suffix in (".md", ".ipynb")]
+    assert set(pages(_site()["nav"])) == {
+        p.relative_to(docs).with_suffix(".md").as_posix() for p in there
+    }
+
+
+def test_the_api_page_names_every_public_name() -> None:
+    """Add a line `::: negchain.NAME` to docs/api.md for each that is missing."""
+    named = re.findall(r"^::: negchain\.(\w+)$", (ROOT / "docs/api.md").read_text(), re.M)
+    assert sorted({*named} ^ {*negchain.__all__}) == [] and len(named) == len({*named})
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    """`make docs`: equations, API and every link; broken ones are warnings, and those errors."""
+    pytest.importorskip("mkdocs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    design = (tmp_path / "design.html").read_text(encoding="utf-8")
+    assert design.count("<math") >= 5 and "img/step.svg" in design and "$$" not in design
+    api = (tmp_path / "api.html").read_text(encoding="utf-8")
+    assert [name for name in negchain.__all__ if f'id="negchain.{name}"' not in api] == []
+    assert "EMC2Loss" in (tmp_path / "search/search_index.json").read_text(encoding="utf-8")

@@ -168,9 +168,13 @@ def test_embed_refuses_before_it_writes(
     assert ".npz, .csv, .parquet" in said and not (tmp_path / "a.txt").exists()
     said = refusal(capsys, "embed", run, "--data digits --out", tmp_path / "a.npz")
     assert "3 channels" in said and not (tmp_path / "a.npz").exists()
-    export = ("--export", tmp_path / "run")  # not empty
-    said = refusal(capsys, "embed", run, "--data", pictures, "--out", tmp_path / "a.npz", *export)
-    assert "not empty" in said and not (tmp_path / "a.npz").exists()
+
+
+def test_export_refuses_before_it_writes(run: Path, tmp_path: Path, capsys: Capture) -> None:
+    assert "not empty" in refusal(capsys, "export", run, "--out", run)
+    for form, words in (("timm", "timm has no small-cnn"), ("tflite", "must be one of timm")):
+        assert words in refusal(capsys, "export", run, "--format", form, "--out", tmp_path / "m")
+    assert not (tmp_path / "m").exists()
 
 
 def test_evaluate_needs_labels(run: Path, pictures: Path, capsys: Capture) -> None:

@@ -227,12 +227,12 @@ def test_resume_keeps_what_is_computed(tmp_path: Path, monkeypatch: pytest.Monke
 
 FREE = (
     "out device graph eval_every checkpoint_every keep_checkpoints root download strict workers "
-    "resident_gb log_every"
+    "resident_gb log_every name logger"
 ).split()
 CHANGED: dict[str, Any] = {
     "data": "cifar10", "steps": 5, "embedding_dim": 8, "image_size": 16, "augmentations": 2,
     "subset": 500, "out": "x", "preset": "stl10-b32", "root": "r", "encoder": "resnet50",
-    "method": "dcl", "pretrained": "timm", "task": "other",
+    "method": "dcl", "pretrained": "timm", "task": "other", "name": "x",
 }  # fmt: skip
 
 

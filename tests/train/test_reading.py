@@ -81,12 +81,12 @@ def test_a_reading_keeps_its_steps_numbers() -> None:
     loss_fn = called(emc2())
     step: Any = SimpleNamespace(loss_fn=loss_fn, loss=torch.tensor(1.25))
     expected = copy.deepcopy(loss_fn).info
-    taken = Reading(step, 7)
+    taken = Reading(step, 7, {"online_probe": torch.tensor(0.5)})
     step.loss.fill_(math.nan)
     loss_fn.faults += 5
     loss_fn(normal(6, 5, seed=2), normal(6, 5, seed=3), torch.arange(6, 12), encode=held)
     assert taken.step == 7
-    assert taken.numbers() == (1.25, expected)
+    assert taken.numbers() == (1.25, {**expected, "online_probe": 0.5})
     step.loss.fill_(math.nan)
     loss_fn.faults.zero_()
     assert math.isnan(Reading(step, 8).numbers()[0])

@@ -1,5 +1,5 @@
-"""The command line: `negchain train | evaluate | embed | duplicates | compare | report | bench`,
-and `reproduce`.
+"""The command line: `negchain train | evaluate | embed | export | duplicates | compare | report`,
+`reproduce`, `bench`.
 
 Exit status: 0 done, 1 failed, 2 refused before starting, 130 interrupted after a checkpoint.
 Nothing here imports torch: a command does when it runs, so that help and refusals are quick.
@@ -35,6 +35,7 @@ UsageProblem: Any = next(k for k in typer.BadParameter.__mro__ if k.__name__ == 
 app.command("train", help=train.HELP)(train.command)
 app.command("evaluate")(inspect.evaluate)
 app.command("embed")(inspect.embed)
+app.command("export")(inspect.export)
 app.command("compare", help=compare.HELP)(compare.command)
 app.command("duplicates")(duplicates)
 app.command("report")(inspect.report)

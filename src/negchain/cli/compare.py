@@ -50,7 +50,7 @@ through NVIDIA's MPS where that works (`--sharing auto`), else they take turns.
         IMPORT,
         option("quiet", bool, False, "--quiet", help="No progress bar."),
     ],
-    leave_out=("method", "seed", "graph"),
+    leave_out=("method", "seed", "graph", "name"),
 )
 def command(
     methods: str,

@@ -1,4 +1,4 @@
-"""`negchain evaluate`, `embed`, `report`: looking at finished runs."""
+"""`negchain evaluate`, `embed`, `export`, `report`: looking at finished runs."""
 
 from __future__ import annotations
 
@@ -65,35 +65,55 @@ def embed(
         ),
     ],
     out: Annotated[Path, typer.Option(help="File to write: .npz, .csv or .parquet.")],
-    export: Annotated[
-        Optional[Path],  # noqa: UP045 - typer reads it
-        typer.Option(help="Also write the encoder (safetensors, model card) into this folder."),
-    ] = None,
     root: Annotated[str, typer.Option(help="Folder of downloaded data sets.")] = "data",
     device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where to encode.")] = "auto",
 ) -> int:
-    """Write embeddings of images with file and class names, and optionally export the encoder.
+    """Write embeddings of images with file and class names.
 
-    negchain embed runs/photos --data ./photos --out photos.csv --export model/
+    negchain embed runs/photos --data ./photos --out photos.csv
     """
-    from negchain.train.export import export_encoder
     from negchain.train.trained import check_embedding_file, load_run_encoder
 
     check_embedding_file(out)
     trained = load_run_encoder(run, device, root)
     found = trained.read(data[0] if len(data) == 1 else data)
-    if export is not None:
-        summary = run / "summary.json"
-        results = read_object(summary) if summary.exists() else {}
-        export_encoder(export, trained.encoder, load_run_config(run), results)
     embedded = trained.embed_found(found)
     embedded.save(out)
     count, size = embedded.features.shape
     result(f"{count:,} embeddings of size {size}: {out}")
     for name, reason in found.skipped:
         result(f"left out: {name} ({reason})")
-    if export is not None:
-        result(f"encoder: {export}")
+    return 0
+
+
+def export(
+    run: RunFolderArgument,
+    out: Annotated[Path, typer.Option(help="A new folder for the file and its card.")],
+    form: Annotated[
+        str,
+        typer.Option(
+            "--format", metavar="timm|torchvision|onnx|safetensors", help="Who is to load it."
+        ),
+    ] = "safetensors",
+    checkpoint: Annotated[
+        str, typer.Option(metavar="latest|best|STEP", help="Which of the run's checkpoints.")
+    ] = "latest",
+) -> int:
+    """Write a run's encoder for other libraries, with a card whose code loads it.
+
+    negchain export runs/photos --format onnx --out model/
+    """
+    from negchain.export import export_encoder
+    from negchain.train.export import load_trained
+
+    config = load_run_config(run)
+    encoder, loaded = load_trained(run, checkpoint)
+    for warning in loaded.warnings:
+        say(f"note: {warning}; step {loaded.step} is used instead")
+    summary = run / "summary.json"
+    ended = summary.exists() and checkpoint == "latest"  # its numbers are of the last step
+    export_encoder(out, encoder, config, read_object(summary) if ended else {}, form)
+    result(f"encoder: {out}")
     return 0
 
 

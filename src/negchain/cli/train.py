@@ -13,6 +13,7 @@ from negchain.cli.options import IMPORT, option, with_config_options
 from negchain.cli.terminal import Failed, Stopped, result, say
 from negchain.files import read_text
 from negchain.methods import import_file
+from negchain.train import loggers
 from negchain.train.config import ConfigError, TrainConfig, from_json
 from negchain.train.presets import PRESET_HELP
 from negchain.train.progress import Progress
@@ -105,7 +106,13 @@ def _resumed(settings: dict[str, Any], show: bool) -> tuple[Run, list[str]]:
     path = Path(settings["out"])
     saved = load_run_config(path)
     config = resume(saved, settings)
+    loggers.check(config.logger)
     task = tasks.load(config, show)
+    if own := json.loads(read_text(path / "config.json"))["data_info"].get("augment"):
+        raise ConfigError(
+            f"the run in {path} augments by a function of Python ({own}), which the command line "
+            "does not have; start it again with negchain.train.run(augment=...)"
+        )
     run = trainer.prepare(task, lambda: RunFolder.resume(path), fresh=False)
     try:
         notes = [*task.notes, *run.restore(given=settings.get("pretrained") is not None)]

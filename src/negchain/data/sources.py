@@ -10,6 +10,7 @@ A folder that has the name of a built-in set is reached by writing `./digits`.
 """
 
 import difflib
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -124,12 +125,12 @@ def _sizes(scan: Scan, workers: int, progress: bool) -> list[Size]:
 
 def named_sources(data: str) -> list[str]:
     """The sources `data` names; a folder or file whose own name has a comma is one source."""
-    parts = [data] if Path(data).exists() else [part.strip() for part in data.split(",")]
+    parts = [data] if os.path.exists(data) else [part.strip() for part in data.split(",")]
     names = ", ".join(BUILT_IN)
     for part in parts:
-        if part in BUILT_IN or (part and Path(part).is_dir()):
+        if part in BUILT_IN or os.path.isdir(part):
             continue
-        if Path(part).is_file():
+        if os.path.isfile(part):  # no error where a name is too long to be one
             if Path(part).suffix.lower() == ".csv":
                 continue
             raise ValueError(

@@ -95,13 +95,18 @@ def number(value: float | None, unit: str = "number") -> str:
 def shortened(text: str, length: int) -> str:
     """At most `length` characters, cut in the middle: names mostly differ at their ends.
 
-    >>> shortened("Staffordshire bull terrier", 15)
-    'Staffor…terrier'
+    >>> shortened("Staffordshire bull terrier", 15), shortened("a rather long name, number 12", 20)
+    ('Staffor…terrier', 'a rather…number 12')
     """
     if len(text) <= length:
         return text
-    tail = (length - 1) // 2
-    return f"{text[: length - 1 - tail].rstrip()}…{text[-tail:].lstrip()}"
+    tail = text[-((length - 1) // 2) :]
+    if not text[: -len(tail)].endswith(" ") and " " in tail.strip():  # from a whole word on
+        tail = tail.split(" ", 1)[1]
+    head = text[: length - 1 - len(tail)]
+    if text[len(head)] != " " and head.rfind(" ") >= len(head) / 2:
+        head = head[: head.rfind(" ")]
+    return f"{head.rstrip(' ,')}…{tail.lstrip()}"
 
 
 def _duration(seconds: float) -> str:

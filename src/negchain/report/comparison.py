@@ -19,6 +19,7 @@ from .measures import (
     EFFECTIVE,
     GLOBAL_LOSS,
     LOSS,
+    ONLINE,
     THROUGHPUT,
 )
 from .results import Cell, compare
@@ -27,7 +28,7 @@ from .sections import POINTS, Page, charts_section, notices, pictures, settings,
 
 _GALLERIES = 8  # groups whose first run shows pictures: the page stays a few MB
 # not the estimates from batches: each method's is off in its own way
-_CHARTS = (GLOBAL_LOSS, LOSS, ACCEPTANCE, CARRIED, EFFECTIVE, THROUGHPUT)
+_CHARTS = (GLOBAL_LOSS, LOSS, ONLINE, ACCEPTANCE, CARRIED, EFFECTIVE, THROUGHPUT)
 
 
 def headline(groups: Sequence[Group], runs: Sequence[Run]) -> str:

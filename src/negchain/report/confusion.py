@@ -14,10 +14,9 @@ from .charts import shortened
 from .galleries import class_name
 from .runs import Run
 
-_NAMED = 40  # classes up to which rows and columns carry names
+_NAMED = 40  # classes that fit with their names; of more, those with most mistakes are shown
 _NUMBERED = 12  # classes up to which cells carry counts
 _MISTAKES = 12
-_MOST_CELLS = 4000
 _SIDE = 560.0  # px of the square
 _LETTERS = 22  # of a name beside the matrix
 _LETTER = 7.2  # px: the mean advance of a 13 px system font, widest case
@@ -34,10 +33,12 @@ def confusion(run: Run) -> str:
     np.add.at(counts, (np.searchsorted(shown, truth), np.searchsorted(shown, said)), 1)
     names = [class_name(run.classes, int(label)) for label in shown]
     wrong = int(len(truth) - np.trace(counts))
-    hint = "" if len(names) <= _NAMED else " Point at a cell to read its classes."
+    some = ""
+    if len(names) > _NAMED:
+        some = f" The {_NAMED} of {len(names)} classes with most mistakes."
     return (
         '<p class="lead">The linear probe on the test images. Rows are true classes, columns the '
-        f"answers; the darker, the larger the share of the row.{hint} "
+        f"answers; the darker, the larger the share of the row.{some} "
         f"{wrong} of {len(truth)} answers are wrong.</p>"
         f'<div class="confusion"><div class="card">{_matrix(counts, names)}</div>'
         f'<div class="card"><h3>Commonest mistakes</h3>{_mistakes(counts, names)}</div></div>'
@@ -45,20 +46,20 @@ def confusion(run: Run) -> str:
 
 
 def _matrix(counts: NDArray[np.int_], names: list[str]) -> str:
+    totals = np.maximum(counts.sum(1), 1)
+    mistakes = counts.sum(0) + counts.sum(1) - 2 * np.diag(counts)
+    shown = np.sort(np.argsort(-mistakes, kind="stable")[:_NAMED])
+    counts, totals, names = counts[np.ix_(shown, shown)], totals[shown], [names[i] for i in shown]
     number = len(names)
     cell = _SIDE / number
-    named = number <= _NAMED
-    margin = 14 + _LETTER * min(_LETTERS, max(map(len, names))) if named else 4.0
+    margin = 14 + _LETTER * min(_LETTERS, max(map(len, names)))
     width = margin + _SIDE
     parts = [
         f'<svg viewBox="0 0 {width:.0f} {width:.0f}" role="img" '
         f'aria-label="confusion matrix of {number} classes">'
         f'<path class="edge" d="M{margin:.1f} {margin:.1f}h{_SIDE:.0f}v{_SIDE:.0f}h-{_SIDE:.0f}z"/>'
     ]
-    totals = np.maximum(counts.sum(1), 1)
-    rows, columns = np.nonzero(counts)
-    largest = np.argsort(-counts[rows, columns], kind="stable")[:_MOST_CELLS]
-    for row, column in zip(rows[largest], columns[largest], strict=True):
+    for row, column in zip(*np.nonzero(counts), strict=True):
         count, share = counts[row, column], counts[row, column] / totals[row]
         x, y = margin + column * cell, margin + row * cell
         look = "right" if row == column else "wrong"
@@ -73,21 +74,18 @@ def _matrix(counts: NDArray[np.int_], names: list[str]) -> str:
                 f'<text class="count{strong}" x="{x + cell / 2:.1f}" y="{y + cell / 2 + 5:.1f}" '
                 f'text-anchor="middle">{count}</text>'
             )
-    if named:
-        size = min(13.0, 0.9 * cell)
-        for i, name in enumerate(names):
-            short = escape(shortened(name, _LETTERS))
-            middle = margin + (i + 0.5) * cell
-            look = f'class="name" font-size="{size:.1f}"'
-            above = f'x="{middle:.1f}" y="{margin - 6:.1f}" text-anchor="middle"'
-            if _LETTER * max(map(len, names)) > cell:
-                above = (
-                    f'transform="translate({middle + size / 3:.1f} {margin - 6:.1f}) rotate(-90)"'
-                )
-            parts.append(
-                f'<text {look} x="{margin - 6:.1f}" y="{middle + size / 3:.1f}" '
-                f'text-anchor="end">{short}</text><text {look} {above}>{short}</text>'
-            )
+    size = min(13.0, 0.9 * cell)
+    for i, name in enumerate(names):
+        short = escape(shortened(name, _LETTERS))
+        middle = margin + (i + 0.5) * cell
+        look = f'class="name" font-size="{size:.1f}"'
+        above = f'x="{middle:.1f}" y="{margin - 6:.1f}" text-anchor="middle"'
+        if _LETTER * max(map(len, names)) > cell:
+            above = f'transform="translate({middle + size / 3:.1f} {margin - 6:.1f}) rotate(-90)"'
+        parts.append(
+            f'<text {look} x="{margin - 6:.1f}" y="{middle + size / 3:.1f}" '
+            f'text-anchor="end">{short}</text><text {look} {above}>{short}</text>'
+        )
     return "".join(parts) + "</svg>"
 
 

@@ -26,6 +26,10 @@ class Metric:
 
 LOSS = Metric("loss", "Training loss", "number", "What each step minimised")
 GLOBAL_LOSS = Metric("global_loss", "Global loss, exact", "number", "On a fixed probe set")
+ONLINE = Metric(
+    "online_probe", "Online probe", "percent",
+    "A linear head on the embeddings of training batches, learning beside the encoder", True
+)  # fmt: skip
 VARIANCE = Metric(
     "embedding_variance", "Embedding variance", "number", "1: spread over the sphere, 0: collapsed"
 )

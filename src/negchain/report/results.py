@@ -125,12 +125,13 @@ def comparison_table(paths: Sequence[Path]) -> Table:
     """The results of several run folders as a table for the terminal; a star marks a winner."""
     groups = group_runs([load_run(path) for path in paths])
     found = compare(groups)
-    few = (*groups[0].shown.columns[:3], GLOBAL_LOSS, TIME)
+    few = (*groups[0].shown.lead, GLOBAL_LOSS, TIME)
     shown = [i for i, m in enumerate(found.columns) if m in few]
     table = Table(box=None, caption="\n".join(found.notes) or None, caption_justify="left")
-    table.add_column("", overflow="fold")
+    table.add_column("", overflow="fold", min_width=18)  # so that 80 characters hold everything
     for i in shown:
-        table.add_column(found.columns[i].name, justify="right", no_wrap=True)
+        heading = found.columns[i].name.replace(", ", ",\n")
+        table.add_column(heading, justify="right", no_wrap=True)
     for place in found.order:
         cells = [found.rows[place][i] for i in shown]
         seeds = len(groups[place].runs)

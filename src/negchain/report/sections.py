@@ -25,6 +25,7 @@ from .measures import (
     HIGH,
     LOSS,
     LOW,
+    ONLINE,
     RATE,
     THROUGHPUT,
     VARIANCE,
@@ -56,7 +57,7 @@ _RUN_CHARTS: Sequence[tuple[str, str, Sequence[tuple[Metric, str]]]] = (
     ("Training loss", LOSS.note, ((LOSS, "loss"),)),
     ("Global loss", "Exact, on a fixed probe set", ((GLOBAL_LOSS, "exact"),)),
     *((m.name, m.note, ((m, m.name),))
-      for m in (ESTIMATED, VARIANCE, ACCEPTANCE, CARRIED, EFFECTIVE, THROUGHPUT, RATE)),
+      for m in (ESTIMATED, ONLINE, VARIANCE, ACCEPTANCE, CARRIED, EFFECTIVE, THROUGHPUT, RATE)),
 )  # fmt: skip
 # charts whose absence is worth a word: others belong to some methods only
 _EXPECTED = ("Training loss", "Global loss")
@@ -322,7 +323,8 @@ def settings(run: Run) -> str:
         )
         if info.get(key) is not None
     )
-    data = f"<tr><th>{run.shown.noun}</th><td>{escape(counts)}</td></tr>" if counts else ""
+    said = [counts, *(str(note) for note in info.get("notes") or [])]
+    data = f"<tr><th>{run.shown.noun}</th><td>{escape('; '.join(filter(None, said)))}</td></tr>"
     return (
         "<details><summary>Settings, versions and hardware</summary>"
         f'<div class="scroll"><table class="settings">{data}{rows}</table></div></details>'

@@ -19,6 +19,8 @@ from negchain.encoders import Encoder, build_encoder
 from negchain.losses.request import Want
 from negchain.tasks.image_judge import ImageJudge
 from negchain.tasks.image_stem import small_stem, stem_note
+from negchain.tasks.online_probe import OnlineProbe
+from negchain.tasks.own_augmentation import OwnAugmentation, function_name
 from negchain.tasks.task import Batch, Task
 from negchain.train.presets import ConfigError
 
@@ -57,6 +59,7 @@ class ImageTask(Task):
         self.plain_keys = methods.named(config.method).plain_keys and not config.augmentations
         if self.plain_keys:
             self.layout, self.one_pass = {"views": "paired", "symmetric": False}, False
+        self._probe: OnlineProbe | None = None
 
     @classmethod
     def load(
@@ -83,6 +86,7 @@ class ImageTask(Task):
             "held_out": data.held_out,
             "unprobed": self.unjudged,
             "classes": list(data.classes),
+            "augment": function_name(self.augment),
         }
 
     def place(self, device: torch.device, autocast: torch.dtype | None) -> None:
@@ -115,6 +119,9 @@ class ImageTask(Task):
             torch.set_num_threads(1)
         note = stem_note(self.config, self.data)
         encoder = build_run_encoder(self.config, self.data).to(self.device)
+        labels = self.data.pretrain.labels
+        if labels is not None and len(set(labels[labels >= 0].tolist())) > 1:
+            self._probe = OnlineProbe(labels.to(self.device), encoder.embedding_dim)
         if self.device.type == "cuda":
             encoder = encoder.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
             torch.backends.cudnn.benchmark = True
@@ -165,6 +172,28 @@ class ImageTask(Task):
         if len(whole) > 2 * len(views):  # what follows the two views of the batch
             given.append(self.images(whole[2 * len(views) :]))
         return self.augment(joined(given)[torch.cat([places[: len(views)], places])], drawn)
+
+    def watch(self, embeddings: Tensor, index: Tensor) -> None:
+        """Let the online probe answer and learn."""
+        if self._probe is not None:
+            self._probe.learn(embeddings, index)
+
+    @property
+    def watched(self) -> dict[str, Tensor]:
+        """The online probe's accuracy on training images, where these have labels."""
+        return {} if self._probe is None else {"online_probe": self._probe.accuracy}
+
+    def state_tensors(self) -> list[Tensor]:
+        """The online probe's."""
+        return [] if self._probe is None else [*self._probe.state]
+
+    def augment_by(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Views by a function of the user's; nothing in it can be captured in a graph."""
+        if self.config.augmentations is not None:
+            raise ConfigError("augment= draws anew every step; leave out --augmentations")
+        size, normalize = self.augment.size, self.augment.normalize
+        self.augment = OwnAugmentation(size=size, normalize=normalize, function=function)
+        self.capturable = False
 
     def stream(self, positions: Tensor, first: int) -> Iterator[Images]:
         """Images decoded ahead by workers."""

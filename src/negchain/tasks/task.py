@@ -13,7 +13,7 @@ A position is a sample's for ever: chains, tables, data order and checkpoints re
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from negchain.losses import ContrastiveLoss
 from negchain.losses.request import Want
+from negchain.train.presets import ConfigError
 
 if TYPE_CHECKING:
     from negchain.train.config import TrainConfig
@@ -147,6 +148,26 @@ class Task(ABC):
             row: of the step's draws that the first id has; the others follow.
             loaded: what `stream` gave for the batch; its wants come first.
         """
+
+    def watch(self, embeddings: Tensor, index: Tensor) -> None:
+        """Runs in every step, in the graph too: the anchors' embeddings [B,D], and their positions.
+
+        What it finds is `watched`, and what it changes are `state_tensors`.
+        """
+        return None
+
+    @property
+    def watched(self) -> dict[str, Tensor]:
+        """Numbers for the log beside the loss's, on the device."""
+        return {}
+
+    def state_tensors(self) -> list[Tensor]:
+        """What steps change beside encoder and loss; in checkpoints."""
+        return []
+
+    def augment_by(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Take the user's own augmentation, before `place`."""
+        raise ConfigError(f"augment= is for images, and --task is {self.config.task}; leave it out")
 
     def stream(self, positions: Tensor, first: int) -> Iterator[Any]:
         """What is loaded for the batches [T, B] of the steps from `first` on, in order."""

@@ -1,29 +1,47 @@
 """The trainer: configuration, presets, run folders and checkpoints."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from os import PathLike, fspath
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # torch takes seconds
+    from torch import Tensor
 
 
-def run(*, show: bool = False, **settings: Any) -> Path:
+def run(
+    *, show: bool = False, augment: Callable[[Tensor], Tensor] | None = None, **settings: Any
+) -> Path:
     """Train as `negchain train` does, in this process; returns the folder with its report.
 
     Methods you registered (`negchain.methods.register`) can be named too.
 
     Args:
         show: a progress bar on stderr.
+        augment: an augmentation of your own: a batch of uint8 images [N,C,H,W] on the training
+            device to one view of each, [N,C,S,S] with S the side the encoder sees; uint8, or floats
+            in [0, 1]. Random numbers are to come from torch, which is seeded for each call.
+            Pictures of different sizes come as central squares of side 2 S.
         settings: of `negchain.train.config.TrainConfig`, by name, such as `method`, `data`, `out`.
 
     Example:
-        >>> import tempfile
-        >>> folder = run(method="dcl", steps=2, subset=64, out=tempfile.mkdtemp() + "/run")
+        >>> import tempfile, torch
+        >>> folder = run(method="dcl", steps=2, subset=64, out=Path(tempfile.mkdtemp()) / "run")
         >>> (folder / "report.html").exists()
         True
+
+        >>> def mirrored(images):
+        ...     return images.flip(-1) if torch.rand(()) < 0.5 else images
+        >>> folder = run(augment=mirrored, steps=2, subset=64, out=tempfile.mkdtemp() + "/own")
     """
     from negchain.train.progress import Progress
     from negchain.train.resolve import resolve
     from negchain.train.start import start
 
-    begun, _ = start(resolve(settings.pop("preset", None), settings), show)
+    settings = {k: fspath(v) if isinstance(v, PathLike) else v for k, v in settings.items()}
+    begun, _ = start(resolve(settings.pop("preset", None), settings), show, augment)
     with begun.folder:
         begun.train(Progress(show))
     return begun.folder.path

@@ -67,6 +67,13 @@ class TrainConfig:
     out: str | None = _setting(
         None, "Run folder; by default a new one under runs/.", "The run", rule=_named, free=True
     )
+    name: str | None = _setting(
+        None,
+        "What to call the run: in its folder's name, in reports and at loggers.",
+        "The run",
+        rule=_named,
+        free=True,
+    )
     seed: int = _setting(
         0,
         "Seed of everything random: weights, order, augmentation, chains.",
@@ -264,6 +271,12 @@ class TrainConfig:
     )
     log_every: int = _setting(
         10, "Steps between lines of metrics.", "Watching", rule=_between(1), free=True
+    )
+    logger: Literal["tensorboard", "wandb", "mlflow", "none"] = _setting(
+        "tensorboard",
+        "Where the numbers also go; wandb and mlflow through their own packages.",
+        "Watching",
+        free=True,
     )
     checkpoint_every: int = _setting(
         200,

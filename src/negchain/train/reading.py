@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 
 import torch
+from torch import Tensor
 
 from negchain.train.step import TrainStep
 
 
 class Reading:
-    """Loss and `info` of the step just made, copied to the host beside the steps that follow."""
+    """Loss, `info` and what the task watched of a step, copied to the host beside the next ones."""
 
-    def __init__(self, step: TrainStep, number: int) -> None:
+    def __init__(self, step: TrainStep, number: int, watched: Mapping[str, Tensor] = {}) -> None:
         self.step = number
         self.at = time.perf_counter()  # when the step was done, as far as the host knows
         self._loss_fn = step.loss_fn
         self._names, values = self._loss_fn.take_info()
-        values = torch.cat([step.loss.to(values.dtype).view(1), values])
+        self._watched = list(watched)
+        first = [number.to(values.dtype).view(1) for number in (step.loss, *watched.values())]
+        values = torch.cat([*first, values])
         self._copied: torch.cuda.Event | None = None
         if values.is_cuda:
             pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -31,7 +35,9 @@ class Reading:
             self._copied.synchronize()
             self.at = time.perf_counter()
         loss, *values = self._values.tolist()
-        return loss, self._loss_fn.read_info(self._names, values)
+        count = len(self._watched)
+        found = self._loss_fn.read_info(self._names, values[count:])
+        return loss, {**found, **dict(zip(self._watched, values[:count], strict=True))}
 
 
 class Clock:

@@ -2,7 +2,7 @@
 
     config.json     the resolved settings, written once
     metrics.jsonl   one JSON object a line, appended
-    tensorboard/    the same numbers as TensorBoard events
+    tensorboard/    the same numbers as TensorBoard events, or what --logger names
     checkpoints/    see `checkpoint`
     summary.json    written at the end: its absence means unfinished
     report.html, artifacts.npz    written by others
@@ -29,13 +29,11 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, BinaryIO, Self
+from typing import Any, BinaryIO, Self
 
 from negchain.files import is_plain, naming, open_plain, read_text, real_folder, replacing
 from negchain.train.config import ConfigError, TrainConfig, from_json
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+from negchain.train.loggers import Logger, open_logger
 
 Metric = float | int | str | None
 
@@ -43,7 +41,7 @@ METRICS_LIMIT = 16 << 20  # bytes of metrics that are read whole
 LINE_LIMIT = 64 << 10  # bytes of one line of them
 
 _OURS = ("config.json", "metrics.jsonl", "tensorboard", "checkpoints", "summary.json",
-         "report.html", "artifacts.npz")  # fmt: skip
+         "report.html", "artifacts.npz", "logger.json")  # fmt: skip
 
 
 class RunFolderError(ValueError):
@@ -70,7 +68,10 @@ def own_settings(config: TrainConfig) -> TrainConfig:
     >>> own_settings(TrainConfig(data="cifar10", download=True, root="/home/them")).root
     'data'
     """
-    return replace(config, download=TrainConfig.download, root=TrainConfig.root, out=None)
+    return replace(
+        config, download=TrainConfig.download, root=TrainConfig.root, out=None,
+        logger=TrainConfig.logger,
+    )  # fmt: skip
 
 
 def default_out(
@@ -114,7 +115,9 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self._lock = lock
         self._metrics: BinaryIO | None = None
-        self._events: SummaryWriter | None = None
+        self.logger_settings = TrainConfig()
+        """Of the run: --logger, --name."""
+        self._logger: Logger | None = None
         self._purge_step: int | None = None
 
     @classmethod
@@ -166,11 +169,12 @@ class RunFolder:
         with naming(self.path / "metrics.jsonl"):
             self._metrics.write(json.dumps(clean, allow_nan=False).encode() + b"\n")
             self._metrics.flush()
-        with naming(self.path / "tensorboard"):
-            events = self._writer()
-            for key, value in clean.items():
-                if key != "step" and isinstance(value, int | float):
-                    events.add_scalar(key, value, record["step"])
+        numbers = {k: v for k, v in clean.items() if k != "step" and isinstance(v, int | float)}
+        with naming(self.path / self.logger_settings.logger):
+            if self._logger is None:
+                settings, purge = self.logger_settings, self._purge_step
+                self._logger = open_logger(settings, self.path, purge)
+            self._logger.log(numbers, record["step"])
 
     def sync(self) -> None:
         """Force the metrics to the disk; before a checkpoint, so that it never runs ahead."""
@@ -182,7 +186,7 @@ class RunFolder:
 
         Returns how many lines of metrics went.
         """
-        assert self._metrics is None and self._events is None, "truncate before logging"
+        assert self._metrics is None and self._logger is None, "truncate before logging"
         self._purge_step = step + 1
         (self.path / "summary.json").unlink(missing_ok=True)
         path = self.path / "metrics.jsonl"
@@ -206,8 +210,8 @@ class RunFolder:
         try:
             if self._metrics is not None:
                 self._metrics.close()
-            if self._events is not None:
-                self._events.close()
+            if self._logger is not None:
+                self._logger.close()
         finally:
             self._lock.close()
 
@@ -223,14 +227,6 @@ class RunFolder:
     ) -> None:
         """Close it."""
         self.close()
-
-    def _writer(self) -> "SummaryWriter":
-        if self._events is None:
-            from torch.utils.tensorboard import SummaryWriter  # takes a second: when first needed
-
-            folder = str(real_folder(self.path / "tensorboard"))
-            self._events = SummaryWriter(folder, purge_step=self._purge_step)
-        return self._events
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Metric]]:

@@ -5,30 +5,43 @@ from __future__ import annotations
 import json
 import platform
 import subprocess
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from negchain import tasks
 from negchain.tasks.task import Task
-from negchain.train import trainer
+from negchain.train import loggers, trainer
 from negchain.train.config import ConfigError, TrainConfig
 from negchain.train.run_folder import RunFolder, check_writable, default_out, is_run, versions
 
 PACKAGES = ("negchain", "torch", "torchvision", "timm", "triton", "numpy", "scikit-learn")
 
 
-def start(config: TrainConfig, show: bool) -> tuple[trainer.Run, list[str]]:
-    """A new run, prepared, and what the user should know; `show`: progress of loading data."""
+def start(
+    config: TrainConfig, show: bool, augment: Callable[[Tensor], Tensor] | None = None
+) -> tuple[trainer.Run, list[str]]:
+    """A new run, prepared, and what the user should know.
+
+    Args:
+        config: its settings.
+        show: progress of loading data.
+        augment: in the place of the recipe; see `negchain.train.run`.
+    """
     if config.out is not None and is_run(config.out):
         raise ConfigError(
             f"--out {config.out} already holds a run; add --resume to continue it, or name "
             "another folder"
         )
     check_writable(Path(config.out or "runs"))
+    loggers.check(config.logger)
     task = tasks.load(config, show)
+    if augment is not None:
+        task.augment_by(augment)
     text = json.dumps(record(task), indent=2) + "\n"
     run = trainer.prepare(task, lambda: RunFolder.create(folder_for(config), config=text))
     return run, [*task.notes, *run.notes]
@@ -38,7 +51,7 @@ def folder_for(config: TrainConfig) -> Path:
     """Where the run goes: where the user said, or a new folder."""
     if config.out is not None:
         return Path(config.out)
-    return default_out(method=config.method, data=config.data, seed=config.seed)
+    return default_out(method=config.name or config.method, data=config.data, seed=config.seed)
 
 
 def record(task: Task) -> dict[str, Any]:

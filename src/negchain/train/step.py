@@ -128,7 +128,7 @@ class TrainStep:
         """Every tensor a step changes in place."""
         modules: tuple[nn.Module, ...] = (self.encoder, self.loss_fn)
         tensors = [t for m in modules for t in (*m.parameters(), *m.buffers())]
-        tensors += self.loss_fn.state_tensors()
+        tensors += [*self.loss_fn.state_tensors(), *self.task.state_tensors()]
         held = [s for state in self.optimizer.state.values() for s in state.values()]
         return [*tensors, self.loss, *(t for t in held if isinstance(t, Tensor))]
 
@@ -161,6 +161,7 @@ class TrainStep:
             z_b, *answers = self._encode(self.embed, wants, len(index), loaded)
             answers, drawn = answers[: len(trained)], answers[len(trained) :]
         row = 2 * len(index) + _count(trained) + sum(map(len, drawn))
+        self.task.watch(z_a, index)
         for position, want in enumerate(asked):
             if not want.gradient:
                 answers.insert(position, self._renewed(want, row))

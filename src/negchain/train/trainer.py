@@ -149,7 +149,7 @@ class Run:
             due = config.checkpoint_every and self.done % config.checkpoint_every == 0 and not last
             if self.done % config.log_every == 0 or last:
                 self._read(clock, progress)
-                self._reading = Reading(self.step, self.done)
+                self._reading = Reading(self.step, self.done, self.task.watched)
             if last or evaluates or self.device.type != "cuda":
                 self._read(clock, progress)
             if evaluates:
@@ -245,6 +245,7 @@ class Run:
             "last_loss": float(self.step.loss),
             "evaluated": self.evaluated,
             "best": self.best,
+            "task": self.task.state_tensors(),
         }
         checkpoint.save(self.folder.checkpoints, state, self.done, self.config.keep_checkpoints)
 
@@ -280,7 +281,7 @@ class Run:
             return notes
         try:
             return self._restore(loaded)
-        except (KeyError, TypeError, RuntimeError) as error:
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
             reason = str(error).split("\n")[0]
             raise ConfigError(
                 f"the checkpoint of step {loaded.step} in {self.folder.checkpoints} does not fit "
@@ -299,6 +300,8 @@ class Run:
         self.encoder.load_state_dict(state["encoder"])
         self.step.loss_fn.load_state_dict(state["loss"])
         load_optimizer(self.step.optimizer, state["optimizer"])
+        for tensor, saved in zip(self.task.state_tensors(), state["task"], strict=True):
+            tensor.copy_(saved)
         torch.set_rng_state(state["rng"])
         if state["cuda_rng"] is not None and self.device.type == "cuda":
             torch.cuda.set_rng_state(state["cuda_rng"])
@@ -341,7 +344,9 @@ def prepare(task: Task, open_folder: Callable[[], RunFolder], fresh: bool = True
     )
     step = TrainStep(task, encoder, loss_fn, optimizer)
     total = config.steps or config.epochs * order.steps_per_epoch
-    return Run(task, open_folder(), encoder, step, order, task.judge(), total, notes=notes)
+    folder = open_folder()
+    folder.logger_settings = config
+    return Run(task, folder, encoder, step, order, task.judge(), total, notes=notes)
 
 
 def _graphed(task: Task) -> bool:

@@ -1,0 +1,229 @@
+"""`negchain export`: a trained encoder for other libraries, with a card that loads it.
+
+| format | writes | loaded by |
+|---|---|---|
+| timm | the backbone under timm's names | `timm.create_model`, `load_state_dict` |
+| torchvision | the backbone under torchvision's names (ResNets) | `torchvision.models`, the same |
+| onnx | a graph from pixels to features | onnxruntime and whatever reads ONNX |
+| safetensors | backbone and projector | negchain, also as `--pretrained` |
+
+Beside it go `config.json` (encoder and training) and `README.md`, the card, whose code block loads
+the file. Absolute paths stay at home: of data and other runs only the last name is written.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import timm
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from negchain.augment import augmentation
+from negchain.encoders import Encoder
+from negchain.train.config import ConfigError, TrainConfig
+from negchain.train.loggers import for_others
+from negchain.train.presets import choose
+
+Format = Literal["timm", "torchvision", "onnx", "safetensors"]
+FORMATS: tuple[str, ...] = get_args(Format)
+
+_RESNETS = {"resnet18": 512, "resnet50": 2048}
+_LOAD = 'model.load_state_dict(load_file("model.safetensors"))\nmodel.eval()'
+
+
+def export_encoder(
+    folder: Path, encoder: Encoder, config: TrainConfig, results: Mapping[str, Any], form: str
+) -> None:
+    """Write `encoder` with a card into a new or empty folder.
+
+    Args:
+        folder: made if it is not there.
+        encoder: on the CPU, in eval mode.
+        config: of its run.
+        results: numbers for the card, such as a run's summary.
+        form: one of `FORMATS`.
+    """
+    choose("--format", form, FORMATS)
+    if not isinstance(encoder, Encoder):
+        raise ConfigError("only encoders of images are exported, and this run's is another task's")
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"--out {folder} is not empty; name a new folder")
+    recipe = augmentation(config.recipe, size=encoder.encoder_config["image_size"])
+    normalize = recipe.normalize if encoder.encoder_config["channels"] == 3 else None
+    if form == "onnx":
+        content: Any = _onnx(encoder, normalize)
+        code = _ONNX_CODE
+    else:
+        content, code = _WEIGHTS[form](encoder)
+    folder.mkdir(parents=True, exist_ok=True)
+    if form == "onnx":
+        (folder / "model.onnx").write_bytes(content)
+    else:
+        save_file(content, folder / "model.safetensors", metadata={"format": "pt"})
+    record = {"encoder": dict(encoder.encoder_config), "training": for_others(config)}
+    (folder / "config.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    inside = form == "onnx" or normalize is None
+    scaled = "" if inside else f", less the mean {normalize[0]}, over {normalize[1]}"  # type: ignore[index]
+    card = _card(encoder, record["training"], results, code, scaled)
+    (folder / "README.md").write_bytes(card.encode("utf-8", "backslashreplace"))
+
+
+def _weights(module: nn.Module) -> dict[str, Tensor]:
+    return {k: v.detach().cpu().contiguous() for k, v in module.state_dict().items()}
+
+
+def _negchain(encoder: Encoder) -> tuple[dict[str, Tensor], str]:
+    arguments = {k: v for k, v in encoder.encoder_config.items() if k != "name"}
+    call = "".join(f",\n    {key}={value!r}" for key, value in arguments.items())
+    return _weights(encoder), (
+        "import torch\n"
+        "from negchain.encoders import build_encoder\n"
+        "from safetensors.torch import load_file\n\n"
+        f"model = build_encoder({encoder.encoder_config['name']!r}{call})\n{_LOAD}\n"
+        "features = model.features(images)"
+    )
+
+
+def _resnet(encoder: Encoder) -> dict[str, Tensor]:
+    """The weights of our ResNets under the names torchvision and timm share."""
+    weights = _weights(encoder.backbone)
+    return {name.replace("fc.0.", "fc."): value for name, value in weights.items()}
+
+
+def _resnet_code(encoder: Encoder, create: str, norms: Mapping[str, str], head: str) -> str:
+    """Lines that build one of our ResNets from a library's; `create` up to its norm layer."""
+    described = encoder.encoder_config
+    norm = norms.get(described["norm"])
+    lines = [
+        f"import torch\n{head}\nfrom safetensors.torch import load_file\nfrom torch import nn\n",
+        f"model = {create}{f', norm_layer={norm}' if norm else ''})",
+    ]
+    if described["small_stem"]:
+        channels = described["channels"]
+        lines.append(f"model.conv1 = nn.Conv2d({channels}, 64, 3, padding=1, bias=False)")
+        lines.append("model.maxpool = nn.Identity()")
+    elif described["channels"] != 3:
+        channels = described["channels"]
+        lines.append(f"model.conv1 = nn.Conv2d({channels}, 64, 7, 2, 3, bias=False)")
+    return "\n".join([*lines, _LOAD, "features = model(images).relu()"])
+
+
+def _torchvision(encoder: Encoder) -> tuple[dict[str, Tensor], str]:
+    name = encoder.encoder_config["name"]
+    if name not in _RESNETS:
+        raise ConfigError(
+            f"--format torchvision is for {' and '.join(_RESNETS)}, and this encoder is {name}; "
+            f"use --format {'onnx' if name == 'small-cnn' else 'timm'}"
+        )
+    norms = {"none": "nn.Identity", "group": "lambda width: nn.GroupNorm(32, width)"}
+    create = f"{name}(num_classes={_RESNETS[name]}"
+    head = f"from torchvision.models import {name}"
+    return _resnet(encoder), _resnet_code(encoder, create, norms, head)
+
+
+def _timm(encoder: Encoder) -> tuple[dict[str, Tensor], str]:
+    described = encoder.encoder_config
+    name, channels = described["name"], described["channels"]
+    if name == "small-cnn":
+        raise ConfigError("timm has no small-cnn; use --format onnx or safetensors")
+    if name in _RESNETS:
+        create = f"timm.create_model({name!r}, num_classes={_RESNETS[name]}"
+        norms = {"none": "nn.Identity", "group": "timm.layers.GroupNorm"}
+        return _resnet(encoder), _resnet_code(encoder, create, norms, "import timm")
+    arguments: dict[str, Any] = {"num_classes": 0, "in_chans": channels}
+    published = timm.get_pretrained_cfg(name)
+    if published is not None and published.fixed_input_size:  # as in build_encoder
+        arguments["img_size"] = described["image_size"]
+    weights = _weights(encoder.backbone)
+    if timm.create_model(name, **arguments).state_dict().keys() != weights.keys():
+        raise ConfigError(
+            f"--norm {described['norm']} took BatchNorm out of {name}, which timm's own model "
+            "has; use --format onnx or safetensors"
+        )
+    given = ", ".join(f"{key}={value}" for key, value in arguments.items())
+    return weights, (
+        "import timm\nimport torch\nfrom safetensors.torch import load_file\n\n"
+        f"model = timm.create_model({name!r}, {given})\n{_LOAD}\n"
+        "features = model(images)"
+    )
+
+
+_WEIGHTS = {"timm": _timm, "torchvision": _torchvision, "safetensors": _negchain}
+
+_ONNX_CODE = """import onnxruntime
+
+session = onnxruntime.InferenceSession("model.onnx")
+(features,) = session.run(["features"], {"images": images.numpy()})"""
+
+
+class _FromPixels(nn.Module):
+    """Pixels in [0, 1] to features, a recipe's normalisation included."""
+
+    def __init__(self, encoder: Encoder, normalize: Any) -> None:
+        super().__init__()
+        self.backbone = encoder.backbone
+        self.shift: Tensor
+        self.scale: Tensor
+        shift, scale = normalize or ((0.0,), (1.0,))
+        self.register_buffer("shift", torch.tensor(shift)[:, None, None])
+        self.register_buffer("scale", torch.tensor(scale)[:, None, None])
+
+    def forward(self, images: Tensor) -> Tensor:
+        features: Tensor = self.backbone((images - self.shift) / self.scale)
+        return features
+
+
+def _onnx(encoder: Encoder, normalize: Any) -> bytes:
+    try:
+        import onnxscript  # noqa: F401 - what torch's exporter is made of
+    except ImportError as error:
+        raise ConfigError("--format onnx needs: pip install onnx onnxscript") from error
+    described = encoder.encoder_config
+    side = described["image_size"]
+    program = torch.onnx.export(
+        _FromPixels(encoder, normalize).eval(),
+        (torch.zeros(2, described["channels"], side, side),),
+        dynamo=True,
+        verbose=False,
+        input_names=["images"],
+        output_names=["features"],
+        dynamic_shapes=({0: torch.export.Dim("batch")},),
+    )
+    assert program is not None
+    model = program.model_proto
+    for node in model.graph.node:  # the exporter notes where in our files each one came from
+        del node.metadata_props[:]
+    return bytes(model.SerializeToString())
+
+
+def _card(
+    encoder: Encoder, training: dict[str, Any], results: Mapping[str, Any], code: str, scaled: str
+) -> str:
+    described = encoder.encoder_config
+    side, channels = described["image_size"], described["channels"]
+    scores = "\n".join(f"| {k} | {v:.4f} |" for k, v in results.items() if isinstance(v, float))
+    return f"""# {described["name"]} trained with {training["method"]}
+
+Features of size {encoder.feature_dim} for `images`, a float32 tensor
+[N, {channels}, {side}, {side}] of pixels in [0, 1]{scaled}.
+Trained by negchain on `{training["data"]}`: method {training["method"]}, batch size
+{training["batch_size"]}, beta {training["beta"]:g}, {training["optimizer"]}, \
+seed {training["seed"]}.
+
+## Load
+
+```python
+{code}
+```
+
+## Results
+
+| number | value |
+|---|---|
+{scores or "| none yet | |"}
+"""

@@ -1,0 +1,77 @@
+"""An augmentation of the user's own: any function on a batch of uint8 images."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from negchain.augment import Augmentation, Draws, Images
+from negchain.train.presets import ConfigError
+
+Function = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnAugmentation(Augmentation):
+    """`function` in the place of a recipe: uint8 [N,C,H,W] to pixels [N,C,size,size].
+
+    It draws from torch's global generator, which is seeded by the step for the call: a resumed run
+    draws what an uninterrupted one would have.
+
+    Example:
+        >>> own = OwnAugmentation(size=4, function=lambda x: x[:, :, ::2, ::2])
+        >>> own(torch.full((2, 1, 8, 8), 51, dtype=torch.uint8), torch.rand(2, 1))[0, 0, 0, 0]
+        tensor(0.2000)
+    """
+
+    function: Function
+
+    @property
+    def num_uniforms(self) -> int:
+        """One, which seeds the function's generator."""
+        return 1
+
+    def __call__(self, images: Images, uniforms: Tensor | Draws, **_: Any) -> Tensor:
+        """Pixels of a batch, seeded by the draws of its first image."""
+        drawn = uniforms.uniforms(1, 1) if isinstance(uniforms, Draws) else uniforms
+        with torch.random.fork_rng(), torch.autocast(images.device.type, enabled=False):
+            torch.manual_seed(int(drawn[0, 0].item() * 2**24))
+            found = self.function(self._squares(images))
+        wanted = [len(images), *self._shape(images)]
+        if not isinstance(found, Tensor) or list(found.shape) != wanted:
+            got = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+            raise ConfigError(f"augment must return pixels of shape {wanted}, got {got}")
+        pixels = found.float() / 255 if found.dtype == torch.uint8 else found.float()
+        return self._normalized(pixels)
+
+    def from_table(
+        self,
+        table: Images,
+        index: Tensor | Sequence[Tensor],
+        uniforms: Tensor | Draws,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """Pixels of `table[index]`."""
+        return self(table[index if isinstance(index, Tensor) else torch.cat([*index])], uniforms)
+
+    def _squares(self, images: Images) -> Tensor:
+        """Pictures of their own sizes as central squares of twice the side that is wanted."""
+        if isinstance(images, Tensor):
+            return images
+        squares = Augmentation(size=2 * self.size).plain(images)
+        return (255 * squares).round().to(torch.uint8)
+
+    def _shape(self, images: Images) -> list[int]:
+        channels = images.shape[1] if isinstance(images, Tensor) else images.channels
+        return [channels, self.size, self.size]
+
+
+def function_name(augment: Augmentation) -> str | None:
+    """What the user's function is called, for the record; None for a recipe."""
+    if not isinstance(augment, OwnAugmentation):
+        return None
+    return str(getattr(augment.function, "__qualname__", type(augment.function).__qualname__))

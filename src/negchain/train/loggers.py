@@ -1,0 +1,147 @@
+"""Where the numbers of a run also go: TensorBoard, Weights & Biases or MLflow.
+
+`metrics.jsonl` has them all; a logger is a copy for those who watch many runs in one place. W&B and
+MLflow are used through their own packages, and read their own environment variables: project
+(`WANDB_PROJECT`, `MLFLOW_EXPERIMENT_NAME`; "negchain" unless set), server, offline mode. The id
+they gave a run is kept in its folder, so that a resumed run goes on in the same place.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from negchain.files import is_plain, read_object, real_folder, replacing
+from negchain.train.config import TrainConfig
+from negchain.train.presets import ConfigError
+
+Kind = Literal["tensorboard", "wandb", "mlflow", "none"]
+
+
+class Logger(Protocol):
+    """A place for numbers."""
+
+    def log(self, numbers: Mapping[str, float], step: int) -> None:
+        """The numbers of a step."""
+
+    def close(self) -> None:
+        """No more will come."""
+
+
+def check(kind: Kind) -> None:
+    """Refuse a logger whose package is not installed, before anything is read."""
+    if kind != "none" and importlib.util.find_spec(kind) is None:
+        raise ConfigError(f"--logger {kind} needs its package: pip install {kind}")
+
+
+def open_logger(config: TrainConfig, folder: Path, purge_step: int | None) -> Logger:
+    """The logger the settings name; `purge_step`: what TensorBoard has from there on is void."""
+    name = config.name or folder.resolve().name
+    if config.logger == "wandb":
+        return _WandB(folder, name, for_others(config))
+    if config.logger == "mlflow":
+        return _MLflow(folder, name, for_others(config))
+    return _Nothing() if config.logger == "none" else _TensorBoard(folder, purge_step)
+
+
+def for_others(config: TrainConfig) -> dict[str, Any]:
+    """Settings as others may see them: of absolute paths the last name, no folders of ours.
+
+    >>> for_others(TrainConfig(data="/home/me/photos", out="/home/me/run"))["data"]
+    'photos'
+    """
+
+    def name(text: str) -> str:
+        return Path(text).name if Path(text).is_absolute() else text
+
+    return {
+        key: ",".join(map(name, value.split(","))) if isinstance(value, str) else value
+        for key, value in asdict(config).items()
+        if key not in ("out", "root")
+    }
+
+
+class _Nothing:
+    def log(self, numbers: Mapping[str, float], step: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class _TensorBoard:
+    def __init__(self, folder: Path, purge_step: int | None) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # takes a second: when first needed
+
+        place = str(real_folder(folder / "tensorboard"))
+        self._writer = SummaryWriter(place, purge_step=purge_step)
+
+    def log(self, numbers: Mapping[str, float], step: int) -> None:
+        for key, value in numbers.items():
+            self._writer.add_scalar(key, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _WandB:
+    def __init__(self, folder: Path, name: str, settings: dict[str, Any]) -> None:
+        import wandb
+
+        known = _known(folder, "wandb")
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "negchain"), name=name, dir=str(folder),
+            config=settings, id=known, resume="allow" if known else None,
+        )  # fmt: skip
+        _keep(folder, "wandb", self._run.id)
+
+    def log(self, numbers: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(numbers), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class _MLflow:
+    def __init__(self, folder: Path, name: str, settings: dict[str, Any]) -> None:
+        from mlflow import MlflowClient
+
+        self._client = MlflowClient()
+        place = os.environ.get("MLFLOW_EXPERIMENT_NAME", "negchain")
+        found = self._client.get_experiment_by_name(place)
+        experiment = found.experiment_id if found else self._client.create_experiment(place)
+        self._id = _known(folder, "mlflow") or ""
+        if not self._id:
+            self._id = self._client.create_run(experiment, run_name=name).info.run_id
+            for key, value in settings.items():
+                self._client.log_param(self._id, key, value)
+            _keep(folder, "mlflow", self._id)
+
+    def log(self, numbers: Mapping[str, float], step: int) -> None:
+        from mlflow.entities import Metric
+
+        now = int(1000 * time.time())
+        found = [Metric(key, float(value), now, step) for key, value in numbers.items()]
+        self._client.log_batch(self._id, metrics=found)
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id)
+
+
+def _known(folder: Path, kind: str) -> str | None:
+    """The id of this run at a logger, where it has one."""
+    file = folder / "logger.json"
+    found = read_object(file).get(kind) if is_plain(file) else None
+    return found if isinstance(found, str) and re.fullmatch(r"[\w-]{1,64}", found) else None
+
+
+def _keep(folder: Path, kind: str, identity: str) -> None:
+    with replacing(folder / "logger.json") as file:
+        file.write(json.dumps({kind: identity}).encode() + b"\n")
