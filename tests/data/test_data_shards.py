@@ -1,4 +1,4 @@
-"""Shards and saved data sets: the same pictures at the same positions as in a folder, or refused."""
+"""Shards and saved data sets: the pictures a folder has, at the same positions, or refused."""
 
 from __future__ import annotations
 

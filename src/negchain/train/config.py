@@ -97,8 +97,8 @@ class TrainConfig:
     )
     data: str = _setting(
         "digits",
-        "digits, cifar10, stl10, a folder (train/, test/, unlabeled/, or images), .tar shards, or a "
-        "data set saved by Hugging Face's save_to_disk; A,B for two.",
+        "digits, cifar10, stl10, a folder (train/, test/, unlabeled/, or images), .tar shards, a "
+        "folder of Hugging Face's save_to_disk; A,B for two.",
         "Data",
         rule=_named,
     )

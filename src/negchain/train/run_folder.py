@@ -315,6 +315,7 @@ def _locked(path: Path) -> BinaryIO:
     A POSIX record lock, not flock(2): forked data loader workers do not inherit it, so a killed
     trainer's folder is free at once although its workers take seconds to notice.
     """
+    _require_utf8(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
         lock = open_plain(path / ".lock", "a+b")
@@ -335,8 +336,19 @@ def _locked(path: Path) -> BinaryIO:
     return lock
 
 
+def _require_utf8(path: Path) -> None:
+    """TensorBoard's writer and JSON know no other names."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise RunFolderError(
+            f"the name of a run folder must be UTF-8, got {path}; choose another --out"
+        ) from None
+
+
 def check_writable(path: Path) -> None:
     """Refuse a folder that could not be made or written to, before there is anything to write."""
+    _require_utf8(path)
     there = next(p for p in (path.absolute(), *path.absolute().parents) if os.path.lexists(p))
     try:
         if not there.is_dir():
