@@ -56,6 +56,12 @@ def start_from(encoder: Encoder, source: str) -> str:
             f"first it lacks is {next(name for name in own if name not in found)!r}: choose the "
             "encoder, --norm and --stem the weights were made with"
         )
+    spoiled = [n for n, t in found.items() if t.is_floating_point() and not t.isfinite().all()]
+    if spoiled:
+        raise ConfigError(
+            f"--pretrained {source} must hold finite weights, and {spoiled[0]!r} has NaN or "
+            "infinities; the file is damaged or of a run that diverged: give another one"
+        )
     encoder.backbone.load_state_dict(found, strict=False)
     head = encoder.projector.state_dict()
     if len(_matching(head, weights, "projector.")) == len(head):

@@ -161,9 +161,9 @@ class RunFolder:
         """Append one line of metrics, which names its `step`; non-finite numbers become null."""
         assert isinstance(record["step"], int)
         clean: dict[str, Metric] = _finite(record)
-        if self._metrics is None:
-            self._metrics = open_plain(self.path / "metrics.jsonl", "ab")
         with naming(self.path / "metrics.jsonl"):
+            if self._metrics is None:
+                self._metrics = open_plain(self.path / "metrics.jsonl", "ab")
             self._metrics.write(json.dumps(clean, allow_nan=False).encode() + b"\n")
             self._metrics.flush()
         with naming(self.path / "tensorboard"):
@@ -205,9 +205,11 @@ class RunFolder:
         """Close the files and let go of the folder."""
         try:
             if self._metrics is not None:
-                self._metrics.close()
+                with contextlib.suppress(OSError):  # what is left unwritten `log` has told
+                    self._metrics.close()
             if self._events is not None:
-                self._events.close()
+                with naming(self.path / "tensorboard"):
+                    self._events.close()
         finally:
             self._lock.close()
 
@@ -221,8 +223,9 @@ class RunFolder:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close it."""
-        self.close()
+        """Close it; an error of the block itself is the one to tell."""
+        with contextlib.suppress(OSError) if error is not None else contextlib.nullcontext():
+            self.close()
 
     def _writer(self) -> "SummaryWriter":
         if self._events is None:
@@ -330,9 +333,10 @@ def _locked(path: Path) -> BinaryIO:
         raise RunFolderError(
             f"{path} is in use by process {owner or 'unknown'}; wait for it or choose another --out"
         ) from error
-    lock.truncate(0)
-    lock.write(f"{os.getpid()}\n".encode())
-    lock.flush()
+    with naming(path / ".lock"):
+        lock.truncate(0)
+        lock.write(f"{os.getpid()}\n".encode())
+        lock.flush()
     return lock
 
 
