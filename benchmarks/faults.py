@@ -34,7 +34,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from negchain.cli import run
+from negchain.cli import main as negchain
+from negchain.tasks.images import ImageTask
 from negchain.train import checkpoint
 from negchain.train.step import TrainStep
 
@@ -44,6 +45,7 @@ TINY = (
     "train --encoder small-cnn --recipe digits --image-size 8 --batch-size 8 --probe-samples 8 "
     "--quiet --device cpu --log-every 1 --eval-every 2 --warmup-epochs 0 --checkpoint-every 3"
 )
+AGAIN = "steps since the checkpoint, done again"
 RESIDENT, STREAMED = "--workers 0", "--workers 2 --resident-gb 0"
 
 
@@ -73,7 +75,7 @@ def _child(words: list[str], log: str, before: Callable[[], Any] | None) -> None
     sys.stdout = sys.stderr = open(log, "w", buffering=1)
     if before is not None:
         before()
-    sys.exit(run(words))
+    negchain(words)
 
 
 def start(
@@ -212,8 +214,8 @@ def full(top: Path, rng: random.Random) -> Row:
     disk, log, stopped = top / "disk", top / "log", dict[str, int]()
     disk.mkdir()
     tried, example = 0, ""
-    rooms = sorted({4096 * round(size / 4096 * share / 40) for share in range(1, 56)})
-    for room in rooms:
+    pages = {1, 2, 3, 4, 6, 10, 16, 30, *(int(size / 4096 * s) for s in (0.2, 0.5, 0.7, 0.9, 1))}
+    for room in sorted(4096 * page for page in pages):
         subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={room}", "none", disk], check=True)
         try:
             status, text = ended(f"{TINY} --steps {STEPS} {RESIDENT} --data", data, "--out",
@@ -238,8 +240,8 @@ def full(top: Path, rng: random.Random) -> Row:
         finally:
             subprocess.run(["umount", disk], check=True)
     kinds = ", ".join(sorted(stopped))
-    return Row(f"disk full while writing {kinds}", tried, "steps since the checkpoint, done again",
-               "the disk is full: FILE could not be written (…); free some space and try again")  # fmt: skip
+    told = "the disk is full: FILE could not be written (…); free some space and try again"
+    return Row(f"disk full while writing {kinds}", tried, AGAIN, told)
 
 
 def flips(top: Path, rng: random.Random) -> Row:
@@ -269,14 +271,14 @@ def nan(top: Path, rng: random.Random) -> Row:
         out, step = top / f"nan{number}", rng.randrange(4, STEPS)
 
         def spoil() -> None:
-            pixels = TrainStep.pixels
+            inputs = ImageTask.inputs
 
-            def spoiled(self: TrainStep, *arguments: Any, **named: Any) -> Any:
-                found = pixels(self, *arguments, **named)
+            def spoiled(self: ImageTask, *arguments: Any, **named: Any) -> Any:
+                found = inputs(self, *arguments, **named)
                 found[0] = float("nan")
                 return found
 
-            TrainStep.pixels = spoiled  # type: ignore[method-assign]
+            ImageTask.inputs = spoiled  # type: ignore[method-assign]
 
         status, text = ended(f"{TINY} --steps {STEPS} {RESIDENT} --data", data, "--out", out,
                              log=top / "log", before=at_step(step, spoil))  # fmt: skip
@@ -284,7 +286,7 @@ def nan(top: Path, rng: random.Random) -> Row:
         finished(out, top / "log")
         require_equal(alone, out)
         tried += 1
-    return Row("NaN in a batch", tried, "steps since the checkpoint, done again", _short(text))
+    return Row("NaN in a batch", tried, AGAIN, _short(text))
 
 
 def stop(top: Path, rng: random.Random) -> Row:
@@ -411,8 +413,8 @@ def changing(top: Path, rng: random.Random) -> Row:
         require_equal(alone, out)
         tried += 1
     tried += _changing_shard(data, top)
-    return Row("streamed files or a shard removed, cut, replaced or turned into pipes while "
-               "training", tried, "steps since the checkpoint, done again", _short(text))  # fmt: skip
+    fault = "streamed files or a shard removed, cut, replaced or made pipes while training"
+    return Row(fault, tried, AGAIN, _short(text))
 
 
 def _changing_shard(data: Path, top: Path) -> int:

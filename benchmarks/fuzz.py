@@ -11,7 +11,6 @@ from __future__ import annotations
 import csv
 import hashlib
 import io
-import json
 import os
 import random
 import tarfile
@@ -223,8 +222,9 @@ def weights(top: Path, rng: random.Random) -> Iterator[tuple[list[object], Path,
     torch.save(state, legacy, _use_new_zipfile_serialization=False)
     torch.save(Payload(top / "owned"), evil)
     for number in range(32):
-        ending, content = [("pt", file.getvalue()), ("pt", legacy.getvalue()),
-                           ("safetensors", save(state)), ("pt", evil.getvalue())][number % 4]  # fmt: skip
+        ending = ("pt", "pt", "safetensors", "pt")[number % 4]
+        plain = file.getvalue(), legacy.getvalue(), save(state), evil.getvalue()
+        content = plain[number % 4]
         name = top / f"w.{ending}"
         command = [f"{TINY} --norm batch --data", data, "--out", top / "out", "--pretrained", name]
         yield command, name, content if number == 3 else mutated(content, rng)
@@ -292,8 +292,8 @@ def row(name: str, top: str) -> tuple[str, int, str, str]:
             file.unlink()
         else:
             file.write_bytes(before)
-    return title, tried, "nothing written elsewhere, nothing executed", (
-        f"{refused} refused in a sentence, {tried - refused} read (what is damaged is left out)")  # fmt: skip
+    told = f"{refused} refused in a sentence, {tried - refused} read (what is damaged is left out)"
+    return title, tried, "nothing written elsewhere, nothing executed", told
 
 
 def _files(folder: Path) -> list[Path]:

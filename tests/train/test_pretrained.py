@@ -144,3 +144,11 @@ def test_no_network_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("timm.create_model", offline)
     with pytest.raises(ConfigError, match="could not be fetched .cannot reach the hub.; try again"):
         start_from(target, "timm")
+
+
+def test_weights_that_are_not_numbers_are_refused(tmp_path: Path) -> None:
+    weights = encoder(1).backbone.state_dict()
+    weights["0.weight"][0] = float("nan")
+    torch.save(weights, tmp_path / "w.pt")
+    with pytest.raises(ConfigError, match="must hold finite weights, and '0.weight' has NaN"):
+        start_from(encoder(2), str(tmp_path / "w.pt"))
