@@ -14,7 +14,8 @@ import pytest
 import torch
 from PIL import Image
 
-from negchain.data import DataBundle, load_data, stream_batches
+import negchain
+from negchain.data import DataBundle, Indexed, load_data, prefetch, stream_batches
 from negchain.data.shards import scan_shards
 
 COUNT = 12
@@ -255,3 +256,16 @@ def test_a_foreign_arrow_file_is_refused(sources: dict[str, Any], tmp_path: Path
     (tmp_path / "state.json").write_text('{"_data_files": [{"filename": "../../etc/passwd"}]}')
     with pytest.raises(ValueError, match="names a file elsewhere"):
         load(str(tmp_path))
+
+
+def test_a_dataset_object_in_an_own_loop() -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = {"x": np.random.default_rng(0).normal(size=(12, 3)).astype("float32").tolist()}
+    dataset = datasets.Dataset.from_dict(rows).shuffle(seed=0).with_format("torch")
+    loss_fn, encoder = negchain.EMC2Loss(12), torch.nn.Linear(3, 4)
+    position, sample = Indexed(dataset)[5]
+    assert position == 5 and sample["x"].equal(dataset[5]["x"])
+    for index, batch, request, held in prefetch(loss_fn, dataset, torch.arange(12).split(6)):
+        assert batch["x"].equal(dataset[index.tolist()]["x"])
+        answered = request.answer(encoder(held["x"]))
+        loss_fn(encoder(batch["x"]), encoder(batch["x"]) + 0.1, index, answered).backward()
