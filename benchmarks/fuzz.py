@@ -231,7 +231,10 @@ def weights(top: Path, rng: random.Random) -> Iterator[tuple[list[object], Path,
 
 
 KINDS: dict[str, tuple[Kind, str]] = {
-    "pictures": (pictures, "pictures (PNG, JPEG, GIF, TIFF, BMP, WebP, PPM) damaged at random"),
+    "pictures": (
+        pictures,
+        "pictures (PNG, JPEG, GIF, TIFF, BMP, WebP, PPM) damaged at random, 90 a folder",
+    ),
     "tables": (tables, "CSV tables damaged at random"),
     "shards": (shards, ".tar shards damaged at random, half of them with right checksums"),
     "saved": (saved, "Hugging Face folders damaged at random (Arrow and JSON)"),
