@@ -9,7 +9,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	touch $@
 
-.PHONY: demo test check test-slow test-gpu bench docs
+.PHONY: demo test check test-slow test-gpu bench docs faults
 
 demo: $(VENV)/.installed  ## train EMC² on digits and say where the report is
 	$(BIN)/negchain train
@@ -34,3 +34,6 @@ bench: $(VENV)/.installed  ## speed of everything on this machine, as ratios, wi
 docs: $(VENV)/.installed  ## the pages as a site, build/site; broken links and undocumented names fail
 	$(BIN)/python -m pytest -q tests/test_docs.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -q
+
+faults: $(VENV)/.installed  ## try every fault of docs/reliability.md and write its table (half an hour)
+	$(BIN)/python benchmarks/faults.py

@@ -39,6 +39,8 @@ Projection = Literal["paper", "linear", "mlp"]
 
 OWN_ENCODERS = ("resnet18", "resnet50", "small-cnn")
 
+LARGEST = {"image_size": 2048, "channels": 16, "embedding_dim": 65536}
+
 SMALL_IMAGE = 64  # px; up to here the 7x7 stride-2 stem and its pooling throw too much away
 
 
@@ -147,6 +149,31 @@ def rebuild_encoder(config: dict[str, Any] | EncoderConfig) -> Encoder:
     )
 
 
+def refuse_larger(config: dict[str, Any], num_bytes: int) -> None:
+    """Refuse an encoder whose weights cannot be in a file of that size, before it is built.
+
+    Whoever wrote the file chose the name, and over a thousand models answer to one: without this a
+    small file could ask for any of them. On torch's meta device a model takes no memory.
+
+    >>> refuse_larger({"name": "resnet50", "channels": 3, "image_size": 64}, 1000)
+    Traceback (most recent call last):
+    ValueError: resnet50 has 105 MB of weights and the file has 0 MB
+    """
+    described = EncoderConfig(
+        name=config["name"], channels=config["channels"], image_size=config["image_size"],
+        norm="none", projection="linear", embedding_dim=None, seed=0, small_stem=True,
+    )  # fmt: skip
+    _check(described)
+    with torch.device("meta"):
+        backbone = _backbone(described)
+    needed = sum(weight.numel() * weight.element_size() for weight in backbone.parameters())
+    if needed > num_bytes:
+        raise ValueError(
+            f"{described['name']} has {needed >> 20:,} MB of weights and the file has "
+            f"{num_bytes >> 20:,} MB"
+        )
+
+
 def _check(config: EncoderConfig) -> None:
     for key, value, allowed in (
         ("norm", config["norm"], get_args(Norm)),
@@ -159,8 +186,10 @@ def _check(config: EncoderConfig) -> None:
         ("channels", config["channels"]),
         ("embedding_dim", config["embedding_dim"]),
     ):
-        if number is not None and number < 1:
-            raise ValueError(f"{key} must be at least 1, got {number}")
+        if number is not None and not (type(number) is int and 1 <= number <= LARGEST[key]):
+            raise ValueError(f"{key} must be from 1 to {LARGEST[key]}, got {number!r}")
+    if not isinstance(config["name"], str):
+        raise ValueError(f"encoder must be a name, got {config['name']!r}")
     known = {*OWN_ENCODERS, *timm.list_models()}
     base = config["name"].split(".")[0]  # timm's "resnet18.a1_in1k" names weights after the dot
     if base not in known:

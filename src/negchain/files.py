@@ -55,7 +55,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
+def replacing(path: Path, buffering: int = -1) -> Iterator[BinaryIO]:
     """Write a file that appears under its name whole and on the disk, or not at all.
 
     >>> import tempfile; folder = Path(tempfile.mkdtemp())
@@ -69,7 +69,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     with naming(path):
         descriptor = os.open(hidden, flags, 0o644)
         try:
-            with os.fdopen(descriptor, "wb") as file:
+            with os.fdopen(descriptor, "wb", buffering) as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
@@ -130,7 +130,8 @@ def real_folder(path: Path) -> Path:
         raise FileRefused(
             f"{path} must be a folder of its own, and it is a link or a file; remove it"
         )
-    path.mkdir(parents=True, exist_ok=True)
+    with naming(path):
+        path.mkdir(parents=True, exist_ok=True)
     return path
 
 

@@ -1,5 +1,6 @@
 """Streaming: the pixels of the resident set, in the order asked for, from any step on."""
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -117,3 +118,21 @@ def test_select_shares_memory_only_when_it_can() -> None:
     assert middle.images is not None and middle.images.data_ptr() == images[1].data_ptr()
     ends = whole.select(torch.tensor([0, 4]))
     assert ends.images is not None and ends.images.flatten().tolist() == [0, 4]
+
+
+@pytest.mark.parametrize("change", ["replaced", "cut", "a pipe", "removed"])
+def test_a_file_that_changes_while_streaming_is_noticed(folder: Path, change: str) -> None:
+    """Also another picture under the same name, which could be decoded as well as the first."""
+    streamed, file = load(folder, 0).pretrain, folder / "3.jpg"
+    if change == "replaced":
+        Image.new("RGB", (30, 35)).save(file)
+        os.utime(file, ns=(1, 1))
+    elif change == "cut":
+        os.truncate(file, 100)
+    else:
+        file.unlink()
+        if change == "a pipe":
+            os.mkfifo(file)
+    with pytest.raises(ValueError, match=r"3.jpg in .*3.jpg was readable when the run began"):
+        streamed.pictures(torch.tensor([3]))
+    assert len(streamed.pictures(torch.tensor([2]))) == 1

@@ -21,6 +21,7 @@ from fabricate_runs import (
     write_run,
 )
 
+from negchain.files import DiskFull
 from negchain.report import write_report
 
 _VOID = {"meta", "img", "input", "br"}
@@ -239,3 +240,14 @@ def test_writing_replaces_at_once_and_a_failure_leaves_the_old_page(
     with pytest.raises(OSError, match="disk gone"):
         write_report([run], out)
     assert out.read_text() == before and os.listdir(out.parent) == ["page.html"]
+
+
+def test_a_full_disk_names_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    run = write_run(tmp_path / "run", make_config(), [])
+    monkeypatch.setattr("negchain.files.os.fsync", full)
+    with pytest.raises(DiskFull, match="page.html could not be written"):
+        write_report([run], tmp_path / "page.html")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]

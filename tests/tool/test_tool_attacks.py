@@ -206,6 +206,22 @@ def test_a_checkpoint_that_expands_is_refused(run: Path, capsys: Capture) -> Non
     assert "compressed" in text and "step 4 is used instead" in text
 
 
+def test_a_small_file_does_not_choose_a_huge_model(
+    run: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a config.json nor a checkpoint makes a model larger than the run's own files."""
+    large = "resnet50"
+    monkeypatch.setattr("negchain.encoders._feature_dim", lambda *a: pytest.fail("it was built"))
+    newest = run / "checkpoints" / "step-000000004.pt"
+    newest.write_bytes(checkpoint_of(encoder_config={**TINY_CONFIG, "name": large}, encoder={}))
+    assert "resnet50 has 105 MB of weights and the file has 0 MB" in said(
+        capsys, 2, "evaluate", run
+    )
+    config = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps({**config, "encoder": large}))
+    assert "cannot be of the encoder" in said(capsys, 2, "train --quiet --resume --out", run)
+
+
 def test_long_metrics_take_little_memory(run: Path, tmp_path: Path, capsys: Capture) -> None:
     line = {"step": 1, "loss": 1.0, "epoch": 1.0, "samples": 8, "seconds": 0.1, "lr": 1}
     last = {**line, "step": 2, "global_loss": 1.5}
@@ -235,8 +251,11 @@ def test_names_are_shown_as_text(name: str, tmp_path: Path, capsys: Capture) -> 
     data = picture_folder(tmp_path / f"p{name}")
     (data / f"{name}broken.png").parent.mkdir(exist_ok=True, parents=True)
     (data / f"{name}broken.png").write_bytes(b"no picture")
-    out = tmp_path / ("run" if "\udcff" in name else f"run{name}")  # TensorBoard wants UTF-8
-    text = TINY + " --steps 2 --data"
+    text, out = TINY + " --steps 2 --data", tmp_path / f"run{name}"
+    if "\udcff" in name:
+        assert "must be UTF-8, got" in said(capsys, 2, "train", text, data, "--out", out)
+        assert not out.exists()
+        out = tmp_path / "run"
     assert negchain("train", text, data, "--out", out) == 0
     both = capsys.readouterr()
     shown = both.out + both.err
@@ -327,6 +346,10 @@ MALFORMED: dict[str, tuple[str, bytes | Callable[[], bytes]]] = {
     "checkpoint huge picture": (
         "checkpoints/step-000000004.pt",
         lambda: checkpoint_of(encoder_config={**TINY_CONFIG, "image_size": 10**7}, encoder={}),
+    ),
+    "checkpoint nameless": (
+        "checkpoints/step-000000004.pt",
+        lambda: checkpoint_of(encoder_config={**TINY_CONFIG, "name": 5}, encoder={}),
     ),
     "checkpoint config of lists": (
         "checkpoints/step-000000004.pt",

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors
 import timm
 import torch
 from safetensors.torch import save_file
@@ -23,6 +24,41 @@ def encoder(seed: int, **settings: Any) -> Encoder:
 def same_backbone(a: Encoder, b: Encoder) -> bool:
     pairs = zip(a.backbone.state_dict().values(), b.backbone.state_dict().values(), strict=True)
     return all(torch.equal(x, y) for x, y in pairs)
+
+
+def test_of_a_large_file_only_what_is_wanted_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target, read = encoder(1), encoder(2), list[str]()
+    weights = {**source.backbone.state_dict(), "huge": torch.zeros(1 << 20)}
+    weights |= {"backbone.0.weight": torch.zeros(7, 7)}  # a name of ours, another shape
+    save_file(weights, tmp_path / "w.safetensors")
+    os.symlink(tmp_path / "w.safetensors", tmp_path / "link.safetensors")  # as in a cache
+
+    class Watched:
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            self.file = safetensors.safe_open(*arguments, **named)
+
+        def __enter__(self) -> Any:
+            self.file.__enter__()
+            return self
+
+        def __exit__(self, *error: Any) -> None:
+            self.file.__exit__(*error)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.file, name)
+
+        def get_tensor(self, name: str) -> Any:
+            read.append(name)
+            return self.file.get_tensor(name)
+
+    monkeypatch.setattr("negchain.train.pretrained.safe_open", Watched)
+    start_from(target, str(tmp_path / "link.safetensors"))
+    assert same_backbone(source, target) and sorted(read) == sorted(source.backbone.state_dict())
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    with pytest.raises(ConfigError, match="must be a plain file"):
+        start_from(target, str(tmp_path / "pipe.safetensors"))
 
 
 @pytest.mark.parametrize("kind", ["plain", "lightning", "module", "whole", "safetensors"])
@@ -108,3 +144,11 @@ def test_no_network_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("timm.create_model", offline)
     with pytest.raises(ConfigError, match="could not be fetched .cannot reach the hub.; try again"):
         start_from(target, "timm")
+
+
+def test_weights_that_are_not_numbers_are_refused(tmp_path: Path) -> None:
+    weights = encoder(1).backbone.state_dict()
+    weights["0.weight"][0] = float("nan")
+    torch.save(weights, tmp_path / "w.pt")
+    with pytest.raises(ConfigError, match="must hold finite weights, and '0.weight' has NaN"):
+        start_from(encoder(2), str(tmp_path / "w.pt"))

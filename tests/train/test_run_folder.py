@@ -1,5 +1,6 @@
 """A run folder has one owner, loses nothing and never shows half a file."""
 
+import io
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from negchain.files import DiskFull
 from negchain.train.run_folder import (
     RunFolder,
     RunFolderError,
@@ -197,3 +199,18 @@ def test_default_out_under_a_file_is_refused(tmp_path: Path) -> None:
     for root in ("runs", "dangling"):
         with pytest.raises(RunFolderError, match="choose another --out"):
             default_out(method="dcl", data="digits", seed=0, root=tmp_path / root)
+
+
+def test_a_full_disk_is_told_by_the_write_that_failed_and_not_by_closing(folder: Path) -> None:
+    class Full(io.RawIOBase):
+        def writable(self) -> bool:
+            return True
+
+        def write(self, data: object) -> int:
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(DiskFull, match="metrics.jsonl could not be written"):
+        with RunFolder.create(folder, config="{}") as run:
+            run._metrics = io.BufferedWriter(Full())
+            run.log({"step": 1, "loss": 0.5})
+    RunFolder.resume(folder).close()  # it was let go of

@@ -245,7 +245,8 @@ def _commit() -> str:
     here = Path(__file__).resolve().parents[3]
 
     def git(*words: str) -> str:
-        done = subprocess.run(["git", "-C", str(here), *words], capture_output=True, text=True)
+        command = ["git", "-C", str(here), *words]
+        done = subprocess.run(command, capture_output=True, text=True)
         return done.stdout.strip()
 
     if told := os.environ.get("NEGCHAIN_COMMIT"):

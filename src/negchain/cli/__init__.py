@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import traceback
 from typing import Annotated, Any
 
@@ -60,7 +61,14 @@ def _common(
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit with its status."""
+    threading.excepthook = _thread_failed
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+
+
+def _thread_failed(failure: threading.ExceptHookArgs) -> None:
+    """TensorBoard's thread hands a full disk on to its caller, who says it in a sentence."""
+    if not issubclass(failure.exc_type, OSError):
+        threading.__excepthook__(failure)
 
 
 def run(arguments: list[str]) -> int:

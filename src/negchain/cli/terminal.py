@@ -9,6 +9,8 @@ from __future__ import annotations
 from rich.console import Console
 from rich.text import Text
 
+from negchain.printable import printable
+
 
 class Stopped(Exception):
     """The run was interrupted and can be continued; the message says where and how."""
@@ -16,19 +18,6 @@ class Stopped(Exception):
 
 class Failed(Exception):
     """The run began and could not go on."""
-
-
-def printable(text: str) -> str:
-    r"""The text with every character that cannot be printed written as an escape.
-
-    >>> print(printable("a\x1b[2Jb\n"))
-    a\x1b[2Jb\n
-    """
-    if text.isprintable():
-        return text
-    return "".join(
-        c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text
-    )
 
 
 def say(text: str, lead: str = "", style: str = "bold") -> None:

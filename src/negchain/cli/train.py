@@ -101,12 +101,23 @@ def _resumed(settings: dict[str, Any], show: bool) -> tuple[Run, list[str]]:
     if settings.get("out") is None:
         raise ConfigError("--resume needs --out, the folder of the run to continue")
 
-    from negchain.train import trainer
+    from negchain.encoders import refuse_larger
+    from negchain.train import checkpoint, trainer
 
     path = Path(settings["out"])
     saved = load_run_config(path)
     config = resume(saved, settings)
     loggers.check(config.logger)
+    size = checkpoint.largest(path / "checkpoints")
+    if size is not None and config.task == "images":
+        encoder = {"name": config.encoder, "channels": 1, "image_size": config.image_size or 224}
+        try:
+            refuse_larger(encoder, size)
+        except ValueError as error:
+            raise ConfigError(
+                f"the checkpoints in {path} cannot be of the encoder its config.json names "
+                f"({error}); restore the file, or start a new run"
+            ) from None
     task = tasks.load(config, show)
     if own := json.loads(read_text(path / "config.json"))["data_info"].get("augment"):
         raise ConfigError(

@@ -14,7 +14,6 @@ however large the pictures are.
 """
 
 import os
-import stat
 import sys
 import threading
 from collections.abc import Iterator
@@ -24,6 +23,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 from PIL import ExifTags, Image, UnidentifiedImageError, features
+
+from negchain.data.places import Where, opened
 
 _AVIF = bool(features.check("avif"))
 IMAGE_SUFFIXES = frozenset(
@@ -161,11 +162,9 @@ class _Decoded(NamedTuple):
 
 
 @contextmanager
-def _decoded(path: str, enough: int) -> Iterator[_Decoded]:
+def _decoded(place: Where | str, enough: int) -> Iterator[_Decoded]:
     """The file in RGB, a JPEG at 1/2, 1/4 or 1/8 if that leaves twice `enough` pixels a side."""
-    if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait for ever
-        raise OSError("not a regular file")
-    with Image.open(path, formats=_FORMATS) as image:
+    with opened(place) as file, Image.open(file, formats=_FORMATS) as image:
         size = image.size
         image.draft(image.mode, (2 * enough, 2 * enough))  # does nothing unless it is a JPEG
         copies = 1 if image.mode == "RGB" else 2
@@ -198,7 +197,7 @@ def _whole(decoded: _Decoded, short: int) -> Bytes:
     return _upright(rgb, decoded.turn)
 
 
-def read_image(path: str, side: int, short: int = 0) -> Bytes:  # -> [3,side,side]
+def read_image(place: Where | str, side: int, short: int = 0) -> Bytes:  # -> [3,side,side]
     """The central square of an image file, upright, in RGB, at `side` x `side` pixels.
 
     Bilinear with antialiasing, as `torchvision.transforms.Resize`. A JPEG at least four times too
@@ -215,36 +214,35 @@ def read_image(path: str, side: int, short: int = 0) -> Bytes:  # -> [3,side,sid
     >>> pixels.shape, pixels[:, 0, 0].tolist()
     ((3, 8, 8), [255, 0, 0])
     """
-    with _decoded(path, max(side, short)) as decoded:
+    with _decoded(place, max(side, short)) as decoded:
         return _square(decoded, side)
 
 
-def read_picture(path: str, side: int, short: int) -> Bytes:  # -> [3,h,w]
+def read_picture(place: Where | str, side: int, short: int) -> Bytes:  # -> [3,h,w]
     """The whole picture, upright, in RGB, its shorter side at most `short` pixels."""
-    with _decoded(path, max(side, short)) as decoded:
+    with _decoded(place, max(side, short)) as decoded:
         return _whole(decoded, short)
 
 
-def read_both(path: str, side: int, short: int) -> tuple[Bytes, Bytes]:
+def read_both(place: Where | str, side: int, short: int) -> tuple[Bytes, Bytes]:
     """`read_image` and `read_picture` from one decoding."""
-    with _decoded(path, max(side, short)) as decoded:
+    with _decoded(place, max(side, short)) as decoded:
         return _square(decoded, side), _whole(decoded, short)
 
 
-def read_size(path: str) -> Size:
+def read_size(place: Where | str) -> Size:
     """Width and height from the file's header; a turned picture's are not exchanged."""
-    if not stat.S_ISREG(os.stat(path).st_mode):
-        raise OSError("not a regular file")
-    with Image.open(path, formats=_FORMATS) as image:
+    with opened(place) as file, Image.open(file, formats=_FORMATS) as image:
         return image.size
 
 
-def why_unreadable(path: str, error: Exception) -> str:
+def why_unreadable(place: Where | str, error: Exception) -> str:
     """One phrase for what a reader raised."""
     if isinstance(error, FileNotFoundError):
         return "no such file (a broken link?)"
     if isinstance(error, PermissionError):
         return "no permission to read it"
     if isinstance(error, UnidentifiedImageError):
-        return "empty file" if os.path.getsize(path) == 0 else "not an image of a known format"
+        size = os.path.getsize(place) if isinstance(place, str) else place.size
+        return "empty file" if size == 0 else "not an image of a known format"
     return str(error) or type(error).__name__

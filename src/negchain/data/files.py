@@ -31,13 +31,14 @@ from negchain.data.decode import (
     stored_size,
     why_unreadable,
 )
+from negchain.data.places import Where
 
 _FILES_PER_TASK = 16
 
 
 def _run(
     work: Callable[[int], None],
-    paths: Sequence[str],
+    places: Sequence[Where | str],
     *,
     workers: int,
     title: str | None,
@@ -48,10 +49,10 @@ def _run(
         try:
             work(i)
         except Exception as error:  # PIL's readers raise nearly every type on damaged files
-            return why_unreadable(paths[i], error)
+            return why_unreadable(places[i], error)
         return None
 
-    count = len(paths)
+    count = len(places)
 
     def some(start: int) -> list[str | None]:
         return [one(i) for i in range(start, min(start + _FILES_PER_TASK, count))]
@@ -85,23 +86,25 @@ def _run(
     return failed
 
 
-def read_sizes(paths: Sequence[str], *, workers: int, title: str | None = None) -> list[Size]:
+def read_sizes(
+    places: Sequence[Where | str], *, workers: int, title: str | None = None
+) -> list[Size]:
     """Width and height of every file, from its header; (0, 0) where that cannot be read.
 
     >>> read_sizes(["/nowhere/a.png"], workers=1)
     [(0, 0)]
     """
-    sizes = [(0, 0)] * len(paths)
+    sizes = [(0, 0)] * len(places)
 
     def work(i: int) -> None:
-        sizes[i] = read_size(paths[i])
+        sizes[i] = read_size(places[i])
 
-    _run(work, paths, workers=workers, title=title)
+    _run(work, places, workers=workers, title=title)
     return sizes
 
 
 def decode_files(
-    paths: Sequence[str], side: int, *, workers: int, title: str | None = None
+    places: Sequence[Where | str], side: int, *, workers: int, title: str | None = None
 ) -> tuple[Tensor, dict[int, str]]:
     """All readable files as one uint8 tensor [M,3,side,side], and {number: reason} of the others.
 
@@ -111,18 +114,18 @@ def decode_files(
     >>> images.shape, failed
     (torch.Size([0, 3, 8, 8]), {0: 'no such file (a broken link?)'})
     """
-    images = torch.empty(len(paths), 3, side, side, dtype=torch.uint8)
+    images = torch.empty(len(places), 3, side, side, dtype=torch.uint8)
     rows: npt.NDArray[Any] = images.numpy()
 
     def work(i: int) -> None:
-        rows[i] = read_image(paths[i], side)
+        rows[i] = read_image(places[i], side)
 
-    failed = _run(work, paths, workers=workers, title=title)
+    failed = _run(work, places, workers=workers, title=title)
     return _close_gaps(images, failed), failed
 
 
 def decode_whole(
-    paths: Sequence[str],
+    places: Sequence[Where | str],
     sizes: Sequence[Size],  # of `read_sizes`
     side: int,
     short: int,
@@ -136,26 +139,26 @@ def decode_whole(
     >>> len(images), len(pictures)
     (0, 0)
     """
-    squares = torch.empty(len(paths), 3, side, side, dtype=torch.uint8)
+    squares = torch.empty(len(places), 3, side, side, dtype=torch.uint8)
     shapes = torch.tensor([stored_size(size, short) for size in sizes]).view(-1, 2)
     ends = (3 * shapes.prod(1)).cumsum(0)
     begins = ends - 3 * shapes.prod(1)
     flat = torch.empty(int(ends[-1]) if len(ends) else 0, dtype=torch.uint8)
-    sizes_hw = torch.zeros(len(paths), 2, dtype=torch.int32)
+    sizes_hw = torch.zeros(len(places), 2, dtype=torch.int32)
     rows: npt.NDArray[Any] = squares.numpy()
     slots: npt.NDArray[Any] = flat.numpy()
-    places = list(zip(begins.tolist(), ends.tolist(), strict=True))
+    spans = list(zip(begins.tolist(), ends.tolist(), strict=True))
 
     def work(i: int) -> None:
-        begin, end = places[i]
-        rows[i], picture = read_both(paths[i], side, short)
+        begin, end = spans[i]
+        rows[i], picture = read_both(places[i], side, short)
         if picture.size != end - begin:
             raise OSError("its size is not what its header says")
         slots[begin:end] = picture.reshape(-1)
         sizes_hw[i] = torch.tensor(picture.shape[1:])
 
-    failed = _run(work, paths, workers=workers, title=title)
-    keep = torch.tensor([i for i in range(len(paths)) if i not in failed], dtype=torch.int64)
+    failed = _run(work, places, workers=workers, title=title)
+    keep = torch.tensor([i for i in range(len(places)) if i not in failed], dtype=torch.int64)
     # The bytes of unreadable files stay where they are: nobody's offset leads there.
     pictures = Pictures(flat, begins[keep], sizes_hw[keep])
     return _close_gaps(squares, failed), pictures, failed
@@ -172,7 +175,9 @@ def _close_gaps(images: Tensor, failed: dict[int, str], chunk: int = 1024) -> Te
     return images[: len(keep)]
 
 
-def check_files(paths: Sequence[str], *, workers: int, title: str | None = None) -> dict[int, str]:
+def check_files(
+    places: Sequence[Where | str], *, workers: int, title: str | None = None
+) -> dict[int, str]:
     """{number: reason} of the files that `read_image` cannot read.
 
     Each file is decoded to one pixel (a JPEG at 1/8 of its size), since a truncated JPEG passes
@@ -183,6 +188,6 @@ def check_files(paths: Sequence[str], *, workers: int, title: str | None = None)
     """
 
     def work(i: int) -> None:
-        read_image(paths[i], 1)
+        read_image(places[i], 1)
 
-    return _run(work, paths, workers=workers, title=title)
+    return _run(work, places, workers=workers, title=title)

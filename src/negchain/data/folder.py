@@ -11,9 +11,9 @@ from torch import Tensor
 from negchain.data.decode import IMAGE_SUFFIXES, Size
 from negchain.data.files import check_files, decode_files, decode_whole
 from negchain.data.image_set import DataBundle, ImageSet
-from negchain.data.printable import printable
 from negchain.data.scan import ImageFile, Scan, classes_of, require_known_classes, too_few
 from negchain.data.storage import Storage
+from negchain.printable import printable
 
 
 def load_folder(
@@ -35,16 +35,16 @@ def load_folder(
     """
     files = scan.pretrain + scan.test
     name = printable(Path(scan.root).resolve().name)
-    paths, images, whole = [file.path for file in files], None, None
+    places, images, whole = [file.place for file in files], None, None
     title = f"{'decoding' if storage.resident else 'checking'} {name}" if progress else None
     if not storage.resident:
-        failed = check_files(paths, workers=workers, title=title)
+        failed = check_files(places, workers=workers, title=title)
     elif storage.short:
         images, whole, failed = decode_whole(
-            paths, sizes, storage.side, storage.short, workers=workers, title=title
+            places, sizes, storage.side, storage.short, workers=workers, title=title
         )
     else:
-        images, failed = decode_files(paths, storage.side, workers=workers, title=title)
+        images, failed = decode_files(places, storage.side, workers=workers, title=title)
     skipped = scan.unreadable + tuple((files[i].name, why) for i, why in failed.items())
     kept = [file for i, file in enumerate(files) if i not in failed]
     count = len(scan.pretrain) - sum(i < len(scan.pretrain) for i in failed)
@@ -53,7 +53,7 @@ def load_folder(
         names=tuple(file.name for file in kept),
         labels=None,
         images=images,
-        paths=None if storage.resident else tuple(file.path for file in kept),
+        places=None if storage.resident else tuple(file.place for file in kept),
         side=storage.side,
         whole=whole,
         short=0 if storage.resident else storage.short,
@@ -93,7 +93,7 @@ def _divide(
         chosen = torch.tensor(tested)
         test = replace(everything.select(chosen), labels=labels[chosen])
     shape = (everything.channels, *everything.size, *([storage.short] if storage.short else ()))
-    items = [(file.name, file.num_bytes) for file in kept]
+    items = [(file.name, file.place.size) for file in kept]
     return DataBundle(
         name=name,
         pretrain=pretrain,

@@ -4,7 +4,8 @@ A position 0..M-1 is an item's place in the sorted order of the set's names (sou
 the integer that chains, caches and the data order refer to. Two forms, one interface:
 
 Resident    all pixels in memory; the trainer moves what crops are cut from to its device.
-Streamed    paths only; decoded when asked for, or ahead by `stream_batches` in DataLoader workers.
+Streamed    places only (files, or ranges of shards); decoded when asked for, or ahead by
+            `stream_batches` in DataLoader workers.
 
 An item has two faces. `fetch` gives its *square*, side x side pixels, which is evaluated and shown.
 `pictures` gives what random crops are cut from: the whole picture in its own proportions, or the
@@ -25,12 +26,13 @@ from torch.utils.data import DataLoader, Dataset
 
 from negchain.augment.pictures import Images, Pictures
 from negchain.data.decode import Bytes, num_cores, read_image, read_picture, why_unreadable
-from negchain.data.printable import printable
+from negchain.data.places import Where
+from negchain.printable import printable
 
 
 @dataclass(frozen=True, eq=False)
 class ImageSet:
-    """M images, each with a name and a position; resident (`images`) or streamed (`paths`).
+    """M images, each with a name and a position; resident (`images`) or streamed (`places`).
 
     >>> digits = ImageSet(("d/0", "d/1"), torch.tensor([3, -1]),
     ...                   torch.zeros(2, 1, 8, 8, dtype=torch.uint8))
@@ -46,8 +48,8 @@ class ImageSet:
     """int64 [M], -1 where an item has no label; None when no item has one."""
     images: Tensor | None
     """The squares, uint8 [M,C,S,S] on the CPU; None when the set is streamed."""
-    paths: tuple[str, ...] | None = None
-    """Where the files are, when the set is streamed."""
+    places: tuple[Where, ...] | None = None
+    """Where the bytes are, when the set is streamed."""
     side: int = 0
     """S, when the set is streamed."""
     whole: Images | None = None
@@ -57,7 +59,7 @@ class ImageSet:
 
     def __post_init__(self) -> None:
         """Checks that the parts are of one length."""
-        items = self.images if self.images is not None else self.paths
+        items = self.images if self.images is not None else self.places
         assert items is not None and len(items) == len(self.names)
         assert self.whole is None or len(self.whole) == len(self.names)
         assert self.labels is None or self.labels.shape == (len(self.names),)
@@ -112,7 +114,7 @@ class ImageSet:
             names=tuple(self.names[i] for i in rows),
             labels=None if self.labels is None else self.labels[positions],
             images=None if self.images is None else self.images[chosen],
-            paths=None if self.paths is None else tuple(self.paths[i] for i in rows),
+            places=None if self.places is None else tuple(self.places[i] for i in rows),
             side=self.side,
             whole=whole.trimmed() if isinstance(whole, Pictures) else whole,
             short=self.short,
@@ -124,15 +126,16 @@ class ImageSet:
             return list(pool.map(lambda p: self._decode(p, whole), positions.tolist()))
 
     def _decode(self, position: int, whole: bool) -> Tensor:
-        assert self.paths is not None
-        path = self.paths[position]
-        read: Callable[[str, int, int], Bytes] = read_picture if whole else read_image
+        assert self.places is not None
+        place = self.places[position]
+        read: Callable[[Where, int, int], Bytes] = read_picture if whole else read_image
         try:
-            return torch.from_numpy(np.ascontiguousarray(read(path, self.side, self.short)))
+            return torch.from_numpy(np.ascontiguousarray(read(place, self.side, self.short)))
         except Exception as error:  # PIL's readers raise nearly every type on damaged files
             raise ValueError(
-                f"{printable(path)} was readable when the run began and is not now "
-                f"({why_unreadable(path, error)}); restore the file, or start a new run without it"
+                f"{self.names[position]} in {printable(place.path)} was readable when the run "
+                f"began and is not now ({why_unreadable(place, error)}); restore the file and add "
+                "--resume, or start a new run without it"
             ) from error
 
 
@@ -164,6 +167,8 @@ class DataBundle:
     """Sentences for the user about what was decided or left out."""
     unprobed: str = "the data has no labels"
     """Why nothing is probed, where `labelled` is false."""
+    native: int = 0
+    """Shorter side in pixels of a typical picture as it is stored, of the largest source."""
     held_out: int = 0
     """How many items of `test` were held out of the training pictures: there was no test split."""
 

@@ -29,7 +29,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from negchain.data.decode import IMAGE_SUFFIXES
-from negchain.data.printable import printable
+from negchain.data.places import Where, whole_file
+from negchain.printable import printable
 
 TEST_FOLDERS = ("test", "val", "valid", "validation")
 
@@ -37,13 +38,12 @@ LEAST_TRAIN = 3
 """Training pictures that a class must have for a probe to set some aside to tune itself."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ImageFile:
-    """A file with an image suffix: its name in the set, where it is, its bytes, its class."""
+    """A picture, not opened yet: its name in the set, where its bytes are, its class."""
 
     name: str
-    path: str
-    num_bytes: int
+    place: Where
     class_name: str | None = None
 
 
@@ -119,7 +119,7 @@ class _Walk:
         elif not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for ever
             self.unreadable.append((name, "not a regular file"))
         else:
-            self.files.append(ImageFile(name, entry.path, status.st_size))
+            self.files.append(ImageFile(name, whole_file(entry.path, status)))
 
     def labelled(self, depth: int) -> list[ImageFile]:
         """The files in order, with the folder at `depth` of their name as class."""
@@ -160,7 +160,7 @@ def scan_folder(root: str | Path, holdout: float = 0.2) -> Scan:
     files = walk.labelled(0)
     folders = classes_of(files)
     loose = any(file.class_name is None for file in files)
-    notes = [*walk.notes, *_ignored(walk.other)]
+    notes = [*walk.notes, *ignored(walk.other)]
     if loose or len(folders) < 2 or set(folders) & set(TEST_FOLDERS):
         files = [replace(file, class_name=None) for file in files]
         if not loose and len(folders) == 1:
@@ -207,17 +207,20 @@ def _scan_splits(top: str, holdout: float) -> Scan:
         tuple(pretrain),
         tuple(test),
         tuple(sorted(pair for walk in walks for pair in walk.unreadable)),
-        (*notes, *_ignored(sum((walk.other for walk in walks), Counter()))),
+        (*notes, *ignored(sum((walk.other for walk in walks), Counter()))),
         unprobed=unprobed,
     )
     return scan if test else hold_out(scan, holdout)
 
 
-def _ignored(other: Counter[str]) -> list[str]:
+def ignored(
+    other: Counter[str], things: str = "files", without: str = "an image suffix"
+) -> list[str]:
+    """A note about what was passed over, by its ending; none if there was nothing."""
     if not other:
         return []
     kinds = ", ".join(f"{suffix} {n}" for suffix, n in other.most_common(5))
-    return [f"{other.total()} files without an image suffix ignored ({kinds})"]
+    return [f"{other.total()} {things} without {without} ignored ({kinds})"]
 
 
 def _beside(top: str, read: Sequence[str], unread: Sequence[str]) -> list[str]:
@@ -253,7 +256,8 @@ def hold_out(scan: Scan, share: float) -> Scan:
     choice does not depend on the run's seed, and a picture that is added moves few others. They are
     left out of pretraining too, so that probes are tested on pictures the encoder has never seen.
 
-    >>> files = [ImageFile(f"{c}/{n}", "", 1, c) for c in ("cat", "dog") for n in range(10)]
+    >>> from negchain.data.places import Place
+    >>> files = [ImageFile(f"{c}/{n}", Place("x"), c) for c in ("cat", "dog") for n in range(10)]
     >>> held = hold_out(Scan("pets", tuple(files)), 0.2)
     >>> len(held.pretrain), [file.class_name for file in held.test]
     (16, ['cat', 'cat', 'dog', 'dog'])
@@ -324,7 +328,7 @@ def scan_csv(path: str | Path, holdout: float = 0.2) -> Scan:
         if not stat.S_ISREG(status.st_mode):
             unreadable.append((name, "not a regular file"))
             continue
-        files[name] = ImageFile(name, where, status.st_size, printable(label) or None)
+        files[name] = ImageFile(name, whole_file(where, status), printable(label) or None)
     ordered = sorted(files.values(), key=_name)
     notes = []
     if len(classes_of(ordered)) == 1:

@@ -3,6 +3,8 @@
 Built in    digits (scikit-learn, nothing to download), cifar10, stl10 (torchvision).
 A folder    see `negchain.data.scan` for the layouts.
 A table     a CSV file with the columns `path` and `label`.
+Shards      .tar files: one, `a-{0000..0009}.tar`, or a folder of them (`negchain.data.shards`).
+Saved       a folder that Hugging Face's `save_to_disk` wrote (`negchain.data.arrow`).
 Several     `A,B`: pretraining on all of them, positions running source after source; probes use
             the labels of the first source that has them.
 
@@ -11,10 +13,12 @@ A folder that has the name of a built-in set is reached by writing `./digits`.
 
 import difflib
 import os
+import statistics
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,13 +32,15 @@ from torchvision.datasets import (  # type: ignore[import-untyped,unused-ignore]
 from torchvision.transforms.v2 import functional as tvf  # type: ignore[import-untyped,unused-ignore]
 
 from negchain.augment.pictures import Images, Pictures, joined
+from negchain.data.arrow import is_saved, scan_dataset, scan_saved
 from negchain.data.decode import Size, num_cores
 from negchain.data.files import read_sizes
 from negchain.data.folder import fingerprint, labelled_part, load_folder
 from negchain.data.image_set import DataBundle, ImageSet
-from negchain.data.printable import printable
 from negchain.data.scan import Scan, scan_csv, scan_folder
+from negchain.data.shards import scan_shards, shards_of
 from negchain.data.storage import TIMES, choose
+from negchain.printable import printable
 
 BUILT_IN = {"digits": 8, "cifar10": 32, "stl10": 96}
 """Built-in sets and the side in pixels they are stored at unless `image_size` says otherwise."""
@@ -47,7 +53,7 @@ LARGEST_COMMON_SIDE = 224
 
 
 def load_data(
-    data: str,
+    data: Any,
     *,
     image_size: int | None = None,
     root: str | Path = "data",
@@ -61,7 +67,8 @@ def load_data(
     """The image sets that `data` names: a built-in set, a folder, a CSV file, or `A,B,...`.
 
     Args:
-        data: names and folders, with commas between several.
+        data: names and folders, with commas between several; or a `datasets.Dataset` (or
+            DatasetDict) with a column of pictures.
         image_size: side in pixels of what the encoder sees. None: what a built-in set has; for
             folders the shorter side that all images share, at most 224, or 96 if they differ
             (`notes` then says so).
@@ -83,13 +90,12 @@ def load_data(
     """  # noqa: E501
     if image_size is not None and image_size < 1:
         raise ValueError(f"image_size must be at least 1 pixel, got {image_size}; leave it out")
-    entries = named_sources(data)
     workers = num_cores() if num_workers is None else max(1, num_workers)
-    scans = {
-        entry: scan_folder(entry, holdout) if Path(entry).is_dir() else scan_csv(entry, holdout)
-        for entry in entries
-        if entry not in BUILT_IN
-    }
+    if isinstance(data, str):
+        entries = named_sources(data)
+        scans = {entry: _scan(entry, holdout) for entry in entries if entry not in BUILT_IN}
+    else:
+        entries, scans = ["dataset"], {"dataset": scan_dataset(data, holdout)}
     sizes = {entry: _sizes(scan, workers, progress) for entry, scan in scans.items()}
     known = [size for found in sizes.values() for size in found]
     side, notes = (image_size, ()) if image_size is not None else _default_side(entries, known)
@@ -114,13 +120,29 @@ def load_data(
 
     bundle = _combine(entries, [load(entry) for entry in entries])
     said = (storage.note,) if storage.note else ()
-    return replace(bundle, notes=notes + said + bundle.notes)
+    sides = [BUILT_IN[entry] for entry in entries if entry in BUILT_IN]
+    sides += [side for found in sizes.values() if (side := _typical(found))]
+    return replace(bundle, notes=notes + said + bundle.notes, native=max(sides, default=side))
+
+
+def _scan(source: str, holdout: float) -> Scan:
+    if is_saved(source):
+        return scan_saved(source, holdout)
+    if shards_of(source):
+        return scan_shards(source, holdout)
+    return scan_folder(source, holdout) if Path(source).is_dir() else scan_csv(source, holdout)
 
 
 def _sizes(scan: Scan, workers: int, progress: bool) -> list[Size]:
-    paths = [file.path for file in scan.pretrain + scan.test]
+    places = [file.place for file in scan.pretrain + scan.test]
     title = f"measuring {printable(Path(scan.root).name)}" if progress else None
-    return read_sizes(paths, workers=workers, title=title)
+    return read_sizes(places, workers=workers, title=title)
+
+
+def _typical(sizes: Sequence[Size]) -> int:
+    """The median of the shorter sides, 0 if none is known."""
+    sides = [min(size) for size in sizes if size != (0, 0)]
+    return int(statistics.median(sides)) if sides else 0
 
 
 def named_sources(data: str) -> list[str]:
@@ -128,14 +150,14 @@ def named_sources(data: str) -> list[str]:
     parts = [data] if os.path.exists(data) else [part.strip() for part in data.split(",")]
     names = ", ".join(BUILT_IN)
     for part in parts:
-        if part in BUILT_IN or os.path.isdir(part):
+        if part in BUILT_IN or os.path.isdir(part) or shards_of(part):
             continue
         if os.path.isfile(part):  # no error where a name is too long to be one
             if Path(part).suffix.lower() == ".csv":
                 continue
             raise ValueError(
-                f"--data needs a folder or a .csv with path,label, and {part!r} is another file; "
-                "unpack it first"
+                f"--data needs a folder, .tar shards that are not compressed or a .csv with "
+                f"path,label, and {part!r} is another file; unpack it first"
             )
         near = difflib.get_close_matches(part, [*BUILT_IN, *_siblings(part)], 1)
         hint = f"did you mean {printable(near[0])}?" if near else "check the spelling of the path"
@@ -344,7 +366,7 @@ def _concatenate(parts: Sequence[ImageSet]) -> ImageSet:
         names=tuple(name for part in parts for name in part.names),
         labels=labels,
         images=torch.cat(images) if images else None,
-        paths=None if images else tuple(path for part in parts for path in part.paths or ()),
+        places=None if images else tuple(p for part in parts for p in part.places or ()),
         side=parts[0].side,
         whole=_whole_of(parts),
         short=parts[0].short,

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from negchain import draws
+from negchain.files import replacing
 from negchain.losses.batch import as_ids
 from negchain.losses.state import Stateful
 from negchain.pool import write_rows
@@ -216,20 +217,13 @@ def _write_states(path: Path, states: Tensor) -> None:
     in, up to 2 MiB, and changing one state of a unit marks all of it as changed: slow at once, and
     slow again when all of it goes to the disk.
     """
-    hidden, page = path.with_name(f".{path.name}.tmp"), mmap.PAGESIZE
-    try:
-        with open(hidden, "wb", buffering=page) as file:
-            for row in states:
-                for chunk in row.split(CHUNK):
-                    data = memoryview(chunk.contiguous().numpy()).cast("B")
-                    for begin in range(0, len(data), page):
-                        file.write(data[begin : begin + page])
-            file.flush()
-            os.fsync(file.fileno())  # a machine without power must not leave zeros, a valid state
-        os.replace(hidden, path)
-    except BaseException:
-        hidden.unlink(missing_ok=True)
-        raise
+    page = mmap.PAGESIZE
+    with replacing(path, buffering=page) as file:
+        for row in states:
+            for chunk in row.split(CHUNK):
+                data = memoryview(chunk.contiguous().numpy()).cast("B")
+                for begin in range(0, len(data), page):
+                    file.write(data[begin : begin + page])
 
 
 def stored_slots(

@@ -10,14 +10,13 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from negchain.files import replacing
 from negchain.methods import METHODS
 
 from . import comparison, sections
@@ -127,17 +126,10 @@ def _document(title: str, page: Page, numbers: dict[str, Any]) -> str:
 
 
 def _replace(out: Path, text: str) -> None:
-    """Write beside `out`, then rename: a reader sees the old page or the new one, never half."""
+    """A reader sees the old page or the new one, never half."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=out.parent, prefix=f".{out.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(text)
-        Path(name).chmod(0o644)
-        os.replace(name, out)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    with replacing(out) as file:
+        file.write(text.encode("utf-8", "backslashreplace"))
 
 
 def _with_methods(style: str) -> str:

@@ -43,6 +43,7 @@ class Loaded:
 
     state: dict[str, Any]
     step: int
+    num_bytes: int  # of the file
     warnings: list[str]
 
 
@@ -130,6 +131,11 @@ def load_latest(folder: Path, *, map_location: str | torch.device = "cpu") -> Lo
     return None
 
 
+def largest(folder: Path) -> int | None:
+    """Bytes of the largest checkpoint; None if there is none."""
+    return max((path.stat().st_size for _, path in _checkpoints(folder)), default=None)
+
+
 class _Damaged(Exception):
     """The file is not a whole checkpoint."""
 
@@ -210,7 +216,7 @@ def _checked(path: Path, content: dict[str, Any], warnings: list[str]) -> Loaded
             f"{path} has checkpoint schema {schema} and this version reads "
             f"{CHECKPOINT_SCHEMA}; continue it with the version that wrote it"
         )
-    return Loaded(content["state"], content["step"], warnings)
+    return Loaded(content["state"], content["step"], path.stat().st_size, warnings)
 
 
 def _checkpoints(folder: Path) -> list[tuple[int, Path]]:

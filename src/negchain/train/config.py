@@ -104,7 +104,8 @@ class TrainConfig:
     )
     data: str = _setting(
         "digits",
-        "digits, cifar10, stl10, or a folder (train/, test/, unlabeled/, or images); A,B for two.",
+        "digits, cifar10, stl10, a folder (train/, test/, unlabeled/, or images), .tar shards, a "
+        "folder of Hugging Face's save_to_disk; A,B for two.",
         "Data",
         rule=_named,
     )

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from negchain import tasks
+from negchain.encoders import refuse_larger
 from negchain.train import checkpoint
 from negchain.train.config import ConfigError
 from negchain.train.run_folder import load_run_config
@@ -25,18 +26,20 @@ def load_trained(path: Path, which: str = "latest") -> tuple[Any, checkpoint.Loa
         loaded = checkpoint.load_named(folder, which)
     if loaded is None:
         raise ConfigError(f"{path} has no checkpoint yet; let it train, or use --resume")
-    return _encoder_of(loaded.state, folder, tasks.named(load_run_config(path).task)), loaded
+    return _encoder_of(loaded, folder, tasks.named(load_run_config(path).task)), loaded
 
 
-def _encoder_of(state: dict[str, Any], source: Path, kind: tasks.Kind) -> Any:
-    """The encoder that the state of a checkpoint holds."""
-    described, weights = state.get("encoder_config"), state.get("encoder")
+def _encoder_of(loaded: checkpoint.Loaded, source: Path, kind: tasks.Kind) -> Any:
+    """The encoder that a checkpoint holds."""
+    described, weights = loaded.state.get("encoder_config"), loaded.state.get("encoder")
     try:
         if not isinstance(described, dict) or not isinstance(weights, dict):
             raise ValueError("it holds no encoder")
+        if kind.name == "images":  # its names are timm's, of any size
+            refuse_larger(described, loaded.num_bytes)
         encoder = kind.rebuild(described)
         encoder.load_state_dict(weights)
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         reason = str(error).split("\n")[0]
         raise ConfigError(
             f"the newest checkpoint in {source} does not fit the encoder it describes ({reason}); "

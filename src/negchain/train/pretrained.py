@@ -15,6 +15,7 @@ from typing import Any
 
 import timm
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from negchain.encoders import Encoder
@@ -43,7 +44,7 @@ def start_from(encoder: Encoder, source: str) -> str:
     elif is_run(source):
         weights = dict(load_trained(Path(source))[0].state_dict())
     else:
-        weights = _from_file(Path(source))
+        weights = _from_file(Path(source), encoder)
     own = encoder.backbone.state_dict()
     matches = [_matching(own, weights, prefix) for prefix in _PREFIXES]
     found = max(matches, key=len)
@@ -54,6 +55,12 @@ def start_from(encoder: Encoder, source: str) -> str:
             f"{encoder.encoder_config['name']} with norm={encoder.encoder_config['norm']!r}; the "
             f"first it lacks is {next(name for name in own if name not in found)!r}: choose the "
             "encoder, --norm and --stem the weights were made with"
+        )
+    spoiled = [n for n, t in found.items() if t.is_floating_point() and not t.isfinite().all()]
+    if spoiled:
+        raise ConfigError(
+            f"--pretrained {source} must hold finite weights, and {spoiled[0]!r} has NaN or "
+            "infinities; the file is damaged or of a run that diverged: give another one"
         )
     encoder.backbone.load_state_dict(found, strict=False)
     head = encoder.projector.state_dict()
@@ -93,14 +100,25 @@ def _from_timm(encoder: Encoder) -> dict[str, Any]:
     return dict(model.state_dict())
 
 
-def _from_file(path: Path) -> dict[str, Any]:
+def _from_safetensors(path: Path, encoder: Encoder) -> dict[str, Any]:
+    """Those tensors of a file that may be the encoder's; the others are not read."""
+    own, found = encoder.state_dict(), {}
+    names = [name.removeprefix("backbone.") for name in own]
+    wanted = {prefix + name for prefix in _PREFIXES for name in names} | set(own)
+    shapes = {tuple(weight.shape) for weight in own.values()}
+    with open_plain(path), safe_open(path, framework="pt") as file:
+        for name in wanted & set(file.keys()):
+            if tuple(file.get_slice(name).get_shape()) in shapes:
+                found[name] = file.get_tensor(name)
+    return found
+
+
+def _from_file(path: Path, encoder: Encoder) -> dict[str, Any]:
     """The tensors of a file by name."""
     try:
         if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
-            return dict(load_file(path))
-        with open_plain(path) as file:
+            return _from_safetensors(path.resolve(), encoder)
+        with open_plain(path.resolve()) as file:  # the user named it: a link of a cache is fine
             if zipfile.is_zipfile(file):
                 with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as archive:
                     refuse_compressed(archive, len(archive))

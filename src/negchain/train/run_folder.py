@@ -164,9 +164,9 @@ class RunFolder:
         """Append one line of metrics, which names its `step`; non-finite numbers become null."""
         assert isinstance(record["step"], int)
         clean: dict[str, Metric] = _finite(record)
-        if self._metrics is None:
-            self._metrics = open_plain(self.path / "metrics.jsonl", "ab")
         with naming(self.path / "metrics.jsonl"):
+            if self._metrics is None:
+                self._metrics = open_plain(self.path / "metrics.jsonl", "ab")
             self._metrics.write(json.dumps(clean, allow_nan=False).encode() + b"\n")
             self._metrics.flush()
         numbers = {k: v for k, v in clean.items() if k != "step" and isinstance(v, int | float)}
@@ -209,9 +209,11 @@ class RunFolder:
         """Close the files and let go of the folder."""
         try:
             if self._metrics is not None:
-                self._metrics.close()
+                with contextlib.suppress(OSError):  # what is left unwritten `log` has told
+                    self._metrics.close()
             if self._logger is not None:
-                self._logger.close()
+                with naming(self.path / "tensorboard"):
+                    self._logger.close()
         finally:
             self._lock.close()
 
@@ -225,8 +227,9 @@ class RunFolder:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close it."""
-        self.close()
+        """Close it; an error of the block itself is the one to tell."""
+        with contextlib.suppress(OSError) if error is not None else contextlib.nullcontext():
+            self.close()
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Metric]]:
@@ -311,6 +314,7 @@ def _locked(path: Path) -> BinaryIO:
     A POSIX record lock, not flock(2): forked data loader workers do not inherit it, so a killed
     trainer's folder is free at once although its workers take seconds to notice.
     """
+    _require_utf8(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
         lock = open_plain(path / ".lock", "a+b")
@@ -325,14 +329,26 @@ def _locked(path: Path) -> BinaryIO:
         raise RunFolderError(
             f"{path} is in use by process {owner or 'unknown'}; wait for it or choose another --out"
         ) from error
-    lock.truncate(0)
-    lock.write(f"{os.getpid()}\n".encode())
-    lock.flush()
+    with naming(path / ".lock"):
+        lock.truncate(0)
+        lock.write(f"{os.getpid()}\n".encode())
+        lock.flush()
     return lock
+
+
+def _require_utf8(path: Path) -> None:
+    """TensorBoard's writer and JSON know no other names."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise RunFolderError(
+            f"the name of a run folder must be UTF-8, got {path}; choose another --out"
+        ) from None
 
 
 def check_writable(path: Path) -> None:
     """Refuse a folder that could not be made or written to, before there is anything to write."""
+    _require_utf8(path)
     there = next(p for p in (path.absolute(), *path.absolute().parents) if os.path.lexists(p))
     try:
         if not there.is_dir():

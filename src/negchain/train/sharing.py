@@ -27,7 +27,7 @@ Mode = Literal["auto", "mps", "off"]
 
 PROGRAM = "nvidia-cuda-mps-control"
 PIPE, LOG = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"
-DEFAULT_PIPE = "/tmp/nvidia-mps"
+DEFAULT_PIPE = "/tmp/nvidia-mps"  # noqa: S108 - where NVIDIA's own daemon listens
 PLACES = ("/usr/local/nvidia/bin", "/usr/bin", "/usr/local/bin", "/usr/local/cuda/bin")
 PATIENCE = 10.0  # seconds for an answer of the control program
 QUIT = ("quit", "quit -t 1")  # the first waits for clients, the second for a second

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import shutil
 import subprocess
 from collections.abc import Callable
 from dataclasses import asdict
@@ -77,10 +78,10 @@ def record(task: Task) -> dict[str, Any]:
 
 def _commit() -> str | None:
     """The commit of a source checkout, None for an installed package."""
-    here = Path(__file__).resolve().parents[3]
-    if not (here / ".git").exists():
+    here, git = Path(__file__).resolve().parents[3], shutil.which("git")
+    if git is None or not (here / ".git").exists():
         return None
     done = subprocess.run(
-        ["git", "-C", str(here), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+        [git, "-C", str(here), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
     )
     return done.stdout.strip() or None

@@ -176,7 +176,7 @@ class Trained:
             if str(what) not in BUILT_IN and path.is_file() and path.suffix == ".txt":
                 lines = path.read_text(encoding="utf-8").splitlines()
                 return self._files([str(path.parent / line) for line in lines if line.strip()])
-            if str(what) in BUILT_IN or not path.is_file() or path.suffix == ".csv":
+            if str(what) in BUILT_IN or not path.is_file() or path.suffix in (".csv", ".tar"):
                 return self._data(str(what))
             return self._files([str(path)])
         return self._files([str(path) for path in what])

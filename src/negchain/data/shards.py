@@ -1,0 +1,219 @@
+"""Pictures inside shards (.tar, as webdataset writes them), found by reading the headers alone.
+
+    pets-0000.tar:   0001.jpg  0001.cls  0001.json  |  0002.jpg  0002.cls  ...
+
+Members whose names agree up to the first dot are one sample, wherever in the shard they stand. It
+has one picture; `.cls` holds its class (a number or a name), and other members are counted in a
+note. An item's name is `shard/member`, so equal keys in two shards are two items; in one shard they
+are refused. What splits there are is said by the shards' names: `test-0000.tar`, `val/0000.tar`.
+
+A shard that was cut or damaged is refused: it would silently be a smaller data set.
+"""
+
+import os
+import re
+import tarfile
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from negchain.data.decode import IMAGE_SUFFIXES
+from negchain.data.places import Place
+from negchain.data.scan import (
+    TEST_FOLDERS,
+    ImageFile,
+    Scan,
+    classes_of,
+    hold_out,
+    ignored,
+    require_known_classes,
+)
+from negchain.printable import printable
+
+SPLITS = ("train", "unlabeled", *TEST_FOLDERS)
+MOST_SHARDS = 1_000_000  # of a pattern
+LONGEST_CLASS = 256  # bytes of a .cls
+
+_RANGE = re.compile(r"\{(\d{1,9})\.\.(\d{1,9})\}")
+_BLOCK = 512
+
+
+def shards_of(source: str) -> list[str]:
+    """The shards that a folder, a pattern `a-{000..120}.tar` or a file names; [] if it has none.
+
+    >>> shards_of("/nowhere/pets-{08..10}.tar")
+    Traceback (most recent call last):
+    ValueError: /nowhere/pets-{08..10}.tar names 3 shards and 3 of them are not there, the first \
+is pets-08.tar; correct the range
+    """
+    if os.path.isdir(source):
+        return _in_folder(source)
+    if not source.endswith(".tar"):
+        return []
+    if (found := _RANGE.search(source)) is None or os.path.exists(source):
+        return [source] if os.path.isfile(source) else []
+    first, last = found.groups()
+    if int(last) - int(first) >= MOST_SHARDS:
+        raise ValueError(f"{printable(source)} names more than {MOST_SHARDS:,} shards; narrow it")
+    numbers = range(int(first), int(last) + 1)
+    paths = [source.replace(found[0], f"{n:0{len(first)}d}") for n in numbers]
+    missing = [path for path in paths if not os.path.isfile(path)]
+    if missing or not paths:
+        example = f", the first is {printable(Path(missing[0]).name)}" if missing else ""
+        raise ValueError(
+            f"{printable(source)} names {len(paths)} shards and {len(missing)} of them are not "
+            f"there{example}; correct the range"
+        )
+    return paths
+
+
+def _in_folder(folder: str) -> list[str]:
+    listed = [e.path for e in os.scandir(folder) if not e.name.startswith(".")]
+    for split in SPLITS:
+        if os.path.isdir(inner := os.path.join(folder, split)):
+            listed += [e.path for e in os.scandir(inner) if not e.name.startswith(".")]
+    shards = sorted(path for path in listed if path.endswith(".tar"))
+    pictures = [path for path in listed if os.path.splitext(path)[1].lower() in IMAGE_SUFFIXES]
+    if shards and pictures:
+        raise ValueError(
+            f"a folder holds pictures or .tar shards, and {printable(folder)} holds "
+            f"{len(pictures)} and {len(shards)}; move one kind elsewhere and give both as A,B"
+        )
+    return shards
+
+
+def scan_shards(source: str, holdout: float = 0.2) -> Scan:
+    """The pictures in the shards that `source` names, with their classes and splits."""
+    paths = shards_of(source)
+    root = source if os.path.isdir(source) else os.path.dirname(paths[0])
+    splits: dict[str, list[ImageFile]] = defaultdict(list)
+    other: Counter[str] = Counter()
+    for path in paths:
+        name = os.path.relpath(path, root or ".")
+        shard = _Shard(path, printable(name)).read()
+        splits[_split_of(name)] += shard.files()
+        other += shard.other
+    count = sum(map(len, splits.values()))
+    bare = sum(f.class_name is None for s in splits if s != "unlabeled" for f in splits[s])
+    notes = ignored(other, "members", "an image or .cls suffix")
+    if bare:
+        notes.append(f"{bare:,} of {count:,} pictures have no .cls member: they are not probed")
+    return divide(source, splits, holdout, notes)
+
+
+def _split_of(name: str) -> str:
+    """`test/0000.tar` and `test-0000.tar` are of the split `test`; others are trained on."""
+    first = re.split(r"[^a-z]", name.lower())[0]
+    return first if first in SPLITS else "train"
+
+
+@dataclass
+class _Shard:
+    path: str
+    name: str
+    pictures: dict[str, tuple[str, Place]] = field(default_factory=dict)  # by key
+    classes: dict[str, str] = field(default_factory=dict)
+    other: Counter[str] = field(default_factory=Counter)
+
+    def read(self) -> "_Shard":
+        with open(self.path, "rb") as file:
+            status = os.fstat(file.fileno())
+            for member in self._members(file.fileno(), status.st_size):
+                place = Place(self.path, member.offset_data, member.size, status.st_mtime_ns)
+                self._add(member.name, place, file.fileno())
+        return self
+
+    def _members(self, descriptor: int, size: int) -> Iterator[tarfile.TarInfo]:
+        """Regular members in order; refuses a shard that does not end as it should."""
+        try:
+            with tarfile.open(self.path, "r:") as tar:
+                at = -1
+                while (member := tar.next()) is not None:
+                    tar.members.clear()  # type: ignore[attr-defined] # else it keeps them all
+                    if member.offset <= at or member.offset_data + member.size > size:
+                        raise tarfile.ReadError(f"its member at byte {member.offset} is cut")
+                    at = member.offset
+                    if member.isreg() and not member.issparse():
+                        yield member
+                    elif not member.isdir():
+                        self.other["links and other special members"] += 1
+                # A damaged header ends the iteration as the end of the archive does.
+                end = os.pread(descriptor, _BLOCK, tar.offset)  # type: ignore[attr-defined]
+                if end != bytes(_BLOCK):
+                    raise tarfile.ReadError(f"its header at byte {tar.offset} is damaged or cut")  # type: ignore[attr-defined]
+        except (tarfile.TarError, OSError, ValueError, OverflowError, EOFError) as error:
+            if isinstance(error, _Refused):
+                raise
+            raise _Refused(
+                f"{printable(self.path)} must be a whole .tar that is not compressed, but "
+                f"{printable(str(error))}; write or copy it again"
+            ) from error
+
+    def _add(self, member: str, place: Place, descriptor: int) -> None:
+        folder, _, base = member.rpartition("/")
+        stem, _, ending = base.partition(".")
+        key = f"{folder}/{stem}" if folder else stem
+        suffix = os.path.splitext(base)[1].lower()
+        if base.startswith((".", "__")):  # hidden, and webdataset's own
+            return
+        if suffix in IMAGE_SUFFIXES:
+            if key in self.pictures:
+                raise _Refused(
+                    f"a sample must have one picture, and {printable(key)} of "
+                    f"{printable(self.path)} has two ({printable(self.pictures[key][0])}, "
+                    f"{printable(member)}); give every picture a key of its own, the part of its "
+                    "name before the first dot"
+                )
+            self.pictures[key] = member, place
+        elif ending.lower() == "cls":
+            text = os.pread(descriptor, min(place.size, LONGEST_CLASS + 1), place.begin)
+            self.classes[key] = self._class(member, text, key)
+        else:
+            self.other[printable(suffix) or "no suffix"] += 1
+
+    def _class(self, member: str, text: bytes, key: str) -> str:
+        try:
+            found = text.decode("utf-8").strip()
+        except UnicodeDecodeError:
+            found = ""
+        if not found or len(text) > LONGEST_CLASS or key in self.classes:
+            raise _Refused(
+                f"a .cls holds the one class of its sample, a number or a name of at most "
+                f"{LONGEST_CLASS} bytes, and {printable(member)} of {printable(self.path)} holds "
+                f"{'another one' if found and key in self.classes else repr(text[:20])}; write the "
+                "shard again, or leave the member out"
+            )
+        return printable(found)
+
+    def files(self) -> list[ImageFile]:
+        found = [
+            ImageFile(f"{self.name}/{printable(member)}", place, self.classes.get(key))
+            for key, (member, place) in self.pictures.items()
+        ]
+        return sorted(found, key=lambda file: file.name)
+
+
+class _Refused(ValueError):
+    """A sentence for the user."""
+
+
+def divide(
+    source: str, splits: dict[str, list[ImageFile]], holdout: float, notes: Sequence[str]
+) -> Scan:
+    """Files by the name of their split as what is pretrained on and what probes are tested on."""
+    pretrain = list(splits.get("train", ()))
+    pretrain += [replace(file, class_name=None) for file in splits.get("unlabeled", ())]
+    present = [split for split in TEST_FOLDERS if splits.get(split)]
+    classes, test, unprobed = classes_of(pretrain), list[ImageFile](), Scan.unprobed
+    if len(classes) < 2:
+        if classes or present:
+            unprobed = f"probes need 2 classes to train on, and there are {len(classes)}"
+        pretrain = [replace(file, class_name=None) for file in pretrain]
+    elif present:
+        test = [file for file in splits[present[0]] if file.class_name is not None]
+        require_known_classes(classes, classes_of(test))
+    unread = present[1:] if test else present
+    notes = [*notes, *(f"the split {split} is not read" for split in unread)]
+    scan = Scan(source, tuple(pretrain), tuple(test), (), tuple(notes), unprobed=unprobed)
+    return scan if test else hold_out(scan, holdout)

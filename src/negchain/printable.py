@@ -1,0 +1,23 @@
+"""Names of files and classes, which come from other people, as text that is safe to show."""
+
+from __future__ import annotations
+
+
+def printable(text: str) -> str:
+    r"""The text with all that cannot be printed written out, so that no terminal obeys it.
+
+    Control characters, line breaks, changes of the direction of writing and other invisible ones
+    become escapes, and so do bytes of a file name that are not UTF-8.
+
+    >>> print(printable("a\x1b[2J\udcff\n.png"), printable("日本 [/].png"))
+    a\x1b[2J\xff\n.png 日本 [/].png
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else _written(c) for c in text)
+
+
+def _written(character: str) -> str:
+    if "\udc80" <= character <= "\udcff":  # how Python holds a byte that is not UTF-8
+        return f"\\x{ord(character) - 0xDC00:02x}"
+    return character.encode("unicode_escape").decode("ascii")
