@@ -165,8 +165,8 @@ def test_embed_writes_the_features_of_plain_images(run: Path, tmp_path: Path) ->
     "encoder",
     [
         "resnet18 --norm none --image-size 16",
-        "resnet18 --norm batch --image-size 16",
-        "resnet18 --norm none --image-size 72",
+        pytest.param("resnet18 --norm batch --image-size 16", marks=pytest.mark.slow),
+        pytest.param("resnet18 --norm none --image-size 72", marks=pytest.mark.slow),
         "resnet10t --norm batch --image-size 32",
         "vit_tiny_patch16_224 --norm batch --image-size 32",
         "resnet10t --norm none --image-size 32",
@@ -209,6 +209,7 @@ def test_report_of_several_runs(run: Path, tmp_path: Path, capsys: Capture) -> N
     assert not re.search(r"(src|href)=[\"']https?://", text)
 
 
+@pytest.mark.slow  # four processes; test_tool_first_minutes.py compares two
 def test_compare_two_methods_and_two_seeds(tmp_path: Path, capsys: Capture) -> None:
     data = picture_folder(tmp_path / "pictures")
     out = tmp_path / "duel"
