@@ -1,10 +1,10 @@
-"""Dense retrieval, fine-tuned with every method at equal document encodes per step, many runs on a GPU.
+"""Dense retrieval tuned with every method, equal document encodes per step, many runs on a GPU.
 
     PYTHONPATH=src python benchmarks/retrieval.py BEIR_FOLDER MODEL_FOLDER [--batches 4 16]
         [--seeds 3] [--epochs 6] [--at-once 8] [--seconds 400] [--methods ...]
 
-Every method is tuned on validation queries alone (a fifth of the training queries; beta and learning
-rate, seed 0); the other seeds run with what was chosen, and test queries are only reported. A step
+Every method is tuned on validation queries alone (a fifth of the training queries; beta and
+learning rate, seed 0); the other seeds run with what was chosen, and test queries are only reported. A step
 encodes three documents per query: the positive and two more (in-batch: the positive only). Writes
 retrieval.jsonl into $OUT, one line per run, with nDCG@10 of every test query for paired tests.
 """
@@ -138,7 +138,7 @@ def ndcg(scores: Tensor, relevant: list[list[int]], k: int = 10) -> list[float]:
 def with_columns(
     q: Tensor, d: Tensor, own: Tensor, ids: Tensor, known: Tensor, beta: float, drop: Tensor | None
 ) -> Tensor:
-    """Softmax loss over the batch's positives and more columns; known positives are no negatives."""
+    """Softmax over the batch's positives and more columns, known positives left out."""
     logits = beta * q @ d.T
     same = (ids[None, :, None] == known[:, None, :]).any(2)
     column = torch.arange(len(q), device=q.device)
@@ -381,9 +381,8 @@ def main() -> None:
 def show(rows: list[dict[str, Any]], batches: list[int], methods: list[str]) -> None:
     """Test nDCG@10 with the settings validation chose, over seeds."""
     for size in batches:
-        print(
-            f"| b = {size} | beta | lr | validation | test (seeds) | s per run |\n|---|---|---|---|---|---|"
-        )
+        print(f"| b = {size} | beta | lr | validation | test (seeds) | s per run |")
+        print("|---" * 6 + "|")
         for method in methods:
             mine = [r for r in rows if (r["method"], r["batch"]) == (method, size)]
             done = [r for r in mine if "test" in r]
@@ -392,11 +391,11 @@ def show(rows: list[dict[str, Any]], batches: list[int], methods: list[str]) -> 
                 continue
             best = max((r for r in done if r["seed"] == 0), key=lambda r: r["validation"])
             same = [r for r in done if (r["beta"], r["lr"]) == (best["beta"], best["lr"])]
-            test = [r["test"] for r in same]
+            test, seconds = [r["test"] for r in same], np.mean([r["seconds"] for r in same])
             print(
                 f"| {method} | {best['beta']:g} | {best['lr']:g} | "
                 f"{np.mean([r['validation'] for r in same]):.3f} | {np.mean(test):.3f} "
-                f"({', '.join(f'{t:.3f}' for t in test)}) | {np.mean([r['seconds'] for r in same]):.0f} |"
+                f"({', '.join(f'{t:.3f}' for t in test)}) | {seconds:.0f} |"
             )
 
 
