@@ -1,7 +1,7 @@
 """How fast should EMC²'s partition follow, where the positive is kept in the denominator?
 
 Shows    labelled pairs tuned with denominator="all": solved pairs should stop pulling. They do if
-which they do          1 - p+ is that of today's encoder; `partition_rate` 1 estimates it afresh at every visit.
+         1 - p+ is that of today's encoder; `partition_rate` 1 estimates it afresh at every visit.
 Data     synthetic retrieval: 400 queries with a key each and 200 further keys, two linear towers
          over features that hide the latents; 300 pairs train, 100 are held out. b = 16, beta = 20.
 Prints   mean reciprocal rank of the held-out pairs over all 600 keys, mean and standard error over

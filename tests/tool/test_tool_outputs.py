@@ -161,47 +161,6 @@ def test_embed_writes_the_features_of_plain_images(run: Path, tmp_path: Path) ->
         assert found["embeddings"].dtype == np.float32 and len(names) == 1797
 
 
-<<<<<<< HEAD
-=======
-@pytest.mark.parametrize(
-    "encoder",
-    [
-        "resnet18 --norm none --image-size 16",
-        pytest.param("resnet18 --norm batch --image-size 16", marks=pytest.mark.slow),
-        pytest.param("resnet18 --norm none --image-size 72", marks=pytest.mark.slow),
-        "resnet10t --norm batch --image-size 32",
-        "vit_tiny_patch16_224 --norm batch --image-size 32",
-        "resnet10t --norm none --image-size 32",
-        "small-cnn --norm group --image-size 8",
-    ],
-)
-def test_the_model_card_loads_the_encoder(
-    encoder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    data = picture_folder(tmp_path / "pictures", count=6)
-    options = "--batch-size 3 --steps 1 --probe-samples 4 --quiet --device cpu --workers 0"
-    arguments = (f"--recipe none --encoder {encoder} {options} --data", data)
-    assert negchain("train", *arguments, "--out", tmp_path / "run") == 0
-    export = ("--out", tmp_path / "a.npz", "--export", tmp_path / "model")
-    assert negchain("embed", tmp_path / "run", "--data", data, *export) == 0
-    card = (tmp_path / "model" / "README.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", card, re.S)
-    monkeypatch.chdir(tmp_path / "model")
-    namespace: dict[str, Any] = {}
-    exec(code, namespace)
-    assert len(code.strip().splitlines()) <= 12
-    assert ("negchain" in code) == (
-        "small-cnn" in encoder or encoder.startswith("resnet10t --norm none")
-    )
-    ours, _ = load_trained(tmp_path / "run")
-    side = int(encoder.split()[-1])
-    pixels = torch.rand(2, 3, side, side, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        torch.testing.assert_close(namespace["model"](pixels), ours.features(pixels))
-    assert not namespace["model"].training
-
-
->>>>>>> core
 def test_report_of_several_runs(run: Path, tmp_path: Path, capsys: Capture) -> None:
     other = shutil.copytree(run, tmp_path / "other")
     page = tmp_path / "both.html"
