@@ -6,7 +6,8 @@
 Every method is tuned on validation queries alone (a fifth of the training queries; beta and
 learning rate, seed 0); the other seeds run with what was chosen, and test queries are only
 reported. A step encodes three documents per query: the positive and two more (in-batch: the
-positive only). Writes retrieval.jsonl into $OUT, one line per run, with nDCG@10 of every test query for paired tests.
+positive only). Writes retrieval.jsonl into $OUT, one line per run, with nDCG@10 of every test
+query for paired tests.
 """
 
 from __future__ import annotations
