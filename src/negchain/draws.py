@@ -42,6 +42,7 @@ STREAM_COPY = 7  # which copy of an item a row is offered
 STREAM_AUGMENT = 32  # the views of a step
 STREAM_STORED = 33  # which stored augmentations a step uses
 STREAM_PROBE = 34  # views of the fixed set the exact loss is computed on
+STREAM_POSITIVE = 35  # which of its positives an anchor is shown
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -62,7 +62,7 @@ def command(
     show = not quiet
     run, notes = _resumed(settings, show) if resume_ else _started(settings, config_, show)
 
-    from negchain.train.trainer import Interrupted
+    from negchain.train.stopping import Interrupted
 
     with run.folder:
         _announce(run, notes)

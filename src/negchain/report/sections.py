@@ -178,7 +178,7 @@ def standing(run: Run) -> str:
         if run.final(m.key) is not None
     )
     more = (
-        '<article class="card"><h3>Other measures</h3><p>Of the same frozen features</p>'
+        '<article class="card"><h3>Other measures</h3><p>Of the same encoder</p>'
         f'<table class="settings">{rows}</table></article>'
         if rows
         else ""

@@ -133,6 +133,70 @@ register(
         claims=lambda data: True,  # and says what is wrong with it
         check=_check_images,
         defaults=lambda data: presets.DATA_DEFAULTS.get(data, presets.FOLDER_DEFAULTS),
-        options=("recipe", "image_size", "augmentations", "resident_gb", "stem", "norm"),
+        options=(
+            "recipe", "image_size", "augmentations", "resident_gb", "stem", "norm", "projector",
+            "embedding_dim", "probe_samples",
+        ),
+    )
+)  # fmt: skip
+
+
+def _load_texts(
+    config: TrainConfig, progress: bool, encoder_config: Mapping[str, Any] | None
+) -> Task:
+    from negchain.tasks.retrieval import RetrievalTask
+
+    return RetrievalTask.load(config, progress, encoder_config)
+
+
+def _rebuild_text_encoder(described: Mapping[str, Any]) -> nn.Module:
+    from negchain.tasks.text_encoder import TextEncoder
+
+    return TextEncoder(described["folder"], described["max_length"])
+
+
+def _shown_of_texts() -> Shown:
+    from negchain.report.retrieval import SHOWN
+
+    return SHOWN
+
+
+def _is_beir(data: str) -> bool:
+    from negchain.tasks.beir import claims
+
+    return claims(data)
+
+
+def _check_texts(config: TrainConfig) -> TrainConfig:
+    from negchain.tasks.retrieval import check
+
+    return check(config)
+
+
+_TEXT_DEFAULTS: dict[str, presets.Value] = {
+    "encoder": "none",  # and `check` says that one must be named
+    "method": "informed",
+    "denominator": "all",
+    "batch_size": 16,
+    "beta": 50.0,
+    "optimizer": "adamw",
+    "lr": 5e-5,
+    "weight_decay": 0.01,
+    "epochs": 6,
+    "eval_every": 1,
+    "patience": 3,
+}
+
+register(
+    Kind(
+        "retrieval",
+        "queries",
+        _load_texts,
+        _rebuild_text_encoder,
+        _shown_of_texts,
+        claims=_is_beir,
+        check=_check_texts,
+        defaults=lambda data: _TEXT_DEFAULTS,
+        options=("max_length", "draws"),
     )
 )

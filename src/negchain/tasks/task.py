@@ -86,6 +86,8 @@ class Task(ABC):
     """A hash by which a resumed run knows its data."""
     layout: Mapping[str, Any] = {}
     """Of `views`, `symmetric`, `num_keys`: as every loss is constructed."""
+    loss_options: Mapping[str, Any] = {}
+    """Options of methods that suit the data and are no settings: see `negchain.methods`."""
     versions: int = 1
     """Stored versions of an item: ids of wants are `item * versions + version`."""
     one_pass: bool = True

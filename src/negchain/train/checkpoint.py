@@ -23,7 +23,7 @@ import torch
 
 from negchain.files import FileRefused, open_plain, real_folder, replacing
 
-CHECKPOINT_SCHEMA = 2
+CHECKPOINT_SCHEMA = 3
 """Number of the layout of a checkpoint's state; raise it when the trainer changes the layout."""
 
 BEST = "best.pt"

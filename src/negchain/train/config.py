@@ -6,51 +6,17 @@ at the machine, so a run's config.json can be read anywhere; `negchain.train.res
 
 import functools
 import json
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from types import NoneType
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from negchain import methods, tasks
 from negchain.train import presets
 from negchain.train.presets import ConfigError, choose, show
+from negchain.train.rules import Setting, between, in_0_1, named, setting, share
 
 __all__ = ["ConfigError", "Setting", "TrainConfig", "flag", "from_json", "hints",
            "method_named", "same_run", "setting_of", "to_json"]  # fmt: skip
-
-Panel = Literal["The run", "Data", "Negatives", "Encoder and optimizer", "Watching"]
-Rule = tuple[Callable[[Any], bool], str]
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What is known of a field beside its type and default."""
-
-    help: str
-    panel: Panel
-    """Where `--help` shows it."""
-    rule: Rule | None = None
-    """What a value must fulfil, and that in words."""
-    choices: Callable[[], tuple[str, ...]] | None = None
-    """The names a text may be now; a Literal has its own."""
-    free: bool = False
-    """May change when a run is continued: where and how it runs, never what it computes."""
-    zero_is_none: bool = False
-    """0 takes back what a preset or a data set asked for."""
-
-
-def _setting(default: T, help: str, panel: Panel, **known: Any) -> T:
-    return field(default=default, metadata={"": Setting(help, panel, **known)})
-
-
-def _between(low: int, high: int = 2**31 - 1) -> Rule:  # steps and positions are 32-bit integers
-    return lambda v: low <= v <= high, f"from {low} to {high}"
-
-
-_share: Rule = (lambda v: 0 < v <= 1, "above 0 and at most 1")
-_named: Rule = (lambda v: v.strip() != "" and "\0" not in v, "a name or a path")
-_in_0_1: Rule = (lambda v: 0 <= v < 1, "at least 0 and below 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,233 +27,250 @@ class TrainConfig:
     'dcl'
     """
 
-    preset: str | None = _setting(
+    preset: str | None = setting(
         None, "Start from the settings of one of the paper's experiments.", "The run"
     )
-    out: str | None = _setting(
-        None, "Run folder; by default a new one under runs/.", "The run", rule=_named, free=True
+    out: str | None = setting(
+        None, "Run folder; by default a new one under runs/.", "The run", rule=named, free=True
     )
-    name: str | None = _setting(
+    name: str | None = setting(
         None,
         "What to call the run: in its folder's name, in reports and at loggers.",
         "The run",
-        rule=_named,
+        rule=named,
         free=True,
     )
-    seed: int = _setting(
+    seed: int = setting(
         0,
         "Seed of everything random: weights, order, augmentation, chains.",
         "The run",
         rule=(lambda v: 0 <= v < 2**32, "at least 0 and below 2**32"),
     )
-    device: Literal["auto", "cpu", "cuda"] = _setting(
+    device: Literal["auto", "cpu", "cuda"] = setting(
         "auto", "Where to train; auto takes a GPU if there is one.", "The run", free=True
     )
-    precision: Literal["auto", "float32", "bf16"] = _setting(
+    precision: Literal["auto", "float32", "bf16"] = setting(
         "auto", "Precision of the encoder; auto is bf16 on a GPU and float32 on a CPU.", "The run"
     )
-    graph: bool = _setting(
+    graph: bool = setting(
         True,
         "On a GPU, replay the whole step as a CUDA graph; --no-graph is for debugging.",
         "The run",
         free=True,
     )
-    epochs: int = _setting(60, "Passes over the training images.", "The run", rule=_between(1))
-    steps: int | None = _setting(
-        None, "Stop after this many steps, whatever --epochs says.", "The run", rule=_between(1)
+    epochs: int = setting(60, "Passes over the training images.", "The run", rule=between(1))
+    steps: int | None = setting(
+        None, "Stop after this many steps, whatever --epochs says.", "The run", rule=between(1)
     )
-    task: str = _setting(
+    task: str = setting(
         "images",
         "What the data is and what is learned from it; unless given, by what --data holds.",
         "Data",
         choices=tasks.names,
     )
-    data: str = _setting(
+    data: str = setting(
         "digits",
-        "digits, cifar10, stl10, a folder (train/, test/, unlabeled/, or images), .tar shards, a "
-        "folder of Hugging Face's save_to_disk; A,B for two.",
+        "digits, cifar10, stl10, or a folder (train/, test/, unlabeled/, or images); A,B for two; "
+        "or texts: a folder in BEIR's layout (corpus.jsonl, queries.jsonl, qrels/).",
         "Data",
-        rule=_named,
+        rule=named,
     )
-    recipe: Literal["simclr-stl10", "simclr-imagenet", "cifar", "digits", "none"] = _setting(
+    recipe: Literal["simclr-stl10", "simclr-imagenet", "cifar", "digits", "none"] = setting(
         "digits", "Augmentation.", "Data"
     )
-    image_size: int | None = _setting(
+    image_size: int | None = setting(
         None,
         "Side in pixels of the images the encoder sees; 0 keeps the size of the data.",
         "Data",
-        rule=_between(8, 2048),
+        rule=between(8, 2048),
         zero_is_none=True,
     )
-    augmentations: int | None = _setting(
+    augmentations: int | None = setting(
         None,
         "Augmentations stored per image, at least 2; 0 draws fresh ones every step.",
         "Data",
         rule=(lambda v: 2 <= v <= 1024, "from 2 (a pair needs two views) to 1024, or 0"),
         zero_is_none=True,
     )
-    subset: int | None = _setting(
+    subset: int | None = setting(
         None,
         "Train on the first N images only; 0 takes all.",
         "Data",
-        rule=_between(2),
+        rule=between(2),
         zero_is_none=True,
     )
-    root: str = _setting("data", "Folder of downloaded data sets.", "Data", rule=_named, free=True)
-    download: bool = _setting(
+    root: str = setting("data", "Folder of downloaded data sets.", "Data", rule=named, free=True)
+    download: bool = setting(
         False, "Download cifar10 or stl10 into --root if it is not there.", "Data", free=True
     )
-    strict: bool = _setting(
+    strict: bool = setting(
         False, "Stop at the first unreadable image instead of leaving it out.", "Data", free=True
     )
-    holdout: float = _setting(
+    holdout: float = setting(
         0.2,
         "Share of each class held out to test probes where the data has no test split; 0: none.",
         "Data",
         rule=(lambda v: 0 <= v <= 0.9, "a share from 0 to 0.9"),
     )
-    workers: int = _setting(
-        2, "Processes that decode images.", "Data", rule=_between(0, 1024), free=True
+    workers: int = setting(
+        2, "Processes that decode images.", "Data", rule=between(0, 1024), free=True
     )
-    resident_gb: float = _setting(
+    resident_gb: float = setting(
         8.0,
         "Keep the pictures on the training device up to this size; stream larger sets.",
         "Data",
-        rule=_between(0, 10**6),
+        rule=between(0, 10**6),
         free=True,
     )
-    method: str = _setting(
+    max_length: int = setting(
+        256, "Texts: tokens the encoder sees of each.", "Data", rule=between(4, 2**17)
+    )
+    method: str = setting(
         "emc2",
         "Estimator of the negatives: infonce is SimCLR's; emc2 and isir keep a chain per image.",
         "Negatives",
         choices=methods.trained,
     )
-    batch_size: int = _setting(
+    batch_size: int = setting(
         64,
         "Images per step; each enters with two views.",
         "Negatives",
         rule=(lambda v: 2 <= v <= 2**20, "from 2 (one image has no negatives) to 1048576"),
     )
-    beta: float = _setting(
+    beta: float = setting(
         14.28,
         "Sharpness of the softmax over negatives: beta = 1/temperature.",
         "Negatives",
         rule=(lambda v: 0 < v <= 1000, "above 0 and at most 1000 (beta = 1/temperature)"),
     )
-    burn_in: float = _setting(
+    burn_in: float = setting(
         0.5,
         "emc2: share of the proposals discarded before visits count (P/R in the paper).",
         "Negatives",
         rule=(lambda v: 0 <= v < 1, "at least 0 and below 1, a share of the proposals"),
     )
-    carried: Literal["encode", "cached"] = _setting(
+    carried: Literal["encode", "cached"] = setting(
         "encode",
         "emc2, isir: carried negatives are encoded anew (the paper), or kept as embeddings.",
         "Negatives",
     )
-    denominator: Literal["negatives", "all"] = _setting(
+    denominator: Literal["negatives", "all"] = setting(
         "negatives",
         "Softmax over the negatives alone (the paper), or with the positive kept in.",
         "Negatives",
     )
-    proposal: Literal["batch", "informed"] = _setting(
+    proposal: Literal["batch", "informed"] = setting(
         "batch",
         "emc2, isir: proposals are the batch (the paper), or drawn from a table of old embeddings.",
         "Negatives",
     )
-    gamma: float = _setting(
-        0.9, "sogclr: rate of the moving average, 1 forgets the past.", "Negatives", rule=_share
+    draws: int = setting(
+        2,
+        "Texts: documents encoded per query and step beside its positive, random or proposed.",
+        "Negatives",
+        rule=between(1, 1024),
     )
-    refresh: float = _setting(
+    gamma: float = setting(
+        0.9, "sogclr: rate of the moving average, 1 forgets the past.", "Negatives", rule=share
+    )
+    refresh: float = setting(
         0.01,
         "negcache, --proposal informed: share of the table re-encoded per step.",
         "Negatives",
-        rule=_share,
+        rule=share,
     )
-    encoder: str = _setting(
+    encoder: str = setting(
         "small-cnn",
-        "small-cnn, resnet18, resnet50, or the name of any timm model.",
+        "small-cnn, resnet18, resnet50, or the name of any timm model; for texts the folder of a "
+        "sentence-transformers or transformers model.",
         "Encoder and optimizer",
-        rule=_named,
+        rule=named,
     )
-    stem: Literal["auto", "small", "large"] = _setting(
+    stem: Literal["auto", "small", "large"] = setting(
         "auto",
         "First layer of the ResNets: small keeps every pixel, large is 8x faster; auto: by data.",
         "Encoder and optimizer",
     )
-    pretrained: str | None = _setting(
+    pretrained: str | None = setting(
         None,
         "Start from weights: timm (may download), a run folder, or a .pt or .safetensors file.",
         "Encoder and optimizer",
-        rule=_named,
+        rule=named,
     )
-    norm: Literal["batch", "group", "none"] = _setting(
+    norm: Literal["batch", "group", "none"] = setting(
         "batch",
         "Normalisation layers; none is the paper's, batch lets images of one step see each other.",
         "Encoder and optimizer",
     )
-    embedding_dim: int | None = _setting(
+    embedding_dim: int | None = setting(
         None,
         "Width of the embedding; 0 takes the encoder's usual one.",
         "Encoder and optimizer",
-        rule=_between(2, 65536),
+        rule=between(2, 65536),
         zero_is_none=True,
     )
-    projector: Literal["paper", "linear", "mlp"] = _setting(
+    projector: Literal["paper", "linear", "mlp"] = setting(
         "paper",
         "Head from features to embedding: the paper's for the encoder, one layer, or an MLP.",
         "Encoder and optimizer",
     )
-    optimizer: Literal["sgd", "adam", "adamw", "lars"] = _setting(
+    optimizer: Literal["sgd", "adam", "adamw", "lars"] = setting(
         "adam", "Optimizer.", "Encoder and optimizer"
     )
-    lr: float = _setting(
+    lr: float = setting(
         1e-3,
         "Peak learning rate; given --optimizer alone, a rate that suits it.",
         "Encoder and optimizer",
         rule=(lambda v: 0 < v <= 1000, "above 0 and at most 1000"),
     )
-    weight_decay: float = _setting(
-        1e-4, "Weight decay.", "Encoder and optimizer", rule=_between(0, 1)
+    weight_decay: float = setting(
+        1e-4, "Weight decay.", "Encoder and optimizer", rule=between(0, 1)
     )
-    momentum: float = _setting(0.9, "sgd, lars: momentum.", "Encoder and optimizer", rule=_in_0_1)
-    warmup_epochs: float = _setting(
+    momentum: float = setting(0.9, "sgd, lars: momentum.", "Encoder and optimizer", rule=in_0_1)
+    warmup_epochs: float = setting(
         6.0,
         "Epochs of linear warm-up before the cosine decay; unless given, at most a tenth of all.",
         "Encoder and optimizer",
-        rule=_between(0, 10**6),
+        rule=between(0, 10**6),
     )
-    eval_every: int = _setting(
+    eval_every: int = setting(
         10,
         "Epochs between evaluations during training; 0 evaluates at the end only.",
         "Watching",
-        rule=_between(0),
+        rule=between(0),
         free=True,
     )
-    probe_samples: int = _setting(
+    patience: int | None = setting(
+        None,
+        "Stop after this many evaluations without a better one and keep the best encoder; 0: no.",
+        "Watching",
+        rule=between(1),
+        zero_is_none=True,
+    )
+    probe_samples: int = setting(
         1000,
         "Images of the fixed set on which the exact global loss is computed.",
         "Watching",
-        rule=_between(2),
+        rule=between(2),
     )
-    log_every: int = _setting(
-        10, "Steps between lines of metrics.", "Watching", rule=_between(1), free=True
+    log_every: int = setting(
+        10, "Steps between lines of metrics.", "Watching", rule=between(1), free=True
     )
-    logger: Literal["tensorboard", "wandb", "mlflow", "none"] = _setting(
+    logger: Literal["tensorboard", "wandb", "mlflow", "none"] = setting(
         "tensorboard",
         "Where the numbers also go; wandb and mlflow through their own packages.",
         "Watching",
         free=True,
     )
-    checkpoint_every: int = _setting(
+    checkpoint_every: int = setting(
         200,
         "Steps between checkpoints; 0 writes one at the end only.",
         "Watching",
-        rule=_between(0),
+        rule=between(0),
         free=True,
     )
-    keep_checkpoints: int = _setting(
-        2, "How many of the latest checkpoints to keep.", "Watching", rule=_between(1), free=True
+    keep_checkpoints: int = setting(
+        2, "How many of the latest checkpoints to keep.", "Watching", rule=between(1), free=True
     )
 
     def __post_init__(self) -> None:

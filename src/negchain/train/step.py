@@ -36,7 +36,7 @@ def build_loss(task: Task, encoder: Any) -> ContrastiveLoss:
     """The loss module a task's settings name."""
     config = task.config
     method = methods.named(config.method)
-    options = {name: getattr(config, name) for name in method.options}
+    options = {**task.loss_options, **{name: getattr(config, name) for name in method.options}}
     options["augmentations"] = task.versions if task.versions > 1 else None
     settings = methods.LossSettings(
         task.num_samples,

@@ -7,11 +7,8 @@ metrics of its own step, and a run that is killed loses at most the steps since 
 from __future__ import annotations
 
 import math
-import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -29,16 +26,9 @@ from negchain.train.progress import Progress
 from negchain.train.reading import Clock, Reading
 from negchain.train.run_folder import RunFolder, read_metrics
 from negchain.train.step import TrainStep, build_loss
+from negchain.train.stopping import Diverged, Interrupted, stopping
 
 NOT_LOGGED = ("nonfinite_rows", "rows_without_negatives")  # zero, or somebody should know
-
-
-class Interrupted(Exception):
-    """The run was asked to stop and has written a checkpoint."""
-
-
-class Diverged(RuntimeError):
-    """The loss is no longer a number."""
 
 
 @dataclass
@@ -56,6 +46,7 @@ class Run:
     seconds: float = 0.0  # spent training, over all sessions of the run
     evaluated: bool = False  # the last line of metrics, that of the end, is written
     best: float | None = None  # score of the best encoder so far, which best.pt holds
+    waited: int = 0  # evaluations since then
     notes: list[str] = field(default_factory=list)  # what was chosen for the user
     stop: bool = False
     config: TrainConfig = field(init=False)
@@ -70,13 +61,14 @@ class Run:
         """Train to the end, evaluate, write summary and report; returns the summary."""
         if _graphed(self.task):
             self.step.capture()
-        with _stopping(self), progress:
+        with stopping(self), progress:
             if self.done == 0:
                 self._fill(progress)
             progress.start(self.total_steps, self.done)
             baseline = self._before(progress)
             self._loop(progress)
             progress.say("evaluating")
+            best = self._back_to_best()
             final, answers = self.judge.thorough(self.encoder)
             if not self.evaluated:
                 self._log(final)
@@ -93,6 +85,8 @@ class Run:
             "seconds": self.seconds,
             "samples_per_second": samples / max(self.seconds, 1e-9),
             "loss": float(self.step.loss),
+            "score": self.judge.score(final),
+            **best,
             **baseline,
             **final,
         }
@@ -114,18 +108,18 @@ class Run:
 
     def _before(self, progress: Progress) -> dict[str, float]:
         """Judge the encoder before the first step, once; returns what the result must beat."""
-        for line in read_metrics(self.folder.path):
-            if line["step"] == 0:
-                return self.judge.baselines(line)
-        if self.done > 0:
-            return {}
-        progress.say("evaluating")
-        found = self.judge.before(self.encoder)
-        self._log(found)
-        self._keep_arrays(self.judge.previews())
-        self._page()
-        progress.say("training")
-        return self.judge.baselines(found)
+        lines = read_metrics(self.folder.path)
+        line: Any = next((line for line in lines if line["step"] == 0), None)
+        if line is None and self.done == 0:
+            progress.say("evaluating")
+            line = self.judge.before(self.encoder)
+            self._log(line)
+            self._keep_arrays(self.judge.previews())
+            self._page()
+            progress.say("training")
+        if self.done == 0 and self.config.patience is not None:
+            self._keep_best(line)  # what is kept in the end is never worse than the start
+        return {} if line is None else self.judge.baselines(line)
 
     def _keep_arrays(self, arrays: dict[str, Any]) -> None:
         with replacing(self.folder.path / "artifacts.npz") as file:
@@ -138,7 +132,7 @@ class Run:
         config, last_saved = self.config, self.done
         batches = self._batches()
         clock = Clock(self.done)
-        while self.done < self.total_steps:
+        while self.done < self.total_steps and not self._stale():
             index, loaded = next(batches)
             set_lr(self.step.optimizer, self._lr(self.done))
             self.step(self.done, index, loaded)
@@ -157,9 +151,7 @@ class Run:
                     torch.cuda.synchronize()  # so that queued steps count as training time
                 self.seconds += clock.lap()
                 progress.say("evaluating")
-                found = self.judge.quick(self.encoder)
-                self._log(found)
-                self._keep_best(found)
+                self._evaluate()
                 self._page()
                 progress.say("training")
                 clock = Clock(self.done)
@@ -193,6 +185,28 @@ class Run:
         found = {_metric(name): value for name, value in found.items()}
         self._log({"loss": loss, "samples_per_second": rate, **found}, reading.step)
         progress.update(loss, rate)
+
+    def _evaluate(self) -> None:
+        found = self.judge.quick(self.encoder)
+        self._log(found)
+        self._keep_best(found)
+
+    def _stale(self) -> bool:
+        """Whether the last evaluations have shown nothing better."""
+        return self.config.patience is not None and self.waited >= self.config.patience
+
+    def _back_to_best(self) -> dict[str, int]:
+        """With --patience: take the best encoder; checkpoints keep the last. Returns its step."""
+        if self.config.patience is None:
+            return {}
+        if not self.evaluated:
+            if not self._stale():
+                self._evaluate()
+            self.evaluated = True
+            self._save()
+        best = checkpoint.load_named(self.folder.checkpoints, "best")
+        self.encoder.load_state_dict(best.state["encoder"])
+        return {"best_step": best.step}
 
     def _evaluates(self) -> bool:
         every = self.config.eval_every * self.order.steps_per_epoch
@@ -246,14 +260,16 @@ class Run:
             "evaluated": self.evaluated,
             "best": self.best,
             "task": self.task.state_tensors(),
+            "waited": self.waited,
         }
         checkpoint.save(self.folder.checkpoints, state, self.done, self.config.keep_checkpoints)
 
     def _keep_best(self, numbers: dict[str, float]) -> None:
         """Keep the encoder if it is the best so far."""
         score = self.judge.score(numbers)
+        self.waited += 1
         if score > (-math.inf if self.best is None else self.best):
-            self.best = score
+            self.best, self.waited = score, 0
             state = {
                 "encoder_config": dict(self.encoder.encoder_config),
                 "encoder": self.encoder.state_dict(),
@@ -306,8 +322,9 @@ class Run:
         if state["cuda_rng"] is not None and self.device.type == "cuda":
             torch.cuda.set_rng_state(state["cuda_rng"])
         self.done, self.seconds = loaded.step, float(state["seconds"])
-        self.evaluated = bool(state["evaluated"]) and self.done >= self.total_steps
-        self.best = state["best"]
+        self.best, self.waited = state["best"], int(state["waited"])
+        over = self.done >= self.total_steps or self._stale()
+        self.evaluated = bool(state["evaluated"]) and over
         self.step.loss.fill_(state["last_loss"])
         self.folder.truncate_after(loaded.step)
         return [f"continuing after step {self.done} of {self.total_steps}", *loaded.warnings]
@@ -365,20 +382,3 @@ def autocast_dtype(config: TrainConfig, device: torch.device) -> torch.dtype | N
     """bf16 where asked for, and on a GPU unless told otherwise."""
     bf16 = config.precision == "bf16" or (config.precision == "auto" and device.type == "cuda")
     return torch.bfloat16 if bf16 else None
-
-
-@contextmanager
-def _stopping(run: Run) -> Iterator[None]:
-    """Let SIGINT and SIGTERM end the run after the current step, with a checkpoint."""
-
-    def ask(number: int, frame: FrameType | None) -> None:
-        if run.stop:  # asked twice: do not wait any longer
-            raise KeyboardInterrupt
-        run.stop = True
-
-    before = {s: signal.signal(s, ask) for s in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

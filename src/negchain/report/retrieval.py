@@ -1,0 +1,74 @@
+"""What the report shows of retrievers: rankings of held-out queries, and what is proposed."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import Any
+
+from .measures import Metric, Shown
+from .runs import Run
+
+_NAMES = {
+    "ndcg10": ("nDCG@10", "Relevant documents among the first ten, early ones count more"),
+    "mrr10": ("MRR@10", "One over the rank of the first relevant document"),
+    "recall10": ("Recall@10", "Share of the relevant documents among the first ten"),
+    "recall100": ("Recall@100", "Share of the relevant documents among the first hundred"),
+}
+
+
+def _metric(key: str, split: str) -> Metric:
+    name, note = _NAMES[key]
+    prefix = "test_" if split == "test" else ""
+    return Metric(f"{prefix}{key}", f"{name}, {split}", "percent", note, True, f"{split} {name}")
+
+
+VALIDATION = [_metric(key, "validation") for key in _NAMES]
+TEST = [_metric(key, "test") for key in _NAMES]
+
+
+def proposals(run: Run, *, rows: int) -> str:
+    """Training queries, their positive, and the hardest documents beside it; "" without any."""
+    art = run.artifacts
+    if "proposal_queries" not in art:
+        return ""
+    blocks = []
+    for n, query in enumerate(art["proposal_queries"][:rows]):
+        own = _document(art["proposal_positives"][n], art["proposal_positive_scores"][n], "own")
+        others = [
+            _document(text, score, "above" if score > art["proposal_positive_scores"][n] else "")
+            for text, score in zip(art["proposal_texts"][n], art["proposal_scores"][n], strict=True)
+            if score > -1.5  # else it is one of its positives
+        ]
+        blocks.append(
+            f'<article class="card"><h3>{escape(str(query))}</h3><table class="settings proposals"><tbody>'
+            f"{own}{''.join(others)}</tbody></table></article>"
+        )
+    by_table = str(art.get("proposal_of", "")) == "table"
+    who = "the stale table proposes most" if by_table else "the encoder ranks highest now"
+    return (
+        f'<p class="lead">Training queries, the positive of each (✓), and what {who} as negatives, '
+        "with the cosine. Read them: a text that answers the query is a false negative, and where "
+        "many do, hard negatives gain nothing or harm. ↑ marks those above the positive.</p>"
+        f'<div class="grid wide">{"".join(blocks)}</div>'
+    )
+
+
+def _document(text: Any, score: Any, kind: str) -> str:
+    mark = {"own": "✓", "above": "↑", "": ""}[kind]
+    look = f' class="{kind}"' if kind else ""
+    return f"<tr{look}><th>{mark} {float(score):.2f}</th><td>{escape(str(text))}</td></tr>"
+
+
+SHOWN = Shown(
+    noun="queries",
+    tested="held-out queries",
+    lead=(VALIDATION[0], TEST[0]),
+    secondary=(*VALIDATION[1:], *TEST[1:]),
+    columns=(VALIDATION[0], TEST[0], TEST[1], TEST[3]),
+    baselines={"untrained": "Encoder as it was"},
+    explained="Settings and epoch are chosen on validation queries; test queries only report. "
+    "Encoder as it was: before any step, the zero-shot result.",
+    pictures=lambda run, small: [
+        ("What is proposed as negatives", proposals(run, rows=3 if small else 12), None)
+    ],
+)

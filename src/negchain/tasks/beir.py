@@ -1,0 +1,205 @@
+"""Texts in BEIR's layout: a corpus, queries, and which documents answer them.
+
+    corpus.jsonl[.gz]    {"_id": "d1", "title": "may be missing", "text": "..."} a line
+    queries.jsonl[.gz]   {"_id": "q1", "text": "..."} a line
+    qrels/train.tsv      query-id <tab> corpus-id <tab> score, a header above; test.tsv and dev.tsv
+                         the same; a score above 0 makes a positive
+
+A folder that is not like that is refused: with the rule, what was found where, and what to do.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from negchain.train.presets import ConfigError, show
+
+Graded = dict[int, float]  # position of a document: its grade, above 0
+
+
+@dataclass(frozen=True)
+class Queries:
+    """Queries of a split that have a positive, in order of their ids."""
+
+    ids: list[str]
+    texts: list[str]
+    relevant: list[Graded]
+
+    def __len__(self) -> int:
+        """How many."""
+        return len(self.ids)
+
+    def take(self, places: list[int]) -> Queries:
+        """Some of them."""
+        columns = (self.ids, self.texts, self.relevant)
+        return Queries(*([column[p] for p in places] for column in columns))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Beir:
+    """A corpus and its queries.
+
+    Attributes:
+        documents: title and text of each.
+        copies: per document the positions of all that have its text, itself among them.
+        train, validation, test: queries; empty where there are none.
+        fingerprint: a hash of everything.
+        notes: what was decided for the user.
+    """
+
+    documents: list[str]
+    copies: list[list[int]]
+    train: Queries
+    validation: Queries
+    test: Queries
+    fingerprint: str
+    notes: tuple[str, ...]
+
+
+def claims(data: str) -> bool:
+    """Whether a folder looks like BEIR's."""
+    return any((Path(data) / f"{name}.jsonl{end}").is_file()
+               for name in ("corpus", "queries") for end in ("", ".gz"))  # fmt: skip
+
+
+def read_beir(folder: Path, holdout: float, subset: int | None = None) -> Beir:
+    """Read a folder; `holdout`: share of the training queries for validation, without dev.tsv.
+
+    The same queries are held out whatever the run's seed is, so that runs can be compared.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"--data must be a folder, and there is no {show(str(folder))}")
+    corpus = _entries(folder, "corpus")
+    documents = [" ".join(filter(None, (e["title"], e["text"]))).strip() for e in corpus.values()]
+    texts = {name: entry["text"] for name, entry in _entries(folder, "queries").items()}
+    place = {name: number for number, name in enumerate(corpus)}
+    splits, notes = dict[str, Queries](), []
+    for split in ("train", "dev", "test"):
+        path = folder / "qrels" / f"{split}.tsv"
+        found, empty = _relevant(path, texts, place) if path.exists() else ({}, 0)
+        if empty:
+            notes.append(f"{empty:,} queries of {path.name} have no positive and are left out")
+        names = sorted(found)
+        splits[split] = Queries(names, [texts[q] for q in names], [found[q] for q in names])
+    if not any(map(len, splits.values())):
+        raise ConfigError(
+            f"{folder / 'qrels'} must hold train.tsv, dev.tsv or test.tsv with a positive (a score "
+            "above 0), and has none; write one line per pair: query-id, corpus-id, score"
+        )
+    train, validation = splits["train"], splits["dev"]
+    if not len(validation) and len(train):
+        order = np.random.default_rng(0).permutation(len(train)).tolist()
+        held = set(order[: int(len(train) * holdout)])
+        validation = train.take(sorted(held))
+        train = train.take([n for n in range(len(train)) if n not in held])
+        notes.append(f"{len(held):,} training queries are held out for validation (--holdout)")
+    if subset is not None:
+        train = train.take(list(range(len(train)))[:subset])
+    alike: dict[str, list[int]] = {}
+    for number, text in enumerate(documents):
+        alike.setdefault(text, []).append(number)
+    copies = [alike[text] for text in documents]
+    if (more := len(documents) - len(alike)) > 0:
+        notes.append(f"{more:,} documents repeat another's text: never negatives of its queries")
+    everything = [documents, *([s.ids, s.texts, s.relevant] for s in (train, validation))]
+    digest = hashlib.sha256(json.dumps(everything).encode()).hexdigest()[:16]
+    return Beir(documents, copies, train, validation, splits["test"], digest, tuple(notes))
+
+
+def _entries(folder: Path, name: str) -> dict[str, dict[str, str]]:
+    """The lines of corpus.jsonl or queries.jsonl by their id."""
+    paths = [folder / f"{name}.jsonl{end}" for end in ("", ".gz")]
+    path = next((p for p in paths if p.is_file()), None)
+    if path is None:
+        raise ConfigError(
+            f"{folder} must hold {name}.jsonl or {name}.jsonl.gz and has neither; BEIR's layout is "
+            "corpus.jsonl, queries.jsonl and qrels/train.tsv"
+        )
+    found: dict[str, dict[str, str]] = {}
+    for number, line in _lines(path):
+        entry = _entry(path, number, line)
+        if entry["_id"] in found:
+            raise ConfigError(
+                f"every line of {path} must have an _id of its own, and line {number} repeats "
+                f"{show(entry['_id'])}; rename or delete one of the two"
+            )
+        found[entry["_id"]] = entry
+    if not found:
+        raise ConfigError(f"{path} must hold at least one line, and is empty; restore the file")
+    return found
+
+
+def _entry(path: Path, number: int, line: str) -> dict[str, str]:
+    rule = f'{path} must hold a JSON object a line, {{"_id": "...", "text": "..."}}'
+    try:
+        entry: Any = json.loads(line)
+    except (ValueError, RecursionError):
+        entry = line
+    if not isinstance(entry, dict):
+        raise ConfigError(f"{rule}, and line {number} is {show(entry)}; correct or delete it")
+    if isinstance(entry.get("_id"), int) and not isinstance(entry["_id"], bool):
+        entry["_id"] = str(entry["_id"])  # qrels hold text
+    entry["title"] = entry.get("title") or ""
+    for key in ("_id", "text", "title"):
+        if not isinstance(entry.get(key), str) or (key == "_id" and not entry[key]):
+            was = f"the {key} {show(entry[key])}" if key in entry else f"no {key}"
+            raise ConfigError(f"{rule}, and line {number} has {was}; correct or delete it")
+    return entry
+
+
+def _relevant(
+    path: Path, texts: dict[str, str], place: dict[str, int]
+) -> tuple[dict[str, Graded], int]:
+    """Positives of every query that has one, and how many have none."""
+    found: dict[str, Graded] = {}
+    for number, line in _lines(path):
+        parts = line.split("\t")
+        where = f"line {number} of {path}"
+        score = _number(parts[2]) if len(parts) == 3 else None
+        if score is None:
+            if number == 1 and len(parts) == 3:  # the header
+                continue
+            raise ConfigError(
+                f"{path} must hold a query-id, a corpus-id and a score a line, with tabs between, "
+                f"and line {number} is {show(line)}; correct or delete it"
+            )
+        for name, known, file in ((parts[0], texts, "queries"), (parts[1], place, "corpus")):
+            if name not in known:
+                raise ConfigError(
+                    f"qrels must name lines of {file}.jsonl, and {where} names {show(name)}, which "
+                    "is no _id there; correct the line or delete it"
+                )
+        grades = found.setdefault(parts[0], {})
+        if score > 0:
+            grades[place[parts[1]]] = score
+    return {q: grades for q, grades in found.items() if grades}, sum(not g for g in found.values())
+
+
+def _number(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if abs(value) < 1e6 else None  # not NaN
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """The lines of a text file that are not empty, with their numbers; unpacked where it is .gz."""
+    try:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+            for number, raw in enumerate(file, start=1):
+                if line := raw.decode("utf-8-sig" if number == 1 else "utf-8").strip("\r\n"):
+                    yield number, line
+    except (UnicodeDecodeError, EOFError, zlib.error, OSError) as error:
+        raise ConfigError(
+            f"{path} must be readable text (UTF-8), but {error}; restore the file"
+        ) from None

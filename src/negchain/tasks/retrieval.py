@@ -1,0 +1,204 @@
+"""Dense retrieval: queries and the documents that answer them, through one encoder of texts.
+
+Anchors are training queries, keys the whole corpus. A step shows a query one of its positives, by
+lot (of grade 2 twice as often as of grade 1); the others, and copies of any, are never negatives.
+
+Shapes: `Q` training queries, `B` batch, `L` known positives, `R` texts of a pass.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from negchain import draws
+from negchain.files import real_folder
+from negchain.losses.request import Want
+from negchain.tasks.beir import Beir, read_beir
+from negchain.tasks.retrieval_judge import RetrievalJudge
+from negchain.tasks.task import Batch, Task
+from negchain.tasks.text_encoder import TextEncoder, Texts, check_model_folder
+from negchain.train.presets import ConfigError
+
+if TYPE_CHECKING:
+    from negchain.train.config import TrainConfig
+
+INFORMED = {"share": 0.9, "sharpness": 0.5}
+"""Of proposals from the stale table, as measured best (records/2026-11-16_scifact_h200)."""
+
+
+class RetrievalTask(Task):
+    """Queries and documents of a folder in BEIR's layout."""
+
+    one_pass = False  # queries are short, documents long
+
+    def __init__(self, config: TrainConfig, data: Beir) -> None:
+        super().__init__(config)
+        self.data = data
+        self.num_samples, self.fingerprint = len(data.train), data.fingerprint
+        self.notes = data.notes
+        size = config.draws * config.batch_size
+        self.loss_options = {**INFORMED, "draws": size, "k": config.draws}
+        self.layout = {"views": "paired", "symmetric": False, "num_keys": len(data.documents)}
+        self.encoder = TextEncoder(config.encoder, config.max_length)
+        self.documents = Texts(self.encoder, data.documents, "document")
+        parts = {"train": data.train, "validation": data.validation, "test": data.test}
+        self.queries = {n: Texts(self.encoder, part.texts, "query") for n, part in parts.items()}
+        positives, grades, known = [], [], []
+        for graded in data.train.relevant:
+            positives.append(torch.tensor(list(graded)))
+            grades.append(torch.tensor(list(graded.values()), dtype=torch.float64).cumsum(0))
+            alike = dict.fromkeys(copy for place in graded for copy in data.copies[place])
+            known.append(torch.tensor(list(alike)))
+        self.positives, self.known, self.grades = (
+            pad_sequence(rows, batch_first=True, padding_value=-1) if rows else torch.empty(0)
+            for rows in (positives, known, grades)
+        )  # [Q, L], and the grades summed up from the first on
+
+    @classmethod
+    def load(
+        cls, config: TrainConfig, progress: bool, encoder_config: Mapping[str, Any] | None
+    ) -> RetrievalTask:
+        """The texts the settings name, for the encoder they name or a given one."""
+        if encoder_config is not None:
+            folder, length = encoder_config["folder"], encoder_config["max_length"]
+            config = replace(config, encoder=folder, max_length=length)
+        data = read_beir(Path(config.data), config.holdout, config.subset)
+        if encoder_config is None and not len(data.train):
+            raise ConfigError(
+                f"{config.data} must hold qrels/train.tsv with positives to train on, and has "
+                "none; write one, or use negchain evaluate RUN --data for test.tsv"
+            )
+        if encoder_config is None and not len(data.validation):
+            raise ConfigError(
+                f"methods and epochs are chosen on validation queries, and --holdout "
+                f"{config.holdout:g} of {len(data.train)} training queries leaves none; raise "
+                "--holdout or write qrels/dev.tsv"
+            )
+        return cls(config, data)
+
+    def info(self) -> dict[str, Any]:
+        """Counts."""
+        data = self.data
+        return {
+            "documents": len(data.documents),
+            "validation": len(data.validation),
+            "test": len(data.validation) + len(data.test),
+        }
+
+    def place(self, device: torch.device, autocast: torch.dtype | None) -> None:
+        """Positives to the device; token ids stay in memory."""
+        super().place(device, autocast)
+        for name in ("positives", "known", "grades"):
+            setattr(self, name, getattr(self, name).to(device))
+
+    def build(self) -> tuple[TextEncoder, list[str]]:
+        """The encoder as its folder has it."""
+        said = []
+        if not (Path(self.config.encoder) / "modules.json").is_file():
+            pooling = type(self.encoder.model[-1]).__name__
+            said.append(f"--encoder is a plain transformers model: {pooling} was put on top")
+        return self.encoder.to(self.device).train(), said
+
+    def start_from(self, encoder: TextEncoder, pretrained: str) -> str:
+        """There is nothing else to start from."""
+        raise ConfigError(
+            f"--pretrained goes with images, got {pretrained}; --encoder names the folder of the "
+            "weights"
+        )
+
+    def batch(self, index: Tensor, step: Tensor) -> Batch:
+        """Queries, one positive of each, and all its positives with their copies as known."""
+        stream = draws.STREAM_POSITIVE
+        u = draws.uniform(self.config.seed, step, stream, index, 1, torch.float64)  # [B, 1]
+        grades = self.grades[index]
+        whole = grades.amax(1, keepdim=True)
+        at = ((grades >= 0) & (grades < u * whole)).sum(1, keepdim=True)
+        keys = self.positives[index].gather(1, at)[:, 0]
+        return Batch(index, keys, {"key_index": keys, "known": self.known[index]})
+
+    def inputs(self, wants: Sequence[Want], step: Tensor, row: int, loaded: Any = None) -> Any:
+        """Token ids and mask, [R, T] each."""
+        texts = self.queries["train"] if wants[0].tower == "anchors" else self.documents
+        return texts.tokens(torch.cat([want.ids for want in wants]), self.device)
+
+    def judge(self) -> RetrievalJudge:
+        """Ranks documents for held-out queries."""
+        return RetrievalJudge(self)
+
+    def finish(self, encoder: TextEncoder, folder: Path, summary: Mapping[str, Any]) -> None:
+        """Write `model/`, which `SentenceTransformer(...)` loads, with a card."""
+        made = Path(tempfile.mkdtemp(dir=folder, prefix=".model-"))
+        try:
+            encoder.model.save(str(made), create_model_card=False)
+            card = _card(self, encoder, summary)
+            (made / "README.md").write_text(card, encoding="utf-8", errors="backslashreplace")
+            made.chmod(0o755)
+            shutil.rmtree(real_folder(folder / "model"))
+            os.replace(made, folder / "model")
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
+
+
+def check(config: TrainConfig) -> TrainConfig:
+    """Refuse what is not there; absolute folders."""
+    if config.encoder == "none":
+        raise ConfigError(
+            f"{config.data} holds texts, which need --encoder, the folder of a "
+            "sentence-transformers or transformers model; name one"
+        )
+    check_model_folder(config.encoder)
+    if find_spec("sentence_transformers") is None:
+        raise ConfigError("texts need sentence-transformers: pip install sentence-transformers")
+    folders = {"data": os.path.abspath(config.data), "encoder": os.path.abspath(config.encoder)}
+    return replace(config, **folders)  # type: ignore[arg-type]
+
+
+def _card(task: RetrievalTask, encoder: TextEncoder, summary: Mapping[str, Any]) -> str:
+    config = task.config
+    names = [name for name in summary if f"untrained_{name}" in summary]
+    rows = "\n".join(
+        f"| {'test' if name.startswith('test_') else 'validation'} {name.removeprefix('test_')} | "
+        f"{summary['untrained_' + name]:.4f} | {summary[name]:.4f} |"
+        for name in names
+    )
+    return f"""---
+library_name: sentence-transformers
+pipeline_tag: sentence-similarity
+tags: [sentence-transformers, sentence-similarity, feature-extraction, negchain]
+---
+
+# {Path(config.encoder).name} fine-tuned on {Path(config.data).name}
+
+Embeddings of size {encoder.embedding_dim} of texts of up to {encoder.model.max_seq_length} tokens,
+compared by the cosine. Trained by negchain on {task.num_samples:,} queries over
+{len(task.data.documents):,} documents: method {config.method}, batch size {config.batch_size}, beta
+{config.beta:g}, lr {config.lr:g}, seed {config.seed}; the encoder of step
+{summary.get("best_step", summary["step"]):,} of {summary["step"]:,}.
+
+```python
+from sentence_transformers import SentenceTransformer
+
+model = SentenceTransformer("path/of/this/folder")
+scores = model.similarity(model.encode_query(["a question"]), model.encode_document(["a text"]))
+```
+
+## Results
+
+On {len(task.data.validation):,} validation queries, by which settings and epoch were chosen, and
+{len(task.data.test):,} test queries; relevance counts as yes or no.
+
+| number | before | after |
+|---|---|---|
+{rows or "| none | | |"}
+"""

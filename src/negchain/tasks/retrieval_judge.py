@@ -1,0 +1,167 @@
+"""What a retriever is judged by: nDCG@10, MRR@10 and recall of held-out queries.
+
+The definitions are sentence-transformers' (`InformationRetrievalEvaluator`): a grade above 0 counts
+as relevant, and every other document as not, copies of relevant ones included.
+
+Shapes: `Q` queries, `N` documents, `D` embedding, `P` proposals shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from negchain.losses import ContrastiveLoss
+from negchain.tasks.task import Arrays, Judge, Numbers
+from negchain.tasks.text_encoder import PASS, TextEncoder, Texts
+
+if TYPE_CHECKING:
+    from negchain.tasks.beir import Graded
+    from negchain.tasks.retrieval import RetrievalTask
+
+SHOWN, PROPOSED, LETTERS = 12, 4, 400  # training queries in the report, texts of each, their length
+SPLITS = {"validation": "", "test": "test_"}  # before the name of a number
+
+
+class RetrievalJudge(Judge):
+    """Ranks all documents for validation queries, and at the ends for test queries as well."""
+
+    def __init__(self, task: RetrievalTask) -> None:
+        self.task = task
+        self._untrained: Arrays | None = None
+
+    def quick(self, encoder: TextEncoder) -> Numbers:
+        """Of validation queries: `ndcg10`, `mrr10`, `recall10`, `recall100`."""
+        return _means(self._answers(encoder, ["validation"]))
+
+    def before(self, encoder: TextEncoder) -> Numbers:
+        """The same, and of test queries with `test_` before the name."""
+        self._untrained = self._answers(encoder, list(SPLITS))
+        return _means(self._untrained)
+
+    def thorough(self, encoder: TextEncoder) -> tuple[Numbers, Arrays]:
+        """Every number; of each query what it got (`right_...`), and before (`before_...`)."""
+        answers = self._answers(encoder, list(SPLITS))
+        if self._untrained is None:  # a continued run
+            config = self.task.config
+            fresh = TextEncoder(config.encoder, config.max_length).to(self.task.device)
+            self._untrained = self._answers(fresh, list(SPLITS))
+        arrays: Arrays = {f"right_{name}": values for name, values in answers.items()}
+        arrays |= {f"before_{name}": values for name, values in self._untrained.items()}
+        data = self.task.data
+        return _means(answers), {**arrays, "test_labels": np.array(data.validation.ids)}
+
+    def baselines(self, line: Mapping[str, Any]) -> Numbers:
+        """Of the encoder as it was."""
+        names = [prefix + name for prefix in SPLITS.values() for name in MEASURES]
+        return {f"untrained_{name}": line[name] for name in names if name in line}
+
+    def score(self, numbers: Mapping[str, float]) -> float:
+        """nDCG@10 of validation queries, never of test queries."""
+        return numbers["ndcg10"]
+
+    @torch.no_grad()
+    def embed(self, encoder: TextEncoder, texts: Texts) -> Tensor:  # -> [N, D]
+        """Unit embeddings of all texts, those of similar length together."""
+        device, dtype = self.task.device, self.task.autocast
+        order, found = texts.lengths.argsort(stable=True), []
+        encoder.eval()
+        with torch.autocast(device.type, dtype, enabled=dtype is not None):
+            for part in order.split(PASS):
+                found.append(encoder(texts.tokens(part, device)).float())
+        encoder.train()
+        z = torch.cat(found)
+        unit = torch.empty_like(z)
+        unit[order.to(device)] = torch.nn.functional.normalize(z, dim=-1)
+        return unit
+
+    def artifacts(self, encoder: TextEncoder, loss_fn: ContrastiveLoss | None) -> Arrays:
+        """What a few training queries are offered as negatives: by the loss's table, if any."""
+        task, data = self.task, self.task.data
+        if not len(data.train):
+            return {}
+        tables = [] if loss_fn is None else list(loss_fn.tables)
+        table = tables[0].embeddings if tables else self.embed(encoder, task.documents)
+        chosen = torch.linspace(0, len(data.train) - 1, min(SHOWN, len(data.train))).long().tolist()
+        z = self.embed(encoder, task.queries["train"])[chosen]
+        scores = (z @ table.T.to(z.dtype)).cpu()
+        best = [max(data.train.relevant[n].items(), key=lambda pair: pair[1])[0] for n in chosen]
+        positive = scores[range(len(chosen)), best]
+        known = task.known[chosen].cpu()
+        for row, own in zip(scores, known, strict=True):
+            row[own[own >= 0]] = -2.0  # below every cosine
+        top = scores.topk(min(PROPOSED, scores.shape[1]))
+        texts = [[data.documents[d][:LETTERS] for d in row] for row in top.indices.tolist()]
+        return {
+            "proposal_queries": np.array([data.train.texts[n][:LETTERS] for n in chosen]),
+            "proposal_positives": np.array([data.documents[d][:LETTERS] for d in best]),
+            "proposal_positive_scores": positive.numpy(),
+            "proposal_texts": np.array(texts),  # [Q, P]
+            "proposal_scores": top.values.numpy(),
+            "proposal_of": np.array("table" if tables else "encoder"),
+        }
+
+    def _answers(self, encoder: TextEncoder, splits: Sequence[str]) -> Arrays:
+        """Every measure of every query, [Q] each."""
+        task = self.task
+        documents = self.embed(encoder, task.documents)
+        found: Arrays = {}
+        for split in splits:
+            queries = getattr(task.data, split)
+            if len(queries):
+                z = self.embed(encoder, task.queries[split])
+                ranked = measured(z, documents, queries.relevant)
+                found |= {SPLITS[split] + name: values for name, values in ranked.items()}
+        return found
+
+
+MEASURES = {
+    "ndcg10": ("ndcg@k", 10),
+    "mrr10": ("mrr@k", 10),
+    "recall10": ("recall@k", 10),
+    "recall100": ("recall@k", 100),
+}
+
+
+def measured(queries: Tensor, documents: Tensor, relevant: Sequence[Graded]) -> Arrays:
+    """Measures of every query by sentence-transformers' evaluator, from unit embeddings."""
+    from sentence_transformers.evaluation import InformationRetrievalEvaluator
+
+    class PerQuery(InformationRetrievalEvaluator):  # type: ignore[misc]
+        """Hands over embeddings instead of computing them, and keeps each query's numbers."""
+
+        def embed_inputs(self, model: Any, *given: Any, **named: Any) -> Any:
+            return model
+
+        def compute_metrics(self, queries_result_list: list[Any]) -> Any:
+            ids, self.queries = self.queries_ids, self.queries[:1]
+            self.single = []
+            for name, hits in zip(ids, queries_result_list, strict=True):
+                self.queries_ids = [name]
+                self.single.append(super().compute_metrics([hits]))
+            return {k: {} for k in ("accuracy@k", "precision@k", "recall@k", "mrr@k", "ndcg@k",
+                                    "map@k")}  # fmt: skip
+
+    names = [str(n) for n in range(len(documents))]
+    evaluator = PerQuery(
+        {str(n): "" for n in range(len(queries))},
+        dict.fromkeys(names, ""),
+        {str(n): {names[d] for d in graded} for n, graded in enumerate(relevant)},
+        accuracy_at_k=[10],
+        precision_recall_at_k=[10, 100],
+        map_at_k=[10],
+        score_functions={"cosine": lambda a, b: a @ b.T},
+    )
+    evaluator.compute_metrices(queries, corpus_embeddings=documents)
+    return {
+        name: np.array([float(one[kind][k]) for one in evaluator.single])
+        for name, (kind, k) in MEASURES.items()
+    }
+
+
+def _means(answers: Arrays) -> Numbers:
+    return {name: float(values.mean()) for name, values in answers.items()}
