@@ -34,7 +34,9 @@ class LossSettings:
     denominator: Denominator = "negatives"
     normalize: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
-    """The method's own options, by their names on the command line (`gamma`, `burn_in`, ...)."""
+    """The method's own options, by their names on the command line (`gamma`, `burn_in`, ...), and
+    what suits the task: `draws` per step from beyond the batch, `k` of them for each sample, and
+    for proposals from a stale table `share` and `sharpness`."""
     layout: Mapping[str, Any] = field(default_factory=dict)
     """How anchors and keys lie, as losses take it: `views`, `symmetric`, `num_keys`, ..."""
 
@@ -150,11 +152,16 @@ def build_loss(name: str, settings: LossSettings) -> ContrastiveLoss:
     return named(name).build(settings)
 
 
+def _uniform(num: int | None) -> Any:
+    from negchain.losses import Uniform
+
+    return Uniform(num) if num else None  # random items beside the batch
+
+
 def _in_batch(s: LossSettings, name: str) -> ContrastiveLoss:
     from negchain import losses
 
-    num = s.option("draws", None)  # random items beside the batch
-    proposals: Any = losses.Uniform(num) if num else "batch"
+    proposals = _uniform(s.option("draws", None)) or "batch"
     kind: Any = getattr(losses, name)
     loss: ContrastiveLoss = kind(
         s.num_samples, s.beta, proposals=proposals, seed=s.seed, **s.common
@@ -166,7 +173,13 @@ def _sogclr(s: LossSettings) -> ContrastiveLoss:
     from negchain.losses import SogCLRLoss
 
     return SogCLRLoss(
-        s.num_samples, s.beta, s.option("gamma", 0.9), denominator=s.denominator, **s.common
+        s.num_samples,
+        s.beta,
+        s.option("gamma", 0.9),
+        proposals=_uniform(s.option("draws", None)),
+        denominator=s.denominator,
+        seed=s.seed,
+        **s.common,
     )
 
 
@@ -183,11 +196,11 @@ def _topk(s: LossSettings) -> ContrastiveLoss:
     return TopKLoss(s.num_samples, s.beta, *numbers, **s.chosen)
 
 
-def _informed(s: LossSettings, **more: Any) -> Any:
+def _informed(s: LossSettings, num: int | None, **more: Any) -> Any:
     from negchain.losses import Informed
 
     return Informed(
-        num=s.option("draws", None),
+        num=num,
         share=s.option("share", 0.5),
         sharpness=s.option("sharpness", 1.0),
         refresh=s.option("refresh", 0.01),
@@ -198,7 +211,8 @@ def _informed(s: LossSettings, **more: Any) -> Any:
 def _importance(s: LossSettings) -> ContrastiveLoss:
     from negchain.losses import ImportanceLoss
 
-    return ImportanceLoss(s.num_samples, s.beta, _informed(s, alone=True), **s.chosen)
+    informed = _informed(s, s.option("draws", None), alone=True)
+    return ImportanceLoss(s.num_samples, s.beta, informed, **s.chosen)
 
 
 def _logq(s: LossSettings) -> ContrastiveLoss:
@@ -214,9 +228,11 @@ def _emc2(s: LossSettings, isir: bool = False) -> ContrastiveLoss:
     kernel = ISIR() if isir else MH(burn_in=s.option("burn_in", 0.5))
     stored = s.option("augmentations", None)
     # Stored views have a chain each, so that both copies of an item are different states.
-    proposals: Any = InBatch(copies=2) if stored else None
+    draws = s.option("draws", 0)
+    num = (draws - draws // s.option("k", 1)) or None  # each sample encodes a carried one as well
+    proposals: Any = InBatch(copies=2) if stored else _uniform(num)
     if s.option("proposal", "batch") == "informed":
-        proposals = _informed(s)
+        proposals = _informed(s, num)
     return EMC2Loss(
         s.num_samples,
         s.beta,
