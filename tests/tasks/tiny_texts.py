@@ -7,8 +7,9 @@ import json
 from pathlib import Path
 
 TOPICS = ("glacier", "neuron", "harbour", "violin", "copper", "orchid", "comet", "bridge")
+ASKED = ("ice", "nerve", "port", "fiddle", "metal", "flower", "star", "span")  # in queries
 FACTS = ("moves", "sings", "shines", "grows", "breaks")
-WORDS = (*TOPICS, *FACTS, "what", "does", "the", "a", "in", "old", "text")
+WORDS = (*TOPICS, *ASKED, *FACTS, "what", "the", "a", "in", "old", "text")
 
 
 def write_model(folder: Path, seed: int = 0) -> Path:
@@ -34,7 +35,7 @@ def write_model(folder: Path, seed: int = 0) -> Path:
 
 
 def write_beir(folder: Path, packed: bool = True) -> Path:
-    """40 documents, topic by fact, and a query for each; one document has a copy.
+    """40 documents, topic by fact, and a query for each in other words; one document has a copy.
 
     Queries d0, d5, ... are for test. Query q1 has two positives of different grade, q2 none.
     """
@@ -51,9 +52,9 @@ def write_beir(folder: Path, packed: bool = True) -> Path:
     else:
         (folder / "corpus.jsonl").write_bytes(lines)
     with open(folder / "queries.jsonl", "w") as file:
-        for n, d in enumerate(documents[:-1]):
-            words = d["text"].split()
-            file.write(json.dumps({"_id": f"q{n}", "text": f"what {words[3]} the {words[2]}"}) + "\n")
+        for n in range(40):
+            text = f"what {FACTS[n % 5]} the {ASKED[n // 5]}"
+            file.write(json.dumps({"_id": f"q{n}", "text": text}) + "\n")
     for split, rest in (("train", (0, 1, 2, 3)), ("test", (4,))):
         rows = [(f"q{n}", f"d{n}", int(n != 2)) for n in range(40) if n % 5 in rest]
         rows += [("q1", "d0", 3)] if split == "train" else []

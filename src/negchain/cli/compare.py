@@ -7,6 +7,7 @@ their kernels run side by side, else they get the GPU in turns (see `negchain.tr
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import time
 from contextlib import AbstractContextManager, nullcontext
@@ -15,6 +16,7 @@ from typing import Any, cast, get_args
 
 from rich.console import Console
 
+from negchain.cli import tuning
 from negchain.cli.options import IMPORT, option, with_config_options
 from negchain.cli.terminal import Stopped, result, say
 from negchain.files import real_folder
@@ -35,6 +37,12 @@ HELP = """Train several methods and seeds on one recipe and compare them on one 
 
     negchain compare --methods dcl,hard --import own_method.py
 
+    negchain compare --methods infonce,informed --tune beta=20,50 --tune lr=2e-5,5e-5 \
+        --data ./scifact --encoder ./all-MiniLM-L6-v2
+
+With `--tune` every method is run with each combination (seed 0) and keeps the one with the best
+held-out score; its other seeds run with that, and the page shows these runs.
+
 Takes all options of `negchain train`; an option only some methods know is given to those only.
 Runs that are finished in --out are kept, unfinished ones are resumed. Runs on one GPU share it
 through NVIDIA's MPS where that works (`--sharing auto`), else they take turns.
@@ -45,16 +53,21 @@ through NVIDIA's MPS where that works (`--sharing auto`), else they take turns.
     [
         option("methods", str, ",".join(trained()), "--methods", help="Comma-separated methods."),
         option("seeds", int, 1, "--seeds", help="Seeds 0 .. N-1 for each method."),
+        option(
+            "tune", list[str] | None, None, "--tune",
+            help="SETTING=VALUE,VALUE: values each method chooses from; several times for several.",
+        ),
         option("jobs", int, 0, "--jobs", help="Runs at a time; 0: 4 on a GPU, 1 on a CPU."),
         option("sharing", str, "auto", "--sharing", help="auto|mps|off: share a GPU by MPS."),
         IMPORT,
         option("quiet", bool, False, "--quiet", help="No progress bar."),
     ],
     leave_out=("method", "seed", "graph", "name"),
-)
+)  # fmt: skip
 def command(
     methods: str,
     seeds: int,
+    tune: list[str] | None,
     jobs: int,
     sharing: str,
     import_: Path | None,
@@ -70,36 +83,62 @@ def command(
     if seeds < 1 or jobs < 0:
         raise ConfigError(f"--seeds must be at least 1 and --jobs at least 0, got {seeds}, {jobs}")
     folder = Path(settings.pop("out") or f"runs/{time.strftime('%Y-%m-%d_%H%M%S')}_compare")
-    plans: list[Plan] = []
-    for method in chosen:
-        given = for_method(method, settings)
+    # method: one list of plans, seed by seed, for every combination it chooses from
+    tried: dict[str, list[list[Plan]]] = {method: [] for method in chosen}
+    for method, tuned in itertools.product(tried, tuning.grid(tune or [], settings)):
+        known = for_method(method, tuned)
+        given = for_method(method, {**settings, **known})
+        plans = []
         for seed in range(seeds):
             config = resolve(given.get("preset"), {**given, "method": method, "seed": seed})
-            path = folder / f"{method}-seed{seed}"
+            path = folder / f"{method}{tuning.label(known)}-seed{seed}"
             _refuse_another(path, config)
             plans.append((path, config, given))
+        if plans not in tried[method]:  # a method may not know what is tuned
+            tried[method].append(plans)
 
     import torch  # the settings are right: now it is worth its seconds
 
     from negchain.report import comparison_table, write_report
 
-    on_gpu = plans[0][1].device != "cpu" and torch.cuda.is_available()
-    if on_gpu:  # a run that cannot get it then fails; with "auto" it would train on the CPU
-        plans = [(path, config, {**given, "device": "cuda"}) for path, config, given in plans]
+    on_gpu = next(iter(tried.values()))[0][0][1].device != "cpu" and torch.cuda.is_available()
     jobs = jobs or (4 if on_gpu else 1)
-    waiting = [p for p in plans if not (p[0] / "summary.json").exists()]
+    failed: list[Path] = []
+
+    def run_all(plans: list[Plan]) -> None:
+        waiting = [p for p in plans if not (p[0] / "summary.json").exists()]
+        if on_gpu:  # a run that cannot get it then fails; with "auto" it would train on the CPU
+            waiting = [(path, config, {**g, "device": "cuda"}) for path, config, g in waiting]
+        with _sharing(sharing, on_gpu, jobs, len(waiting)) as environment:
+            failed.extend(_run_all(waiting, jobs, environment, first, show=not quiet))
+
     try:
-        with interruptible(), _sharing(sharing, on_gpu, jobs, len(waiting)) as environment:
-            failed = _run_all(waiting, jobs, environment, first, show=not quiet)
+        with interruptible():
+            tuned_first = [p for several in tried.values() if len(several) > 1 for p in several]
+            run_all([plans[0] for plans in tuned_first])
+            best = {method: _best(method, several) for method, several in tried.items()}
+            run_all([plan for plans in best.values() for plan in plans])
     except KeyboardInterrupt:
         raise Stopped(f"; the same command with --out {folder} continues the runs") from None
-    runs = [path for path, _, _ in plans if is_run(path) and read_metrics(path)]
+    every = [path for plans in best.values() for path, _, _ in plans]
+    runs = [path for path in every if is_run(path) and read_metrics(path)]
     if runs:
         Console(highlight=False).print(comparison_table(runs))
         result(f"report: {write_report(runs, folder / 'report.html')}")
     for path in failed:
         say(f"failed: {path} (see {path}.log)")
     return 1 if failed else 0
+
+
+def _best(method: str, several: list[list[Plan]]) -> list[Plan]:
+    """The plans of the combination whose first seed has the best score."""
+    if len(several) == 1:
+        return several[0]
+    best = max(several, key=lambda plans: tuning.score(plans[0][0]))
+    path = best[0][0]
+    name = path.name.removeprefix(f"{method}-").removesuffix("-seed0")
+    say(f" {name} is best of {len(several)} (score {tuning.score(path):.4f})", method)
+    return best
 
 
 def _sharing(

@@ -1,4 +1,4 @@
-"""`negchain train`: from images to an encoder, its quality and a report."""
+"""`negchain train`: from images or texts to an encoder, its quality and a report."""
 
 from __future__ import annotations
 
@@ -30,9 +30,11 @@ With no options it trains EMC² on scikit-learn's digits, on a CPU in about a mi
     negchain train --data ./photos --method emc2 --epochs 100 --out runs/photos
     negchain train --out runs/photos --resume                  # go on; --epochs 200 extends
     negchain train --config runs/photos --seed 1 --out runs/b  # the same settings again
+    negchain train --data ./scifact --encoder ./all-MiniLM-L6-v2  # texts: a retriever
 
-`--data` is a folder with `train/`, `test/` and optionally `unlabeled/` in class sub-folders, or any
-folder of images. Presets hold the paper's settings; every value can be overridden:
+`--data` is a folder with `train/`, `test/` and optionally `unlabeled/` in class sub-folders, any
+folder of images, or texts in BEIR's layout (docs/retrieval.md). Presets hold the paper's
+settings; every value can be overridden:
 
 """ + "\n".join(f"* `{name}`: {text}" for name, text in PRESET_HELP.items())  # fmt: skip
 
@@ -168,6 +170,8 @@ def _show(run: Run, summary: dict[str, Any]) -> None:
     from negchain.report import summary_table
 
     Console(highlight=False).print(summary_table(summary, run.config.task))
+    if "best_step" in summary:
+        result(f"kept: the encoder of step {summary['best_step']:,} of {run.total_steps:,}")
     if run.task.unjudged is not None:
         result(f"nothing was probed: {run.task.unjudged}")
     result(f"report: {run.folder.path / 'report.html'}")

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from .charts import number
 from .measures import GLOBAL_LOSS, THROUGHPUT, TIME, Metric, Shown, shown
+from .recommendation import recommendation
 from .runs import Group, group_runs, load_run
 from .statistics import Estimate, estimates, winner
 
@@ -65,6 +66,8 @@ def compare(groups: Sequence[Group]) -> Results:
             values = groups[i].finals(metric.key)
             rows[i].append(_cell(estimate, values, metric, winners[metric.key] == i))
     notes = _notes(groups, lead, winners.get(lead.key), columns)
+    if (advised := recommendation(groups, lead)) is not None:
+        notes.insert(0, advised)
     return Results(columns, order, rows, _baselines(groups, columns), lead, notes)
 
 

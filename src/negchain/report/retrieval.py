@@ -40,7 +40,8 @@ def proposals(run: Run, *, rows: int) -> str:
             if score > -1.5  # else it is one of its positives
         ]
         blocks.append(
-            f'<article class="card"><h3>{escape(str(query))}</h3><table class="settings proposals"><tbody>'
+            f'<article class="card"><h3>{escape(str(query))}</h3>'
+            '<table class="settings proposals"><tbody>'
             f"{own}{''.join(others)}</tbody></table></article>"
         )
     by_table = str(art.get("proposal_of", "")) == "table"

@@ -9,6 +9,7 @@ Shapes: `Q` queries, `N` documents, `D` embedding, `P` proposals shown.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -71,7 +72,7 @@ class RetrievalJudge(Judge):
         order, found = texts.lengths.argsort(stable=True), []
         encoder.eval()
         with torch.autocast(device.type, dtype, enabled=dtype is not None):
-            for part in order.split(PASS):
+            for part in torch.split(order, PASS):
                 found.append(encoder(texts.tokens(part, device)).float())
         encoder.train()
         z = torch.cat(found)
@@ -129,7 +130,7 @@ MEASURES = {
 
 def measured(queries: Tensor, documents: Tensor, relevant: Sequence[Graded]) -> Arrays:
     """Measures of every query by sentence-transformers' evaluator, from unit embeddings."""
-    from sentence_transformers.evaluation import InformationRetrievalEvaluator
+    from sentence_transformers.sentence_transformer.evaluation import InformationRetrievalEvaluator
 
     class PerQuery(InformationRetrievalEvaluator):  # type: ignore[misc]
         """Hands over embeddings instead of computing them, and keeps each query's numbers."""
@@ -138,11 +139,11 @@ def measured(queries: Tensor, documents: Tensor, relevant: Sequence[Graded]) -> 
             return model
 
         def compute_metrics(self, queries_result_list: list[Any]) -> Any:
-            ids, self.queries = self.queries_ids, self.queries[:1]
+            alone: Any = copy(self)
             self.single = []
-            for name, hits in zip(ids, queries_result_list, strict=True):
-                self.queries_ids = [name]
-                self.single.append(super().compute_metrics([hits]))
+            for name, hits in zip(self.queries_ids, queries_result_list, strict=True):
+                alone.queries_ids = alone.queries = [name]
+                self.single.append(InformationRetrievalEvaluator.compute_metrics(alone, [hits]))
             return {k: {} for k in ("accuracy@k", "precision@k", "recall@k", "mrr@k", "ndcg@k",
                                     "map@k")}  # fmt: skip
 

@@ -1,0 +1,266 @@
+"""Dense retrieval through the tool: BEIR folders, early stopping, the model it leaves, its report.
+
+The encoder is a BERT of 16 dimensions with random weights (tests/tasks/tiny_texts.py).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("sentence_transformers")
+
+from negchain import tasks, train  # noqa: E402
+from negchain.cli import run as command_line  # noqa: E402
+from negchain.losses.request import Want  # noqa: E402
+from negchain.report.runs import load_run  # noqa: E402
+from negchain.tasks.beir import read_beir  # noqa: E402
+from negchain.tasks.retrieval_judge import measured  # noqa: E402
+from negchain.train import trainer  # noqa: E402
+from negchain.train.config import ConfigError  # noqa: E402
+from negchain.train.progress import Progress  # noqa: E402
+from negchain.train.resolve import resolve  # noqa: E402
+from negchain.train.run_folder import RunFolder, read_metrics  # noqa: E402
+from tasks.tiny_texts import write_beir, write_model  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("retrieval")
+    write_model(made / "model")
+    write_beir(made / "beir")
+    return made
+
+
+def settings(folder: Path, **more) -> dict:
+    given = {"data": str(folder / "beir"), "encoder": str(folder / "model"), "device": "cpu"}
+    return {**given, "batch_size": 4, "lr": 3e-3, "beta": 10.0, "epochs": 2, **more}
+
+
+@pytest.fixture(scope="module")
+def finished(folder: Path) -> Path:
+    return train.run(**settings(folder, out=str(folder / "run"), epochs=6))
+
+
+@pytest.fixture(scope="module")
+def task(folder: Path):
+    made = tasks.load(resolve(None, settings(folder)))
+    made.place(torch.device("cpu"), None)
+    return made
+
+
+# ------------------------------------------------------------------ the run and what it leaves
+
+
+def test_it_trains_and_beats_the_start(finished: Path) -> None:
+    summary = json.loads((finished / "summary.json").read_text())
+    assert summary["ndcg10"] > summary["untrained_ndcg10"] + 0.05
+    assert summary["test_ndcg10"] > summary["untrained_test_ndcg10"]
+    assert summary["score"] == summary["ndcg10"]
+    config = json.loads((finished / "config.json").read_text())
+    assert (config["task"], config["method"], config["denominator"]) == (
+        "retrieval", "informed", "all"
+    )  # fmt: skip
+
+
+def test_the_model_is_sentence_transformers_own_and_as_good(finished: Path, folder: Path) -> None:
+    """Their evaluator, on their model loaded from the folder, finds the run's numbers."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.evaluation import InformationRetrievalEvaluator
+
+    model = SentenceTransformer(str(finished / "model"), device="cpu", local_files_only=True)
+    data = read_beir(folder / "beir", 0.2)
+    relevant = {q: {str(d) for d in g} for q, g in zip(data.test.ids, data.test.relevant)}  # noqa: B905
+    found = InformationRetrievalEvaluator(
+        dict(zip(data.test.ids, data.test.texts, strict=True)),
+        {str(n): text for n, text in enumerate(data.documents)},
+        relevant,
+        precision_recall_at_k=[10, 100],
+    )(model)
+    summary = json.loads((finished / "summary.json").read_text())
+    for name, theirs in (("ndcg10", "ndcg@10"), ("mrr10", "mrr@10"), ("recall10", "recall@10")):
+        assert summary[f"test_{name}"] == pytest.approx(found[f"cosine_{theirs}"], abs=1e-6)
+    card = (finished / "model" / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: sentence-transformers")
+    assert f"| test ndcg10 | {summary['untrained_test_ndcg10']:.4f} |" in card
+
+
+def test_the_best_encoder_is_kept_and_patience_ends_the_run(folder: Path, tmp_path: Path) -> None:
+    """With a rate that ruins it, the encoder of the start is what is left."""
+    given = settings(folder, out=str(tmp_path / "run"), lr=100.0, patience=2, epochs=5)
+    path = train.run(**given)
+    summary = json.loads((path / "summary.json").read_text())
+    assert (summary["best_step"], summary["step"]) == (0, 2 * 6)  # two epochs of six steps
+    assert summary["ndcg10"] == summary["untrained_ndcg10"]
+    fresh, left = (
+        torch.cat([p.flatten() for p in tasks.named("retrieval").rebuild(
+            {"folder": str(where), "max_length": 16}).parameters()])
+        for where in (folder / "model", path / "model")
+    )  # fmt: skip
+    assert torch.equal(fresh, left)
+
+
+def test_a_run_stopped_half_way_resumes_to_the_bit(folder: Path, tmp_path: Path) -> None:
+    whole = train.run(**settings(folder, out=str(tmp_path / "whole"), log_every=1))
+    half = tmp_path / "half"
+    text = (whole / "config.json").read_text()
+    loaded = tasks.load(resolve(None, settings(folder, log_every=1)))
+    run = trainer.prepare(loaded, lambda: RunFolder.create(half, config=text))
+    judge = run.judge.quick
+    run.judge.quick = lambda encoder: (setattr(run, "stop", True), judge(encoder))[1]
+    with run.folder, pytest.raises(trainer.Interrupted):
+        run.train(Progress(show=False))
+    assert command_line(["train", "--out", str(half), "--resume", "--quiet"]) == 0
+
+    def untimed(path: Path) -> list[dict]:
+        clock = ("seconds", "samples_per_second")
+        return [{k: v for k, v in line.items() if k not in clock} for line in read_metrics(path)]
+
+    assert untimed(half) == untimed(whole)
+    arrays = [load_run(path).artifacts for path in (whole, half)]
+    assert np.array_equal(arrays[0]["before_ndcg10"], arrays[1]["before_ndcg10"])
+
+
+def test_the_report_shows_proposals_beside_the_positive(finished: Path) -> None:
+    page = (finished / "report.html").read_text(encoding="utf-8")
+    for text in ("What is proposed as negatives", "the stale table proposes most", "nDCG@10"):
+        assert text in page
+    art = load_run(finished).artifacts
+    own = art["proposal_positives"]
+    for row, texts in enumerate(art["proposal_texts"]):
+        assert own[row] not in texts  # copies of the positive are none of its negatives
+    body = page.split("<body>")[1].split("<footer>")[0]
+    assert "image" not in body and "pixels" not in body
+
+
+def test_evaluate_takes_other_texts_without_training_queries(
+    finished: Path, folder: Path, tmp_path: Path, capsys
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(folder / "beir", other)
+    (other / "qrels" / "train.tsv").unlink()
+    assert command_line(["evaluate", str(finished), "--device", "cpu", "--data", str(other)]) == 0
+    assert "nDCG@10, test" in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------ batches
+
+
+def test_positives_are_drawn_by_grade_and_copies_are_known(task) -> None:
+    place = task.data.train.ids.index("q1")
+    index = torch.tensor([place] * 400)
+    drawn = [task.batch(torch.tensor([place]), torch.tensor(step)).keys for step in range(400)]
+    assert 0.2 < torch.cat(drawn).eq(1).double().mean() < 0.3  # d1 has grade 1, d0 grade 3
+    known = task.batch(index, torch.tensor(0)).told["known"][0]
+    assert set(known[known >= 0].tolist()) == {0, 1, 40}  # and the copy of d0
+
+
+def test_texts_are_padded_to_the_longest_of_a_pass(task) -> None:
+    tokens = task.inputs([Want(torch.tensor([0, 1]), "anchors")], torch.tensor(0), 0)
+    assert tokens["input_ids"].shape == tokens["attention_mask"].shape == (2, 6)
+    assert tokens["role"] == "query"
+
+
+def test_documents_per_step_are_equal_for_all_methods(folder: Path) -> None:
+    from negchain.train.step import build_loss
+
+    for method in ("infonce", "sogclr", "emc2", "informed"):
+        config = resolve(None, settings(folder, method=method, batch_size=4, draws=2))
+        loaded = tasks.load(config)
+        loss_fn = build_loss(loaded, loaded.encoder)
+        index, z = torch.arange(4), torch.randn(4, 16)
+        told = loaded.batch(index, torch.tensor(0)).told
+        wants = [
+            *loss_fn.request(index, **told).wants,
+            *loss_fn.request(index, z, z, **told).wants,
+        ]
+        assert sum(len(w.ids) for w in wants if w.gradient) == 8, method
+
+
+def test_measures_of_a_ranking_by_hand() -> None:
+    documents = torch.eye(5)
+    query = torch.tensor([[0.5, 0.4, 0.3, 0.2, 0.1]])  # ranks documents 0, 1, 2, 3, 4
+    found = measured(query, documents, [{1: 1.0, 3: 2.0}])
+    ideal = 1 + 1 / np.log2(3)
+    assert found["ndcg10"] == pytest.approx([(1 / np.log2(3) + 1 / np.log2(5)) / ideal])
+    assert (found["mrr10"], found["recall10"]) == ([0.5], [1.0])
+
+
+# ------------------------------------------------------------------ what is refused
+
+
+def test_validation_queries_are_dev_tsv_where_there_is_one(folder: Path, tmp_path: Path) -> None:
+    data = read_beir(folder / "beir", 0.2)
+    assert (len(data.train), len(data.validation), len(data.test)) == (25, 6, 8)
+    assert not set(data.train.ids) & set(data.validation.ids) and "q2" not in data.train.ids
+    copy = shutil.copytree(folder / "beir", tmp_path / "beir")
+    (copy / "qrels" / "dev.tsv").write_text("q4\td4\t1\n")  # a header may be missing
+    data = read_beir(copy, 0.2)
+    assert (len(data.train), data.validation.ids) == (31, ["q4"])
+
+
+BROKEN = {
+    "bad line": ("queries.jsonl", '{"_id": "q1", "te', r"JSON object a line.*line 1 is"),
+    "no id": ("queries.jsonl", '{"text": "a"}', "line 1 has no _id; correct or delete it"),
+    "no text": ("queries.jsonl", '{"_id": "q1"}', "line 1 has no text"),
+    "text": ("queries.jsonl", '{"_id": "q1", "text": 5}', "line 1 has the text 5"),
+    "twice": ("queries.jsonl", '{"_id": "q", "text": "a"}\n' * 2, "line 2 repeats 'q'; rename"),
+    "empty": ("corpus.jsonl", "\n", "at least one line, and is empty"),
+    "document": ("qrels/train.tsv", "q1\tnobody\t1\n", "line 1 of .* names 'nobody', which is no"),
+    "query": ("qrels/train.tsv", "nobody\td1\t1\n", r"must name lines of queries.jsonl"),
+    "columns": ("qrels/train.tsv", "h\th\th\nq1 d1 1\n", "tabs between, and line 2 is 'q1 d1 1'"),
+    "score": ("qrels/train.tsv", "h\th\th\nq1\td1\tyes\n", "line 2 is"),
+    "bytes": ("queries.jsonl", b"\xff\xfe", "readable text"),
+    "gzip": ("corpus.jsonl.gz", b"no gzip", "readable text"),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_malformed_folders_are_refused(what: str, folder: Path, tmp_path: Path, capsys) -> None:
+    name, content, message = BROKEN[what]
+    made = write_beir(tmp_path / "beir", packed=name.endswith(".gz"))
+    (made / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    given = ["--data", str(made), "--encoder", str(folder / "model"), "--out", str(tmp_path / "r")]
+    assert command_line(["train", *given]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert said.startswith("refused:") and "Traceback" not in said
+    with pytest.raises(ConfigError, match=message):
+        read_beir(made, 0.2)
+    assert not (tmp_path / "r").exists()
+
+
+def test_what_is_missing_is_refused(folder: Path, tmp_path: Path) -> None:
+    beir = {"data": str(folder / "beir")}
+    with pytest.raises(ConfigError, match="which need --encoder, the folder of a"):
+        resolve(None, beir)
+    with pytest.raises(ConfigError, match="'all-MiniLM-L6-v2' is no folder; nothing is fetched"):
+        resolve(None, {**beir, "encoder": "all-MiniLM-L6-v2"})
+    with pytest.raises(ConfigError, match="holds neither modules.json nor config.json"):
+        resolve(None, {**beir, "encoder": str(tmp_path)})
+    with pytest.raises(ConfigError, match="leaves none; raise --holdout"):
+        tasks.load(resolve(None, settings(folder, holdout=0.0)))
+    with pytest.raises(ConfigError, match="--max-length belongs to --task retrieval"):
+        resolve(None, {"data": "digits", "max_length": 64})
+    with pytest.raises(ConfigError, match="--pretrained goes with images"):
+        train.run(**settings(folder, pretrained=str(folder / "model"), out=str(tmp_path / "r")))
+    copy = shutil.copytree(folder / "beir", tmp_path / "beir")
+    (copy / "corpus.jsonl.gz").unlink()
+    with pytest.raises(ConfigError, match="must hold corpus.jsonl or corpus.jsonl.gz"):
+        read_beir(copy, 0.2)
+    shutil.rmtree(copy / "qrels")
+    write_beir(tmp_path / "full")
+    shutil.rmtree(tmp_path / "full" / "qrels")
+    with pytest.raises(ConfigError, match="with a positive .* and has none"):
+        read_beir(tmp_path / "full", 0.2)
+
+
+def test_a_model_that_cannot_be_loaded_is_refused(folder: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(folder / "model", tmp_path / "model")
+    (copy / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="must hold a model that sentence-transformers can load"):
+        tasks.named("retrieval").rebuild({"folder": str(copy), "max_length": 16})

@@ -1,0 +1,68 @@
+"""`negchain compare --tune`: each method keeps its best settings, by the score of its task."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from negchain.cli import compare, tuning
+from negchain.cli import run as command_line
+from negchain.train.config import ConfigError, to_json
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Runs that take no time: infonce likes a large rate, dcl a small one."""
+    names: list[str] = []
+
+    def launch(path: Path, config, given, environment, first) -> SimpleNamespace:
+        names.append(path.name)
+        path.mkdir(parents=True)
+        score = config.lr * (1 if config.method == "infonce" else -1)
+        (path / "summary.json").write_text(json.dumps({"score": score}))
+        (path / "config.json").write_text(to_json(config))
+        (path / "metrics.jsonl").write_text('{"step": 0, "loss": 1.0}\n')
+        return SimpleNamespace(poll=lambda: 0, returncode=0)
+
+    monkeypatch.setattr(compare, "_launch", launch)
+    return names
+
+
+def test_every_method_keeps_its_best(launched: list[str], tmp_path: Path, capsys) -> None:
+    words = ["compare", "--methods", "infonce,dcl", "--tune", "lr=0.1,0.2", "--seeds", "2"]
+    words += ["--device", "cpu", "--quiet", "--out", str(tmp_path)]
+    assert command_line(words) == 0
+    assert launched == [
+        "infonce-lr=0.1-seed0", "infonce-lr=0.2-seed0", "dcl-lr=0.1-seed0", "dcl-lr=0.2-seed0",
+        "infonce-lr=0.2-seed1", "dcl-lr=0.1-seed1",
+    ]  # fmt: skip
+    assert "infonce lr=0.2 is best of 2" in " ".join(capsys.readouterr().err.split())
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "dcl-lr=0.1" in page and "dcl-lr=0.2" not in page
+    launched.clear()
+    assert command_line(words) == 0 and launched == []  # what is finished is kept
+
+
+def test_what_a_method_does_not_know_is_not_tuned(launched: list[str], tmp_path: Path) -> None:
+    words = ["compare", "--methods", "dcl,sogclr", "--tune", "gamma=0.5,0.9", "--device", "cpu"]
+    assert command_line([*words, "--quiet", "--out", str(tmp_path)]) == 0
+    assert sorted(launched) == ["dcl-seed0", "sogclr-gamma=0.5-seed0", "sogclr-gamma=0.9-seed0"]
+
+
+@pytest.mark.parametrize(
+    "tune, message",
+    [
+        ("beta", "SETTING=VALUE,VALUE .* no value is named"),
+        ("bata=1", "the setting of --tune is unknown, got 'bata'; did you mean 'beta'"),
+        ("beta=1,two", "--tune beta must be a number, got 'two'"),
+        ("epochs=1.5", "--tune epochs must be an integer, got '1.5'"),
+        ("lr=1", "--lr is given twice"),
+        ("seed=0,1", "the setting of --tune is unknown"),
+    ],
+)
+def test_nonsense_is_refused(tune: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        tuning.grid([tune], {"lr": 0.1})
