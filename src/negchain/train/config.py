@@ -70,8 +70,7 @@ class TrainConfig:
     )
     data: str = setting(
         "digits",
-        "digits, cifar10, stl10, or a folder (train/, test/, unlabeled/, or images); A,B for two; "
-        "or texts: a folder in BEIR's layout (corpus.jsonl, queries.jsonl, qrels/).",
+        "digits, cifar10, stl10, a folder of images (train/, test/) or texts (BEIR); A,B for two.",
         "Data",
         rule=named,
     )
@@ -181,8 +180,7 @@ class TrainConfig:
     )
     encoder: str = setting(
         "small-cnn",
-        "small-cnn, resnet18, resnet50, or the name of any timm model; for texts the folder of a "
-        "sentence-transformers or transformers model.",
+        "small-cnn, resnet18, resnet50, any timm model; for texts a sentence-transformers folder.",
         "Encoder and optimizer",
         rule=named,
     )
