@@ -45,6 +45,6 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> No
         program, *words = shlex.split(text)
         quiet = [] if words[0] == "evaluate" else ["--quiet"]
         assert program == "negchain" and command_line([*words, "--device", "cpu", *quiet]) == 0
-    assert len([p for p in Path("runs/which").iterdir() if p.is_dir()]) == 3 * 4 + 3 * 2
+    assert len([p for p in Path("runs/which").iterdir() if p.is_dir()]) == 4 * 4 + 4 * 2
     assert "Recommended: none of these." in " ".join(capsys.readouterr().out.split())
     assert "Recommended: none of these." in Path("runs/which/report.html").read_text()
