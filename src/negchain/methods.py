@@ -227,12 +227,13 @@ def _emc2(s: LossSettings, isir: bool = False) -> ContrastiveLoss:
 
     kernel = ISIR() if isir else MH(burn_in=s.option("burn_in", 0.5))
     stored = s.option("augmentations", None)
+    num, k = s.option("draws", None), s.option("k", None)
+    if num and k:
+        num -= num // k  # each sample encodes a carried one as well
     # Stored views have a chain each, so that both copies of an item are different states.
-    draws = s.option("draws", 0)
-    num = (draws - draws // s.option("k", 1)) or None  # each sample encodes a carried one as well
     proposals: Any = InBatch(copies=2) if stored else _uniform(num)
     if s.option("proposal", "batch") == "informed":
-        proposals = _informed(s, num)
+        proposals = _informed(s, num or None)
     return EMC2Loss(
         s.num_samples,
         s.beta,
