@@ -66,9 +66,9 @@ SHOWN = Shown(
     lead=(VALIDATION[0], TEST[0]),
     secondary=(*VALIDATION[1:], *TEST[1:]),
     columns=(VALIDATION[0], TEST[0], TEST[1], TEST[3]),
-    baselines={"untrained": "Encoder as it was"},
+    baselines={"untrained": "Zero-shot encoder"},
     explained="Settings and epoch are chosen on validation queries; test queries only report. "
-    "Encoder as it was: before any step, the zero-shot result.",
+    "Zero-shot encoder: as it was before the first step.",
     pictures=lambda run, small: [
         ("What is proposed as negatives", proposals(run, rows=3 if small else 12), None)
     ],

@@ -72,7 +72,7 @@ def headline(run: Run) -> str:
     chips = "".join(
         f"<li>{text} <b>{escape(str(config[key]))}</b></li>"
         for key, text in named
-        if config.get(key) is not None
+        if config.get(key) is not None and key not in foreign(config.get("task", "images"))
     )
     return (
         f'<header style="--c:{method_colour(str(config.get("method")))}">'
@@ -147,7 +147,8 @@ def _beside(run: Run, metric: Metric) -> str:
     if run.final(metric.key) is None:
         return "not measured"
     before = run.baseline(metric.key).get("untrained")
-    return run.shown.tested if before is None else f"{number(before, metric.unit)} untrained"
+    word = run.shown.baselines.get("untrained", "untrained").split()[0].lower()
+    return run.shown.tested if before is None else f"{number(before, metric.unit)} {word}"
 
 
 def standing(run: Run) -> str:
@@ -213,7 +214,7 @@ def _passes(run: Run) -> str:
 def curves(page: Page, run: Run) -> None:
     """One chart per metric the run recorded, and a sentence for those it did not."""
     colour = method_colour(str(run.config.get("method")))
-    drawn, missing = [], []
+    drawn, missing, strange = [], [], foreign(run.config.get("task", "images"))
     bracket = _bracket(run)
     results = (
         f"Results on {run.shown.tested}",
@@ -222,10 +223,14 @@ def curves(page: Page, run: Run) -> None:
     )
     for title, note, lines in (results, *_RUN_CHARTS):
         present = [(metric, label) for metric, label in lines if len(run.curve(metric.key))]
+        longest = max((len(run.curve(metric.key)) for metric, _ in present), default=0)
+        if longest > 1:  # a single point beside curves is the start of what only the end has
+            present = [(m, label) for m, label in present if len(run.curve(m.key)) > 1]
         if bracket is not None and (ESTIMATED, ESTIMATED.name) in lines:  # beside the exact loss
             continue
         if not present:
-            if title in _EXPECTED or (title == results[0] and run.classes):
+            probed = title != "Global loss" or "probe_samples" not in strange  # a task may not
+            if (title in _EXPECTED and probed) or (title == results[0] and run.classes):
                 missing.append(title.lower())
             continue
         series = [
