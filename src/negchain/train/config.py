@@ -70,7 +70,7 @@ class TrainConfig:
     )
     data: str = setting(
         "digits",
-        "digits, cifar10, stl10, a folder of images (train/, test/) or texts (BEIR); A,B for two.",
+        "digits, cifar10, stl10, a folder of images, tar shards, save_to_disk, BEIR; A,B for two.",
         "Data",
         rule=named,
     )
