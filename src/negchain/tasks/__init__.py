@@ -7,6 +7,7 @@ checkpoints, `compare` and the report read this register and know no task by nam
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -134,5 +135,25 @@ register(
         check=_check_images,
         defaults=lambda data: presets.DATA_DEFAULTS.get(data, presets.FOLDER_DEFAULTS),
         options=("recipe", "image_size", "augmentations", "resident_gb", "stem", "norm"),
+    )
+)
+
+
+def _later(module: str, name: str) -> Callable[..., Any]:
+    """A function of a module that is imported when it is called."""
+    return lambda *given: getattr(importlib.import_module(module), name)(*given)
+
+
+register(
+    Kind(
+        "image-text",
+        "images",
+        _later("negchain.tasks.image_text", "load"),
+        _later("negchain.tasks.image_text_towers", "rebuild"),
+        _later("negchain.report.image_text", "shown"),
+        claims=lambda data: bool(_later("negchain.tasks.captions", "find_tables")(data)),
+        check=_later("negchain.tasks.image_text_settings", "check"),
+        defaults=lambda data: presets.CAPTION_DEFAULTS,
+        options=("text_encoder", "recipe", "image_size", "resident_gb", "stem", "norm"),
     )
 )

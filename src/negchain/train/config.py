@@ -109,8 +109,8 @@ class TrainConfig:
         "Data",
         rule=_named,
     )
-    recipe: Literal["simclr-stl10", "simclr-imagenet", "cifar", "digits", "none"] = _setting(
-        "digits", "Augmentation.", "Data"
+    recipe: Literal["simclr-stl10", "simclr-imagenet", "cifar", "digits", "mild", "none"] = (
+        _setting("digits", "Augmentation.", "Data")
     )
     image_size: int | None = _setting(
         None,
@@ -207,6 +207,12 @@ class TrainConfig:
     encoder: str = _setting(
         "small-cnn",
         "small-cnn, resnet18, resnet50, or the name of any timm model.",
+        "Encoder and optimizer",
+        rule=_named,
+    )
+    text_encoder: str | None = _setting(
+        None,
+        "image-text: folder of a transformers or sentence-transformers encoder on this machine.",
         "Encoder and optimizer",
         rule=_named,
     )
