@@ -106,9 +106,13 @@ def test_a_task_is_chosen_by_the_data_or_named() -> None:
     assert resolve(None, {"data": "dictionary"}).task == "words"
     assert resolve(None, {"data": "digits"}).task == "images"
     assert resolve(None, {"data": "digits", "task": "words"}).batch_size == 8
-    with pytest.raises(ConfigError, match="--task must be one of images, words, got 'word'"):
+    with pytest.raises(
+        ConfigError, match="--task must be one of images, image-text, words, got 'word'"
+    ):
         resolve(None, {"task": "word"})
-    with pytest.raises(ConfigError, match="--recipe belongs to --task images .* is 'words'"):
+    with pytest.raises(
+        ConfigError, match="--recipe belongs to --task images or image-text .* is 'words'"
+    ):
         resolve(None, {"data": "dictionary", "recipe": "none"})
 
 

@@ -43,7 +43,11 @@ class ImageText(nn.Module):
         self.image, self.text = image, text
         self.log_beta = nn.Parameter(torch.tensor(math.log(beta)))
         self.embedding_dim = dim
-        self.encoder_config = {**described, "beta": beta}
+        self.encoder_config = {**described, "channels": 3, "beta": beta}
+
+    def features(self, images: Tensor) -> Tensor:
+        """Embeddings of pictures, [R,3,S,S] -> [R,D]: what a trained run encodes them to."""
+        return self.image(images)  # type: ignore[no-any-return]
 
     def beta(self) -> Tensor:
         """The inverse temperature, with a gradient to its logarithm."""
@@ -92,7 +96,7 @@ def build(config: TrainConfig, image_size: int, small_stem: bool) -> ImageText:
 
 def rebuild(described: Mapping[str, Any]) -> ImageText:
     """The towers an `encoder_config` describes, with fresh weights."""
-    kept = {name: value for name, value in described.items() if name != "beta"}
+    kept = {n: value for n, value in described.items() if n not in ("beta", "channels")}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(described["seed"])
         if "open_clip" not in described:

@@ -5,6 +5,7 @@ Shapes: `R` texts of a pass, `L` tokens, `D` embedding.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -33,7 +34,8 @@ class TextTower(nn.Module):
         self.model = model
         self.pooling = pooling
         self.project = nn.Linear(model.config.hidden_size, dim, bias=False)
-        self.described = {"model": model.config.to_dict(), "pooling": pooling, "dim": dim}
+        settings = json.loads(model.config.to_json_string(use_diff=False))
+        self.described = {"model": settings, "pooling": pooling, "dim": dim}
 
     @classmethod
     def rebuilt(cls, described: Mapping[str, Any]) -> TextTower:
@@ -62,7 +64,7 @@ def read_text_tower(folder: str, dim: int) -> TextTower:
     from transformers import AutoConfig, AutoModel
     from transformers.utils import logging
 
-    logging.disable_progress_bar()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call,unused-ignore]
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
         config = AutoConfig.from_pretrained(folder, **local)
