@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -84,6 +85,8 @@ def read_text_tower(folder: str, dim: int) -> TextTower:
 
 def check_text_folder(folder: str | None) -> None:
     """Refuse what is no folder of a model, before anything slow."""
+    if find_spec("transformers") is None:
+        raise ConfigError("--text-encoder needs transformers: pip install 'negchain[text]'")
     if folder is None or not Path(folder, "config.json").is_file():
         given = "none was given" if folder is None else f"{show(folder)} has none"
         raise ConfigError(
