@@ -51,6 +51,12 @@ def loaded(made: Path, **changed: object) -> ImageTextTask:
     return task
 
 
+def prepared(task: ImageTextTask, folder: Path) -> trainer.Run:
+    begun = trainer.prepare(task, lambda: RunFolder.create(folder, config="{}\n"))
+    begun.folder.close()
+    return begun
+
+
 @pytest.fixture(scope="module")
 def run(made: Path) -> Path:
     """A finished run."""
@@ -93,9 +99,11 @@ def test_evaluate_and_encode(run: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.parametrize("method", methods.trained())
-def test_every_method_takes_a_step_with_the_tower_of_each_side(method: str, made: Path) -> None:
+def test_every_method_takes_a_step_with_the_tower_of_each_side(
+    method: str, made: Path, tmp_path: Path
+) -> None:
     task = tasks.load(resolve(None, settings(made, method=method)))
-    begun = trainer.prepare(task, lambda: None)  # type: ignore[arg-type,return-value]
+    begun = prepared(task, tmp_path / "run")
     begun.step.fill()
     passes: list[tuple[str, int]] = []
     inputs = task.inputs
@@ -109,7 +117,8 @@ def test_every_method_takes_a_step_with_the_tower_of_each_side(method: str, made
     for number in range(2):
         begun.step(number, begun.order.batch(number))
         assert torch.isfinite(begun.step.loss)
-    size = 2 * 8 if method in ("emc2", "isir") else 8  # carried states go with the batch
+    # carried states and uniform draws go with the batch
+    size = 2 * 8 if method in ("emc2", "isir", "logq") else 8
     assert passes[:2] == [("anchors", size), ("keys", size)]
     for tower in (begun.encoder.image, begun.encoder.text.model.encoder):
         assert any(w.grad is not None and w.grad.any() for w in tower.parameters())
@@ -270,7 +279,7 @@ def test_open_clip_from_its_config(made: Path, tmp_path: Path) -> None:
     again = tasks.named("image-text").rebuild(encoder.encoder_config)
     again.load_state_dict(encoder.state_dict())
     assert again.encoder_config == encoder.encoder_config
-    begun = trainer.prepare(task, lambda: None)  # type: ignore[arg-type,return-value]
+    begun = prepared(task, tmp_path / "run")
     begun.step(0, begun.order.batch(0))
     assert torch.isfinite(begun.step.loss)
 

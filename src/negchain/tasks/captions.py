@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from negchain.files import open_plain
+from negchain.printable import printable
 
 COLUMNS = ("image", "caption")
 TEST_TABLES = ("test", "val", "valid", "validation")
@@ -113,13 +114,13 @@ def _main_table(data: str, tables: dict[str, Path]) -> Path:
         having = "no .csv" if columns is None else f"{seen[0].name} with {', '.join(columns)[:80]}"
         raise ValueError(
             "captions need a .csv whose first line names the columns image and caption, and "
-            f"{_shown(data)} has {_shown(having)}; add it, or name its columns so"
+            f"{printable(data)} has {printable(having)}; add it, or name its columns so"
         )
     wanted = [name for name in ("train", "captions") if name in tables]
     others = [name for name in tables if name not in TEST_TABLES] or list(tables)
     if not wanted and len(others) > 1:
         raise ValueError(
-            f"one table must hold the captions to train on, and {_shown(data)} has "
+            f"one table must hold the captions to train on, and {printable(data)} has "
             f"{', '.join(tables[name].name for name in others[:5])}; name one of them captions.csv"
         )
     return tables[(wanted or others)[0]]
@@ -137,8 +138,8 @@ def _read(table: Path, root: str, splits: dict[str, _Split], into: str = "train"
             lacking, told = ("caption", image) if image else ("image", caption)
             raise ValueError(
                 f"every row must have an image and a caption, and line {line} of "
-                f"{_shown(table.name)} has no {lacking} ({_shown(told[:80]) or 'it is empty'}); "
-                "write it, or remove the row"
+                f"{printable(table.name)} has no {lacking} "
+                f"({printable(told[:80]) or 'it is empty'}); write it, or remove the row"
             )
         if image not in where:
             where[image] = _locate(image, bases, root)
@@ -150,16 +151,16 @@ def _read(table: Path, root: str, splits: dict[str, _Split], into: str = "train"
         split = _split_of(row, line, table) or into
         if home.setdefault(name, split) != split:
             raise ValueError(
-                f"an image must be in one split, and {_shown(image)} is in {home[name]} and in "
-                f"{split} (line {line} of {_shown(table.name)}); remove it from one"
+                f"an image must be in one split, and {printable(image)} is in {home[name]} and in "
+                f"{split} (line {line} of {printable(table.name)}); remove it from one"
             )
         splits[split].paths[name] = path
         splits[split].captions.setdefault(name, []).append(caption)
     if missing:
         line, image = missing[0]
         raise ValueError(
-            f"every image of {_shown(table.name)} must be there, and {len(missing):,} are not: "
-            f"{_shown(image)} (line {line}) is neither beside the table nor in {table.stem}/ or "
+            f"every image of {printable(table.name)} must be there, and {len(missing):,} are not: "
+            f"{printable(image)} (line {line}) is neither beside the table nor in {table.stem}/ or "
             "images/; correct the names, or remove the rows"
         )
 
@@ -168,7 +169,7 @@ def _locate(image: str, bases: list[Path], root: str) -> tuple[str, str] | None:
     for base in bases:
         path = os.path.normpath(base / image)
         if "\0" not in path and os.path.isfile(path):
-            return _shown(os.path.relpath(path, root).replace(os.sep, "/")), path
+            return printable(os.path.relpath(path, root).replace(os.sep, "/")), path
     return None
 
 
@@ -176,8 +177,8 @@ def _split_of(row: dict[str, str], line: int, table: Path) -> str | None:
     named = row.get("split", "").strip().lower()
     if named and named not in _SPLITS:
         raise ValueError(
-            f"split must be one of {', '.join(_SPLITS)}, got {_shown(named)!r} in line {line} of "
-            f"{_shown(table.name)}; correct it, or remove the column"
+            f"split must be one of {', '.join(_SPLITS)}, got {printable(named)!r} in line {line} "
+            f"of {printable(table.name)}; correct it, or remove the column"
         )
     return _SPLITS.get(named)
 
@@ -217,7 +218,7 @@ def _rows(table: Path) -> list[tuple[int, dict[str, str]]]:
             ]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ValueError(
-            f"{_shown(table.name)} must be a CSV file in UTF-8, but {error}; save it as such"
+            f"{printable(table.name)} must be a CSV file in UTF-8, but {error}; save it as such"
         ) from error
 
 
@@ -229,9 +230,3 @@ def _columns(table: Path) -> list[str]:
         return [name.strip().lower() for name in next(csv.reader([first]), [])]
     except (OSError, ValueError, csv.Error):
         return []
-
-
-def _shown(name: str) -> str:
-    from negchain.data.printable import printable
-
-    return printable(name)

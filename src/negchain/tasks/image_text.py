@@ -10,10 +10,10 @@ Shapes: `M` pictures, `C` captions, `B` batch, `R` rows of a pass, `L` tokens, `
 from __future__ import annotations
 
 import hashlib
+import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from negchain import draws
 from negchain.augment import Draws, Images, joined
 from negchain.data import DataBundle, ImageSet, load_scan, stream_batches
+from negchain.data.places import whole_file
 from negchain.data.scan import ImageFile, Scan
 from negchain.losses.request import Want
 from negchain.tasks.captions import read_pairs
@@ -184,7 +185,7 @@ def load(
     config = replace(config, image_size=side)
     chosen = pairs.train[: config.subset]
     everything = (*chosen, *pairs.test)
-    files = [ImageFile(p.name, p.path, Path(p.path).stat().st_size) for p in everything]
+    files = [ImageFile(p.name, whole_file(p.path, os.stat(p.path))) for p in everything]
     bundle = load_scan(
         Scan(pairs.root, tuple(files), notes=pairs.notes),
         image_size=side,
