@@ -16,6 +16,7 @@ from pairs_data import captioned, table, tiny_bert, tiny_clip
 import negchain
 from negchain import methods, tasks, train
 from negchain.cli import run as command_line
+from negchain.encoders import build_encoder
 from negchain.losses.request import Want
 from negchain.tasks.image_text import ImageTextTask, shared_captions
 from negchain.tasks.image_text_judge import Retrieval, distinct
@@ -24,6 +25,7 @@ from negchain.train import trainer
 from negchain.train.config import ConfigError
 from negchain.train.resolve import resolve
 from negchain.train.run_folder import RunFolder, read_metrics
+from negchain.train.trained import Trained
 
 pytest.importorskip("transformers")
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "image_text.md"
@@ -329,9 +331,9 @@ def test_what_else_is_refused(made: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="only a run of --task image-text has a text encoder"):
         config = resolve(None, {"data": "digits"})
         encoder = tasks.named("images").rebuild(
-            negchain.encoders.build_encoder("small-cnn", image_size=8, channels=1).encoder_config
+            build_encoder("small-cnn", image_size=8, channels=1).encoder_config
         )
-        negchain.train.trained.Trained(encoder, config, torch.device("cpu")).encode_text(["a"])
+        Trained(encoder, config, torch.device("cpu")).encode_text(["a"])
 
 
 COMMANDS = re.findall(r"^negchain .*?[^\\]$", PAGE.read_text(encoding="utf-8"), re.M | re.S)
