@@ -107,10 +107,12 @@ def test_a_task_is_chosen_by_the_data_or_named() -> None:
     assert resolve(None, {"data": "digits"}).task == "images"
     assert resolve(None, {"data": "digits", "task": "words"}).batch_size == 8
     with pytest.raises(
-        ConfigError, match="--task must be one of images, retrieval, words, got 'word'"
+        ConfigError, match="--task must be one of images, retrieval, image-text, words, got 'word'"
     ):
         resolve(None, {"task": "word"})
-    with pytest.raises(ConfigError, match="--recipe belongs to --task images .* is 'words'"):
+    with pytest.raises(
+        ConfigError, match="--recipe belongs to --task images or image-text .* is 'words'"
+    ):
         resolve(None, {"data": "dictionary", "recipe": "none"})
 
 

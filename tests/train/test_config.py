@@ -233,6 +233,7 @@ CHANGED: dict[str, Any] = {
     "data": "cifar10", "steps": 5, "embedding_dim": 8, "image_size": 16, "augmentations": 2,
     "subset": 500, "out": "x", "preset": "stl10-b32", "root": "r", "encoder": "resnet50",
     "method": "dcl", "pretrained": "timm", "task": "other", "name": "x", "patience": 3,
+    "text_encoder": "x",
 }  # fmt: skip
 
 

@@ -5,6 +5,8 @@ simclr-imagenet  ImageNet: jitter (.4,.4,.2,.1), half of the images blurred, not
 cifar            the common SimCLR recipe for 32-pixel images: crops from 8 %, jitter
                  (.4,.4,.4,.1), no blur (it would leave nothing), CIFAR-10 mean and deviation.
 digits           crops from 50 %, no mirror image (a mirrored 2 is no digit), one channel.
+mild             pictures with captions: crops from 60 %, no mirror image (captions say "left") and
+                 no other colours (they say "red"), ImageNet's mean and deviation.
 none             resize only.
 """
 
@@ -30,6 +32,11 @@ _RECIPES = MappingProxyType[str, Callable[..., Augmentation]](
             normalize=((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)),
         ),
         "digits": partial(Augmentation, crop_scale=(0.5, 1.0)),
+        "mild": partial(
+            Augmentation,
+            crop_scale=(0.6, 1.0),
+            normalize=((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+        ),
         "none": Augmentation,
     }
 )

@@ -103,11 +103,17 @@ def export(
 
     negchain export runs/photos --format onnx --out model/
     """
+    from negchain.encoders import Encoder
     from negchain.export import export_encoder
     from negchain.train.export import load_trained
 
     config = load_run_config(run)
     encoder, loaded = load_trained(run, checkpoint)
+    if not isinstance(encoder, Encoder):
+        raise ConfigError(
+            f"only encoders of --task images are exported, and {run} is of --task {config.task}; "
+            "negchain.load(run) encodes with it"
+        )
     for warning in loaded.warnings:
         say(f"note: {warning}; step {loaded.step} is used instead")
     summary = run / "summary.json"

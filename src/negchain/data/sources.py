@@ -133,6 +133,25 @@ def _scan(source: str, holdout: float) -> Scan:
     return scan_folder(source, holdout) if Path(source).is_dir() else scan_csv(source, holdout)
 
 
+def load_scan(
+    scan: Scan,
+    *,
+    image_size: int | None,
+    strict: bool,
+    resident_bytes: int,
+    num_workers: int,
+    progress: bool,
+) -> DataBundle:
+    """The files of one scan as image sets; the arguments are those of `load_data`."""
+    workers = max(1, num_workers)
+    sizes = _sizes(scan, workers, progress)
+    side, notes = (image_size, ()) if image_size is not None else _default_side([], sizes)
+    storage = choose(sizes, side, resident_bytes)
+    bundle = load_folder(scan, sizes, storage, strict=strict, workers=workers, progress=progress)
+    said = (storage.note,) if storage.note else ()
+    return replace(bundle, notes=notes + said + bundle.notes)
+
+
 def _sizes(scan: Scan, workers: int, progress: bool) -> list[Size]:
     places = [file.place for file in scan.pretrain + scan.test]
     title = f"measuring {printable(Path(scan.root).name)}" if progress else None

@@ -7,6 +7,7 @@ checkpoints, `compare` and the report read this register and know no task by nam
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -198,5 +199,35 @@ register(
         check=_check_texts,
         defaults=lambda data: _TEXT_DEFAULTS,
         options=("max_length", "draws"),
+    )
+)
+
+
+def _later(module: str, name: str) -> Callable[..., Any]:
+    """A function of a module that is imported when it is called."""
+    return lambda *given: getattr(importlib.import_module(module), name)(*given)
+
+
+register(
+    Kind(
+        "image-text",
+        "images",
+        _later("negchain.tasks.image_text", "load"),
+        _later("negchain.tasks.image_text_towers", "rebuild"),
+        _later("negchain.report.image_text", "shown"),
+        claims=lambda data: bool(_later("negchain.tasks.captions", "find_tables")(data)),
+        check=_later("negchain.tasks.image_text_settings", "check"),
+        defaults=lambda data: presets.CAPTION_DEFAULTS,
+        options=(
+            "text_encoder",
+            "recipe",
+            "image_size",
+            "resident_gb",
+            "stem",
+            "norm",
+            "projector",
+            "embedding_dim",
+            "probe_samples",
+        ),
     )
 )

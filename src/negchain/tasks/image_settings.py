@@ -17,8 +17,7 @@ def check(config: TrainConfig) -> TrainConfig:
     # Imported here because it takes seconds, and a mistyped name is told before.
     from negchain.data.sources import named_sources
 
-    if config.encoder not in ("small-cnn", "resnet18", "resnet50"):
-        _check_timm(config.encoder)
+    check_encoder(config.encoder)
     data = config.data
     if data not in DATA_DEFAULTS:
         try:
@@ -29,8 +28,10 @@ def check(config: TrainConfig) -> TrainConfig:
     return replace(config, data=data)
 
 
-def _check_timm(name: str) -> None:
+def check_encoder(name: str) -> None:
     """Refuse a name timm does not know; "resnet18.a1_in1k" names its weights after the dot."""
+    if name in ("small-cnn", "resnet18", "resnet50"):
+        return
     import timm
 
     base, _, tag = name.partition(".")

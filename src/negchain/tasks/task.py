@@ -129,7 +129,10 @@ class Task(ABC):
         return encoder, encoder
 
     def beta(self, encoder: Any) -> float | Tensor:
-        """The loss's inverse temperature; a parameter of the encoder where it is learned."""
+        """The loss's inverse temperature; where it is learned a parameter of the encoder.
+
+        Or a tensor computed from one, which is then asked for at every step.
+        """
         return self.config.beta
 
     def after_step(self, encoder: Any) -> None:

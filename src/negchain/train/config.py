@@ -74,7 +74,7 @@ class TrainConfig:
         "Data",
         rule=named,
     )
-    recipe: Literal["simclr-stl10", "simclr-imagenet", "cifar", "digits", "none"] = setting(
+    recipe: Literal["simclr-stl10", "simclr-imagenet", "cifar", "digits", "mild", "none"] = setting(
         "digits", "Augmentation.", "Data"
     )
     image_size: int | None = setting(
@@ -181,6 +181,12 @@ class TrainConfig:
     encoder: str = setting(
         "small-cnn",
         "small-cnn, resnet18, resnet50, any timm model; for texts a sentence-transformers folder.",
+        "Encoder and optimizer",
+        rule=named,
+    )
+    text_encoder: str | None = setting(
+        None,
+        "image-text: folder of a transformers or sentence-transformers encoder on this machine.",
         "Encoder and optimizer",
         rule=named,
     )

@@ -155,6 +155,19 @@ FOLDER_DEFAULTS: dict[str, Value] = {
     "image_size": 96,
 }
 
+CAPTION_DEFAULTS: dict[str, Value] = {
+    **_PICTURES,
+    "recipe": "mild",
+    "image_size": 112,  # half of ImageNet's
+    "epochs": 30,
+    "warmup_epochs": 1.0,
+    "optimizer": "adamw",
+    "lr": 1e-4,
+    "weight_decay": 0.01,
+    "eval_every": 5,
+    "probe_samples": 1000,
+}
+
 # Learning rates of one optimizer mean nothing to another: used when --optimizer is given alone.
 # LARS is missing because its rate grows with the batch: 0.075 * sqrt(b), as in SimCLR.
 OPTIMIZER_LR: dict[str, float] = {"sgd": 0.05, "adam": 1e-3, "adamw": 1e-3}

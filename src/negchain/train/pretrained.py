@@ -16,7 +16,7 @@ from typing import Any
 import timm
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from negchain.encoders import Encoder
 from negchain.files import open_plain
@@ -28,7 +28,7 @@ from negchain.train.run_folder import is_run
 # What people's checkpoints put around a state dict, and before the names of a backbone in it.
 _WRAPPERS = ("state_dict", "model_state_dict", "model", "net", "encoder", "state")
 _PREFIXES = ("", "backbone.", "module.", "module.backbone.", "encoder.", "model.", "net.",
-             "model.backbone.", "encoder_q.", "module.encoder_q.")  # fmt: skip
+             "model.backbone.", "encoder_q.", "module.encoder_q.", "image.backbone.")  # fmt: skip
 
 
 def start_from(encoder: Encoder, source: str) -> str:
@@ -44,7 +44,7 @@ def start_from(encoder: Encoder, source: str) -> str:
     elif is_run(source):
         weights = dict(load_trained(Path(source))[0].state_dict())
     else:
-        weights = _from_file(Path(source), encoder)
+        weights = read_weights(Path(source), encoder)
     own = encoder.backbone.state_dict()
     matches = [_matching(own, weights, prefix) for prefix in _PREFIXES]
     found = max(matches, key=len)
@@ -100,21 +100,23 @@ def _from_timm(encoder: Encoder) -> dict[str, Any]:
     return dict(model.state_dict())
 
 
-def _from_safetensors(path: Path, encoder: Encoder) -> dict[str, Any]:
+def _from_safetensors(path: Path, encoder: nn.Module) -> dict[str, Any]:
     """Those tensors of a file that may be the encoder's; the others are not read."""
     own, found = encoder.state_dict(), {}
     names = [name.removeprefix("backbone.") for name in own]
     wanted = {prefix + name for prefix in _PREFIXES for name in names} | set(own)
     shapes = {tuple(weight.shape) for weight in own.values()}
     with open_plain(path), safe_open(path, framework="pt") as file:
-        for name in wanted & set(file.keys()):
+        there = set(file.keys())
+        # other libraries have names of their own, which whoever builds their models knows
+        for name in wanted & there if isinstance(encoder, Encoder) else there:
             if tuple(file.get_slice(name).get_shape()) in shapes:
                 found[name] = file.get_tensor(name)
     return found
 
 
-def _from_file(path: Path, encoder: Encoder) -> dict[str, Any]:
-    """The tensors of a file by name."""
+def read_weights(path: Path, encoder: nn.Module) -> dict[str, Any]:
+    """The tensors of a file by name, as far as they may be the encoder's."""
     try:
         if path.suffix == ".safetensors":
             return _from_safetensors(path.resolve(), encoder)

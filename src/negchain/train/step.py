@@ -145,6 +145,9 @@ class TrainStep:
     def _forward(self, loaded: Any) -> Tensor:
         """The loss of the batch: what it asks for is encoded as the batch is."""
         loss_fn, index = self.loss_fn, self.index
+        beta = self.task.beta(self.encoder)
+        if isinstance(beta, Tensor) and not isinstance(beta, nn.Parameter):
+            loss_fn.beta = beta  # computed from a parameter, with a graph of this step's own
         batch = self.task.batch(index, self.step)
         first = loss_fn.request(index, **batch.told)
         asked = self._items(first.wants)

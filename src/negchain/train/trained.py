@@ -25,6 +25,7 @@ from negchain.data.sources import BUILT_IN
 from negchain.encoders import Encoder
 from negchain.evaluation import embed_all
 from negchain.files import replacing
+from negchain.tasks.image_text_towers import ImageText, tokens_of
 from negchain.tasks.images import load_images, plain_augmentation
 from negchain.train import trainer
 from negchain.train.config import ConfigError, TrainConfig
@@ -130,7 +131,7 @@ def check_embedding_file(out: Path) -> None:
 class Trained:
     """The encoder of a run, ready to encode; made by `negchain.load`."""
 
-    encoder: Encoder
+    encoder: Encoder | ImageText
     config: TrainConfig
     device: torch.device
 
@@ -159,6 +160,22 @@ class Trained:
         if len(given) < len(pictures):
             raise ValueError("encode takes paths or PIL images, got some of each; make two calls")
         return self._features(torch.stack([self._square(picture) for picture in given]))
+
+    def encode_text(self, texts: Sequence[str]) -> Tensor:
+        """Embeddings [N,D] float32 of texts, beside which those of `encode` lie (image-text)."""
+        if not isinstance(self.encoder, ImageText):
+            raise ConfigError(
+                f"only a run of --task image-text has a text encoder, and this is of --task "
+                f"{self.config.task}"
+            )
+        rows = []
+        autocast = trainer.autocast_dtype(self.config, self.device)
+        with torch.no_grad(), torch.autocast(self.device.type, autocast, autocast is not None):
+            for start in range(0, len(texts), ENCODE_BATCH):
+                tokens, _ = tokens_of(self.config, texts[start : start + ENCODE_BATCH])
+                on_device = {name: table.to(self.device) for name, table in tokens.items()}
+                rows.append(self.encoder.text(on_device).float().cpu())
+        return torch.cat(rows) if rows else torch.empty(0, self.encoder.embedding_dim)
 
     def embed(self, what: Paths) -> Embeddings:
         """Features of files, with their names and classes."""

@@ -1,0 +1,232 @@
+"""Pictures with captions, by names alone: a table of `image,caption`, and where its files lie.
+
+    FOLDER/train.csv, test.csv     with train/000001.jpg, or images beside the tables
+    FOLDER/captions.csv            or the only table with these columns; captions.txt as well
+    FOLDER/any.csv                 the table itself after --data
+
+A row is a picture and one caption of it; further rows of a picture are further captions. Further
+columns are ignored but `split`. A picture is looked for beside its table, then in the folder named
+as the table, then in `images/` or `Images/`. Pictures have the order of their names.
+
+Only what reads a run imports torch: this module is asked whether a folder is its own.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import os
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from negchain.files import open_plain
+from negchain.printable import printable
+
+COLUMNS = ("image", "caption")
+TEST_TABLES = ("test", "val", "valid", "validation")
+_SPLITS = {"train": "train", "restval": "train", "test": "test", "dev": "val"}
+_SPLITS |= dict.fromkeys(TEST_TABLES[1:], "val")
+_TABLE_LIMIT = 4 << 30  # bytes
+
+
+@dataclass(frozen=True)
+class Captioned:
+    """A picture and its captions."""
+
+    name: str  # relative to the folder, POSIX
+    path: str
+    captions: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """What the tables of a folder name: nothing else is opened yet."""
+
+    root: str
+    train: tuple[Captioned, ...]
+    test: tuple[Captioned, ...] = ()
+    notes: tuple[str, ...] = ()
+    held_out: bool = False
+    """Whether `test` was held out here; else it is the data's own."""
+
+
+def find_tables(data: str) -> dict[str, Path]:
+    """Tables with the columns `image` and `caption`, by name: of a folder, or the file itself.
+
+    >>> find_tables("/nowhere")
+    {}
+    """
+    path = Path(data)
+    files = [path] if path.suffix.lower() in (".csv", ".txt") and path.is_file() else []
+    if path.is_dir():
+        files = [*sorted(path.glob("*.csv")), *path.glob("captions.txt")]
+    return {f.stem.lower(): f for f in files if set(COLUMNS) <= set(_columns(f))}
+
+
+def read_pairs(data: str, holdout: float = 0.2) -> Pairs:
+    """The pictures and captions of a folder or a table, with the test split or a holdout.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     for name in ("a.png", "b.png"):
+    ...         _ = Path(folder, name).write_bytes(b"")
+    ...     rows = "image,caption,split", "b.png,dog,train", "a.png,cat,test", "b.png,it,train"
+    ...     _ = Path(folder, "captions.csv").write_text("\\n".join(rows))
+    ...     pairs = read_pairs(folder)
+    >>> [(p.name, p.captions) for p in pairs.train], pairs.test[0].name
+    ([('b.png', ('dog', 'it'))], 'a.png')
+    """
+    tables = find_tables(data)
+    main = _main_table(data, tables)
+    root = str(Path(data) if Path(data).is_dir() else Path(data).parent)
+    splits = {"train": _Split(), "test": _Split(), "val": _Split()}
+    _read(main, root, splits)
+    notes = []
+    beside = [name for name in TEST_TABLES if name in tables and tables[name] != main]
+    if beside and not (splits["test"].captions or splits["val"].captions):
+        _read(tables[beside[0]], root, splits, into="test")
+    test, unread = splits["test"].pictures(), splits["val"].pictures()
+    if not test:
+        test, unread = unread, ()
+    if unread:
+        notes.append(f"{len(unread):,} images of the validation split: not read, test is there")
+    pairs = Pairs(root, splits["train"].pictures(), test, tuple(notes))
+    return pairs if test else _hold_out(pairs, holdout)
+
+
+@dataclass
+class _Split:
+    captions: dict[str, list[str]] = field(default_factory=dict)
+    paths: dict[str, str] = field(default_factory=dict)
+
+    def pictures(self) -> tuple[Captioned, ...]:
+        return tuple(
+            Captioned(name, self.paths[name], tuple(dict.fromkeys(texts)))
+            for name, texts in sorted(self.captions.items())
+        )
+
+
+def _main_table(data: str, tables: dict[str, Path]) -> Path:
+    if not tables:
+        seen = sorted(Path(data).glob("*.csv")) if Path(data).is_dir() else [Path(data)]
+        columns = next((_columns(file) for file in seen if file.is_file()), None)
+        having = "no .csv" if columns is None else f"{seen[0].name} with {', '.join(columns)[:80]}"
+        raise ValueError(
+            "captions need a .csv whose first line names the columns image and caption, and "
+            f"{printable(data)} has {printable(having)}; add it, or name its columns so"
+        )
+    wanted = [name for name in ("train", "captions") if name in tables]
+    others = [name for name in tables if name not in TEST_TABLES] or list(tables)
+    if not wanted and len(others) > 1:
+        raise ValueError(
+            f"one table must hold the captions to train on, and {printable(data)} has "
+            f"{', '.join(tables[name].name for name in others[:5])}; name one of them captions.csv"
+        )
+    return tables[(wanted or others)[0]]
+
+
+def _read(table: Path, root: str, splits: dict[str, _Split], into: str = "train") -> None:
+    """Add the rows of a table to the splits they name, or to `into`."""
+    bases = [table.parent, *(table.parent / name for name in (table.stem, "images", "Images"))]
+    where: dict[str, tuple[str, str] | None] = {}
+    home = {name: split for split, part in splits.items() for name in part.captions}
+    missing: list[tuple[int, str]] = []
+    for line, row in _rows(table):
+        image, caption = row["image"].strip(), " ".join(row["caption"].split())
+        if not image or not caption:
+            lacking, told = ("caption", image) if image else ("image", caption)
+            raise ValueError(
+                f"every row must have an image and a caption, and line {line} of "
+                f"{printable(table.name)} has no {lacking} "
+                f"({printable(told[:80]) or 'it is empty'}); write it, or remove the row"
+            )
+        if image not in where:
+            where[image] = _locate(image, bases, root)
+        found = where[image]
+        if found is None:
+            missing.append((line, image))
+            continue
+        name, path = found
+        split = _split_of(row, line, table) or into
+        if home.setdefault(name, split) != split:
+            raise ValueError(
+                f"an image must be in one split, and {printable(image)} is in {home[name]} and in "
+                f"{split} (line {line} of {printable(table.name)}); remove it from one"
+            )
+        splits[split].paths[name] = path
+        splits[split].captions.setdefault(name, []).append(caption)
+    if missing:
+        line, image = missing[0]
+        raise ValueError(
+            f"every image of {printable(table.name)} must be there, and {len(missing):,} are not: "
+            f"{printable(image)} (line {line}) is neither beside the table nor in {table.stem}/ or "
+            "images/; correct the names, or remove the rows"
+        )
+
+
+def _locate(image: str, bases: list[Path], root: str) -> tuple[str, str] | None:
+    for base in bases:
+        path = os.path.normpath(base / image)
+        if "\0" not in path and os.path.isfile(path):
+            return printable(os.path.relpath(path, root).replace(os.sep, "/")), path
+    return None
+
+
+def _split_of(row: dict[str, str], line: int, table: Path) -> str | None:
+    named = row.get("split", "").strip().lower()
+    if named and named not in _SPLITS:
+        raise ValueError(
+            f"split must be one of {', '.join(_SPLITS)}, got {printable(named)!r} in line {line} "
+            f"of {printable(table.name)}; correct it, or remove the column"
+        )
+    return _SPLITS.get(named)
+
+
+def _hold_out(pairs: Pairs, share: float) -> Pairs:
+    """Take the images whose names hash lowest, with all their captions, as `test`."""
+    ranked = sorted(pairs.train, key=lambda p: hashlib.sha256(os.fsencode(p.name)).digest())
+    count = min(max(round(share * len(ranked)), 1), len(ranked) - 2) if share else 0
+    if count < 1:
+        return pairs
+    held = {picture.name for picture in ranked[:count]}
+    note = (
+        f"no test split: {count:,} images, {share:.0%}, are held out with all their captions to "
+        "test retrieval and are not trained on; --holdout sets the share"
+    )
+    return replace(
+        pairs,
+        train=tuple(p for p in pairs.train if p.name not in held),
+        test=tuple(p for p in pairs.train if p.name in held),
+        notes=(*pairs.notes, note),
+        held_out=True,
+    )
+
+
+def _rows(table: Path) -> list[tuple[int, dict[str, str]]]:
+    """(line, row) of a table, every cell a text, columns in small letters."""
+    try:
+        with open_plain(table.resolve()) as file:
+            content = file.read(_TABLE_LIMIT)
+        with io.StringIO(content.decode("utf-8-sig"), newline="") as text:
+            reader = csv.reader(text)
+            names = [name.strip().lower() for name in next(reader)]
+            return [
+                (reader.line_num, dict(zip(names, row + [""] * len(names), strict=False)))
+                for row in reader
+                if row
+            ]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(
+            f"{printable(table.name)} must be a CSV file in UTF-8, but {error}; save it as such"
+        ) from error
+
+
+def _columns(table: Path) -> list[str]:
+    """The columns a table's first line names; none where it is no table."""
+    try:
+        with open_plain(table.resolve()) as file:
+            first = file.readline(1 << 16).decode("utf-8-sig")
+        return [name.strip().lower() for name in next(csv.reader([first]), [])]
+    except (OSError, ValueError, csv.Error):
+        return []

@@ -1,0 +1,254 @@
+"""Pictures with captions: an image tower and a text tower, each the other's negatives.
+
+A sample is a picture. Its key is one of its captions, drawn anew whenever it is asked for, as an
+augmentation is; so captions of one picture are never negatives of each other, whatever the method.
+Pictures that share a caption, word for word, are known positives of each other.
+
+Shapes: `M` pictures, `C` captions, `B` batch, `R` rows of a pass, `L` tokens, `K` known positives.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from negchain import draws
+from negchain.augment import Draws, Images, joined
+from negchain.data import DataBundle, ImageSet, load_scan, stream_batches
+from negchain.data.places import whole_file
+from negchain.data.scan import ImageFile, Scan
+from negchain.losses.request import Want
+from negchain.tasks.captions import read_pairs
+from negchain.tasks.image_stem import small_stem, stem_note
+from negchain.tasks.image_text_judge import ImageTextJudge
+from negchain.tasks.image_text_towers import (
+    ImageText,
+    build,
+    image_size_of,
+    start_from,
+    tokens_of,
+)
+from negchain.tasks.images import ImageTask
+from negchain.tasks.task import Batch, Task
+
+if TYPE_CHECKING:
+    from negchain.train.config import TrainConfig
+
+MOST_KNOWN = 64
+"""Known positives a picture has at most: a caption of thousands of pictures says little."""
+
+
+@dataclass(frozen=True)
+class CaptionedImages:
+    """Pictures, and the captions of each."""
+
+    images: ImageSet
+    captions: tuple[tuple[str, ...], ...]
+
+    def flat(self) -> tuple[list[str], Tensor]:
+        """All captions, picture after picture, and where each picture's begin [M + 1]."""
+        counts = torch.tensor([0, *(len(own) for own in self.captions)])
+        return [text for own in self.captions for text in own], counts.cumsum(0)
+
+
+class ImageTextTask(Task):
+    """Pictures through one tower, captions through the other; made by `load`."""
+
+    layout = {"views": "paired"}
+    one_pass = False
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        train: CaptionedImages,
+        test: CaptionedImages | None,
+        bundle: DataBundle,
+    ) -> None:
+        super().__init__(config)
+        self.train, self.test, self.bundle = train, test, bundle
+        self.num_samples = len(train.images)
+        self.fingerprint = bundle.fingerprint
+        self.resident = train.images.resident
+        self.skipped = bundle.skipped
+        self.unjudged = None if test is not None else bundle.unprobed
+        self.pictures = ImageTask(config, replace(bundle, pretrain=train.images))
+        self.augment = self.pictures.augment
+        texts, self.begin = train.flat()
+        self.tokens, cut = tokens_of(config, texts)
+        self.known, beyond = shared_captions(train.captions)
+        notes = list(bundle.notes)
+        if cut:
+            longest = self.tokens["input_ids"].shape[1]
+            notes.append(f"{cut:,} of {len(texts):,} captions are cut to {longest} tokens")
+        if beyond:
+            notes.append(
+                f"{beyond:,} images share a caption with more than {MOST_KNOWN} others, of which "
+                "only so many are kept from being negatives"
+            )
+        self.notes = notes
+
+    def info(self) -> dict[str, Any]:
+        """Counts, and why nothing is tested where that is so."""
+        return {
+            "captions": len(self.tokens["input_ids"]),
+            "test": 0 if self.test is None else len(self.test.images),
+            "held_out": self.bundle.held_out,
+            "unprobed": self.unjudged,
+        }
+
+    def place(self, device: torch.device, autocast: torch.dtype | None) -> None:
+        """Move pictures and tokens to the device."""
+        super().place(device, autocast)
+        self.pictures.place(device, autocast)
+        self.begin = self.begin.to(device)
+        self.tokens = {name: table.to(device) for name, table in self.tokens.items()}
+        self.known = None if self.known is None else self.known.to(device)
+
+    def build(self) -> tuple[ImageText, list[str]]:
+        """The towers the settings name."""
+        data = self.pictures.data
+        note = stem_note(self.config, data)
+        encoder = build(self.config, self.augment.size, small_stem(self.config, data))
+        encoder = encoder.to(self.device)
+        if self.device.type == "cuda":
+            encoder.image.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            torch.backends.cudnn.benchmark = True
+        return encoder, [] if note is None else [note]
+
+    def start_from(self, encoder: ImageText, pretrained: str) -> str:
+        """Weights of timm or a file for the image tower; of both towers from a run."""
+        return start_from(encoder, pretrained)
+
+    def towers(self, encoder: ImageText) -> tuple[nn.Module, nn.Module]:
+        """Pictures are anchors, captions keys; both directions are trained."""
+        return encoder.image, encoder.text
+
+    def beta(self, encoder: ImageText) -> Tensor:
+        """Learned by its logarithm."""
+        return encoder.beta()
+
+    def after_step(self, encoder: ImageText) -> None:
+        """Keep beta at most 100."""
+        encoder.clamp()
+
+    def batch(self, index: Tensor, step: Tensor) -> Batch:
+        """Pictures and their captions go by one position."""
+        return Batch(index, index, {} if self.known is None else {"known": self.known[index]})
+
+    def inputs(
+        self, wants: Sequence[Want], step: Tensor, row: int, loaded: Images | None = None
+    ) -> Tensor | dict[str, Tensor]:
+        """Augmented pixels [R,3,S,S], or tokens [R,L] of a caption drawn for each picture."""
+        if wants[0].tower == "anchors" and loaded is None:
+            return self.pictures.inputs(wants, step, row)
+        ids = torch.cat([want.ids for want in wants])
+        if wants[0].tower == "keys":
+            rows = torch.arange(row, row + len(ids), device=self.device)
+            u = draws.uniform(self.config.seed, step, draws.STREAM_STORED, rows, 1, torch.float64)
+            count = self.begin[ids + 1] - self.begin[ids]
+            return self.caption(self.begin[ids] + draws.integers_below(count, u[:, 0]))
+        assert loaded is not None
+        given = [loaded.to(self.device, non_blocking=True)]
+        if len(ids) > len(loaded):  # what follows the batch
+            given.append(self.pictures.images(ids[len(loaded) :]))
+        return self.augment(joined(given), Draws(self.config.seed, step, draws.STREAM_AUGMENT, row))
+
+    def caption(self, numbers: Tensor) -> dict[str, Tensor]:
+        """Tokens of training captions by number, [R,L]."""
+        return {name: table[numbers] for name, table in self.tokens.items()}
+
+    def stream(self, positions: Tensor, first: int) -> Iterator[Images]:
+        """Pictures decoded ahead by workers."""
+        pinned = self.device.type == "cuda"
+        return stream_batches(self.train.images, positions, self.config.workers, pinned)
+
+    def judge(self) -> ImageTextJudge:
+        """Recall both ways and the exact loss."""
+        return ImageTextJudge(self)
+
+
+def load(
+    config: TrainConfig, progress: bool, encoder_config: Mapping[str, Any] | None
+) -> ImageTextTask:
+    """The pictures and captions after --data, at the size a given encoder takes."""
+    pairs = read_pairs(config.data, config.holdout)
+    side = image_size_of(config.encoder) or config.image_size
+    if encoder_config is not None:
+        side = encoder_config["image_size"]
+    config = replace(config, image_size=side)
+    chosen = pairs.train[: config.subset]
+    everything = (*chosen, *pairs.test)
+    files = [ImageFile(p.name, whole_file(p.path, os.stat(p.path))) for p in everything]
+    bundle = load_scan(
+        Scan(pairs.root, tuple(files), notes=pairs.notes),
+        image_size=side,
+        strict=config.strict,
+        resident_bytes=int(config.resident_gb * 2**30),
+        num_workers=config.workers,
+        progress=progress,
+    )
+    captions = {p.name: p.captions for p in everything}
+    tested = {p.name for p in pairs.test}
+    names = bundle.pretrain.names
+    parts = [_part(bundle.pretrain, captions, [n for n in names if (n in tested) is held])
+             for held in (False, True)]  # fmt: skip
+    if len(parts[0].captions) < 2:
+        raise ValueError(
+            "training needs at least 2 readable images with captions, and "
+            f"{config.data} holds {len(parts[0].captions)}; add some"
+        )
+    test = parts[1] if parts[1].captions else None
+    digest = hashlib.sha256(bundle.fingerprint.encode())
+    for name in names:
+        digest.update(repr((name, name in tested, captions[name])).encode())
+    bundle = replace(
+        bundle,
+        fingerprint=digest.hexdigest()[:16],
+        held_out=len(parts[1].captions) if pairs.held_out else 0,
+        unprobed="--holdout 0 leaves nothing to test on"
+        if not config.holdout
+        else "there are too few images to hold some out",
+    )
+    return ImageTextTask(config, parts[0], test, bundle)
+
+
+def _part(
+    images: ImageSet, captions: Mapping[str, tuple[str, ...]], names: Sequence[str]
+) -> CaptionedImages:
+    """Some of the pictures, with their captions."""
+    place = {name: number for number, name in enumerate(images.names)}
+    chosen = torch.tensor([place[name] for name in names], dtype=torch.int64)
+    return CaptionedImages(images.select(chosen), tuple(captions[name] for name in names))
+
+
+def shared_captions(captions: Sequence[Sequence[str]]) -> tuple[Tensor | None, int]:
+    """Pictures that share a caption with each, [M,K] padded with -1, and how many share too many.
+
+    >>> shared_captions([("a dog", "it runs"), ("A dog",), ("a cat",)])[0].tolist()
+    [[1], [0], [-1]]
+    """
+    having: dict[str, list[int]] = defaultdict(list)
+    for picture, own in enumerate(captions):
+        for text in {text.casefold() for text in own}:
+            having[text].append(picture)
+    others: dict[int, set[int]] = defaultdict(set)
+    crowded = set[int]()
+    for pictures in having.values():
+        for picture in pictures if len(pictures) > 1 else ():
+            others[picture].update(pictures[: MOST_KNOWN + 1])
+            if len(pictures) > MOST_KNOWN + 1:
+                crowded.add(picture)
+    if not others:
+        return None, 0
+    rows = {picture: sorted(found - {picture})[:MOST_KNOWN] for picture, found in others.items()}
+    known = torch.full((len(captions), max(len(row) for row in rows.values())), -1)
+    for picture, row in rows.items():
+        known[picture, : len(row)] = torch.tensor(row)
+    return known, len(crowded)

@@ -1,0 +1,111 @@
+"""Tables of captions: layouts people have, splits, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pairs_data import table
+
+from negchain import tasks
+from negchain.tasks.captions import find_tables, read_pairs
+
+HEAD = ("image", "caption")
+
+
+def folder(path: Path, *names: str) -> Path:
+    for name in names:
+        file = path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(b"")
+    return path
+
+
+def test_the_layout_of_unpack_py(tmp_path: Path) -> None:
+    folder(tmp_path, "train/1.jpg", "train/2.jpg", "test/3.jpg")
+    rows = [HEAD, ("2.jpg", "a dog, running"), ("1.jpg", "a cat"), ("2.jpg", "it runs")]
+    table(tmp_path / "train.csv", rows)
+    table(tmp_path / "test.csv", [HEAD, ("3.jpg", "a bird")])
+    pairs = read_pairs(str(tmp_path))
+    assert [(p.name, p.captions) for p in pairs.train] == [
+        ("train/1.jpg", ("a cat",)),
+        ("train/2.jpg", ("a dog, running", "it runs")),
+    ]
+    assert [p.name for p in pairs.test] == ["test/3.jpg"] and not pairs.held_out
+    assert tasks.of_data(str(tmp_path)).name == "image-text"
+
+
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [("captions.csv", ""), ("mine.csv", "images/"), ("captions.txt", "Images/"), ("a.csv", "a/b/")],
+)
+def test_other_layouts_and_a_holdout_that_is_said(name: str, where: str, tmp_path: Path) -> None:
+    count = 20
+    folder(tmp_path, *(f"{where}{n:02d}.png" for n in range(count)))
+    inside = "b/" if where == "a/b/" else ""
+    rows = [(f"{inside}{n:02d}.png", f"text {n} {again}") for n in range(count) for again in "ab"]
+    table(tmp_path / name, [("\ufeffImage", " Caption ", "likes"), *((*row, "7") for row in rows)])
+    table(tmp_path / "other.csv", [("path", "label"), ("x.png", "cat")])
+    for data in (tmp_path, tmp_path / name):
+        pairs = read_pairs(str(data), holdout=0.2)
+        assert (len(pairs.train), len(pairs.test)) == (16, 4) and pairs.held_out
+        assert (
+            "no test split: 4 images, 20%, are held out with all their captions" in pairs.notes[0]
+        )
+        assert all(len(p.captions) == 2 for p in pairs.train + pairs.test)
+        assert not {p.name for p in pairs.train} & {p.name for p in pairs.test}
+        assert pairs.train[0].name.startswith(where)
+    assert read_pairs(str(tmp_path), holdout=0.0).test == ()
+
+
+def test_a_split_column(tmp_path: Path) -> None:
+    folder(tmp_path, "a.png", "b.png", "c.png", "d.png")
+    splits = [("a", "train"), ("b", "restval"), ("c", "Test"), ("d", "val")]
+    rows = [(f"{n}.png", n, s) for n, s in splits]
+    table(tmp_path / "captions.csv", [(*HEAD, "split"), *rows])
+    pairs = read_pairs(str(tmp_path))
+    assert [p.name for p in pairs.train] == ["a.png", "b.png"]
+    assert [p.name for p in pairs.test] == ["c.png"]
+    assert pairs.notes == ("1 images of the validation split: not read, test is there",)
+    table(tmp_path / "captions.csv", [(*HEAD, "split"), *(r for r in rows if r[2] != "Test")])
+    assert [p.name for p in read_pairs(str(tmp_path)).test] == ["d.png"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        (
+            [("path", "label"), ("a.png", "x")],
+            "columns image and caption, .* a.csv with path, label",
+        ),
+        ([HEAD, ("a.png", "x"), ("b.png", "  ")], r"line 3 of a.csv has no caption \(b.png\)"),
+        ([HEAD, ("a.png",)], r"line 2 of a.csv has no caption \(a.png\)"),
+        ([HEAD, ("", "a dog")], r"line 2 of a.csv has no image \(a dog\)"),
+        ([HEAD, ("a.png", "x"), ("gone.png", "y")], r"1 are not: gone.png \(line 3\)"),
+        ([HEAD, ("../\x1b.png", "y")], r"\\x1b.png"),
+        ([HEAD, ("a\0.png", "y")], "1 are not"),
+        ([(*HEAD, "split"), ("a.png", "x", "tets")], "split must be one of train, .*got 'tets'"),
+        ([(*HEAD, "split"), ("a.png", "x", "train"), ("./a.png", "y", "test")], "in one split"),
+    ],
+)
+def test_refusals(rows: list[tuple[str, ...]], said: str, tmp_path: Path) -> None:
+    table(folder(tmp_path, "a.png", "b.png") / "a.csv", rows)
+    with pytest.raises(ValueError, match=said) as error:
+        read_pairs(str(tmp_path))
+    assert ";" in str(error.value)  # and what to do about it
+
+
+def test_more_refusals(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has no .csv; add it"):
+        read_pairs(str(tmp_path))
+    folder(tmp_path, "a.png")
+    for name in ("one.csv", "two.csv"):
+        table(tmp_path / name, [HEAD, ("a.png", "x")])
+    with pytest.raises(ValueError, match="has one.csv, two.csv; name one of them captions.csv"):
+        read_pairs(str(tmp_path))
+    (tmp_path / "captions.csv").write_bytes(b"image,caption\na.png,caf\xe9\n")
+    with pytest.raises(ValueError, match="must be a CSV file in UTF-8"):
+        read_pairs(str(tmp_path))
+    (tmp_path / "captions.csv").write_bytes(b"\xff\xfe\0")
+    assert "captions" not in find_tables(str(tmp_path))
+    assert tasks.of_data("digits").name == "images"

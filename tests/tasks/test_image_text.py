@@ -1,0 +1,363 @@
+"""Pictures with captions: towers, the learned temperature, recall, the tool and its page."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from pairs_data import captioned, table, tiny_bert, tiny_clip
+
+import negchain
+from negchain import methods, tasks, train
+from negchain.cli import run as command_line
+from negchain.encoders import build_encoder
+from negchain.losses.request import Want
+from negchain.tasks.image_text import ImageTextTask, shared_captions
+from negchain.tasks.image_text_judge import Retrieval, distinct
+from negchain.tasks.text import read_text_tower, read_tokenizer, tokenise
+from negchain.train import trainer
+from negchain.train.config import ConfigError
+from negchain.train.resolve import resolve
+from negchain.train.run_folder import RunFolder, read_metrics
+from negchain.train.trained import Trained
+
+pytest.importorskip("transformers")
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "image_text.md"
+TINY = {"encoder": "small-cnn", "image_size": 8, "embedding_dim": 8, "batch_size": 8,
+        "device": "cpu", "workers": 0, "lr": 3e-3, "probe_samples": 16}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `data` and `bert`."""
+    path = tmp_path_factory.mktemp("pairs")
+    captioned(path / "data")
+    tiny_bert(path / "bert")
+    return path
+
+
+def settings(made: Path, **changed: object) -> dict:
+    return {**TINY, "data": str(made / "data"), "text_encoder": str(made / "bert"), **changed}
+
+
+def loaded(made: Path, **changed: object) -> ImageTextTask:
+    task = tasks.load(resolve(None, settings(made, **changed)))
+    assert isinstance(task, ImageTextTask)
+    task.place(torch.device("cpu"), None)
+    return task
+
+
+def prepared(task: ImageTextTask, folder: Path) -> trainer.Run:
+    begun = trainer.prepare(task, lambda: RunFolder.create(folder, config="{}\n"))
+    begun.folder.close()
+    return begun
+
+
+@pytest.fixture(scope="module")
+def run(made: Path) -> Path:
+    """A finished run."""
+    return train.run(**settings(made, epochs=4, eval_every=2, warmup_epochs=0.0, lr=1e-2,
+                                batch_size=12, out=str(made / "run")))  # fmt: skip
+
+
+def test_training_helps_and_is_said(run: Path) -> None:
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["global_loss"] < summary["untrained_global_loss"]
+    for way in ("i2t", "t2i"):
+        assert 0 <= summary[f"{way}_r1"] <= summary[f"{way}_r5"] <= summary[f"{way}_r10"] <= 1
+    assert summary["beta"] != pytest.approx(14.28, abs=1e-6) and summary["beta"] <= 100
+    config = json.loads((run / "config.json").read_text())
+    assert config["task"] == "image-text" and config["data_info"]["test"] == 12
+    assert config["data_info"]["captions"] == 96 and config["recipe"] == "mild"
+
+
+def test_the_page_shows_pictures_beside_captions(run: Path) -> None:
+    page = (run / "report.html").read_text(encoding="utf-8")
+    for text in ("Captions found for pictures", "Pictures found for captions", "R@1",
+                 "What the chains hold", "on the top side", "Before training"):  # fmt: skip
+        assert text in page
+    assert page.count("<img") > 60
+
+
+def test_evaluate_and_encode(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command_line(["evaluate", str(run), "--device", "cpu"]) == 0
+    assert "Picture to caption, R@1" in capsys.readouterr().out
+    now = json.loads((run / "evaluation.json").read_text())
+    then = json.loads((run / "summary.json").read_text())
+    assert now["i2t_r1"] == then["i2t_r1"]
+    trained = negchain.load(run, device="cpu")
+    images = trained.encode(run.parent / "data" / "test" / "004.png")
+    texts = trained.encode_text(["red on yellow", "blue on black"])
+    assert images.shape == (1, 8) and texts.shape == (2, 8)
+    out = str(run.parent / "test.npz")
+    assert command_line(["embed", str(run), "--data", str(run.parent / "data" / "test"), "--out",
+                         out, "--device", "cpu"]) == 0  # fmt: skip
+
+
+@pytest.mark.parametrize("method", methods.trained())
+def test_every_method_takes_a_step_with_the_tower_of_each_side(
+    method: str, made: Path, tmp_path: Path
+) -> None:
+    task = tasks.load(resolve(None, settings(made, method=method)))
+    begun = prepared(task, tmp_path / "run")
+    begun.step.fill()
+    passes: list[tuple[str, int]] = []
+    inputs = task.inputs
+
+    def spied(wants, *given):
+        assert len({want.tower for want in wants}) == 1
+        passes.append((wants[0].tower, sum(len(want.ids) for want in wants)))
+        return inputs(wants, *given)
+
+    task.inputs = spied  # type: ignore[method-assign]
+    for number in range(2):
+        begun.step(number, begun.order.batch(number))
+        assert torch.isfinite(begun.step.loss)
+    # carried states and uniform draws go with the batch
+    size = 2 * 8 if method in ("emc2", "isir", "logq") else 8
+    assert passes[:2] == [("anchors", size), ("keys", size)]
+    for tower in (begun.encoder.image, begun.encoder.text.model.encoder):
+        assert any(w.grad is not None and w.grad.any() for w in tower.parameters())
+    assert begun.encoder.log_beta.item() != pytest.approx(math.log(14.28), abs=1e-7)
+
+
+def test_it_resumes_to_the_bit(made: Path, tmp_path: Path) -> None:
+    options = settings(made, steps=4, checkpoint_every=2, log_every=1, eval_every=0)
+    whole = train.run(**options, out=str(tmp_path / "whole"))
+    half = tmp_path / "half"
+    task = tasks.load(resolve(None, options))
+    text = (whole / "config.json").read_text()
+    begun = trainer.prepare(task, lambda: RunFolder.create(half, config=text))
+    with begun.folder, pytest.raises(trainer.Interrupted):
+        begun.train(StopsAt(begun, 2))
+    assert command_line(["train", "--out", str(half), "--resume", "--quiet"]) == 0
+    clock = ("seconds", "samples_per_second")
+    a, b = ([{k: v for k, v in line.items() if k not in clock} for line in read_metrics(folder)]
+            for folder in (whole, half))  # fmt: skip
+    assert a == b
+
+
+class StopsAt(trainer.Progress):
+    """Progress that asks a run to stop."""
+
+    def __init__(self, begun: trainer.Run, number: int) -> None:
+        super().__init__(False)
+        self.begun, self.number = begun, number
+
+    def step(self, done: int) -> None:
+        self.begun.stop = done >= self.number
+
+
+def test_streamed_pictures_are_the_same(made: Path) -> None:
+    here, streamed = loaded(made), loaded(made, resident_gb=0.0)
+    assert here.resident and not streamed.resident
+    step, index = torch.tensor(3), torch.tensor([5, 0, 7])
+    wants = [Want(index, "anchors"), Want(torch.tensor([9, 9]), "anchors")]
+    (given,) = streamed.stream(index[None], 0)
+    torch.testing.assert_close(
+        here.inputs(wants, step, 0), streamed.inputs(wants, step, 0, given), atol=2e-2, rtol=0
+    )
+
+
+def test_captions_are_drawn_by_step_and_row(made: Path) -> None:
+    task, ids = loaded(made), torch.tensor([2, 3, 2])
+
+    def drawn(step: int, row: int = 0) -> list[list[int]]:
+        return task.inputs([Want(ids, "keys")], torch.tensor(step), row)["input_ids"].tolist()
+
+    assert drawn(0) == drawn(0)
+    assert drawn(0)[1:] == [r for r in task.inputs(
+        [Want(ids[1:], "keys")], torch.tensor(0), 1)["input_ids"].tolist()]  # fmt: skip
+    seen = {tuple(row) for step in range(40) for row in drawn(step)[:1]}
+    own = task.caption(torch.arange(task.begin[2], task.begin[3]))["input_ids"]
+    assert seen == {tuple(row) for row in own.tolist()} and len(seen) == 2
+
+
+def test_pictures_that_share_a_caption_are_known_positives(made: Path) -> None:
+    task = loaded(made)
+    captions = task.train.captions
+    told = task.batch(torch.arange(48), torch.tensor(0)).told["known"]
+    for picture, row in enumerate(told.tolist()):
+        shared = {
+            o for o in range(48) if o != picture and set(captions[o]) & set(captions[picture])
+        }
+        assert shared == {other for other in row if other >= 0} and shared
+    assert shared_captions([("a",), ("b",)]) == (None, 0)
+    known, crowded = shared_captions([("a",)] * 70)
+    assert known is not None and known.shape == (70, 64) and crowded == 70
+
+
+def test_beta_is_learned_by_its_logarithm_and_clamped(made: Path) -> None:
+    task = loaded(made, method="infonce")
+    encoder, _ = task.build()
+    step = trainer.TrainStep(task, encoder, trainer.build_loss(task, encoder),
+                             torch.optim.SGD(encoder.parameters(), lr=0.0))  # fmt: skip
+    index = torch.arange(8)
+
+    def loss(log_beta: float) -> float:
+        with torch.no_grad():
+            encoder.log_beta.fill_(log_beta)
+        step(0, index)
+        return step.loss.item()
+
+    low, high = loss(2.99), loss(3.01)
+    loss(3.0)
+    assert encoder.log_beta.grad is not None
+    assert encoder.log_beta.grad.item() == pytest.approx((high - low) / 0.02, rel=1e-2)
+    loss(9.0)
+    assert math.exp(encoder.log_beta.item()) == pytest.approx(100)
+
+
+def test_recall_is_that_of_a_loop(made: Path) -> None:
+    task = loaded(made)
+    part = replace(task.train, captions=tuple(own[: 1 + n % 2] for n, own in
+                                              enumerate(task.train.captions)))  # fmt: skip
+    texts, pairs = distinct(part)
+    assert len(texts) == len(set(texts)) < len(pairs)
+    generator = torch.Generator().manual_seed(0)
+    images, words = (torch.randn(n, 6, generator=generator) for n in (48, len(texts)))
+    found = Retrieval(images, words, texts, pairs)
+    for k in (1, 5, 10):
+        right = [
+            any(texts[t] in part.captions[i] for t in (images[i] @ words.T).topk(k).indices)
+            for i in range(48)
+        ]
+        assert found.captions_right().table[:, :k].any(1).tolist() == right
+        right = [
+            any(text in part.captions[i] for i in (words[t] @ images.T).topk(k).indices)
+            for t, text in enumerate(texts)
+        ]
+        assert found.pictures_right().table[:, :k].any(1).tolist() == right
+
+
+def test_the_text_tower_averages_words_and_no_padding(made: Path) -> None:
+    tower = read_text_tower(str(made / "bert"), 8).eval()
+    tokenizer = read_tokenizer(str(made / "bert"))
+    both, cut = tokenise(tokenizer, ["red on blue", "a picture with red on the top side"])
+    assert cut == 0 and tokenise(tokenizer, ["red " * 99])[1] == 1
+    alone, _ = tokenise(tokenizer, ["red on blue"])
+    torch.testing.assert_close(tower(both)[:1], tower(alone), atol=1e-5, rtol=1e-5)
+    hidden = tower.model(alone["input_ids"].long()).last_hidden_state
+    torch.testing.assert_close(tower(alone), tower.project(hidden.mean(1)))
+    tower.train()
+    assert torch.equal(tower(alone), tower(alone))  # no dropout
+    tower.pooling = "cls"
+    torch.testing.assert_close(tower(alone), tower.project(hidden[:, 0]))
+
+
+@pytest.mark.slow
+def test_the_text_tower_is_that_of_sentence_transformers(made: Path, tmp_path: Path) -> None:
+    library = pytest.importorskip("sentence_transformers")
+    model = library.SentenceTransformer(str(made / "bert"), device="cpu")
+    model.save_pretrained(str(tmp_path))
+    tower = read_text_tower(str(tmp_path), 8).eval()
+    torch.nn.init.eye_(tower.project.weight)
+    texts = ["red on blue", "a picture with red on the top side"]
+    mine = tower(tokenise(read_tokenizer(str(tmp_path)), texts)[0])
+    theirs = torch.from_numpy(model.encode(texts))[:, :8]
+    torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
+
+
+def test_open_clip_from_its_config(made: Path, tmp_path: Path) -> None:
+    open_clip = pytest.importorskip("open_clip")
+    config = tiny_clip(tmp_path / "tiny.json")
+    theirs = open_clip.model.CLIP(**json.loads(config.read_text())).eval()
+    torch.save(theirs.state_dict(), tmp_path / "weights.pt")
+    changed = {**TINY, "data": str(made / "data"), "encoder": str(config), "epochs": 1}
+    task = tasks.load(resolve(None, changed))
+    task.place(torch.device("cpu"), None)
+    encoder, _ = task.build()
+    task.start_from(encoder, str(tmp_path / "weights.pt"))
+    encoder.eval()
+    pixels, tokens = torch.randn(2, 3, 16, 16), task.caption(torch.arange(3))
+    torch.testing.assert_close(encoder.image(pixels), theirs.encode_image(pixels))
+    torch.testing.assert_close(encoder.text(tokens), theirs.encode_text(tokens["input_ids"].long()))
+    again = tasks.named("image-text").rebuild(encoder.encoder_config)
+    again.load_state_dict(encoder.state_dict())
+    assert again.encoder_config == encoder.encoder_config
+    begun = prepared(task, tmp_path / "run")
+    begun.step(0, begun.order.batch(0))
+    assert torch.isfinite(begun.step.loss)
+
+
+def test_towers_are_rebuilt_and_started_from(made: Path, run: Path) -> None:
+    task = loaded(made)
+    encoder, _ = task.build()
+    again = tasks.named("image-text").rebuild(json.loads(json.dumps(encoder.encoder_config)))
+    again.load_state_dict(encoder.state_dict())
+    assert again.encoder_config == encoder.encoder_config
+    assert task.start_from(encoder, str(run)).endswith("both towers")
+    bert = torch.load(run / "checkpoints" / "best.pt", weights_only=True)["state"]["encoder"]
+    assert encoder.state_dict().keys() == bert.keys()
+    torch.save(again.image.backbone.state_dict(), made / "cnn.pt")
+    assert "tensors of the backbone" in task.start_from(encoder, str(made / "cnn.pt"))
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"text_encoder": None}, "--text-encoder must be a folder .* none was given; nothing is"),
+        ({"text_encoder": "bert-base"}, "'bert-base' has none; nothing is downloaded"),
+        ({"beta": 200.0}, "kept at most 100, got 200; start lower"),
+        ({"encoder": "resnet1"}, "--encoder .* got 'resnet1'; did you mean"),
+        ({"encoder": "x.json"}, "has a text encoder of its own; leave out --text-encoder"),
+        ({"encoder": "x.json", "text_encoder": None}, "there is no 'x.json'"),
+        ({"augmentations": 2}, "--augmentations belongs to --task images"),
+        ({"data": "digits"}, "--text-encoder belongs to --task image-text"),
+        ({"data": "nowhere", "task": "image-text"}, "there is no 'nowhere'; check the path"),
+    ],
+)
+def test_settings_that_are_refused(changed: dict, said: str, made: Path) -> None:
+    with pytest.raises(ConfigError, match=said):
+        resolve(None, settings(made, **changed))
+
+
+def test_what_else_is_refused(made: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "nonsense"}')
+    with pytest.raises(ConfigError, match="cannot be read by transformers"):
+        read_text_tower(str(tmp_path), 8)
+    (made / "data" / "train" / "bad.png").write_bytes(b"no picture")
+    rows = [("image", "caption"), ("train/000.png", "one"), ("train/bad.png", "two")]
+    alone = table(made / "data" / "few.csv", rows)
+    with pytest.raises(ValueError, match="at least 2 readable images"):
+        loaded(made, data=str(alone))
+    alone.unlink()
+    with pytest.raises(ConfigError, match="only a run of --task image-text has a text encoder"):
+        config = resolve(None, {"data": "digits"})
+        encoder = tasks.named("images").rebuild(
+            build_encoder("small-cnn", image_size=8, channels=1).encoder_config
+        )
+        Trained(encoder, config, torch.device("cpu")).encode_text(["a"])
+
+
+COMMANDS = re.findall(r"^negchain .*?[^\\]$", PAGE.read_text(encoding="utf-8"), re.M | re.S)
+
+
+@pytest.mark.parametrize(
+    "which", ["train", "evaluate", pytest.param("compare", marks=pytest.mark.slow)]
+)
+def test_the_commands_of_the_page(
+    which: str, made: Path, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As they stand there, on a few tiny pictures."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "flickr8k").symlink_to(made / "data")
+    (tmp_path / "minilm").symlink_to(made / "bert")
+    (tmp_path / "runs").mkdir()
+    if which != "train":
+        (tmp_path / "runs" / "flickr8k").symlink_to(run)
+    tiny = "--encoder small-cnn --image-size 8 --batch-size 8 --epochs 1 --device cpu --workers 0"
+    chosen = [c for c in COMMANDS if c.startswith(f"negchain {which} ")]
+    assert chosen
+    for command in chosen:
+        words = shlex.split(command.replace("\\\n", " "))[1:]
+        small = shlex.split(tiny) if which != "evaluate" else ["--device", "cpu"]
+        assert (
+            command_line([*words, *small, *(["--seeds", "1"] if which == "compare" else [])]) == 0
+        )
