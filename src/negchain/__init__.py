@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from negchain.chunked import Chunked
     from negchain.diagnostics import EstimatorReport, estimator_report
     from negchain.exact import global_backward, global_loss
     from negchain.losses import (
@@ -71,6 +72,7 @@ give a folder negchain train made
 __all__ = [
     "ISIR",
     "MH",
+    "Chunked",
     "ContrastiveLoss",
     "DCLLoss",
     "Draw",
@@ -101,6 +103,7 @@ __all__ = [
 # Where the names above live. They are imported when first used: torch takes seconds, and
 # `negchain --help` needs none of it.
 _MODULES = {
+    "chunked": ("Chunked",),
     "diagnostics": ("EstimatorReport", "estimator_report"),
     "exact": ("global_backward", "global_loss"),
     "losses": (

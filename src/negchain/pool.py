@@ -231,7 +231,13 @@ def write_rows(table: Tensor, slots: Tensor, values: Tensor, allowed: Tensor) ->
     table[slots] = new
 
 
-def write_view_mean(table: Tensor, index: Tensor, log_values: Tensor, allowed: Tensor) -> None:
+def write_view_mean(
+    table: Tensor,
+    index: Tensor,
+    log_values: Tensor,
+    allowed: Tensor,
+    write: Callable[[Tensor, Tensor, Tensor, Tensor], None] = write_rows,
+) -> None:
     """Store the log of the mean over views of exp(log_values), one value per item, in place.
 
     Args:
@@ -239,7 +245,8 @@ def write_view_mean(table: Tensor, index: Tensor, log_values: Tensor, allowed: T
         index: [B] items.
         log_values: [V * B] one value per row, view after view.
         allowed: [B] bool; a value that is not finite is never written.
+        write: how rows of the table are written.
     """
     views = log_values.view(-1, len(index))
     mean = torch.logsumexp(views, 0) - math.log(len(views))
-    write_rows(table, index, mean, allowed & torch.isfinite(mean))
+    write(table, index, mean, allowed & torch.isfinite(mean))

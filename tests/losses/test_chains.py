@@ -18,6 +18,7 @@ from torch import Tensor
 import negchain.losses.chains as chains_module
 from negchain import EMC2Loss, draws
 from negchain.losses.chains import ChainTable, state_dtype
+from negchain.losses.shards import Rows
 from negchain.pool import write_rows
 
 SOURCE = Path(chains_module.__file__).parents[2]
@@ -110,7 +111,7 @@ def test_resume_with_chains_that_never_moved() -> None:
 def test_chains_2_to_the_32_apart_have_draws_of_their_own() -> None:
     """No memory: the states of a chain table this size are one expanded number."""
     huge = table(8, 2**33)
-    huge.states = torch.full((1, 1), -1).expand(1, 2**33)
+    huge.states, huge.rows = torch.full((1, 1), -1).expand(1, 2**33), Rows(2**33)
     slots = torch.arange(2000)
     low, high = huge.ids(0, slots), huge.ids(0, slots + 2**32)
     assert (low != high).float().mean() > 0.99

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from negchain import ImportanceLoss, InBatch, Informed, TopKLoss, Uniform
-from negchain.losses.base import Call
+from negchain.losses.batch import Call
 from negchain.losses.partition import detached_logits, global_log_partition
 
 M, D, BETA = 5, 4, 4.0

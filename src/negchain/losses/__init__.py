@@ -12,6 +12,8 @@
 | `weighted.py` | `WeightedLoss`, base of a method of your own |
 | `settings.py` | how chains move, where proposals come from |
 | `request.py` | what a loss wants encoded |
+| `distributed.py`, `ranks.py` | several ranks: one joined batch, equal state |
+| `shards.py` | state in blocks, each with the rank that owns it |
 | `table.py` | the stale table of informed proposals and Negative Cache |
 | `base.py`, `batch.py`, `state.py` | what all of them share |
 """

@@ -14,48 +14,42 @@ Shapes: `B` batch, `N` rows, `K` columns, `D` embedding.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from negchain import draws
 from negchain.losses.batch import (
     Batch,
+    Call,
     Drawn,
     Draws,
     Ids,
     Views,
     as_ids,
-    check_answer,
     check_batch,
     is_traced,
     lay_out,
-    per_side,
 )
-from negchain.losses.columns import popularity, with_draw
+from negchain.losses.columns import first_counts, given_draws, popularity, uniform_ids, with_draw
+from negchain.losses.distributed import gathered, over_ranks, own_step, share_out, together
+from negchain.losses.ranks import Gather, Ranks, check_gather
 from negchain.losses.reporting import Reporting
-from negchain.losses.request import Encode, Part, Request, Want, answered, check_requests
-from negchain.losses.settings import Given, InBatch, Informed, Proposals, Uniform
+from negchain.losses.request import Encode, Part, Request, Want, answered, tower_of
+from negchain.losses.settings import (
+    Given,
+    InBatch,
+    Informed,
+    Proposals,
+    Uniform,
+    check_proposals,
+    one_of,
+)  # fmt: skip
+from negchain.losses.shards import Rows
 from negchain.losses.table import Tables
 from negchain.objective import Denominator, Estimate, contrastive_objective
 from negchain.pool import Draw, Side
-
-
-@dataclass(frozen=True)
-class Call:
-    """The arguments of one call of a loss."""
-
-    z_a: Tensor
-    z_b: Tensor
-    index: Ids | None
-    key_index: Ids | None = None
-    known: Ids | None = None
-    augmentation: tuple[Tensor, Tensor] | None = None
-    draw: Draws | None = None
-    drawn: Drawn | None = None
 
 
 class ContrastiveLoss(Reporting):
@@ -90,6 +84,8 @@ class ContrastiveLoss(Reporting):
         seed: int = 0,
         dim: int | None = None,
         ids_per_item: int = 1,
+        gather: Gather = True,
+        shard_state: bool = False,
     ) -> None:
         super().__init__()
         one_of("views", views, ("shared", "paired"))
@@ -114,30 +110,24 @@ class ContrastiveLoss(Reporting):
         # A corpus of keys has no anchors of its own to run the other direction from.
         self.symmetric = symmetric and num_keys is None
         self.denominator: Denominator = denominator
-        self.proposals: Proposals = proposals or InBatch()
+        self.proposals = check_proposals(proposals or InBatch(), num_samples, views)
         self.num_samples = num_samples
         self.num_keys = num_keys
         self.normalize = normalize
         self.seed = seed
         self.ids_per_item = ids_per_item
-        if num_samples is None and not isinstance(self.proposals, (InBatch, Given)):
-            raise ValueError(
-                f"proposals={self.proposals} draws from the data set; give its size, num_samples="
-            )
-        if isinstance(self.proposals, InBatch) and self.proposals.copies == 2 and views != "shared":
-            raise ValueError(
-                "InBatch(copies=2) is for the two views of views='shared', got views='paired'; "
-                "use InBatch()"
-            )
         self._turn = 0
+        self.gather = check_gather(gather, shard_state)
+        self.bytes_sent = 0  # to other ranks, so far
+        self.rows = Rows(num_samples or 0, Ranks.of(self) if shard_state else None)
         self.add_state("step", torch.zeros((), dtype=torch.int64))
         sizes = [num_samples or 0, num_keys or 0, ids_per_item]
         self.add_state("sizes", torch.tensor(sizes, dtype=torch.int64))
         self._counts_keys = num_keys is not None and key_counts is None
         if num_keys is not None:
-            self.add_state("key_counts", _first_counts(key_counts, num_keys))
-        informed = isinstance(self.proposals, Informed)
-        self.tables = Tables(self.num_sides if informed else 0, self.num_ids or 0, dim)
+            self.add_state("key_counts", first_counts(key_counts, num_keys))
+        count = self.num_sides if isinstance(self.proposals, Informed) else 0
+        self.tables = Tables(count, self.num_ids or 0, dim, self.rows.ranks)
 
     # ------------------------------------------------------------------ sizes
 
@@ -183,17 +173,19 @@ class ContrastiveLoss(Reporting):
             key_index, known, augmentation: as in the call.
             ahead: calls that come before the one this is for (a loader that prefetches).
         """
-        device = self.step.device
-        if not isinstance(index, Tensor):
-            index = torch.as_tensor(index)
-        index = as_ids("index", index, len(index), device)
+        index = as_ids("index", index, len(index), self.step.device)
+        ranks, step = Ranks.of(self), own_step(self, ahead)
         with torch.no_grad():
             if z_a is None:
-                parts = self._parts(index, augmentation, self.step + ahead)
+                parts = self._parts(index, augmentation, step)
             else:
                 call = Call(z_a, z_a if z_b is None else z_b, index, key_index, known, augmentation)
+                if ranks is not None and ranks.join and len(self.tables):
+                    call, _ = gathered(self, call, (), self._turn, ranks)
                 with torch.autocast(z_a.device.type, enabled=False):
-                    parts = self._parts_given(call)
+                    parts = self._parts_given(call, step)
+        if ranks is not None:
+            parts = [share_out(part, ranks) for part in parts]
         return Request(self, index, self._turn + ahead, parts, given=z_a is not None)
 
     def _parts(
@@ -202,18 +194,16 @@ class ContrastiveLoss(Reporting):
         """Before the batch is encoded: uniform draws, and the share of the tables that is due."""
         parts = []
         if isinstance(self.proposals, Uniform):
-            count = self.proposals.num or len(index)
+            per_row = int(self.proposals.num is None)
             for side in range(self.num_sides):
-                row = torch.full((1,), side, device=step.device)
-                u = draws.uniform(self.seed, step, draws.STREAM_PROPOSE, row, count, torch.float64)
-                assert self.num_ids is not None
-                bound = torch.full_like(u[0], self.num_ids, dtype=torch.int64)
-                ids = draws.integers_below(bound, u[0])
-                parts.append(Part("draw", side, Want(ids, _tower(side)), Draw(ids)))
+                key = (self.seed, step, side)
+                ids = uniform_ids(index, self.proposals.num, self.num_ids or 0, key)
+                want = Want(ids, tower_of(side))
+                parts.append(Part("draw", side, want, Draw(ids), per_row=per_row))
         for side, table in enumerate(self.tables):
             ids = table.next_ids(self._refreshed())
             if len(ids):
-                parts.append(Part("refresh", side, Want(ids, _tower(side), gradient=False)))
+                parts.append(Part("refresh", side, Want(ids, tower_of(side), gradient=False)))
         return parts
 
     def _refreshed(self) -> int:
@@ -221,25 +211,19 @@ class ContrastiveLoss(Reporting):
         share = self.proposals.refresh if isinstance(self.proposals, Informed) else 0.0
         return math.ceil(share * (self.num_ids or 0))
 
-    def _parts_given(self, call: Call) -> list[Part]:
+    def _parts_given(self, call: Call, step: Tensor) -> list[Part]:
         """Once the batch is encoded: informed draws."""
         if not isinstance(self.proposals, Informed):
             return []
         parts = []
-        for number, side in enumerate(self._bare_sides(call)):
+        for number, side in enumerate(self._sides(self._checked(call), use_batch=False)):
             table, beta = self.tables[number], self._beta(side.queries)
             draw = table.informed_rows if self.proposals.per_row else table.informed
             count = self.proposals.num or (1 if self.proposals.per_row else len(call.z_a))
-            key = (self.seed, self.step, number)
-            ids, log_q = draw(count, side, beta, self.proposals, key)
-            wanted = Want(ids.flatten(), _tower(number))
+            ids, log_q = draw(count, side, beta, self.proposals, (self.seed, step, number))
+            wanted = Want(ids.flatten(), tower_of(number))
             parts.append(Part("draw", number, wanted, Draw(ids, log_q)))
         return parts
-
-    def _bare_sides(self, call: Call) -> list[Side]:
-        """The rows of a batch without columns, to draw for."""
-        batch = self._checked(call)
-        return self._sides(batch, use_batch=False)
 
     def held(
         self, index: Ids, augmentation: tuple[Tensor, Tensor] | None = None
@@ -250,10 +234,15 @@ class ContrastiveLoss(Reporting):
     @torch.no_grad()
     def fill(self, encode: Encode | tuple[Encode, Encode], chunk: int = 256) -> None:
         """Encode every key once into the stale tables; nothing to do for a loss without one."""
-        of_anchors, of_keys = encode if isinstance(encode, tuple) else (encode, encode)
+        ranks = Ranks.of(self)
         for number, table in enumerate(self.tables):
-            for ids in torch.split(torch.arange(table.size, device=self.step.device), chunk):
-                z = (of_keys if number == 0 else of_anchors)(ids)
+            whole = torch.arange(table.size, device=self.step.device)
+            for ids in torch.split(whole, chunk * (1 if ranks is None else ranks.world)):
+                part = Part("refresh", number, Want(ids, tower_of(number), gradient=False))
+                request = Request(self, ids, 0, [part if ranks is None else share_out(part, ranks)])
+                z = request.encode(encode).parts[0].embeddings
+                assert z is not None
+                z = z if ranks is None else together(z, len(ids), ranks)
                 table.refresh(ids, z, normalize=self.normalize)
 
     # ------------------------------------------------------------------ the call
@@ -296,8 +285,8 @@ class ContrastiveLoss(Reporting):
         with torch.autocast(z_a.device.type, enabled=False):
             if call.draw is not None and not isinstance(self.proposals, Given):
                 raise ValueError("draw= goes with proposals=Given() at construction; leave it out")
-            check_requests(self, self._turn, call.index, requests)
-            total = self._loss(call, requests)
+            with over_ranks(self, call, requests, self._turn) as (whole, answers):
+                total = self._loss(whole, answers)
         if self.training:
             self._turn += 1
         return total
@@ -322,11 +311,7 @@ class ContrastiveLoss(Reporting):
 
     def _checked(self, call: Call) -> Batch:
         return check_batch(
-            call.z_a,
-            call.z_b,
-            call.index,
-            call.key_index,
-            call.known,
+            call,
             num_samples=self.num_samples,
             num_keys=self.num_keys,
             normalize=self.normalize,
@@ -354,10 +339,14 @@ class ContrastiveLoss(Reporting):
         alone = not isinstance(self.proposals, InBatch) and self.proposals.alone
         sides = self._sides(batch, use_batch=not alone, **layout)
         if not isinstance(self.proposals, InBatch):
-            draws_of = self._draws(call, requests)
+            if isinstance(self.proposals, Given):
+                drawn = given_draws(call.draw, call.drawn, self.num_sides)
+            else:
+                parts = [answered(requests, "draw", side) for side in range(self.num_sides)]
+                drawn = [(part.draw, part.embeddings) for part in parts]  # type: ignore[misc]
             sides = [
                 with_draw(side, *pair, self.num_ids, self.normalize)
-                for side, pair in zip(sides, draws_of, strict=True)
+                for side, pair in zip(sides, drawn, strict=True)
             ]
         if not quiet and not is_traced(batch.z_a):
             self.faults[:2] += batch.faults
@@ -368,49 +357,20 @@ class ContrastiveLoss(Reporting):
         if not is_traced(log_partition):
             self.faults[2] += (log_partition == -math.inf).sum()
 
-    def _draws(self, call: Call, requests: Sequence[Request]) -> list[tuple[Draw, Tensor]]:
-        """What was drawn for each side, and its embeddings."""
-        if isinstance(self.proposals, Given):
-            if call.draw is None or call.drawn is None:
-                raise ValueError(
-                    "proposals=Given() needs draw= (ids and their probabilities) and drawn= (their "
-                    "embeddings) in every call; pass both"
-                )
-            pair = (
-                per_side(name, value, self.num_sides)
-                for name, value in (("draw", call.draw), ("drawn", call.drawn))
-            )
-            return list(zip(*pair, strict=True))  # type: ignore[arg-type]
-        found = []
-        for side in range(self.num_sides):
-            part = answered(requests, "draw", side)
-            assert part.draw is not None and part.embeddings is not None
-            found.append((part.draw, part.embeddings))
-        return found
-
-    def _count_keys(self, batch: Batch) -> None:
+    def _count(self, keys: Tensor, valid: Tensor | None = None) -> None:  # [B]
         """Remember which keys were positives; part of changing state."""
         if self.num_keys is not None and self._counts_keys:
-            self.key_counts.index_add_(0, batch.key_index, batch.valid.to(self.key_counts.dtype))
-            self.key_counts[-1] += batch.valid.sum()
+            ones = torch.ones_like(keys) if valid is None else valid.to(keys.dtype)
+            self.key_counts.index_add_(0, keys, ones)
+            self.key_counts[-1] += ones.sum()
 
-    def _remember(self, batch: Batch, sides: Sequence[Side], requests: Sequence[Request]) -> None:
-        """Whatever this step encoded is the freshest the stale tables can hold."""
-        for number, table in enumerate(self.tables):
-            side = sides[number]
-            table.write(side.positive_ids, side.positives)  # they may be no columns
-            table.write(side.key_ids.flatten(), side.keys.flatten(0, 1))
-            if side.private_ids is not None and side.private_keys is not None:
-                table.write(side.private_ids.flatten(), side.private_keys.flatten(0, 1))
-            for request in requests:
-                for part in request.parts:
-                    if part.side != number or part.embeddings is None:
-                        continue
-                    if part.purpose == "refresh":
-                        table.refresh(part.want.ids, part.embeddings, normalize=self.normalize)
-                    elif part.purpose == "carried":
-                        z = check_answer(part.embeddings.detach(), batch.z_a, self.normalize)
-                        table.write(part.want.ids, z)
+    def _touched(
+        self, call: Call, index: Tensor, requests: Sequence[Request]
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """State by rows [M, ...], and the rows this call may have changed; for other ranks."""
+        keys = index if call.key_index is None else call.key_index
+        keys = as_ids("key_index", keys, len(index), index.device)
+        return self.tables.touched(index, keys, requests)
 
     # ------------------------------------------------------------------ value and report
 
@@ -435,26 +395,3 @@ class ContrastiveLoss(Reporting):
         learned = isinstance(self.beta, Tensor)
         beta = f"{float(self.beta):g} (learned)" if learned else f"{self.beta}"
         return f"beta={beta}, views={self.views!r}, denominator={self.denominator!r}"
-
-
-def _tower(side: int) -> Any:
-    return "keys" if side == 0 else "anchors"
-
-
-def _first_counts(counts: Tensor | None, num_keys: int) -> Tensor:
-    """How often each key is a positive, and the sum; zeros: they are counted as it goes."""
-    if counts is None:
-        return torch.zeros(num_keys + 1, dtype=torch.int64)
-    counts = torch.as_tensor(counts)
-    if counts.shape != (num_keys,) or counts.is_floating_point() or bool((counts < 0).any()):
-        raise ValueError(
-            f"key_counts must hold a count per key, [{num_keys}] integers of at least 0, "
-            f"got {counts.dtype} {tuple(counts.shape)}"
-        )
-    return torch.cat([counts, counts.sum()[None]]).long()
-
-
-def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    """Refuse a value that is not among the allowed ones."""
-    if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")

@@ -27,6 +27,20 @@ Popularity = Callable[[Tensor], Tensor]  # key ids -> log-probability as somebod
 
 
 @dataclass(frozen=True)
+class Call:
+    """The arguments of one call of a loss."""
+
+    z_a: Tensor
+    z_b: Tensor
+    index: Ids | None
+    key_index: Ids | None = None
+    known: Ids | None = None
+    augmentation: tuple[Tensor, Tensor] | None = None
+    draw: Draws | None = None
+    drawn: Drawn | None = None
+
+
+@dataclass(frozen=True)
 class Batch:
     """B pairs of embeddings with their data set positions."""
 
@@ -40,19 +54,12 @@ class Batch:
 
 
 def check_batch(
-    z_a: Tensor,
-    z_b: Tensor,
-    index: Ids | None,
-    key_index: Ids | None,
-    known: Ids | None,
-    *,
-    num_samples: int | None,
-    num_keys: int | None,
-    normalize: bool,
+    call: Call, *, num_samples: int | None, num_keys: int | None, normalize: bool
 ) -> Batch:
     """Refuse what is wrong, convert what is right; see the module's header."""
-    check_shapes(z_a, z_b, key_index, num_keys)
-    z_a, z_b = as_embedding(z_a, normalize), as_embedding(z_b, normalize)
+    index, key_index, known = call.index, call.key_index, call.known
+    check_shapes(call.z_a, call.z_b, key_index, num_keys)
+    z_a, z_b = as_embedding(call.z_a, normalize), as_embedding(call.z_b, normalize)
     batch_size, device = z_a.shape[0], z_a.device
     if index is None:
         if num_samples is not None:

@@ -33,9 +33,11 @@ from torch import Tensor
 
 from negchain import draws
 from negchain.files import replacing
-from negchain.losses.batch import as_ids
+from negchain.losses.batch import Views, as_ids
+from negchain.losses.ranks import Ranks
+from negchain.losses.settings import Informed, Proposals
+from negchain.losses.shards import Rows, check_width_known
 from negchain.losses.state import Stateful
-from negchain.pool import write_rows
 
 Carried = Literal["encode", "cached"]
 NOT_MOVED = -1  # in `ChainTable.states`: the chain is still at its initial draw
@@ -63,6 +65,7 @@ class ChainTable(Stateful):
         dim: D, for keep="cached"; None waits for the first batch.
         seed: of the initial draws.
         file: keep the states in this file instead of in memory; see `map_to`.
+        ranks: that own a block of the chains each; None: all chains are here.
 
     Example:
         >>> table = ChainTable(1, 5, num_states=5, ids_per_item=1, own=True, keep="encode", seed=0)
@@ -88,6 +91,7 @@ class ChainTable(Stateful):
         dim: int | None = None,
         seed: int,
         file: str | os.PathLike[str] | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         super().__init__()
         self.keep = keep
@@ -96,17 +100,26 @@ class ChainTable(Stateful):
         self.own = own
         self.seed = seed
         states = torch.full((1, 1), NOT_MOVED, dtype=state_dtype(num_states))
-        states = states.expand(num_sides, num_chains)  # no memory yet: a file may take its place
-        self.add_state("states", states if file is not None else states.contiguous())
+        self.rows = Rows(num_chains, ranks)
+        states = states.expand(num_sides, self.rows.count)  # no memory yet: a file may hold it
+        states = states if file is not None else states.contiguous()
+        self.add_state("states", states, rows=self.rows, dim=1)
         if keep == "cached":
-            keys = torch.full((num_sides, num_chains, dim or 0), math.nan)
-            self.add_state("keys", keys, lazy=True)
+            check_width_known(dim, ranks)
+            keys = torch.full((num_sides, self.rows.count, dim or 0), math.nan)
+            self.add_state("keys", keys, lazy=True, rows=self.rows, dim=1)
         if file is not None:
-            self.map_to(file)
+            mine = "" if ranks is None else f".{ranks.rank}-of-{ranks.world}"
+            self.map_to(os.fspath(file) + mine)
+
+    @property
+    def tables(self) -> list[Tensor]:
+        """What is kept of every chain, [S,M,...] each."""
+        return [self.states, self.keys] if self.keep == "cached" else [self.states]
 
     def ids(self, side: int, slots: Tensor) -> Tensor:  # [B] -> [B] int64
         """Ids of the carried states."""
-        held = self.states[side][slots].long()
+        held = self.rows.read(self.states[side], slots).long()
         if held.device.type == "cpu" and bool((held >= 0).all()):
             return held
         return torch.where(held >= 0, held, self.initial_ids(side, slots))
@@ -115,7 +128,7 @@ class ChainTable(Stateful):
         """Where chains start: the initial draw of the module's docstring."""
         # On the host, where the key of all chains costs a GPU nothing; no copy, no waiting.
         step = torch.tensor(side, device="cpu")
-        if self.states.shape[1] > 2**32:
+        if self.rows.total > 2**32:
             step = side + 2 * (slots >> 32)
         u = draws.uniform(self.seed, step, draws.STREAM_INIT, slots, 1, torch.float64)[:, 0]
         choices = self.num_states - self.ids_per_item if self.own else self.num_states
@@ -131,7 +144,7 @@ class ChainTable(Stateful):
         if width == 0:
             return self.keys.new_full((len(slots), dim), math.nan)
         self.check_width(dim)
-        return self.keys[side][slots]
+        return self.rows.read(self.keys[side], slots)
 
     def check_width(self, dim: int) -> None:
         """Refuse embeddings of another dimension than the cached ones."""
@@ -142,14 +155,14 @@ class ChainTable(Stateful):
     def commit(self, side: int, slots: Tensor, arrival: Arrival, valid: Tensor) -> None:
         """Store where the chains of the valid rows ended; the others stay as they are."""
         allowed = valid & arrival.moved
-        write_rows(self.states[side], slots, arrival.ids, allowed)
+        self.rows.write(self.states[side], slots, arrival.ids, allowed)
         if self.keep == "cached":
             assert arrival.key is not None
             if self.keys.shape[2] == 0:
                 shape = (*self.keys.shape[:2], arrival.key.shape[1])
                 with torch.inference_mode(False):
                     self.keys = self.keys.new_full(shape, math.nan)
-            write_rows(self.keys[side], slots, arrival.key, allowed)
+            self.rows.write(self.keys[side], slots, arrival.key, allowed)
 
     # ------------------------------------------------------------------ a table in a file
 
@@ -240,3 +253,15 @@ def stored_slots(
         if a.device.type == "cpu" and not bool(((a >= 0) & (a < per_item)).all()):
             raise ValueError(f"augmentation must lie in [0, {per_item}), got {a.tolist()[:8]}")
     return tuple(index * per_item + a.clamp(0, per_item - 1) for a in chosen)
+
+
+def check_augmentations(augmentations: int | None, views: Views, proposals: Proposals) -> int:
+    """Ids per item; what cannot be is refused."""
+    if augmentations is None:
+        return 1
+    if augmentations < 1 or views != "shared" or isinstance(proposals, Informed):
+        raise ValueError(
+            "augmentations (stored per item) must be at least 1, with views='shared' and proposals "
+            f"other than Informed; got {augmentations}, {views!r}, {proposals}"
+        )
+    return augmentations

@@ -12,8 +12,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from negchain.losses.batch import Batch, Popularity, check_answer
+from negchain import draws
+from negchain.losses.batch import Batch, Drawn, Draws, Popularity, check_answer, per_side
 from negchain.pool import Draw, Kind, Side, matches
+
+Key = tuple[int, Tensor, int]  # seed, step, side number: what random draws are a function of
 
 
 def with_draw(side: Side, draw: Draw, drawn: Tensor, num_ids: int | None, normalize: bool) -> Side:
@@ -53,6 +56,28 @@ def with_draw(side: Side, draw: Draw, drawn: Tensor, num_ids: int | None, normal
     )
 
 
+def uniform_ids(index: Tensor, num: int | None, num_ids: int, key: Key) -> Tensor:  # [num or B]
+    """Uniform draws: one per sample of a batch, or `num`; a rank knows its own by itself."""
+    seed, step, side = key
+    rows, count = (index, 1) if num is None else (index.new_zeros(1), num)
+    stream = draws.STREAM_PROPOSE + 16 * side
+    u = draws.uniform(seed, step, stream, rows, count, torch.float64).flatten()
+    return draws.integers_below(torch.full_like(u, num_ids, dtype=torch.int64), u)
+
+
+def given_draws(
+    draw: Draws | None, drawn: Drawn | None, num_sides: int
+) -> list[tuple[Draw, Tensor]]:
+    """The caller's draws and their embeddings, side by side."""
+    if draw is None or drawn is None:
+        raise ValueError(
+            "proposals=Given() needs draw= (ids and their probabilities) and drawn= (their "
+            "embeddings) in every call; pass both"
+        )
+    sides = per_side("draw", draw, num_sides), per_side("drawn", drawn, num_sides)
+    return list(zip(*sides, strict=True))  # type: ignore[arg-type]
+
+
 def _check_draw(draw: Draw, ids: Tensor, size: int | None) -> None:
     if draw.log_q is not None and size is None:
         raise ValueError(
@@ -87,6 +112,19 @@ def _log_q(side: Side, draw: Draw, num_ids: int | None) -> Callable[[Tensor], Te
         return (base + uniform).expand(ids.shape) if log is None else log.to(scale.dtype) + base
 
     return log_q
+
+
+def first_counts(counts: Tensor | None, num_keys: int) -> Tensor:
+    """How often each key is a positive, and the sum; zeros: they are counted as it goes."""
+    if counts is None:
+        return torch.zeros(num_keys + 1, dtype=torch.int64)
+    counts = torch.as_tensor(counts)
+    if counts.shape != (num_keys,) or counts.is_floating_point() or bool((counts < 0).any()):
+        raise ValueError(
+            f"key_counts must hold a count per key, [{num_keys}] integers of at least 0, "
+            f"got {counts.dtype} {tuple(counts.shape)}"
+        )
+    return torch.cat([counts, counts.sum()[None]]).long()
 
 
 def popularity(counts: Tensor, batch: Batch, num_samples: int | None, counting: bool) -> Popularity:

@@ -16,52 +16,33 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from negchain.fast import fused
-from negchain.losses.base import Call, ContrastiveLoss, one_of
-from negchain.losses.batch import Batch, Ids, Views, as_ids, check_answer
-from negchain.losses.chains import Arrival, Carried, ChainTable, stored_slots
-from negchain.losses.partition import detached_logits, log_sum_and_count
-from negchain.losses.reporting import Number, Report
-from negchain.losses.request import Part, Request, Want, answered
+from negchain.losses.base import ContrastiveLoss
+from negchain.losses.batch import Batch, Call, Ids, Views, as_ids, check_answer
+from negchain.losses.chains import Carried, ChainTable, check_augmentations, stored_slots
+from negchain.losses.partition import bracket, constant, detached_logits, mean_loss
+from negchain.losses.ranks import Gather
+from negchain.losses.request import Part, Request, Want, answered, tower_of
 from negchain.losses.settings import (
     InBatch,
-    Informed,
     Kernel,
     Proposals,
-    Uniform,
     as_kernel,
-    as_proposals,
-)
-from negchain.losses.walk import Sampler, Start, Walk, walk_chains
+    for_corpus,
+    one_of,
+)  # fmt: skip
+from negchain.losses.walk import Sampler, Start, Visit, Walk, walk_chains
 from negchain.objective import Denominator, Estimate
 from negchain.pool import Side, write_view_mean
 from negchain.weights.metropolis import Backend
 from negchain.weights.sogclr import moving_log_mean
-
-
-@dataclass
-class Visit:
-    """What a call found, before anything is stored."""
-
-    batch: Batch
-    sides: list[Side]
-    total: list[Tensor] = field(default_factory=list)
-    report: Report = field(default_factory=dict)
-    arrivals: list[tuple[int, Tensor, Arrival]] = field(default_factory=list)
-    runnings: list[tuple[int, Tensor]] = field(default_factory=list)
-
-    def note(self, numbers: dict[str, Number]) -> None:
-        """Numbers of one side for `info`."""
-        for name, number in numbers.items():
-            self.report.setdefault(name, []).append(number)
 
 
 class EMC2Loss(ContrastiveLoss):
@@ -97,6 +78,7 @@ class EMC2Loss(ContrastiveLoss):
         dim: dimension of the embeddings, for tables that hold some; None waits for the first batch.
         normalize: bring embeddings to unit length first.
         seed: of every random draw; step t of two runs with one seed draws the same.
+        gather, shard_state: with a process group; as for `InfoNCELoss`.
         chain_file: keep the chains in this memory-mapped file (docs/large_tables.md).
         backend: "fused": the whole loss in a dozen GPU kernels. "reference", "torch", "triton": the
             readable path, with this backend of `mh_scan`. "auto": fused where it applies (a GPU,
@@ -141,18 +123,13 @@ class EMC2Loss(ContrastiveLoss):
         dim: int | None = None,
         normalize: bool = True,
         seed: int = 0,
+        gather: Gather = True,
+        shard_state: bool = False,
         chain_file: str | os.PathLike[str] | None = None,
         backend: Backend | Literal["fused"] = "auto",
     ) -> None:
         reached = key_counts is not None and bool((torch.as_tensor(key_counts) > 0).all())
-        if proposals is None:
-            proposals = InBatch() if num_keys is None or reached else Uniform()
-        proposals = as_proposals(proposals)
-        if num_keys is not None and isinstance(proposals, InBatch) and not reached:
-            raise ValueError(
-                "proposals='batch' reaches only keys that are somebody's positive; with num_keys= "
-                "use Uniform() or Informed(), or give key_counts= if every key is one"
-            )
+        proposals = for_corpus(proposals, num_keys, reached)
         super().__init__(
             num_samples,
             beta,
@@ -164,8 +141,10 @@ class EMC2Loss(ContrastiveLoss):
             key_counts=key_counts,
             normalize=normalize,
             seed=seed,
+            gather=gather,
+            shard_state=shard_state,
             dim=dim,
-            ids_per_item=_checked_augmentations(augmentations, views, proposals),
+            ids_per_item=check_augmentations(augmentations, views, proposals),
         )
         one_of("carried", carried, ("encode", "cached"))
         one_of("backend", backend, ("auto", "reference", "torch", "triton", "fused"))
@@ -186,10 +165,11 @@ class EMC2Loss(ContrastiveLoss):
             dim=dim,
             seed=seed,
             file=chain_file,
+            ranks=self.rows.ranks,
         )
         if denominator == "all":
-            shape = (self.num_sides, num_samples)
-            self.add_state("log_partition", torch.full(shape, -math.inf))
+            log_partition = torch.full((self.num_sides, self.rows.count), -math.inf)
+            self.add_state("log_partition", log_partition, rows=self.rows, dim=1)
             self.add_state("seen", torch.zeros((), dtype=torch.int64))
 
     @property
@@ -219,14 +199,17 @@ class EMC2Loss(ContrastiveLoss):
     ) -> list[Part]:
         parts = super()._parts(index, augmentation, step)
         if self.carried == "encode":
-            held = self.held(index, augmentation)
-            if self.augmentations:
-                held = (torch.cat(held),)
+            per_row = self._views_per_item if self.augmentations else 1
             parts[:0] = [
-                Part("carried", side, Want(ids, "keys" if side == 0 else "anchors"))
-                for side, ids in enumerate(held)
+                Part("carried", side, Want(ids, tower_of(side)), per_row=per_row)
+                for side, ids in enumerate(self._asked(index, augmentation))
             ]
         return parts
+
+    def _asked(self, index: Tensor, augmentation: Any) -> tuple[Tensor, ...]:
+        """Carried states per side; both views' in one where they have chains of their own."""
+        held = self.held(index, augmentation)
+        return (torch.cat(held),) if self.augmentations else held
 
     def _loss(self, call: Call, requests: Sequence[Request]) -> Tensor:
         self._check_held(call, requests)
@@ -239,14 +222,11 @@ class EMC2Loss(ContrastiveLoss):
             return total
         if self.backend == "fused":
             raise fused.not_applicable(call.z_a)
-        visit = self._visit_all(call, requests)
+        visit = self.visit(call, requests)
         if self.training:
             self._store(visit, requests)
             self.step += 1
         return self._finish(visit.total, visit.report)
-
-    def _visit_all(self, call: Call, requests: Sequence[Request]) -> Visit:
-        return self.visit(call, requests)
 
     def _check_held(self, call: Call, requests: Sequence[Request]) -> None:
         """Refuse carried states that were asked for before another visit moved their chains."""
@@ -254,8 +234,7 @@ class EMC2Loss(ContrastiveLoss):
             asked = [part for part in request.parts if part.purpose == "carried"]
             if not asked or request.turn == self._turn:
                 continue
-            held = self.held(request.index, call.augmentation)
-            held = (torch.cat(held),) if self.augmentations else held
+            held = self._asked(request.index, call.augmentation)
             for part, now in zip(asked, held, strict=True):
                 if not torch.equal(part.want.ids, now):
                     raise ValueError(
@@ -310,18 +289,9 @@ class EMC2Loss(ContrastiveLoss):
         self, visit: Visit, number: int, side: Side, similarity: Tensor, logits: Tensor, walk: Walk
     ) -> None:
         """The value of a side, with the bracket of the global loss its columns allow."""
-        log_m = side.log_num_negatives()
-        assert log_m is not None
-        log_sum, count = log_sum_and_count(side, logits, self._beta(logits))
-        low = log_sum + log_m - count.clamp(min=1).to(log_m.dtype).log()
-        # With the carried state, a draw from p, among the columns E[1 / mean] = m_neg / Z (the
-        # identity behind i-SIR), so that the logarithm of this mean lies above log Z on average.
-        correction = side.correction(walk.start.ids[:, None])
-        held = walk.start.logit if correction is None else walk.start.logit - correction[:, 0]
-        high = torch.logaddexp(log_sum, held) + log_m - (count + 1).to(log_m.dtype).log()
-        high = torch.where(held > -math.inf, high, low)
+        start = walk.start
+        low, high, middle = bracket(side, logits, self._beta(logits), start.ids, start.logit)
         self._count_lonely(high)
-        middle = torch.where(low > -math.inf, (low + high) / 2, high)
         running = self._running_partition(number, side, low)
         saturation = None if running is None else torch.where(running > -math.inf, running, high)
         estimate = Estimate(walk.weights, middle, saturation, walk.carried_weight)
@@ -330,18 +300,9 @@ class EMC2Loss(ContrastiveLoss):
         if running is not None:
             visit.runnings.append((number, running))
         positive = torch.linalg.vecdot(side.queries.detach(), side.positives.detach())
-        positive = positive * _number(self._beta(similarity))
-
-        def mean_of(log_partition: Tensor) -> Number:
-            def mean() -> Tensor:
-                gap = log_partition - positive
-                gap = F.softplus(gap) if self.denominator == "all" else gap
-                return torch.where(log_partition > -math.inf, gap, 0.0).mean()
-
-            return mean
-
+        mean = partial(mean_loss, positive * constant(self._beta(similarity)), self.denominator)
         ends = {"global_loss_low": low, "global_loss_high": high, "global_loss": middle}
-        visit.note({name: mean_of(log_partition) for name, log_partition in ends.items()})
+        visit.note({name: partial(mean, log_partition) for name, log_partition in ends.items()})
 
     def _start(
         self,
@@ -353,37 +314,54 @@ class EMC2Loss(ContrastiveLoss):
         items: slice,
     ) -> Start:
         """Where the chains of a side's rows stand."""
-        slot = slots[0] if len(slots) == 1 else torch.cat(slots)
-        ids = self.chains.ids(number, slot)
-        unusable = side.excludes(ids)
+        unusable: Tensor | bool = False
         if self.carried == "encode":
             part = answered(requests, "carried", number)
             assert part.embeddings is not None
             keys = check_answer(part.embeddings, batch.z_a, self.normalize)
             views = keys.view(-1, len(batch.index), keys.shape[1])[:, items]
             keys = views.expand(len(slots), -1, -1).flatten(0, 1)
+            # what was asked for, not the table again: on all ranks the state of the one that asked
+            ids = part.want.ids.view(-1, len(batch.index))[:, items]
+            ids = ids.expand(len(slots), -1).flatten()
         else:
+            slot = slots[0] if len(slots) == 1 else torch.cat(slots)
+            ids = self.chains.ids(number, slot)
             keys = self.chains.cached_keys(number, slot, side.queries.shape[1])
             keys = keys.to(side.queries.dtype)
             seen = torch.isfinite(keys).all(1)  # NaN before the first visit: 0 * NaN would spread
-            unusable, keys = unusable | ~seen, keys.masked_fill(~seen[:, None], 0.0)
+            unusable, keys = ~seen, keys.masked_fill(~seen[:, None], 0.0)
         similarity = torch.linalg.vecdot(side.queries, keys)
         beta = self._beta(similarity)
-        logit = similarity.detach() * _number(beta)
-        unusable = unusable | ~torch.isfinite(logit)
+        logit = similarity.detach() * constant(beta)
+        unusable = side.excludes(ids) | unusable | ~torch.isfinite(logit)
         return Start(ids, logit.masked_fill(unusable, -math.inf), similarity)
 
     def _store(self, visit: Visit, requests: Sequence[Request]) -> None:
         """Where the chains ended, and what else the next visit needs."""
         batch = visit.batch
-        self._remember(batch, visit.sides, requests)
-        self._count_keys(batch)
+        self.tables.remember(visit.sides, requests, batch.z_a, self.normalize)
+        self._count(batch.key_index, batch.valid)
         for number, chain, arrival in visit.arrivals:
             self.chains.commit(number, chain, arrival, batch.valid)
         for number, running in visit.runnings:
-            write_view_mean(self.log_partition[number], batch.index, running, batch.valid)
+            table = self.log_partition[number]
+            write_view_mean(table, batch.index, running, batch.valid, self.rows.write)
+
+    def _count(self, keys: Tensor, valid: Tensor | None = None) -> None:
+        super()._count(keys, valid)
         if self.denominator == "all":
-            self.seen += len(batch.index)
+            self.seen += len(keys)
+
+    def _touched(
+        self, call: Call, index: Tensor, requests: Sequence[Request]
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        yield from super()._touched(call, index, requests)
+        slots = torch.cat(self._slots(index, call.augmentation))
+        for side in range(self.num_sides):
+            yield from ((table[side], slots) for table in self.chains.tables)
+            if self.denominator == "all":
+                yield self.log_partition[side], index
 
     # ------------------------------------------------------------------ parts of a step
 
@@ -414,22 +392,7 @@ class EMC2Loss(ContrastiveLoss):
         """The partition 1 - p+ is computed against: a moving average over visits, [N]."""
         if self.denominator != "all":
             return None
-        old = self.log_partition[number][side.anchor_ids].to(log_partition.dtype)
+        old = self.rows.read(self.log_partition[number], side.anchor_ids).to(log_partition.dtype)
         visits = self.seen // (self.num_samples or 1)
         rate = torch.clamp(1.0 / (1.0 + visits), min=self.partition_rate)
         return moving_log_mean(old, log_partition, rate.to(log_partition.dtype))
-
-
-def _number(beta: float | Tensor) -> float | Tensor:
-    return beta.detach() if isinstance(beta, Tensor) else beta
-
-
-def _checked_augmentations(augmentations: int | None, views: Views, proposals: Proposals) -> int:
-    if augmentations is None:
-        return 1
-    if augmentations < 1 or views != "shared" or isinstance(proposals, Informed):
-        raise ValueError(
-            "augmentations (stored per item) must be at least 1, with views='shared' and proposals "
-            f"other than Informed; got {augmentations}, {views!r}, {proposals}"
-        )
-    return augmentations

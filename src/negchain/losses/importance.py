@@ -21,6 +21,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from negchain.losses.batch import Views
+from negchain.losses.ranks import Gather
 from negchain.losses.settings import Informed, Proposals
 from negchain.losses.weighted import WeightedLoss
 from negchain.objective import Denominator
@@ -43,7 +44,8 @@ class ImportanceLoss(WeightedLoss):
             which need no table: with denominator="all" that is the corrected logQ of Khrylchenko
             et al. (2025). Columns of the batch beside informed draws (alone=False) bias the
             partition by O(1/B): which keys a stale table proposes depends on who is in the batch.
-        views, symmetric, num_keys, key_counts, dim, normalize, seed: as for `InfoNCELoss`.
+        views, symmetric, num_keys, key_counts, dim, normalize, seed, gather, shard_state: as for
+            `InfoNCELoss`.
         denominator: "all" (the positive kept in, against the estimate of the *global* partition, so
             that solved pairs stop pulling) or "negatives" (eq. (1)).
 
@@ -71,6 +73,8 @@ class ImportanceLoss(WeightedLoss):
         dim: int | None = None,
         normalize: bool = True,
         seed: int = 0,
+        gather: Gather = True,
+        shard_state: bool = False,
     ) -> None:
         super().__init__(
             num_samples,
@@ -84,6 +88,8 @@ class ImportanceLoss(WeightedLoss):
             dim=dim,
             normalize=normalize,
             seed=seed,
+            gather=gather,
+            shard_state=shard_state,
         )
 
     def weigh(self, logits: Tensor, ids: Tensor) -> tuple[Tensor, None]:

@@ -16,11 +16,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from negchain.losses.base import Call, ContrastiveLoss
-from negchain.losses.batch import Views, check_answer
+from negchain.losses.base import ContrastiveLoss
+from negchain.losses.batch import Call, Views, check_answer
 from negchain.losses.partition import effective_negatives
+from negchain.losses.ranks import Gather
 from negchain.losses.reporting import Report, keep
-from negchain.losses.request import Part, Request, Want, answered
+from negchain.losses.request import Part, Request, Want, answered, tower_of
 from negchain.losses.settings import check_refresh
 from negchain.losses.table import Tables
 from negchain.objective import Denominator, Estimate
@@ -45,6 +46,7 @@ class NegativeCacheLoss(ContrastiveLoss):
         views, symmetric, num_keys, normalize: as for `InfoNCELoss`.
         denominator: "negatives" (eq. (1)) or "all"; the partition comes from the stale table.
         seed: of the Gumbel noise.
+        gather, shard_state: as for `InfoNCELoss`.
 
     Example:
         >>> encoder, items = torch.nn.Linear(5, 8), torch.randn(50, 5)
@@ -68,6 +70,8 @@ class NegativeCacheLoss(ContrastiveLoss):
         num_keys: int | None = None,
         normalize: bool = True,
         seed: int = 0,
+        gather: Gather = True,
+        shard_state: bool = False,
     ) -> None:
         super().__init__(
             num_samples,
@@ -78,10 +82,12 @@ class NegativeCacheLoss(ContrastiveLoss):
             num_keys=num_keys,
             normalize=normalize,
             seed=seed,
+            gather=gather,
+            shard_state=shard_state,
         )
         check_refresh(refresh)
         self.refresh_fraction = refresh
-        self.tables = Tables(self.num_sides, self.num_ids or 0, dim)
+        self.tables = Tables(self.num_sides, self.num_ids or 0, dim, self.rows.ranks)
 
     @property
     def multiplicity(self) -> int:
@@ -91,15 +97,15 @@ class NegativeCacheLoss(ContrastiveLoss):
     def _refreshed(self) -> int:
         return math.ceil(self.refresh_fraction * (self.num_ids or 0))
 
-    def _parts_given(self, call: Call) -> list[Part]:
+    def _parts_given(self, call: Call, step: Tensor) -> list[Part]:
         """One draw per row from its stale softmax."""
         parts = []
-        for number, side in enumerate(self._bare_sides(call)):
-            key = (self.seed, self.step, number)
+        for number, side in enumerate(self._sides(self._checked(call), use_batch=False)):
+            key = (self.seed, step, number)
             ids, log_partition = self.tables[number].winners(
                 side.num_rows, side, self._beta(side.queries), key
             )
-            want = Want(ids, "keys" if number == 0 else "anchors")
+            want = Want(ids, tower_of(number))
             parts.append(Part("draw", number, want, Draw(ids), log_partition=log_partition))
         return parts
 

@@ -9,15 +9,21 @@ import dataclasses
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from negchain.objective import Denominator
 from negchain.pool import Side
+
+
+def constant(beta: float | Tensor) -> float | Tensor:
+    """A beta that nothing is learned through."""
+    return beta.detach() if isinstance(beta, Tensor) else beta
 
 
 def detached_logits(side: Side, similarity: Tensor, beta: float | Tensor) -> Tensor:
     """Corrected logits beta * s - log(q m_neg), [N, K+C]; -inf where excluded or not finite."""
-    beta = beta.detach() if isinstance(beta, Tensor) else beta
-    logits = similarity.detach() * beta
+    logits = similarity.detach() * constant(beta)
     correction = None if len(side.kinds) == 0 else side.correction(side.column_ids())
     if correction is not None:
         logits = logits - correction
@@ -46,11 +52,34 @@ def log_sum_and_count(
     log_sum, counts = torch.logsumexp(logits, 1), side.counts()
     if side.hidden_keys is not None and len(side.kinds) == 1:
         hidden = dataclasses.replace(side, keys=side.hidden_keys.detach())
-        beta = beta.detach() if isinstance(beta, Tensor) else beta
-        others = hidden.similarities().detach() * beta
+        others = hidden.similarities().detach() * constant(beta)
         others = others.masked_fill(side.excluded | ~torch.isfinite(others), -math.inf)
         log_sum, counts = torch.logaddexp(log_sum, torch.logsumexp(others, 1)), 2 * counts
     return log_sum, counts
+
+
+def bracket(
+    side: Side, logits: Tensor, beta: float | Tensor, held_ids: Tensor, held_logit: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:  # [N,K+C] ... [N] [N] -> three [N]
+    """Log partitions below and above the true one on average, and between, given carried states."""
+    log_m = side.log_num_negatives()
+    assert log_m is not None
+    log_sum, count = log_sum_and_count(side, logits, beta)
+    low = log_sum + log_m - count.clamp(min=1).to(log_m.dtype).log()
+    # With the carried state, a draw from p, among the columns E[1 / mean] = m_neg / Z (the
+    # identity behind i-SIR), so that the logarithm of this mean lies above log Z on average.
+    correction = side.correction(held_ids[:, None])
+    held = held_logit if correction is None else held_logit - correction[:, 0]
+    high = torch.logaddexp(log_sum, held) + log_m - (count + 1).to(log_m.dtype).log()
+    high = torch.where(held > -math.inf, high, low)
+    return low, high, torch.where(low > -math.inf, (low + high) / 2, high)
+
+
+def mean_loss(positive: Tensor, denominator: Denominator, log_partition: Tensor) -> Tensor:  # [N]
+    """Mean of log_partition - positive (both in logits) over the rows that have negatives, []."""
+    gap = log_partition - positive
+    gap = F.softplus(gap) if denominator == "all" else gap
+    return torch.where(log_partition > -math.inf, gap, 0.0).mean()
 
 
 def effective_negatives(weights: Tensor, private: Tensor | None = None) -> Tensor:

@@ -30,6 +30,11 @@ Purpose = Literal["carried", "draw", "refresh"]
 Encode = Callable[[Tensor], Tensor]
 
 
+def tower_of(side: int) -> Tower:
+    """Whose encoder makes the keys of a side."""
+    return "keys" if side == 0 else "anchors"
+
+
 class Want(NamedTuple):
     """Positions to encode: where they lie, and whether the loss trains what comes back.
 
@@ -55,6 +60,8 @@ class Part:
     draw: Draw | None = None
     embeddings: Tensor | None = None
     log_partition: Tensor | None = None  # [N] of the distribution a negative was drawn from
+    per_row: int = 0  # ids that every sample of the batch has here; 0: it is not made per sample
+    whole: Tensor | None = None  # where ranks share the work: the ids of all of them
 
 
 @dataclass

@@ -174,6 +174,41 @@ def as_proposals(proposals: Proposals | Literal["batch"]) -> Proposals:
     return InBatch()
 
 
+def for_corpus(
+    proposals: Proposals | Literal["batch"] | None, num_keys: int | None, reached: bool
+) -> Proposals:
+    """Proposals of a chain: the batch where it reaches every key, and uniform draws beside it."""
+    if proposals is None:
+        return InBatch() if num_keys is None or reached else Uniform()
+    proposals = as_proposals(proposals)
+    if num_keys is not None and isinstance(proposals, InBatch) and not reached:
+        raise ValueError(
+            "proposals='batch' reaches only keys that are somebody's positive; with num_keys= "
+            "use Uniform() or Informed(), or give key_counts= if every key is one"
+        )
+    return proposals
+
+
+def check_proposals(proposals: Proposals, num_samples: int | None, views: str) -> Proposals:
+    """Refuse proposals that cannot be made here."""
+    if num_samples is None and not isinstance(proposals, (InBatch, Given)):
+        raise ValueError(
+            f"proposals={proposals} draws from the data set; give its size, num_samples="
+        )
+    if isinstance(proposals, InBatch) and proposals.copies == 2 and views != "shared":
+        raise ValueError(
+            "InBatch(copies=2) is for the two views of views='shared', got views='paired'; "
+            "use InBatch()"
+        )
+    return proposals
+
+
+def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    """Refuse a value that is not among the allowed ones."""
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
 def check_refresh(refresh: float) -> None:
     """Refuse a share of the table that is none."""
     if not 0 <= refresh <= 1:

@@ -15,10 +15,10 @@ from typing import Any, Literal
 from torch import Tensor
 
 from negchain.fast import fused
-from negchain.losses.base import Call, one_of
-from negchain.losses.batch import Batch, Views
+from negchain.losses.batch import Batch, Call, Views
+from negchain.losses.ranks import Gather
 from negchain.losses.request import Request
-from negchain.losses.settings import InBatch, Proposals, as_proposals
+from negchain.losses.settings import InBatch, Proposals, as_proposals, one_of
 from negchain.losses.weighted import WeightedLoss
 from negchain.objective import Denominator
 from negchain.pool import Side
@@ -43,6 +43,8 @@ class _InBatchLoss(WeightedLoss):
         dim: int | None = None,
         normalize: bool = True,
         seed: int = 0,
+        gather: Gather = True,
+        shard_state: bool = False,
         backend: Literal["auto", "torch", "fused"] = "auto",
     ) -> None:
         one_of("backend", backend, ("auto", "torch", "fused"))
@@ -58,6 +60,8 @@ class _InBatchLoss(WeightedLoss):
             dim=dim,
             normalize=normalize,
             seed=seed,
+            gather=gather,
+            shard_state=shard_state,
         )
         self.backend = backend
         self._counts_steps = not isinstance(self.proposals, InBatch)
@@ -107,6 +111,10 @@ class InfoNCELoss(_InBatchLoss):
         dim: dimension of the embeddings, for `Informed`'s table; None waits for the first batch.
         normalize: bring embeddings to unit length first.
         seed: of the draws.
+        gather: with a process group, whose batches are the pool: of all ranks (True; "even" if they
+            are of one size and nothing may wait), of a process group's, or the rank's own (False);
+            see docs/several_gpus.md.
+        shard_state: every rank keeps a block of the state instead of all of it (needs `dim`).
         backend: "fused" (a dozen GPU kernels), "torch" (readable), "auto": fused on a GPU where it
             applies (negatives from the batch, float32 or half precision, at most 1,024 samples).
 

@@ -9,18 +9,18 @@ Bias        does not vanish: u lags behind the encoder.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from negchain.fast import fused
-from negchain.losses.base import Call, one_of
-from negchain.losses.batch import Views
+from negchain.losses.batch import Call, Views
 from negchain.losses.partition import global_log_partition
+from negchain.losses.ranks import Gather
 from negchain.losses.request import Request
-from negchain.losses.settings import InBatch, Proposals, Uniform, as_proposals
+from negchain.losses.settings import InBatch, Proposals, Uniform, as_proposals, one_of
 from negchain.losses.weighted import Learn, WeightedLoss
 from negchain.objective import Denominator, Estimate
 from negchain.pool import Side, write_view_mean
@@ -45,7 +45,8 @@ class SogCLRLoss(WeightedLoss):
             positive, which pulls with the sum of its row's weights instead of 1.
         proposals: as for `InfoNCELoss`; None: the batch, and `Uniform()` beside it for a corpus,
             where the batch alone does not reach every key.
-        views, symmetric, num_keys, key_counts, dim, normalize, seed, backend: as for `InfoNCELoss`.
+        views, symmetric, num_keys, key_counts, dim, normalize, seed, gather, shard_state, backend:
+            as for `InfoNCELoss`.
         denominator: "negatives" (eq. (1)) or "all" (positive kept in, against m_neg u_i).
 
     Example:
@@ -72,6 +73,8 @@ class SogCLRLoss(WeightedLoss):
         dim: int | None = None,
         normalize: bool = True,
         seed: int = 0,
+        gather: Gather = True,
+        shard_state: bool = False,
         backend: Literal["auto", "torch", "fused"] = "auto",
     ) -> None:
         one_of("backend", backend, ("auto", "torch", "fused"))
@@ -91,13 +94,23 @@ class SogCLRLoss(WeightedLoss):
             dim=dim,
             normalize=normalize,
             seed=seed,
+            gather=gather,
+            shard_state=shard_state,
         )
         if not 0 < gamma <= 1:
             raise ValueError(f"gamma (share of the new value) must be in (0, 1], got {gamma}")
         self.gamma = gamma
         self.relative = relative
         self.backend = backend
-        self.add_state("log_u", torch.full((self.num_sides, num_samples), -math.inf))
+        log_u = torch.full((self.num_sides, self.rows.count), -math.inf)
+        self.add_state("log_u", log_u, rows=self.rows, dim=1)
+
+    def _touched(
+        self, call: Call, index: Tensor, requests: Sequence[Request]
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        yield from super()._touched(call, index, requests)
+        for table in self.log_u:
+            yield table, index
 
     def _loss(self, call: Call, requests: Sequence[Request]) -> Tensor:
         if not self.relative and fused.applies_in_batch(self, call):
@@ -114,13 +127,16 @@ class SogCLRLoss(WeightedLoss):
             alike = torch.linalg.vecdot(side.queries, side.positives).detach()
             alike = (self._beta(alike) * alike).detach()
             logits, positive = logits - alike[:, None], alike
-        log_u = table[side.anchor_ids].to(logits.dtype)
+        log_u = self.rows.read(table, side.anchor_ids).to(logits.dtype)
         counts = None if len(side.kinds) == 1 else side.counts()
         weights, log_u = sogclr_weights(logits, log_u, self.gamma, counts)
         log_partition, log_m = global_log_partition(side, logits), side.log_num_negatives()
         assert log_partition is not None and log_m is not None
         estimate = Estimate(weights, log_partition + positive, log_u + log_m + positive)
-        return estimate, lambda batch: write_view_mean(table, batch.index, log_u, batch.valid)
+        write = self.rows.write
+        return estimate, lambda batch: write_view_mean(
+            table, batch.index, log_u, batch.valid, write
+        )
 
     def _value(self, side: Side, similarity: Tensor, estimate: Estimate, *carried: Any) -> Tensor:
         if self.relative:  # the positive pulls with sum W: 1 - (1 - sum W)

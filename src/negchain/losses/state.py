@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from negchain.losses.shards import Rows
+
 OTHER_STATE = (
     "this is the state of a loss for another data set, or with other settings; build the loss as "
     "it was built when the state was saved, or start without it (loss_fn.skip_saved_state())"
@@ -38,6 +40,7 @@ class Stateful(nn.Module):
         self._state: dict[str, Tensor] = {}
         self._lazy: set[str] = set()  # states whose last dimension is 0 until a first batch
         self._unsaved: set[str] = set()
+        self._sharded: dict[str, tuple[Rows, int]] = {}  # states whose rows may lie on other ranks
         self._skips = False
 
     def skip_saved_state(self) -> None:
@@ -59,13 +62,23 @@ class Stateful(nn.Module):
         self._skips = True
 
     def add_state(
-        self, name: str, value: Tensor, *, lazy: bool = False, saved: bool = True
+        self,
+        name: str,
+        value: Tensor,
+        *,
+        lazy: bool = False,
+        saved: bool = True,
+        rows: Rows | None = None,
+        dim: int = 0,
     ) -> None:
         """Keep `value` under `self.name`.
 
         `lazy`: its width may still be unknown (0). `saved=False`: it is not in `state_dict`.
+        `rows`: which of the rows along `dim` are here.
         """
         self._state[name] = value
+        if rows is not None and rows.ranks is not None:
+            self._sharded[name] = (rows, dim)
         if lazy:
             self._lazy.add(name)
         if not saved:
@@ -102,7 +115,11 @@ class Stateful(nn.Module):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name in self._saved():
-            destination[prefix + name] = self._state[name]
+            value = self._state[name]
+            if name in self._sharded:
+                rows, dim = self._sharded[name]
+                value = rows.outward(value, dim)
+            destination[prefix + name] = value
 
     def _saved(self) -> list[str]:
         return [name for name in self._state if name not in self._unsaved]
@@ -126,6 +143,9 @@ class Stateful(nn.Module):
         found = {
             name: state_dict[prefix + name] for name in self._saved() if prefix + name in state_dict
         }
+        for name, (rows, dim) in self._sharded.items():
+            if name in found and found[name].shape[dim] == rows.total:
+                found[name] = rows.inward(found[name], dim)
         rest = {k: v for k, v in state_dict.items() if k not in {prefix + n for n in found}}
         super()._load_from_state_dict(
             rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs

@@ -18,12 +18,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from negchain.losses.base import Call
-from negchain.losses.batch import Views
+from negchain.losses.batch import Call, Views
 from negchain.losses.chains import Arrival, Carried
-from negchain.losses.emc2 import EMC2Loss, Visit
+from negchain.losses.emc2 import EMC2Loss
+from negchain.losses.ranks import Gather
 from negchain.losses.request import Request
 from negchain.losses.settings import MH, Kernel
+from negchain.losses.walk import Visit
 from negchain.objective import Denominator
 from negchain.weights.metropolis import Backend
 
@@ -35,7 +36,7 @@ class StreamingEMC2Loss(EMC2Loss):
 
     Args:
         num_samples, beta, carried, views, symmetric, denominator, partition_rate, normalize, seed,
-            chain_file, dim, backend: as for `EMC2Loss`.
+            gather, shard_state, chain_file, dim, backend: as for `EMC2Loss`.
         kernel: with `count_every` a multiple of 128 (or `ISIR()`) in tiles on a GPU; every other
             one in panels of rows. With shared views the value (and 1 - p+ of denominator="all")
             counts one copy of every item.
@@ -62,6 +63,8 @@ class StreamingEMC2Loss(EMC2Loss):
         partition_rate: float = 1.0,
         normalize: bool = True,
         seed: int = 0,
+        gather: Gather = True,
+        shard_state: bool = False,
         dim: int | None = None,
         chain_file: str | None = None,
         backend: Backend | Literal["fused"] = "auto",
@@ -77,13 +80,15 @@ class StreamingEMC2Loss(EMC2Loss):
             partition_rate=partition_rate,
             normalize=normalize,
             seed=seed,
+            gather=gather,
+            shard_state=shard_state,
             dim=dim,
             chain_file=chain_file,
             backend=backend,
         )
 
-    def _visit_all(self, call: Call, requests: Sequence[Request]) -> Visit:
-        """`visit` of the whole batch, panel by panel; `total` carries the gradient."""
+    def visit(self, call: Call, requests: Sequence[Request], items: slice = slice(None)) -> Visit:
+        """The visit of the whole batch, panel by panel; `total` carries the gradient."""
         size = len(call.z_a)
         tracks = torch.is_grad_enabled()
         leaves: list[tuple[Tensor, Tensor]] = []  # what the caller gave, and what stands for it
@@ -124,7 +129,7 @@ class StreamingEMC2Loss(EMC2Loss):
         for begin in range(0, size, step):
             items = slice(begin, min(begin + step, size))
             share = (items.stop - begin) / size
-            visit = self.visit(call, requests, items)
+            visit = super().visit(call, requests, items)
             value = torch.stack(visit.total).mean() * share
             if inputs:
                 for total, grad in zip(grads, torch.autograd.grad(value, inputs), strict=True):

@@ -14,20 +14,24 @@ Shapes: `M` keys, `N` rows, `D` embedding, `R` draws.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from negchain import draws
-from negchain.losses.batch import as_embedding
+from negchain.losses.batch import as_embedding, check_answer
+from negchain.losses.columns import Key
+from negchain.losses.partition import constant
+from negchain.losses.ranks import Ranks
+from negchain.losses.request import Request
 from negchain.losses.settings import Informed
+from negchain.losses.shards import Rows, check_width_known
 from negchain.losses.state import Stateful
-from negchain.pool import Side, write_rows
-from negchain.weights.cache import draw_from
+from negchain.pool import Side
 
 CHUNK_ELEMENTS = 1 << 22  # logits held at a time: 16 MiB in float32
-Key = tuple[int, Tensor, int]  # seed, step, side number: what random draws are a function of
 
 
 class StaleTable(Stateful):
@@ -36,6 +40,7 @@ class StaleTable(Stateful):
     Args:
         size: M.
         dim: D; None waits for the first batch.
+        ranks: that own a block of the rows each; None: all rows are here.
 
     Example:
         >>> table = StaleTable(4, 2)
@@ -49,10 +54,12 @@ class StaleTable(Stateful):
     embeddings: Tensor
     cursor: Tensor
 
-    def __init__(self, size: int, dim: int | None) -> None:
+    def __init__(self, size: int, dim: int | None, ranks: Ranks | None = None) -> None:
         super().__init__()
         self.size = size
-        self.add_state("embeddings", torch.zeros(size, dim or 0), lazy=True)
+        self.rows = Rows(size, ranks)
+        embeddings = torch.zeros(self.rows.count, dim or 0)
+        self.add_state("embeddings", embeddings, lazy=True, rows=self.rows)
         self.add_state("cursor", torch.zeros((), dtype=torch.int64))
 
     def _rows(self, dim: int) -> Tensor:
@@ -67,17 +74,21 @@ class StaleTable(Stateful):
     def logits(
         self, side: Side, beta: float | Tensor
     ) -> Iterator[tuple[slice, Tensor]]:  # -> keys, [N, chunk]
-        """Stale logits of a side's rows, some keys at a time; own and known positives excluded."""
-        beta = beta.detach() if isinstance(beta, Tensor) else beta
-        table, queries = self._rows(side.queries.shape[1]), side.queries.detach() * beta
+        """Stale logits of a side's rows, some keys at a time; own and known positives excluded.
+
+        The keys are those of this rank.
+        """
+        table = self._rows(side.queries.shape[1])
+        queries = side.queries.detach() * constant(beta)
         positives = side.positive_ids[:, None]
         if side.known is not None:
             positives = torch.cat([positives, side.known], 1)
         row = torch.arange(len(queries), device=queries.device)[:, None].expand_as(positives)
         chunk = max(1, CHUNK_ELEMENTS // max(len(queries), 1))
-        for begin in range(0, self.size, chunk):
+        for begin in range(0, self.rows.count, chunk):
             part = table[begin : begin + chunk].to(queries.dtype)
             logits = queries @ part.T
+            begin += self.rows.first
             column = positives - begin  # a row excludes few keys: touch only these
             inside = (column >= 0) & (column < len(part)) & (positives >= 0)
             column = column.clamp(0, len(part) - 1)
@@ -103,30 +114,38 @@ class StaleTable(Stateful):
             top, at = (logits + noise).max(1)
             winner = torch.where(top > best, at + keys.start, winner)
             best = torch.maximum(best, top)
-        return winner, log_sum
+        if self.rows.ranks is None:
+            return winner, log_sum
+        at = self.rows.every(best).argmax(0)  # the best of the ranks' best
+        return self.rows.every(winner)[at, rows], torch.logsumexp(self.rows.every(log_sum), 0)
 
     def informed(
         self, count: int, side: Side, beta: float | Tensor, settings: Informed, key: Key
-    ) -> tuple[Tensor, Tensor]:  # -> [R], [M]
+    ) -> tuple[Tensor, Tensor | Callable[[Tensor], Tensor]]:  # -> [R], [M] or a function
         """`count` draws shared by all rows from q, and log q of every key; see `Informed`."""
         seed, step, number = key
         log_q = self.log_proposal(side, beta, settings)
         row = torch.full((1,), number, device=log_q.device)
         u = draws.uniform(seed, step, draws.STREAM_PROPOSE, row, count, torch.float64)
-        return draw_from(log_q, u[0]), log_q
+        return self.rows.draw(log_q, u[0]), self.rows.look_up(log_q)
 
     def informed_rows(
         self, count: int, side: Side, beta: float | Tensor, settings: Informed, key: Key
     ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:  # -> [N, count], ids [N, ...] -> log q
         """`count` draws for each row from its own q, and log q_i of any ids; see `Informed`."""
         seed, step, number = key
-        beta = (beta.detach() if isinstance(beta, Tensor) else beta) * settings.sharpness
+        beta = constant(beta) * settings.sharpness
         log_sum = self._log_sum(side, beta)[:, None]
         rows = torch.arange(side.num_rows, device=side.queries.device)
         stream = draws.STREAM_PROPOSE + 16 * number
         points = draws.uniform(seed, step, stream, rows, count, torch.float64)
-        drawn = torch.full_like(points, self.size - 1, dtype=torch.int64)
+        drawn = torch.full_like(points, -1, dtype=torch.int64)
         before = torch.zeros_like(points[:, :1])
+        if self.rows.ranks is not None:  # the mass of the ranks before this one
+            for _, logits in self.logits(side, beta):
+                share = self._mixed(logits - log_sum, settings).double().exp()
+                before = before + share.sum(1, keepdim=True)
+            before = self.rows.every(before)[: self.rows.ranks.rank].sum(0)
         for keys, logits in self.logits(side, beta):
             share = self._mixed(logits - log_sum, settings).double().exp()
             upto = before + share.cumsum(1)
@@ -134,18 +153,21 @@ class StaleTable(Stateful):
             inside = (points > before) & (points <= upto[:, -1:])
             drawn = torch.where(inside, at + keys.start, drawn)
             before = upto[:, -1:]
+        drawn = self.rows.every(drawn).amax(0)
+        drawn = torch.where(drawn < 0, self.size - 1, drawn)  # beyond the sum by rounding
         table, queries = self._rows(side.queries.shape[1]), side.queries.detach() * beta
 
         def log_q(ids: Tensor) -> Tensor:
             flat = ids.reshape(len(queries), -1)
-            stale = torch.einsum("nd,ncd->nc", queries, table[flat].to(queries.dtype))
+            keys = self.rows.values(table, flat).to(queries.dtype)
+            stale = torch.einsum("nd,ncd->nc", queries, keys)
             stale = stale.masked_fill(side.excludes(flat), -math.inf)
             return self._mixed(stale - log_sum, settings).view(ids.shape)
 
         return drawn, log_q
 
     def top(self, count: int, side: Side) -> Tensor:  # -> [N, count]
-        """The `count` keys each row is most similar to, by the table; unordered."""
+        """The `count` keys each row is most similar to, by the table; in order of their ids."""
         best = side.queries.new_full((side.num_rows, 0), -math.inf)
         ids = torch.zeros_like(best, dtype=torch.int64)
         for keys, logits in self.logits(side, 1.0):
@@ -153,14 +175,21 @@ class StaleTable(Stateful):
             joined = torch.cat([best, logits], 1)
             best, at = joined.topk(min(count, joined.shape[1]), 1, sorted=False)
             ids = torch.cat([ids, names], 1).gather(1, at)
-        return ids
+        if self.rows.ranks is None:
+            return ids.sort(1).values
+        width = min(count, self.rows.block)  # the last ranks may have fewer rows
+        best = F.pad(best, (0, width - best.shape[1]), value=-math.inf)
+        ids = F.pad(ids, (0, width - ids.shape[1]))
+        best, ids = (torch.cat([*self.rows.every(one)], 1) for one in (best, ids))
+        at = best.topk(min(count, self.size), 1, sorted=False).indices
+        return ids.gather(1, at).sort(1).values
 
     def _log_sum(self, side: Side, beta: float | Tensor) -> Tensor:  # -> [N]
         """Log partition of every row's stale softmax."""
         log_sum = side.queries.new_full((side.num_rows,), -math.inf)
         for _, logits in self.logits(side, beta):
             log_sum = torch.logaddexp(log_sum, torch.logsumexp(logits, 1))
-        return log_sum
+        return torch.logsumexp(self.rows.every(log_sum), 0)
 
     def _mixed(self, log_stale: Tensor, settings: Informed) -> Tensor:
         """log( (1 - share) / M + share * stale )."""
@@ -171,13 +200,14 @@ class StaleTable(Stateful):
         return torch.logaddexp(log_stale, torch.full_like(log_stale, uniform))
 
     def log_proposal(self, side: Side, beta: float | Tensor, settings: Informed) -> Tensor:  # [M]
-        """log q(z) of `Informed`, in two passes over the table."""
-        beta = (beta.detach() if isinstance(beta, Tensor) else beta) * settings.sharpness
-        mean = side.queries.new_full((self.size,), -math.inf)
+        """log q(z) of `Informed`, in two passes over the table; of this rank's keys."""
+        beta = constant(beta) * settings.sharpness
+        mean = side.queries.new_full((self.rows.count,), -math.inf)
         if settings.share > 0:
             log_sum = self._log_sum(side, beta)[:, None] + math.log(side.num_rows)
             for keys, logits in self.logits(side, beta):
-                mean[keys] = torch.logsumexp(logits - log_sum, 0)
+                own = slice(keys.start - self.rows.first, keys.stop - self.rows.first)
+                mean[own] = torch.logsumexp(logits - log_sum, 0)
         return self._mixed(mean, settings)
 
     def write(self, ids: Tensor, embeddings: Tensor) -> None:
@@ -186,7 +216,8 @@ class StaleTable(Stateful):
         if self.embeddings.shape[1] == 0:
             with torch.inference_mode(False):
                 self.embeddings = torch.zeros(rows.shape, device=rows.device, dtype=rows.dtype)
-        write_rows(self.embeddings, ids, embeddings.detach(), torch.isfinite(embeddings).all(1))
+        finite = torch.isfinite(embeddings).all(1)
+        self.rows.write(self.embeddings, ids, embeddings.detach(), finite)
 
     def next_ids(self, count: int) -> Tensor:
         """The next `count` keys due for re-encoding, [count]."""
@@ -202,8 +233,10 @@ class StaleTable(Stateful):
 class Tables(nn.ModuleList):
     """The stale tables of a loss, one per side; none for most losses."""
 
-    def __init__(self, count: int, size: int, dim: int | None) -> None:
-        super().__init__(StaleTable(size, dim) for _ in range(count))
+    def __init__(self, count: int, size: int, dim: int | None, ranks: Ranks | None = None) -> None:
+        if count:
+            check_width_known(dim, ranks)
+        super().__init__(StaleTable(size, dim, ranks) for _ in range(count))
 
     def __iter__(self) -> Iterator[StaleTable]:  # type: ignore[override]
         """The tables, side by side."""
@@ -212,3 +245,34 @@ class Tables(nn.ModuleList):
     def __getitem__(self, side: int) -> StaleTable:  # type: ignore[override]
         """The table of a side."""
         return super().__getitem__(side)  # type: ignore[return-value]
+
+    def remember(
+        self, sides: Sequence[Side], requests: Sequence[Request], like: Tensor, normalize: bool
+    ) -> None:
+        """Whatever a step encoded is the freshest the tables can hold."""
+        for number, table in enumerate(self):
+            side = sides[number]
+            table.write(side.positive_ids, side.positives)  # they may be no columns
+            table.write(side.key_ids.flatten(), side.keys.flatten(0, 1))
+            if side.private_ids is not None and side.private_keys is not None:
+                table.write(side.private_ids.flatten(), side.private_keys.flatten(0, 1))
+            for request in requests:
+                for part in request.parts:
+                    if part.side != number or part.embeddings is None:
+                        continue
+                    if part.purpose == "refresh":
+                        table.refresh(part.want.ids, part.embeddings, normalize=normalize)
+                    elif part.purpose == "carried":
+                        z = check_answer(part.embeddings.detach(), like, normalize)
+                        table.write(part.want.ids, z)
+
+    def touched(
+        self, index: Tensor, key_index: Tensor, requests: Sequence[Request]
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Every table [M, D], and the rows a step may have written beside the refreshed ones."""
+        for number, table in enumerate(self):
+            ids = [index if number else key_index]
+            for request in requests:
+                parts = (p for p in request.parts if p.side == number and p.purpose != "refresh")
+                ids += [part.want.ids.flatten() for part in parts]
+            yield table.embeddings, torch.cat(ids)

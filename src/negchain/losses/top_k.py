@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from negchain import draws
-from negchain.losses.base import Call
-from negchain.losses.batch import Batch, Views
-from negchain.losses.request import Part, Request, Want
+from negchain.losses.batch import Batch, Call, Views
+from negchain.losses.ranks import Gather
+from negchain.losses.request import Part, Request, Want, tower_of
 from negchain.losses.settings import Informed
 from negchain.losses.softmax import without_probabilities
 from negchain.losses.weighted import WeightedLoss
@@ -44,7 +44,7 @@ class TopKLoss(WeightedLoss):
         num: keys every row adds.
         top: how many of its nearest keys they are drawn from.
         refresh: share of the table that is encoded anew per step.
-        views, symmetric, num_keys, dim, normalize, seed: as for `InfoNCELoss`.
+        views, symmetric, num_keys, dim, normalize, seed, gather, shard_state: as for `InfoNCELoss`.
         denominator: "all" (InfoNCE's) or "negatives" (DCL's).
 
     Example:
@@ -71,6 +71,8 @@ class TopKLoss(WeightedLoss):
         dim: int | None = None,
         normalize: bool = True,
         seed: int = 0,
+        gather: Gather = True,
+        shard_state: bool = False,
     ) -> None:
         if not 1 <= num <= top:
             raise ValueError(
@@ -87,19 +89,21 @@ class TopKLoss(WeightedLoss):
             dim=dim,
             normalize=normalize,
             seed=seed,
+            gather=gather,
+            shard_state=shard_state,
         )
         self.num, self.top = num, top
 
-    def _parts_given(self, call: Call) -> list[Part]:
+    def _parts_given(self, call: Call, step: Tensor) -> list[Part]:
         """`num` of the `top` of every row."""
         parts = []
-        for number, side in enumerate(self._bare_sides(call)):
+        for number, side in enumerate(self._sides(self._checked(call), use_batch=False)):
             nearest = self.tables[number].top(self.top, side)
             row = torch.arange(side.num_rows, device=nearest.device)
             stream = draws.STREAM_PROPOSE + 16 * number
-            lot = draws.bits(self.seed, self.step, stream, row, nearest.shape[1])
+            lot = draws.bits(self.seed, step, stream, row, nearest.shape[1])
             ids = nearest.gather(1, lot.argsort(1)[:, : self.num]).flatten()
-            want = Want(ids, "keys" if number == 0 else "anchors")
+            want = Want(ids, tower_of(number))
             parts.append(Part("draw", number, want, Draw(ids)))
         return parts
 

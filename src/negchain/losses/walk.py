@@ -20,14 +20,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from negchain import draws
+from negchain.losses.batch import Batch
 from negchain.losses.chains import Arrival
-from negchain.losses.partition import effective_negatives
+from negchain.losses.partition import constant, effective_negatives
+from negchain.losses.reporting import Number, Report
 from negchain.losses.settings import ISIR, Kernel
 from negchain.pool import Kind, Side, first_writer
 from negchain.weights.isir import isir_weights
@@ -98,6 +100,23 @@ class Walk:
                 continue
             key = side.keys_at(row, column).detach() if keep_keys else None
             yield slots, Arrival(final >= 0, side.ids_at(row, column), key)
+
+
+@dataclass
+class Visit:
+    """What a call found, before anything is stored."""
+
+    batch: Batch
+    sides: list[Side]
+    total: list[Tensor] = field(default_factory=list)
+    report: Report = field(default_factory=dict)
+    arrivals: list[tuple[int, Tensor, Arrival]] = field(default_factory=list)
+    runnings: list[tuple[int, Tensor]] = field(default_factory=list)
+
+    def note(self, numbers: dict[str, Number]) -> None:
+        """Numbers of one side for `info`."""
+        for name, number in numbers.items():
+            self.report.setdefault(name, []).append(number)
 
 
 def walk_chains(
@@ -238,8 +257,7 @@ def _sweeps(
 
     Weights are shares of all counted steps; with i-SIR a sweep counts as its number of columns.
     """
-    beta = beta.detach() if isinstance(beta, Tensor) else beta
-    plain = (similarity.detach() * beta).masked_fill(side.all_excluded(), -math.inf)
+    plain = (similarity.detach() * constant(beta)).masked_fill(side.all_excluded(), -math.inf)
     ids, here = side.column_ids(), torch.arange(len(plain), device=plain.device)
     isir = isinstance(sampler.kernel, ISIR)
     parts = [plain[:, kind.first : kind.last] for kind in side.kinds]

@@ -10,8 +10,8 @@ from functools import partial
 
 from torch import Tensor
 
-from negchain.losses.base import Call, ContrastiveLoss
-from negchain.losses.batch import Batch
+from negchain.losses.base import ContrastiveLoss
+from negchain.losses.batch import Batch, Call
 from negchain.losses.partition import detached_logits, effective_negatives, global_log_partition
 from negchain.losses.reporting import Report
 from negchain.losses.request import Request
@@ -84,8 +84,8 @@ class WeightedLoss(ContrastiveLoss):
             report["effective_negatives"].append(partial(effective_negatives, estimate.weights))
             learned.append(learn)
         if self.training:
-            self._remember(batch, sides, requests)
-            self._count_keys(batch)
+            self.tables.remember(sides, requests, batch.z_a, self.normalize)
+            self._count(batch.key_index, batch.valid)
             for learn in learned:
                 learn(batch)
             self.step += int(self._counts_steps)

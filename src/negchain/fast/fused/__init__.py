@@ -25,12 +25,12 @@ import torch
 from torch import Tensor
 
 from negchain.fast.backends import prefers_triton, triton_error
-from negchain.losses.batch import as_ids, check_shapes
+from negchain.losses.batch import Call, as_ids, check_shapes
 from negchain.losses.settings import ISIR, MH, InBatch
 
 if TYPE_CHECKING:
     from negchain.fast.fused.plan import Numbers
-    from negchain.losses.base import Call, ContrastiveLoss
+    from negchain.losses.base import ContrastiveLoss
     from negchain.losses.emc2 import EMC2Loss
 
 MAX_COLUMNS = 1024  # a row's columns that fit into one program's registers
@@ -42,6 +42,7 @@ def applies(loss_fn: EMC2Loss, like: Tensor) -> bool:
     chains = loss_fn.chains
     return (
         can_run(loss_fn.backend, like)
+        and loss_fn.rows.ranks is None
         and isinstance(loss_fn.proposals, InBatch)
         and loss_fn.proposals.copies == 1
         and loss_fn.augmentations is None
@@ -63,6 +64,7 @@ def applies_in_batch(loss_fn: Any, call: Call) -> bool:
     """Whether the fused path takes a call of an in-batch loss."""
     return (
         can_run(loss_fn.backend, call.z_a)
+        and loss_fn.rows.ranks is None
         and isinstance(loss_fn.proposals, InBatch)
         and call.known is None
         and loss_fn.num_keys is None
