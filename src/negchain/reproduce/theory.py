@@ -47,16 +47,16 @@ def jobs(options: Options) -> list[Row]:
         found.append({"part": "mixing", "beta": beta, "m": m, "B": batch, "R": steps})
     found += [{"part": "lipschitz", "beta": 2.0, "R": r} for r in (1, 2, 4, 8)]
     found += [{"part": "bound", "beta": beta} for beta in (5.0, 14.28)]
-    shares = (0.05, 0.5) if quick else (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
-    found += [{"part": "in-batch", "beta": b, "share": s} for b in (5.0, 14.28) for s in shares]
     lengths = [64, 128, 256] if quick else [64, 256, 1024, 4096]
     cases = [("full", 0, 0, 0), ("emc2", 1, 2, 1), ("emc2", 1, 2, 0), ("emc2", 4, 2, 1)]
     cases += [("emc2", 4, 8, 0), ("emc2", 4, 8, 4), ("dcl", 4, 2, 0), ("dcl", 4, 8, 0)]
     for method, batch, proposals, burn_in in cases[:3] if quick else cases:
         chain = {"method": method, "B": batch, "R": proposals, "P": burn_in}
         found += [{"part": "rate", "beta": 5.0, **chain, "T": length} for length in lengths]
-    sizes = ((8,), (14.28,)) if quick else ((4, 8, 16, 32), (5.0, 14.28))
-    for batch, beta in itertools.product(*sizes):
+    shares = (0.05, 0.5) if quick else (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+    found += [{"part": "in-batch", "beta": b, "share": s} for b in (5.0, 14.28) for s in shares]
+    sizes = ((14.28,), (8,)) if quick else ((14.28, 5.0), (8, 32, 4, 16))
+    for beta, batch in itertools.product(*sizes):
         steps = 20 if quick else 400
         for method in options.methods or ESTIMATORS:
             found.append(
@@ -248,7 +248,7 @@ def bias(job: Row) -> Row:
 
 def in_batch(job: Row) -> Row:
     """Total variation between p and where chains end, R proposals with and without replacement."""
-    chains, states, visits = 20_000, 100, 40
+    chains, states, visits = 8_000, 100, 40
     generator = torch.Generator().manual_seed(0)
     logits = job["beta"] * _similarities(1, states, seed=1, dim=8)[0].float()
     count, target = max(1, round(job["share"] * states)), logits.softmax(0)
