@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
+import os
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -169,6 +171,30 @@ def test_records_keep_what_finished_and_go_on(tmp_path: Path, monkeypatch) -> No
     assert [row["value"] for row in rows] == [0.0, 0.333333, 0.666667]
     header = common.headers(tmp_path / "theory.jsonl")[0]
     assert {"commit", "hardware", "command", "versions"} <= set(header)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_process_that_dies_takes_no_other_run_along(tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """Run 1 dies once, 2 fails once, 3 dies always; 0 and 4 are beside them."""
+
+    def one(name: str, job: dict, deadline: float) -> dict:
+        mark, seed = tmp_path / str(job["seed"]), job["seed"]
+        again = mark.exists()
+        mark.touch()
+        if seed == 3 or (seed == 1 and not again):
+            os._exit(7)
+        failed = {"error": "CUDA error"} if seed == 2 and not again else {}
+        return {"job": job, "process": os.getpid(), **failed}
+
+    monkeypatch.setattr(common, "one", one)
+    monkeypatch.setattr(common, "CONTEXT", multiprocessing.get_context("fork"))  # fast
+    said: list[str] = []
+    waiting = [("stl10", {"seed": seed}) for seed in range(5)]
+    found = common._side_by_side(waiting, time.time() + 60, 2, said.append)
+    rows = {row["job"]["seed"]: row for _, row in found}
+    assert sorted(rows) == [0, 1, 2, 3, 4] and len(said) == 3
+    assert rows[3]["error"] == "its process died (exit code 7)"
+    assert all("error" not in rows[seed] for seed in (0, 1, 2, 4))
 
 
 def test_a_run_hands_over_what_it_has_when_time_is_up(monkeypatch) -> None:  # type: ignore[no-untyped-def]

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 PACKAGES = ("negchain", "torch", "torchvision", "timm", "numpy", "scikit-learn")
+CONTEXT: BaseContext = multiprocessing.get_context("spawn")
 GRACE = 30.0  # seconds after the deadline in which runs may hand over what they have
 
 
@@ -181,9 +183,8 @@ def _side_by_side(
 
 def _worker() -> tuple[Connection, BaseProcess]:
     """A process that runs jobs sent to it."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs,), daemon=False)
+    ours, theirs = CONTEXT.Pipe()
+    process = CONTEXT.Process(target=_serve, args=(theirs,))
     process.start()
     theirs.close()  # so that its death ends the pipe
     return ours, process

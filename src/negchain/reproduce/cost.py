@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from negchain.methods import LossSettings, build_loss
+from negchain.methods import LossSettings, build_loss, named
 from negchain.reproduce.common import (
     Experiment,
     Options,
@@ -61,7 +61,8 @@ def work(job: Row, deadline: float) -> Row:
     """Measure a step, or the state."""
     if job["kind"] == "step":
         return time_steps(job, 200 if torch.cuda.is_available() else 20)
-    loss_fn = build_loss(job["method"], LossSettings(job["m"], dim=DIM))
+    keys: Row = {"views": "paired", "symmetric": False} if named(job["method"]).plain_keys else {}
+    loss_fn = build_loss(job["method"], LossSettings(job["m"], dim=DIM, layout=keys))
     index, z = torch.arange(job["b"]), torch.randn(job["b"], DIM)
     requests = [loss_fn.request(index), loss_fn.request(index, z, z)]
     wants = [want for request in requests for want in request.wants]
