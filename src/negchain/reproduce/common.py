@@ -24,10 +24,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 PACKAGES = ("negchain", "torch", "torchvision", "timm", "numpy", "scikit-learn")
-CONTEXT: BaseContext = multiprocessing.get_context("spawn")
+CONTEXT: Any = multiprocessing.get_context("spawn")
 GRACE = 30.0  # seconds after the deadline in which runs may hand over what they have
 
 
@@ -68,14 +67,14 @@ class Experiment:
     """An experiment: its runs, and what becomes of their record."""
 
     name: str
-    jobs: Callable[[Options], list[Row]]
-    """What to run, most important first; a job is a JSON object and its own name."""
-    work: Callable[[Row, float], Row]
-    """One run: its job, and the time (of `time.time`) by which to hand over what there is."""
     table: Callable[[list[Row]], str]
     """The record as Markdown."""
     draw: Callable[[list[Row]], dict[str, Figure]]
     """Figures by file name."""
+    jobs: Callable[[Options], list[Row]] = lambda options: []
+    """What to run, most important first; a job is a JSON object and its own name."""
+    work: Callable[[Row, float], Row] = lambda job, deadline: {}
+    """One run: its job, and the time (of `time.time`) by which to hand over what there is."""
     alone: bool = False
     """Runs measure time and must not share the machine."""
     reads: tuple[str, ...] = ()
@@ -98,11 +97,9 @@ def perform(
     deadline = time.time() + 60 * minutes
     waiting: list[tuple[str, Row]] = []
     for name in names:
-        path, experiment = out / f"{name}.jsonl", load(name)
-        if experiment.reads:
-            continue
+        path = out / f"{name}.jsonl"
         done = [row["job"] for row in read_rows(path) if row.get("complete", True)]
-        jobs = [job for job in experiment.jobs(options) if job not in done]
+        jobs = [job for job in load(name).jobs(options) if job not in done]
         if jobs:
             out.mkdir(parents=True, exist_ok=True)
             append(path, {"record": name, **provenance(options)})
@@ -158,8 +155,8 @@ def _side_by_side(
                 connection, process = idle.pop() if idle else _worker()
                 busy[connection] = process, queue.pop(0)
                 connection.send((*busy[connection][1][:2], deadline))
-            for connection in multiprocessing.connection.wait(list(busy), timeout=left):
-                assert isinstance(connection, Connection)
+            for answering in multiprocessing.connection.wait(list(busy), timeout=left):
+                connection = cast(Connection, answering)
                 process, (name, job, attempt) = busy.pop(connection)
                 try:
                     row = connection.recv()
@@ -278,12 +275,6 @@ def read_rows(path: Path) -> list[Row]:
     return list(rows.values())
 
 
-def headers(path: Path) -> list[Row]:
-    """Where a record was made: one per command that added to it."""
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
-    return [row for row in lines if "record" in row]
-
-
 # ---------------------------------------------------------------------- tables and figures
 
 
@@ -296,11 +287,7 @@ def redraw(
     """
     experiment = load(name)
     read = experiment.reads or (name,)
-    rows = [
-        {**row, "record": source}
-        for source in read
-        for row in read_rows(records / f"{source}.jsonl")
-    ]  # noqa: E501
+    rows = [{**r, "record": of} for of in read for r in read_rows(records / f"{of}.jsonl")]
     if not rows:
         raise ValueError(f"there is no record {records / name}.jsonl; run `reproduce {name}` first")
     import matplotlib
@@ -385,9 +372,8 @@ def plot_curves(axes: Any, rows: list[Row], x: str, y: str, label: str, tint: st
     at = [statistics.fmean(curve[i][x] for curve in curves) for i in range(length)]
     columns = [[curve[i][y] for curve in curves] for i in range(length)]
     axes.plot(at, [statistics.fmean(c) for c in columns], color=tint, label=label, marker=".")
-    axes.fill_between(
-        at, [min(c) for c in columns], [max(c) for c in columns], color=tint, alpha=0.15
-    )  # noqa: E501
+    low, high = [min(c) for c in columns], [max(c) for c in columns]
+    axes.fill_between(at, low, high, color=tint, alpha=0.15)
 
 
 def panels(count: int, width: float = 3.4, height: float = 2.8) -> tuple[Figure, list[Any]]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from negchain.methods import LossSettings, build_loss, named
+from negchain.reproduce.accuracy import METHODS, SETTINGS, with_options
 from negchain.reproduce.common import (
     Experiment,
     Options,
@@ -27,7 +28,6 @@ from negchain.reproduce.common import (
     where,
 )
 from negchain.reproduce.runs import time_steps
-from negchain.reproduce.stl10 import METHODS, SETTINGS, with_options
 
 SIZES = (10_000, 100_000, 1_000_000)  # m of the state's size
 DIM = 128
@@ -127,4 +127,4 @@ def draw(rows: list[Row]) -> dict[str, Any]:
     return {"cost": figure}
 
 
-EXPERIMENT = Experiment("cost", jobs, work, table, draw, alone=True)
+EXPERIMENTS = {"cost": Experiment("cost", table, draw, jobs, work, alone=True)}

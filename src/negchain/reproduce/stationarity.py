@@ -63,7 +63,13 @@ def jobs(options: Options) -> list[Row]:
     if options.quick:
         setup |= {"images": 40, "steps": 40, "encoder": "mlp"}
     return [
-        {"seed": seed, "beta": SETTINGS[name][0], "lr": SETTINGS[name][1], "method": method, **setup}
+        {
+            "seed": seed,
+            "beta": SETTINGS[name][0],
+            "lr": SETTINGS[name][1],
+            "method": method,
+            **setup,
+        }
         for seed in range(options.seeds or (1 if options.quick else 5))
         for name in options.settings or (("sharp",) if options.quick else tuple(SETTINGS))
         for method in options.methods or METHODS
@@ -206,21 +212,13 @@ def table(rows: list[Row]) -> str:
         last = [row["curve"][-1] for row in found]
         kept = [point for point in last if point["variance"] >= COLLAPSED]
         best = [min(p["gradient"] for p in row["curve"][1:]) for row in found]
-        lines.append(
-            [
-                encoder,
-                f"{beta:g}",
-                f"{lr:g}",
-                title(method),
-                f"{len(last) - len(kept)} of {len(last)}",
-                spread((p["exact_loss"] for p in kept), 2),
-                _powers([p["gradient"] for p in kept]),
-                _powers(best),
-                spread((p["variance"] for p in kept), 2),
-            ]
-        )
+        case = [encoder, f"{beta:g}", f"{lr:g}", title(method)]
+        case += [f"{len(last) - len(kept)} of {len(last)}"]
+        ends = [spread((p["exact_loss"] for p in kept), 2), _powers([p["gradient"] for p in kept])]
+        rest = [_powers(best), *(spread((p[k] for p in kept), 2) for k in ("variance", "weights"))]
+        lines.append([*case, *ends, *rest])
     heads = ["encoder", "β", "step size", "method", "collapsed", "exact L", "‖∇L‖²"]
-    return markdown([*heads, "least ‖∇L‖² on the way", "variance"], lines)
+    return markdown([*heads, "least ‖∇L‖² on the way", "variance", "‖θ‖²"], lines)
 
 
 def _powers(values: list[float]) -> str:
@@ -254,4 +252,4 @@ def draw(rows: list[Row]) -> dict[str, Any]:
     return {"stationarity": figure}
 
 
-EXPERIMENT = Experiment("stationarity", jobs, work, table, draw)
+EXPERIMENTS = {"stationarity": Experiment("stationarity", table, draw, jobs, work)}

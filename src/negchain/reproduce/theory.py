@@ -331,11 +331,8 @@ def table(rows: list[Row]) -> str:
     lines = []
     for beta, batch in distinct(where(rows, part="bias"), "beta", "b"):
         for r in where(rows, part="bias", beta=beta, b=batch):
-            shown = [
-                f"{r[v][k]:.2f}"
-                for v in ("equal", "differing")
-                for k in ("relative_bias", "relative_std")
-            ]  # noqa: E501
+            both = itertools.product(("equal", "differing"), ("relative_bias", "relative_std"))
+            shown = [f"{r[views][measure]:.2f}" for views, measure in both]
             lines.append([f"{beta:g}", batch, title(r["job"]["method"]), *shown])
     heads = ["β", "b", "method", "bias, equal views", "std per step", "bias, cosine 0.87"]
     parts.append(markdown([*heads, "std per step"], lines))
@@ -344,15 +341,9 @@ def table(rows: list[Row]) -> str:
         [f"{r['job']['beta']:g}", f"{r['job']['share']:g}", *(f"{r[key]:.3f}" for key in measures)]
         for r in where(rows, part="in-batch")
     ]
-    heads = [
-        "β",
-        "R / m_neg",
-        "weights, i.i.d.",
-        "weights, in batch",
-        "ends, i.i.d.",
-        "ends, in batch",
-    ]
-    return "\n\n".join([*parts, markdown(heads, lines)])
+    columns = [f"{what}, {how}" for what in ("weights", "ends") for how in ("i.i.d.", "in batch")]
+    parts.append(markdown(["β", "R / m_neg", *columns], lines))
+    return "\n\n".join(part for part in parts if part.count("\n") > 1)  # parts with rows
 
 
 def draw(rows: list[Row]) -> dict[str, Any]:
@@ -385,8 +376,9 @@ def draw(rows: list[Row]) -> dict[str, Any]:
         fourth.plot([r["job"]["share"] for r in found], [r[key] for r in found], ".-", label=label)
     fourth.set(xscale="log", xlabel="R / m_neg", title="total variation from p, β = 14.28")
     for axis in (first, second, third, fourth):
-        axis.legend(fontsize=6)
+        if axis.get_legend_handles_labels()[0]:
+            axis.legend(fontsize=6)
     return {"theory": figure}
 
 
-EXPERIMENT = Experiment("theory", jobs, work, table, draw)
+EXPERIMENTS = {"theory": Experiment("theory", table, draw, jobs, work)}
