@@ -77,13 +77,12 @@ def work(job: Row, deadline: float) -> Row:
 def table(rows: list[Row]) -> str:
     """State and encodes, then time and memory of a step."""
     lines = []
-    for method, size, batch in distinct(where(rows, kind="state"), "method", "m", "b"):
-        (row,) = where(rows, kind="state", method=method, m=size, b=batch)
-        per_item = row["state_bytes"] / size
+    for row in where(rows, kind="state", m=SIZES[1]):
+        per_item = f"{row['state_bytes'] / SIZES[1]:.3g}"
         encodes = [row["encodes"], row["encodes_without_gradient"]]
-        lines.append([title(method), f"{size:,}", batch, f"{per_item:.4g}", *encodes])
-    heads = ["method", "m", "b", "state, bytes per item (d = 128)", "encodes per step"]
-    first = markdown([*heads, "encodes without gradient"], lines)
+        lines.append([title(row["job"]["method"]), row["job"]["b"], per_item, *encodes])
+    heads = ["method", "b", "state, bytes per item (d = 128)", "encodes per step"]
+    first = markdown([*heads, f"encodes without gradient, m = {SIZES[1]:,}"], lines)
     return f"{first}\n\n{_steps(where(rows, kind='step'))}"
 
 
@@ -113,14 +112,14 @@ def draw(rows: list[Row]) -> dict[str, Any]:
         found = where(state, method=method)
         label, size = title(method), [row["state_bytes"] for row in found]
         left.plot([r["job"]["m"] for r in found], size, ".-", color=colour(method), label=label)
-    left.set(xscale="log", yscale="symlog", xlabel="m", ylabel="state, bytes")
+    left.set(xscale="log", yscale="log", ylim=(10, None), xlabel="m", ylabel="state, bytes")
     left.legend(fontsize=7)
     for at, setting in enumerate(distinct(step, "setting")):
         names = distinct(step, "method")
         for number, method in enumerate(names):
             ms = milliseconds(step, setting, method)
             if ms is not None:
-                place = at + (number - len(names) / 2) / (len(names) + 1)
+                place = at + (number - (len(names) - 1) / 2) / (len(names) + 1)
                 right.bar(place, ms, 0.9 / (len(names) + 1), color=colour(method))
     right.set_xticks(range(len(distinct(step, "setting"))), distinct(step, "setting"), fontsize=7)
     right.set(ylabel="ms per step")

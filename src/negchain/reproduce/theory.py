@@ -318,7 +318,16 @@ def table(rows: list[Row]) -> str:
         [r["job"]["R"], f"{r['measured']:.3g}", f"{r['bound']:.3g}"]
         for r in where(rows, part="lipschitz")
     ]
-    parts.append(markdown(["R", "largest |ΔP| / |Δθ| found", "Lemma 2's constant"], lines))
+    parts.append(
+        markdown(["R", "largest change of P per change of θ found", "Lemma 2's constant"], lines)
+    )
+    lines = [
+        [f"{r['job']['beta']:g}", p["B"], *(f"{p[k]:.2f}" for k in ("infonce", "scaled", "global"))]
+        for r in where(rows, part="bound")
+        for p in r["curve"][::3]
+    ]
+    heads = ["β", "B of 100", "log-sum-exp over B", "and + log(100 / B)", "over all"]
+    parts.append(markdown(heads, lines))
     lines = []
     for case in distinct(where(rows, part="rate"), "method", "B", "R", "P"):
         keys = dict(zip(("method", "B", "R", "P"), case, strict=True))
@@ -346,38 +355,55 @@ def table(rows: list[Row]) -> str:
     return "\n\n".join(part for part in parts if part.count("\n") > 1)  # parts with rows
 
 
-def draw(rows: list[Row]) -> dict[str, Any]:
-    """Mixing, the rate of Theorem 1, bias over batch size, and proposals without replacement."""
-    figure, (first, second, third, fourth) = panels(4)
-    shown = [r for r in where(rows, part="mixing", m=3, beta=0.5) if r["job"]["B"] in (1, 3)]
+def _draw_mixing(axis: Any, rows: list[Row]) -> None:
+    shown = [r for r in where(rows, m=3, beta=0.5) if r["job"]["B"] in (1, 3)]
     for number, row in enumerate(shown):
         label = f"B = {row['job']['B']}, R = {row['job']['R']}"
         times = [p["t"] for p in row["curve"]]
-        first.plot(times, [p["measured"] for p in row["curve"]], color=f"C{number}", label=label)
-        first.plot(times, [p["bound"] for p in row["curve"]], color=f"C{number}", ls=":")
-    first.set(xscale="log", yscale="log", ylim=(1e-6, 2), xlabel="t")
-    first.set_title("|P - π|, dotted: Lemma 1")
-    for number, case in enumerate(distinct(where(rows, part="rate"), "method", "B", "R", "P")):
-        found = where(rows, part="rate", **dict(zip(("method", "B", "R", "P"), case, strict=True)))
+        axis.plot(times, [p["measured"] for p in row["curve"]], color=f"C{number}", label=label)
+        axis.plot(times, [p["bound"] for p in row["curve"]], color=f"C{number}", ls=":")
+    axis.set(yscale="log", ylim=(1e-6, 2), xlabel="t", title="|P - π|, dotted: Lemma 1")
+
+
+def _draw_rate(axis: Any, rows: list[Row]) -> None:
+    for number, case in enumerate(distinct(rows, "method", "B", "R", "P")):
+        found = where(rows, **dict(zip(("method", "B", "R", "P"), case, strict=True)))
         label = case[0] if case[0] == "full" else "{} B={} R={} P={}".format(*case)
         at, values = [r["job"]["T"] for r in found], [r["mean_square"] for r in found]
         style = "--" if case[0] == "dcl" else "-"
-        second.plot(at, values, style, marker=".", color=f"C{number}", label=label)
-    second.set(xscale="log", yscale="log", xlabel="T", title="(1/T) Σ ‖∇L‖²")
-    for method in distinct(where(rows, part="bias"), "method"):
-        for style, views in (("-", "equal"), (":", "differing")):
-            found = where(rows, part="bias", beta=14.28, method=method)
-            name = title(method) if style == "-" else None
-            at, values = [r["job"]["b"] for r in found], [r[views]["relative_bias"] for r in found]
-            third.plot(at, values, style, color=colour(method), label=name, marker=".")
-    third.set(xscale="log", xlabel="b", title="bias, β = 14.28; dotted: cosine 0.87")
-    found = where(rows, part="in-batch", beta=14.28)
-    for key, label in (("with_weights", "i.i.d."), ("without_weights", "in batch")):
-        fourth.plot([r["job"]["share"] for r in found], [r[key] for r in found], ".-", label=label)
-    fourth.set(xscale="log", xlabel="R / m_neg", title="total variation from p, β = 14.28")
-    for axis in (first, second, third, fourth):
-        if axis.get_legend_handles_labels()[0]:
-            axis.legend(fontsize=6)
+        axis.plot(at, values, style, marker=".", color=f"C{number}", label=label)
+    axis.set(yscale="log", xlabel="T", title="(1/T) Σ ‖∇L‖²")
+
+
+def _draw_bias(axis: Any, rows: list[Row]) -> None:
+    for method, style in itertools.product(distinct(rows, "method"), ("-", ":")):
+        views, name = ("equal", title(method)) if style == "-" else ("differing", None)
+        found = where(rows, beta=14.28, method=method)
+        points = sorted((r["job"]["b"], r[views]["relative_bias"]) for r in found)
+        axis.plot(*zip(*points, strict=True), style, color=colour(method), label=name, marker=".")
+    axis.set(xlabel="b", title="bias, β = 14.28; dotted: cosine 0.87")
+
+
+def _draw_in_batch(axis: Any, rows: list[Row]) -> None:
+    for beta, style in zip(distinct(rows, "beta"), ("-", "--"), strict=False):
+        found = where(rows, beta=beta)
+        for key, label, tint in (("with", "i.i.d.", "C0"), ("without", "in batch", "C1")):
+            at, values = [r["job"]["share"] for r in found], [r[f"{key}_weights"] for r in found]
+            axis.plot(at, values, style, color=tint, marker=".", label=f"{label}, β = {beta:g}")
+    axis.set(xlabel="R / m_neg", title="total variation from p")
+
+
+DRAWN = {"mixing": _draw_mixing, "rate": _draw_rate, "bias": _draw_bias, "in-batch": _draw_in_batch}
+
+
+def draw(rows: list[Row]) -> dict[str, Any]:
+    """Mixing, the rate of Theorem 1, bias over batch size, and proposals without replacement."""
+    parts = {part: found for part in DRAWN if (found := where(rows, part=part))}
+    figure, axes = panels(len(parts))
+    for axis, (part, found) in zip(axes, parts.items(), strict=True):
+        DRAWN[part](axis, found)
+        axis.set_xscale("log")
+        axis.legend(fontsize=6)
     return {"theory": figure}
 
 
