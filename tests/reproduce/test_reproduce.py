@@ -235,9 +235,9 @@ def test_the_committed_records_can_be_redrawn(name: str, tmp_path: Path) -> None
     if not all((records / f"{source}.jsonl").exists() for source in read):
         pytest.skip("no record yet")
     page = tmp_path / "results.md"
-    page.write_text(f"<!-- table {name} -->\nold\n<!-- end -->\n")
+    page.write_text(f"<!-- table {name} -->\nbefore\n<!-- end -->\n")
     common.redraw(name, records, tmp_path, page, lambda text: None)
-    assert "old" not in page.read_text() and "|---|" in page.read_text()
+    assert "before" not in page.read_text() and "|---|" in page.read_text()
     assert list(tmp_path.glob("*.svg"))
     for source in read:
         for line in (records / f"{source}.jsonl").read_text().splitlines():
