@@ -55,7 +55,7 @@ def command(
         failed = common.perform(chosen, options, out, minutes=minutes, processes=processes, say=say)
     page = Path("docs/results.md")
     for name in chosen:
-        if any((out / f"{n}.jsonl").exists() for n in load(name).reads or (name,)):
+        if redraw or any(common.read_rows(out / f"{n}.jsonl") for n in load(name).reads or (name,)):
             ours = page.exists() and out == Path("records/reproduce")
             place = figures or (Path("docs/figures") if ours else out)
             common.redraw(name, out, place, page if ours else None, say)

@@ -7,9 +7,11 @@ command goes on with the runs that are missing.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import math
 import multiprocessing
+import multiprocessing.connection
 import os
 import platform
 import re
@@ -19,12 +21,12 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 PACKAGES = ("negchain", "torch", "torchvision", "timm", "numpy", "scikit-learn")
+CONTEXT: Any = multiprocessing.get_context("spawn")
 GRACE = 30.0  # seconds after the deadline in which runs may hand over what they have
 
 
@@ -64,14 +67,14 @@ class Experiment:
     """An experiment: its runs, and what becomes of their record."""
 
     name: str
-    jobs: Callable[[Options], list[Row]]
-    """What to run, most important first; a job is a JSON object and its own name."""
-    work: Callable[[Row, float], Row]
-    """One run: its job, and the time (of `time.time`) by which to hand over what there is."""
     table: Callable[[list[Row]], str]
     """The record as Markdown."""
     draw: Callable[[list[Row]], dict[str, Figure]]
     """Figures by file name."""
+    jobs: Callable[[Options], list[Row]] = lambda options: []
+    """What to run, most important first; a job is a JSON object and its own name."""
+    work: Callable[[Row, float], Row] = lambda job, deadline: {}
+    """One run: its job, and the time (of `time.time`) by which to hand over what there is."""
     alone: bool = False
     """Runs measure time and must not share the machine."""
     reads: tuple[str, ...] = ()
@@ -94,11 +97,9 @@ def perform(
     deadline = time.time() + 60 * minutes
     waiting: list[tuple[str, Row]] = []
     for name in names:
-        path, experiment = out / f"{name}.jsonl", load(name)
-        if experiment.reads:
-            continue
+        path = out / f"{name}.jsonl"
         done = [row["job"] for row in read_rows(path) if row.get("complete", True)]
-        jobs = [job for job in experiment.jobs(options) if job not in done]
+        jobs = [job for job in load(name).jobs(options) if job not in done]
         if jobs:
             out.mkdir(parents=True, exist_ok=True)
             append(path, {"record": name, **provenance(options)})
@@ -108,7 +109,7 @@ def perform(
     for number, (name, row) in enumerate(_results(waiting, deadline, processes, options, say), 1):
         append(out / f"{name}.jsonl", row)
         failed += "error" in row
-        told = row.get("error", "").strip().split("\n")[-1] or f"{row['wall']:.0f} s"
+        told = _last_line(row) or f"{row['wall']:.0f} s"
         say(f"{number}/{total} {name} {json.dumps(row['job'])}: {told}")
     return failed
 
@@ -122,11 +123,11 @@ def _results(
 ) -> Iterator[tuple[str, Row]]:
     """Finished runs, as they finish: those that measure time one by one, then the others."""
     alone = [pair for pair in waiting if load(pair[0]).alone or processes == 1]
-    others = [pair for pair in waiting if pair not in alone]
     for name, job in alone:
         row = one(name, job, deadline)
         if row is not None:
             yield name, row
+    others = [pair for pair in waiting if pair not in alone]
     if not others:
         return
     sharing: AbstractContextManager[dict[str, str]] = nullcontext({})
@@ -134,25 +135,78 @@ def _results(
         sharing = shared_gpu(processes, say=say)
     with sharing as environment:
         os.environ.update({"TORCHINDUCTOR_COMPILE_THREADS": "2", **environment})
-        context = multiprocessing.get_context("spawn")
-        pool = ProcessPoolExecutor(processes, mp_context=context)
-        running: dict[Future[Row | None], str] = {
-            pool.submit(one, name, job, deadline): name for name, job in others
-        }
+        yield from _side_by_side(others, deadline, processes, say)
+
+
+def _side_by_side(
+    waiting: list[tuple[str, Row]], deadline: float, processes: int, say: Callable[[str], None]
+) -> Iterator[tuple[str, Row]]:
+    """Runs in some processes, each of which serves one after the other.
+
+    A run that fails or whose process dies is tried once more, in a new process: a fault of one
+    client of MPS takes the others along, and a CUDA context does not survive its first error.
+    """
+    queue = [(name, job, 1) for name, job in waiting]
+    busy: dict[Connection, tuple[BaseProcess, tuple[str, Row, int]]] = {}
+    idle: list[tuple[Connection, BaseProcess]] = []
+    try:
+        while (queue or busy) and (left := deadline + GRACE - time.time()) > 0:
+            while queue and len(busy) < processes:
+                connection, process = idle.pop() if idle else _worker()
+                busy[connection] = process, queue.pop(0)
+                connection.send((*busy[connection][1][:2], deadline))
+            for answering in multiprocessing.connection.wait(list(busy), timeout=left):
+                connection = cast(Connection, answering)
+                process, (name, job, attempt) = busy.pop(connection)
+                try:
+                    row = connection.recv()
+                except (EOFError, ConnectionError):
+                    process.join()
+                    row = {"job": job, "error": f"its process died (exit code {process.exitcode})"}
+                failed = row is not None and "error" in row
+                if failed:
+                    _end(connection, process)
+                else:
+                    idle.append((connection, process))
+                if failed and attempt == 1:
+                    say(f"{name} {json.dumps(job)}: once more, {_last_line(row)}")
+                    queue.append((name, job, 2))
+                elif row is not None:
+                    yield name, row
+    finally:
+        for connection, process in [*idle, *((c, busy[c][0]) for c in busy)]:
+            _end(connection, process)
+
+
+def _worker() -> tuple[Connection, BaseProcess]:
+    """A process that runs jobs sent to it."""
+    ours, theirs = CONTEXT.Pipe()
+    process = CONTEXT.Process(target=_serve, args=(theirs,))
+    process.start()
+    theirs.close()  # so that its death ends the pipe
+    return ours, process
+
+
+def _serve(connection: Connection) -> None:
+    faulthandler.enable()
+    while True:
         try:
-            while running and (left := deadline + GRACE - time.time()) > 0:
-                finished, _ = wait(running, timeout=left, return_when=FIRST_COMPLETED)
-                for future in finished:
-                    name, row = running.pop(future), future.result()
-                    if row is not None:
-                        yield name, row
-        except BrokenProcessPool as error:
-            say(f"a process died ({error}): what finished is kept")
-        finally:
-            workers = list((pool._processes or {}).values())
-            pool.shutdown(wait=False, cancel_futures=True)
-            for worker in workers:
-                worker.terminate()
+            job = connection.recv()
+        except EOFError:
+            return
+        connection.send(one(*job))
+
+
+def _end(connection: Connection, process: BaseProcess) -> None:
+    connection.close()
+    process.terminate()
+    process.join(5)
+    if process.exitcode is None:
+        process.kill()
+
+
+def _last_line(row: Row) -> str:
+    return str(row.get("error", "")).strip().split("\n")[-1]
 
 
 def one(name: str, job: Row, deadline: float) -> Row | None:
@@ -221,12 +275,6 @@ def read_rows(path: Path) -> list[Row]:
     return list(rows.values())
 
 
-def headers(path: Path) -> list[Row]:
-    """Where a record was made: one per command that added to it."""
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
-    return [row for row in lines if "record" in row]
-
-
 # ---------------------------------------------------------------------- tables and figures
 
 
@@ -239,11 +287,7 @@ def redraw(
     """
     experiment = load(name)
     read = experiment.reads or (name,)
-    rows = [
-        {**row, "record": source}
-        for source in read
-        for row in read_rows(records / f"{source}.jsonl")
-    ]  # noqa: E501
+    rows = [{**r, "record": of} for of in read for r in read_rows(records / f"{of}.jsonl")]
     if not rows:
         raise ValueError(f"there is no record {records / name}.jsonl; run `reproduce {name}` first")
     import matplotlib
@@ -328,9 +372,8 @@ def plot_curves(axes: Any, rows: list[Row], x: str, y: str, label: str, tint: st
     at = [statistics.fmean(curve[i][x] for curve in curves) for i in range(length)]
     columns = [[curve[i][y] for curve in curves] for i in range(length)]
     axes.plot(at, [statistics.fmean(c) for c in columns], color=tint, label=label, marker=".")
-    axes.fill_between(
-        at, [min(c) for c in columns], [max(c) for c in columns], color=tint, alpha=0.15
-    )  # noqa: E501
+    low, high = [min(c) for c in columns], [max(c) for c in columns]
+    axes.fill_between(at, low, high, color=tint, alpha=0.15)
 
 
 def panels(count: int, width: float = 3.4, height: float = 2.8) -> tuple[Figure, list[Any]]:

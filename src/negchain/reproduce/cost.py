@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from negchain.methods import LossSettings, build_loss
+from negchain.methods import LossSettings, build_loss, named
+from negchain.reproduce.accuracy import METHODS, SETTINGS, with_options
 from negchain.reproduce.common import (
     Experiment,
     Options,
@@ -27,7 +28,6 @@ from negchain.reproduce.common import (
     where,
 )
 from negchain.reproduce.runs import time_steps
-from negchain.reproduce.stl10 import METHODS, SETTINGS, with_options
 
 SIZES = (10_000, 100_000, 1_000_000)  # m of the state's size
 DIM = 128
@@ -61,7 +61,8 @@ def work(job: Row, deadline: float) -> Row:
     """Measure a step, or the state."""
     if job["kind"] == "step":
         return time_steps(job, 200 if torch.cuda.is_available() else 20)
-    loss_fn = build_loss(job["method"], LossSettings(job["m"], dim=DIM))
+    keys: Row = {"views": "paired", "symmetric": False} if named(job["method"]).plain_keys else {}
+    loss_fn = build_loss(job["method"], LossSettings(job["m"], dim=DIM, layout=keys))
     index, z = torch.arange(job["b"]), torch.randn(job["b"], DIM)
     requests = [loss_fn.request(index), loss_fn.request(index, z, z)]
     wants = [want for request in requests for want in request.wants]
@@ -76,13 +77,12 @@ def work(job: Row, deadline: float) -> Row:
 def table(rows: list[Row]) -> str:
     """State and encodes, then time and memory of a step."""
     lines = []
-    for method, size, batch in distinct(where(rows, kind="state"), "method", "m", "b"):
-        (row,) = where(rows, kind="state", method=method, m=size, b=batch)
-        per_item = row["state_bytes"] / size
+    for row in where(rows, kind="state", m=SIZES[1]):
+        per_item = f"{row['state_bytes'] / SIZES[1]:.3g}"
         encodes = [row["encodes"], row["encodes_without_gradient"]]
-        lines.append([title(method), f"{size:,}", batch, f"{per_item:.4g}", *encodes])
-    heads = ["method", "m", "b", "state, bytes per item (d = 128)", "encodes per step"]
-    first = markdown([*heads, "encodes without gradient"], lines)
+        lines.append([title(row["job"]["method"]), row["job"]["b"], per_item, *encodes])
+    heads = ["method", "b", "state, bytes per item (d = 128)", "encodes per step"]
+    first = markdown([*heads, f"encodes without gradient, m = {SIZES[1]:,}"], lines)
     return f"{first}\n\n{_steps(where(rows, kind='step'))}"
 
 
@@ -112,18 +112,18 @@ def draw(rows: list[Row]) -> dict[str, Any]:
         found = where(state, method=method)
         label, size = title(method), [row["state_bytes"] for row in found]
         left.plot([r["job"]["m"] for r in found], size, ".-", color=colour(method), label=label)
-    left.set(xscale="log", yscale="symlog", xlabel="m", ylabel="state, bytes")
+    left.set(xscale="log", yscale="log", ylim=(10, None), xlabel="m", ylabel="state, bytes")
     left.legend(fontsize=7)
     for at, setting in enumerate(distinct(step, "setting")):
         names = distinct(step, "method")
         for number, method in enumerate(names):
             ms = milliseconds(step, setting, method)
             if ms is not None:
-                place = at + (number - len(names) / 2) / (len(names) + 1)
+                place = at + (number - (len(names) - 1) / 2) / (len(names) + 1)
                 right.bar(place, ms, 0.9 / (len(names) + 1), color=colour(method))
     right.set_xticks(range(len(distinct(step, "setting"))), distinct(step, "setting"), fontsize=7)
     right.set(ylabel="ms per step")
     return {"cost": figure}
 
 
-EXPERIMENT = Experiment("cost", jobs, work, table, draw, alone=True)
+EXPERIMENTS = {"cost": Experiment("cost", table, draw, jobs, work, alone=True)}

@@ -47,16 +47,16 @@ def jobs(options: Options) -> list[Row]:
         found.append({"part": "mixing", "beta": beta, "m": m, "B": batch, "R": steps})
     found += [{"part": "lipschitz", "beta": 2.0, "R": r} for r in (1, 2, 4, 8)]
     found += [{"part": "bound", "beta": beta} for beta in (5.0, 14.28)]
-    shares = (0.05, 0.5) if quick else (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
-    found += [{"part": "in-batch", "beta": b, "share": s} for b in (5.0, 14.28) for s in shares]
-    lengths = [64, 128, 256] if quick else [64, 256, 1024, 4096]
+    lengths = [64, 128, 256] if quick else [64, 256, 1024]
     cases = [("full", 0, 0, 0), ("emc2", 1, 2, 1), ("emc2", 1, 2, 0), ("emc2", 4, 2, 1)]
     cases += [("emc2", 4, 8, 0), ("emc2", 4, 8, 4), ("dcl", 4, 2, 0), ("dcl", 4, 8, 0)]
     for method, batch, proposals, burn_in in cases[:3] if quick else cases:
         chain = {"method": method, "B": batch, "R": proposals, "P": burn_in}
         found += [{"part": "rate", "beta": 5.0, **chain, "T": length} for length in lengths]
-    sizes = ((8,), (14.28,)) if quick else ((4, 8, 16, 32), (5.0, 14.28))
-    for batch, beta in itertools.product(*sizes):
+    shares = (0.05, 0.5) if quick else (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+    found += [{"part": "in-batch", "beta": b, "share": s} for b in (5.0, 14.28) for s in shares]
+    sizes = ((14.28,), (8,)) if quick else ((14.28, 5.0), (8, 32, 4, 16))
+    for beta, batch in itertools.product(*sizes):
         steps = 20 if quick else 400
         for method in options.methods or ESTIMATORS:
             found.append(
@@ -248,7 +248,7 @@ def bias(job: Row) -> Row:
 
 def in_batch(job: Row) -> Row:
     """Total variation between p and where chains end, R proposals with and without replacement."""
-    chains, states, visits = 20_000, 100, 40
+    chains, states, visits = 8_000, 100, 40
     generator = torch.Generator().manual_seed(0)
     logits = job["beta"] * _similarities(1, states, seed=1, dim=8)[0].float()
     count, target = max(1, round(job["share"] * states)), logits.softmax(0)
@@ -318,7 +318,16 @@ def table(rows: list[Row]) -> str:
         [r["job"]["R"], f"{r['measured']:.3g}", f"{r['bound']:.3g}"]
         for r in where(rows, part="lipschitz")
     ]
-    parts.append(markdown(["R", "largest |ΔP| / |Δθ| found", "Lemma 2's constant"], lines))
+    parts.append(
+        markdown(["R", "largest change of P per change of θ found", "Lemma 2's constant"], lines)
+    )
+    lines = [
+        [f"{r['job']['beta']:g}", p["B"], *(f"{p[k]:.2f}" for k in ("infonce", "scaled", "global"))]
+        for r in where(rows, part="bound")
+        for p in r["curve"][::3]
+    ]
+    heads = ["β", "B of 100", "log-sum-exp over B", "and + log(100 / B)", "over all"]
+    parts.append(markdown(heads, lines))
     lines = []
     for case in distinct(where(rows, part="rate"), "method", "B", "R", "P"):
         keys = dict(zip(("method", "B", "R", "P"), case, strict=True))
@@ -331,11 +340,8 @@ def table(rows: list[Row]) -> str:
     lines = []
     for beta, batch in distinct(where(rows, part="bias"), "beta", "b"):
         for r in where(rows, part="bias", beta=beta, b=batch):
-            shown = [
-                f"{r[v][k]:.2f}"
-                for v in ("equal", "differing")
-                for k in ("relative_bias", "relative_std")
-            ]  # noqa: E501
+            both = itertools.product(("equal", "differing"), ("relative_bias", "relative_std"))
+            shown = [f"{r[views][measure]:.2f}" for views, measure in both]
             lines.append([f"{beta:g}", batch, title(r["job"]["method"]), *shown])
     heads = ["β", "b", "method", "bias, equal views", "std per step", "bias, cosine 0.87"]
     parts.append(markdown([*heads, "std per step"], lines))
@@ -344,49 +350,61 @@ def table(rows: list[Row]) -> str:
         [f"{r['job']['beta']:g}", f"{r['job']['share']:g}", *(f"{r[key]:.3f}" for key in measures)]
         for r in where(rows, part="in-batch")
     ]
-    heads = [
-        "β",
-        "R / m_neg",
-        "weights, i.i.d.",
-        "weights, in batch",
-        "ends, i.i.d.",
-        "ends, in batch",
-    ]
-    return "\n\n".join([*parts, markdown(heads, lines)])
+    columns = [f"{what}, {how}" for what in ("weights", "ends") for how in ("i.i.d.", "in batch")]
+    parts.append(markdown(["β", "R / m_neg", *columns], lines))
+    return "\n\n".join(part for part in parts if part.count("\n") > 1)  # parts with rows
+
+
+def _draw_mixing(axis: Any, rows: list[Row]) -> None:
+    shown = [r for r in where(rows, m=3, beta=0.5) if r["job"]["B"] in (1, 3)]
+    for number, row in enumerate(shown):
+        label = f"B = {row['job']['B']}, R = {row['job']['R']}"
+        times = [p["t"] for p in row["curve"]]
+        axis.plot(times, [p["measured"] for p in row["curve"]], color=f"C{number}", label=label)
+        axis.plot(times, [p["bound"] for p in row["curve"]], color=f"C{number}", ls=":")
+    axis.set(yscale="log", ylim=(1e-6, 2), xlabel="t", title="|P - π|, dotted: Lemma 1")
+
+
+def _draw_rate(axis: Any, rows: list[Row]) -> None:
+    for number, case in enumerate(distinct(rows, "method", "B", "R", "P")):
+        found = where(rows, **dict(zip(("method", "B", "R", "P"), case, strict=True)))
+        label = case[0] if case[0] == "full" else "{} B={} R={} P={}".format(*case)
+        at, values = [r["job"]["T"] for r in found], [r["mean_square"] for r in found]
+        style = "--" if case[0] == "dcl" else "-"
+        axis.plot(at, values, style, marker=".", color=f"C{number}", label=label)
+    axis.set(yscale="log", xlabel="T", title="(1/T) Σ ‖∇L‖²")
+
+
+def _draw_bias(axis: Any, rows: list[Row]) -> None:
+    for method, style in itertools.product(distinct(rows, "method"), ("-", ":")):
+        views, name = ("equal", title(method)) if style == "-" else ("differing", None)
+        found = where(rows, beta=14.28, method=method)
+        points = sorted((r["job"]["b"], r[views]["relative_bias"]) for r in found)
+        axis.plot(*zip(*points, strict=True), style, color=colour(method), label=name, marker=".")
+    axis.set(xlabel="b", title="bias, β = 14.28; dotted: cosine 0.87")
+
+
+def _draw_in_batch(axis: Any, rows: list[Row]) -> None:
+    for beta, style in zip(distinct(rows, "beta"), ("-", "--"), strict=False):
+        found = where(rows, beta=beta)
+        for key, label, tint in (("with", "i.i.d.", "C0"), ("without", "in batch", "C1")):
+            at, values = [r["job"]["share"] for r in found], [r[f"{key}_weights"] for r in found]
+            axis.plot(at, values, style, color=tint, marker=".", label=f"{label}, β = {beta:g}")
+    axis.set(xlabel="R / m_neg", title="total variation from p")
+
+
+DRAWN = {"mixing": _draw_mixing, "rate": _draw_rate, "bias": _draw_bias, "in-batch": _draw_in_batch}
 
 
 def draw(rows: list[Row]) -> dict[str, Any]:
     """Mixing, the rate of Theorem 1, bias over batch size, and proposals without replacement."""
-    figure, (first, second, third, fourth) = panels(4)
-    shown = [r for r in where(rows, part="mixing", m=3, beta=0.5) if r["job"]["B"] in (1, 3)]
-    for number, row in enumerate(shown):
-        label = f"B = {row['job']['B']}, R = {row['job']['R']}"
-        times = [p["t"] for p in row["curve"]]
-        first.plot(times, [p["measured"] for p in row["curve"]], color=f"C{number}", label=label)
-        first.plot(times, [p["bound"] for p in row["curve"]], color=f"C{number}", ls=":")
-    first.set(xscale="log", yscale="log", ylim=(1e-6, 2), xlabel="t")
-    first.set_title("|P - π|, dotted: Lemma 1")
-    for number, case in enumerate(distinct(where(rows, part="rate"), "method", "B", "R", "P")):
-        found = where(rows, part="rate", **dict(zip(("method", "B", "R", "P"), case, strict=True)))
-        label = case[0] if case[0] == "full" else "{} B={} R={} P={}".format(*case)
-        at, values = [r["job"]["T"] for r in found], [r["mean_square"] for r in found]
-        style = "--" if case[0] == "dcl" else "-"
-        second.plot(at, values, style, marker=".", color=f"C{number}", label=label)
-    second.set(xscale="log", yscale="log", xlabel="T", title="(1/T) Σ ‖∇L‖²")
-    for method in distinct(where(rows, part="bias"), "method"):
-        for style, views in (("-", "equal"), (":", "differing")):
-            found = where(rows, part="bias", beta=14.28, method=method)
-            name = title(method) if style == "-" else None
-            at, values = [r["job"]["b"] for r in found], [r[views]["relative_bias"] for r in found]
-            third.plot(at, values, style, color=colour(method), label=name, marker=".")
-    third.set(xscale="log", xlabel="b", title="bias, β = 14.28; dotted: cosine 0.87")
-    found = where(rows, part="in-batch", beta=14.28)
-    for key, label in (("with_weights", "i.i.d."), ("without_weights", "in batch")):
-        fourth.plot([r["job"]["share"] for r in found], [r[key] for r in found], ".-", label=label)
-    fourth.set(xscale="log", xlabel="R / m_neg", title="total variation from p, β = 14.28")
-    for axis in (first, second, third, fourth):
+    parts = {part: found for part in DRAWN if (found := where(rows, part=part))}
+    figure, axes = panels(len(parts))
+    for axis, (part, found) in zip(axes, parts.items(), strict=True):
+        DRAWN[part](axis, found)
+        axis.set_xscale("log")
         axis.legend(fontsize=6)
     return {"theory": figure}
 
 
-EXPERIMENT = Experiment("theory", jobs, work, table, draw)
+EXPERIMENTS = {"theory": Experiment("theory", table, draw, jobs, work)}

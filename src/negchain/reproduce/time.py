@@ -13,7 +13,6 @@ from typing import Any
 
 from negchain.reproduce.common import (
     Experiment,
-    Options,
     Row,
     colour,
     distinct,
@@ -107,14 +106,4 @@ def draw(rows: list[Row]) -> dict[str, Any]:
     return figures
 
 
-def nothing(options: Options) -> list[Row]:
-    """No runs of its own."""
-    return []
-
-
-def never(job: Row, deadline: float) -> Row:
-    """No runs of its own."""
-    raise AssertionError
-
-
-EXPERIMENT = Experiment("time", nothing, never, table, draw, reads=("stl10", "cost"))
+EXPERIMENTS = {"time": Experiment("time", table, draw, reads=("stl10", "cost"))}

@@ -1,0 +1,182 @@
+"""Linear probe and 1-NN against samples seen: the paper's figures 3 to 6, and below its batches.
+
+Everywhere  DCL (eq. (2) without the positive) beside InfoNCE (with it): both readings of "SimCLR".
+            The authors' code: no normalisation layers, 10 epochs of warm-up, cosine decay.
+
+stl10 (Fig. 5)
+    Paper   b = 32, β = 14.28, Adam 1e-4 and b = 256, β = 5, Adam 1e-3; 100 epochs of 100,000
+            images; ResNet-18. "EMC² consistently outperforms the other algorithms".
+    Ours    i-SIR, informed importance; BatchNorm with Adam 3e-4; b = 8 and 16.
+burn-in (Fig. 4)
+    Paper   P in {0, b/2, b, 3b/2}: "performance improves by increasing P, and the improvement stops
+            at around P = b". The figure does not say which batch size; here b = 32.
+    Ours    the paper's R = 2b - 2 proposals (both copies of every item to each row), and as last
+            line our default: one copy each, half discarded.
+finite-augmentations (Fig. 3)
+    Paper   b = 256, β = 5: "as the number of pre-computed augmentations increases, the performance
+            approaches that of the infinite augmentation algorithm". How many is not stated.
+    Ours    2, 4 and 16 stored augmentations, a chain for each of them, and fresh ones, one chain
+            per image; the same with DCL, to tell the chain's part from augmentation's.
+imagenet100 (Fig. 6)
+    Paper   ResNet-50, LARS, b = 256, ImageNet-100 at 224 px, β = 14.28, lr 1.2: EMC² above SimCLR,
+            "on par with SogCLR". The authors' code: 800 epochs.
+    Ours    any image folder; here Tiny-ImageNet-100 (35,000 images) at 64 px, few epochs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from negchain.reproduce.common import (
+    Experiment,
+    Options,
+    Row,
+    colour,
+    distinct,
+    markdown,
+    panels,
+    plot_curves,
+    spread,
+    title,
+    where,
+)
+from negchain.reproduce.runs import train
+
+METHODS = ("infonce", "dcl", "sogclr", "negcache", "emc2", "isir", "informed")
+SETTINGS: dict[str, Row] = {
+    "b32-none": {"preset": "stl10-b32"},
+    "b32-batch": {"preset": "stl10-b32", "norm": "batch", "lr": 3e-4},
+    "b256-none": {"preset": "stl10-b256"},
+    "b256-batch": {"preset": "stl10-b256", "norm": "batch"},
+    "b16-batch": {"preset": "stl10-b32", "norm": "batch", "lr": 3e-4, "batch_size": 16},
+    "b8-batch": {"preset": "stl10-b32", "norm": "batch", "lr": 3e-4, "batch_size": 8},
+    "b8-none": {"preset": "stl10-b32", "batch_size": 8},
+}
+_SMALL: Row = {"preset": "imagenet100-b256", "image_size": 64, "stem": "large"}
+IMAGENET: dict[str, Row] = {
+    "b256-batch": {**_SMALL, "norm": "batch"},
+    "b256-none": _SMALL,
+    "224px-none": {"preset": "imagenet100-b256"},  # the paper's, for those who have the images
+}
+QUICK: Row = {"data": "digits", "batch_size": 16, "epochs": 2, "subset": 256, "warmup_epochs": 0.0}
+
+
+def training_jobs(
+    options: Options, settings: dict[str, Row], methods: tuple[str, ...], seeds: int = 3
+) -> list[Row]:
+    """A run for every seed, setting and method."""
+    chosen = options.settings or tuple(settings)
+    if unknown := set(chosen) - set(settings):
+        raise ValueError(f"--settings must be among {', '.join(settings)}, got {min(unknown)}")
+    few = {"points": [0.5, 1.0]} if options.quick else {}
+    return [
+        {
+            "seed": seed,
+            "setting": name,
+            "method": method,
+            "settings": with_options(settings[name], options),
+            **few,
+        }
+        for seed in range(options.seeds or (1 if options.quick else seeds))
+        for name in (chosen[:1] if options.quick else chosen)
+        for method in options.methods or methods
+    ]
+
+
+def with_options(settings: Row, options: Options) -> Row:
+    """A setting with what the user gave laid over it; --quick: digits, small and short."""
+    if options.quick:
+        kept = {k: v for k, v in settings.items() if k in ("norm", "augmentations", "beta")}
+        return {**kept, **QUICK, "device": options.device}
+    if options.data is None:
+        raise ValueError("--data must name the folder of images (train/, test/, unlabeled/)")
+    given = {"epochs": options.epochs, "device": options.device, "data": options.data}
+    return {**settings, **{k: v for k, v in given.items() if v is not None}}
+
+
+def stl10(options: Options) -> list[Row]:
+    """All methods in all settings, seed by seed."""
+    return training_jobs(options, SETTINGS, METHODS)
+
+
+def burn_in(options: Options) -> list[Row]:
+    """A run for every P, seed by seed; P is a number of steps."""
+    settings = {name: SETTINGS[name] for name in ("b32-none", "b32-batch")}
+    size, found = 16 if options.quick else 32, []
+    for job in training_jobs(replace(options, methods=("emc2",)), settings, ()):
+        for steps in (0, size // 2, size, 3 * size // 2):
+            chain = {"burn_in": min(steps, 2 * size - 3), "copies": 2}
+            found.append({**job, "burn-in": f"P = {steps}", "chain": chain})
+        found.append({**job, "burn-in": "ours"})
+    return found
+
+
+def finite_augmentations(options: Options) -> list[Row]:
+    """EMC² and DCL with every number of stored augmentations, seed by seed."""
+    settings = {name: SETTINGS[name] for name in ("b256-none", "b256-batch")}
+    found = []
+    for job in training_jobs(options, settings, ("emc2", "dcl")):
+        for count in (2, 4, 16, 0):
+            label = f"{job['method']}, {count or 'fresh'}"
+            stored = {**job["settings"], "augmentations": count}
+            found.append({**job, "augmentations": label, "settings": stored})
+    return found
+
+
+def imagenet100(options: Options) -> list[Row]:
+    """The methods of the figure and DCL, seed by seed."""
+    settings = IMAGENET if options.settings else dict(list(IMAGENET.items())[:2])
+    return training_jobs(options, settings, ("infonce", "dcl", "sogclr", "emc2"), seeds=2)
+
+
+def table(label: str, rows: list[Row]) -> str:
+    """Last measurements of every setting and method, mean and deviation over seeds."""
+    lines = []
+    for setting, name in distinct(rows, "setting", label):
+        found = where(rows, setting=setting, **{label: name})
+        last = [row["curve"][-1] for row in found if row.get("complete", True)]
+        collapsed = sum(point["embedding_variance"] < 0.05 for point in last)
+        keys = ("probe", "knn1", "global_loss", "probe_paper")
+        means = [spread(p.get(key) for p in last) for key in keys]
+        epochs = found[0]["config"]["epochs"]
+        lines.append([setting, title(name), epochs, len(last), *means, collapsed or ""])
+    heads = ["setting", label, "epochs", "seeds", "probe", "1-NN", "exact loss", "probe, authors'"]
+    return markdown([*heads, "collapsed"], lines)
+
+
+def _figure(label: str, rows: list[Row], measure: str) -> Any:
+    """A panel per setting, a line per method: accuracy against samples seen."""
+    settings = distinct(rows, "setting")
+    figure, axes = panels(len(settings))
+    for axis, setting in zip(axes, settings, strict=True):
+        for number, name in enumerate(distinct(where(rows, setting=setting), label)):
+            found = where(rows, setting=setting, **{label: name})
+            tint = colour(name) if label == "method" else f"C{number}"
+            plot_curves(axis, found, "samples", measure, title(str(name)), tint)
+        axis.set(title=setting, xlabel="samples seen", xscale="log")
+    axes[0].set_ylabel({"probe": "linear probe", "knn1": "1-NN"}.get(measure, measure))
+    axes[-1].legend(fontsize=7)
+    return figure
+
+
+def draw(name: str, label: str, rows: list[Row]) -> dict[str, Any]:
+    """Linear probe and 1-NN against samples."""
+    measures = (("probe", "probe"), ("1nn", "knn1"))
+    return {f"{name}-{file}": _figure(label, rows, measure) for file, measure in measures}
+
+
+def _experiment(name: str, jobs: Callable[[Options], list[Row]], label: str) -> Experiment:
+    return Experiment(name, partial(table, label), partial(draw, name, label), jobs, train)
+
+
+EXPERIMENTS = {
+    "stl10": _experiment("stl10", stl10, "method"),
+    "burn-in": _experiment("burn-in", burn_in, "burn-in"),
+    "finite-augmentations": _experiment(
+        "finite-augmentations", finite_augmentations, "augmentations"
+    ),
+    "imagenet100": _experiment("imagenet100", imagenet100, "method"),
+}
