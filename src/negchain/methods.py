@@ -70,6 +70,7 @@ class Method:
         aliases: other names people type.
         trains: offered by `compare` and `train`; False: `estimator_report` only.
         plain_keys: pictures as keys (positives, negatives, tables) are not augmented, anchors are.
+        reproduced: in `reproduce`'s comparisons: in all, or in small ones (it needs a table).
     """
 
     name: str
@@ -81,6 +82,7 @@ class Method:
     aliases: tuple[str, ...] = ()
     trains: bool = True
     plain_keys: bool = False
+    reproduced: Literal["all", "small"] | None = None
 
 
 METHODS: dict[str, Method] = {}
@@ -140,6 +142,17 @@ def trained() -> tuple[str, ...]:
         ('infonce', 'dcl')
     """
     return tuple(name for name, method in METHODS.items() if method.trains)
+
+
+def reproduced(small: bool = True) -> tuple[str, ...]:
+    """Names of the methods `reproduce` compares, on small data sets or on large ones.
+
+    Example:
+        >>> [name for name in reproduced() if name not in reproduced(small=False)]
+        ['negcache', 'informed']
+    """
+    kinds = ("all", "small") if small else ("all",)
+    return tuple(name for name, method in METHODS.items() if method.reproduced in kinds)
 
 
 def build_loss(name: str, settings: LossSettings) -> ContrastiveLoss:
@@ -255,6 +268,7 @@ register(
         lambda s: _in_batch(s, "InfoNCELoss"),
         denominator="all",
         aliases=("simclr",),
+        reproduced="all",
     )
 )
 register(
@@ -264,9 +278,19 @@ register(
         ("#3fa3dc", "#8fd0f5"),
         lambda s: _in_batch(s, "DCLLoss"),
         denominator="negatives",
+        reproduced="all",
     )
 )
-register(Method("sogclr", "SogCLR", ("#009e73", "#2fc898"), _sogclr, options=("gamma",)))
+register(
+    Method(
+        "sogclr",
+        "SogCLR",
+        ("#009e73", "#2fc898"),
+        _sogclr,
+        options=("gamma",),
+        reproduced="all",
+    )
+)
 register(
     Method(
         "negcache",
@@ -275,6 +299,7 @@ register(
         _negcache,
         options=("refresh",),
         plain_keys=True,
+        reproduced="small",
     )
 )
 register(
@@ -284,11 +309,17 @@ register(
         ("#d55e00", "#f5823d"),
         _emc2,
         options=("burn_in", *_CHAIN),
+        reproduced="all",
     )
 )
 register(
     Method(
-        "isir", "EMC² i-SIR", ("#d99000", "#f2b63c"), lambda s: _emc2(s, isir=True), options=_CHAIN
+        "isir",
+        "EMC² i-SIR",
+        ("#d99000", "#f2b63c"),
+        lambda s: _emc2(s, isir=True),
+        options=_CHAIN,
+        reproduced="all",
     )
 )
 register(
@@ -298,6 +329,7 @@ register(
         ("#7a5195", "#b99ad6"),
         _importance,
         options=("refresh",),
+        reproduced="small",
     )
 )
 register(Method("topk", "top-k, uncorrected", ("#5b6b7a", "#a3b3c2"), _topk, options=("refresh",)))

@@ -30,6 +30,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from negchain.methods import reproduced
 from negchain.reproduce.common import (
     Experiment,
     Options,
@@ -45,7 +46,7 @@ from negchain.reproduce.common import (
 )
 from negchain.reproduce.runs import train
 
-METHODS = ("infonce", "dcl", "sogclr", "negcache", "emc2", "isir", "informed")
+METHODS = reproduced()
 SETTINGS: dict[str, Row] = {
     "b32-none": {"preset": "stl10-b32"},
     "b32-batch": {"preset": "stl10-b32", "norm": "batch", "lr": 3e-4},
@@ -118,7 +119,7 @@ def finite_augmentations(options: Options) -> list[Row]:
     """EMC² and DCL with every number of stored augmentations, seed by seed."""
     settings = {name: SETTINGS[name] for name in ("b256-none", "b256-batch")}
     found = []
-    for job in training_jobs(options, settings, ("emc2", "dcl")):
+    for job in training_jobs(options, settings, reproduced(small=False)):
         for count in (2, 4, 16, 0):
             label = f"{job['method']}, {count or 'fresh'}"
             stored = {**job["settings"], "augmentations": count}
@@ -129,7 +130,7 @@ def finite_augmentations(options: Options) -> list[Row]:
 def imagenet100(options: Options) -> list[Row]:
     """The methods of the figure and DCL, seed by seed."""
     settings = IMAGENET if options.settings else dict(list(IMAGENET.items())[:2])
-    return training_jobs(options, settings, ("infonce", "dcl", "sogclr", "emc2"), seeds=2)
+    return training_jobs(options, settings, reproduced(small=False), seeds=2)
 
 
 def table(label: str, rows: list[Row]) -> str:

@@ -27,7 +27,7 @@ from negchain.data import load_data
 from negchain.encoders import build_encoder
 from negchain.exact import global_loss
 from negchain.losses import ContrastiveLoss
-from negchain.methods import LossSettings, build_loss
+from negchain.methods import LossSettings, build_loss, reproduced
 from negchain.reproduce.common import (
     Experiment,
     Options,
@@ -43,7 +43,7 @@ from negchain.reproduce.common import (
 from negchain.train.order import DataOrder
 
 FULL = "full gradient"
-METHODS = ("infonce", "emc2", "dcl", "sogclr", "negcache", "isir", FULL)
+METHODS = (*reproduced(), FULL)
 OPTIONS = {"burn_in": 3, "augmentations": 2, "gamma": 0.9, "refresh": 0.1}  # the paper's P and rho
 COLLAPSED = 0.01  # variance of unit embeddings
 CHUNK = 250  # views encoded at a time for exact gradients

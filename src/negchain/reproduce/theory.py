@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from negchain.diagnostics import estimator_report
+from negchain.methods import reproduced
 from negchain.reproduce.common import (
     Experiment,
     Options,
@@ -33,7 +34,7 @@ from negchain.reproduce.common import (
 )
 from negchain.weights import mh_scan
 
-ESTIMATORS = ("infonce", "dcl", "sogclr", "negcache", "emc2", "isir", "informed")
+ESTIMATORS = reproduced()
 TIMES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
