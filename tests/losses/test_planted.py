@@ -70,13 +70,12 @@ ENUMERATED = [
 QUICK = (ratio_upside_down, panels_count_shared_graphs_twice)
 
 
-def steps_of(plant) -> int:
-    """Some bugs are small where an anchor has 47 negatives and few labels: longer runs."""
-    small = (
-        labels_hold_both_ways_in_the_batch,
-        answers_of_an_earlier_visit,
-    )
-    return STEPS * (16 if plant is held_state_keeps_its_old_q else 8 if plant in small else 1)
+def runs_of(plant) -> tuple[int, int]:
+    """How many seeds and steps: small biases need longer runs, stuck chains more of them."""
+    if plant is held_state_keeps_its_old_q:  # a state with a small old q is never left
+        return 4 * SEEDS, 4 * STEPS
+    small = plant in (labels_hold_both_ways_in_the_batch, answers_of_an_earlier_visit)
+    return SEEDS, STEPS * (8 if small else 1)
 
 
 def name(case) -> str:
@@ -91,7 +90,7 @@ def name(case) -> str:
 )
 def test_planted_bug_is_flagged(monkeypatch, plant, setting) -> None:
     plant(monkeypatch)
-    verdict = verdict_of(setting, SEEDS, steps_of(plant))
+    verdict = verdict_of(setting, *runs_of(plant))
     assert not verdict.passes, verdict
 
 
@@ -99,7 +98,7 @@ def test_planted_bug_is_flagged(monkeypatch, plant, setting) -> None:
 @pytest.mark.statistical
 @pytest.mark.parametrize("plant, setting", PLANTED, ids=name)
 def test_without_the_plant_nothing_is_flagged(plant, setting) -> None:
-    verdict = verdict_of(setting, SEEDS, steps_of(plant))
+    verdict = verdict_of(setting, *runs_of(plant))
     assert verdict.passes, verdict
 
 

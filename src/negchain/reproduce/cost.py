@@ -39,11 +39,12 @@ def jobs(options: Options) -> list[Row]:
     state = [
         {"kind": "state", "method": method, "m": size, "b": batch}
         for method in methods
-        for size in (SIZES[:1] if options.quick else SIZES)
+        for size in (SIZES[1:2] if options.quick else SIZES)
         for batch in (32, 256)
     ]
     step = []
-    for name in options.settings or ("b32-none", "b32-batch", "b256-none", "b256-batch"):
+    names = ("b32-none", "b32-batch", "b256-none", "b256-batch")
+    for name in options.settings or (names[:2] if options.quick else names):
         settings = SETTINGS[name]
         if options.data is None:  # digits and the small encoder
             batch = 256 if "256" in name else 32
