@@ -267,10 +267,10 @@ def _as_rgb(pixels: Tensor) -> Image.Image:
 def load_run_encoder(run: str | Path, device: str = "auto", root: str = "data") -> Trained:
     """What `negchain.load` does; `root` holds downloaded data sets."""
     config = replace(load_run_config(Path(run)), device=device, root=root)  # type: ignore[arg-type]
-    if config.task != "images":
+    encoder, where = load_trained(Path(run))[0], trainer.choose_device(config)
+    if "image_size" not in encoder.encoder_config:
         raise ConfigError(
             f"this encodes images, and {run} is of --task {config.task}; a retriever is loaded by "
             f"sentence-transformers: SentenceTransformer('{run}/model')"
         )
-    where = trainer.choose_device(config)
-    return Trained(load_trained(Path(run))[0].to(where), config, where)
+    return Trained(encoder.to(where), config, where)

@@ -31,15 +31,18 @@ def found() -> dict[str, list[str]]:
     return told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [case.name for case in CASES])
 def test_sorted_entries_equal_dense_products(found, name) -> None:
     assert found[name] == []
 
 
+@pytest.mark.slow
 def test_a_bad_row_has_no_entries(found) -> None:
     assert found["bad rows"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_caught(found, bug) -> None:
     told = [text for name, text in found.items() if name.startswith(f"planted: {bug}: ")]

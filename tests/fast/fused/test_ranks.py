@@ -39,11 +39,13 @@ def found() -> dict[str, list[str]]:
     return told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [check.__name__ for check in CHECKS])
 def test_all_pairs_equal_a_sort(found, name) -> None:
     assert found[name] == []
 
 
+@pytest.mark.slow
 def test_a_planted_bug_is_caught(found) -> None:
     planted = {name: told for name, told in found.items() if name.startswith("planted")}
     assert len(planted) == 7
