@@ -6,12 +6,13 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from negchain.methods import METHODS, LossSettings, Method, register
+from negchain.methods import METHODS, LossSettings, register
 from negchain.optim import set_lr
 from negchain.reproduce.common import Row
 from negchain.tasks.images import ImageTask, load_images
@@ -125,7 +126,7 @@ def _register_variant(job: Row) -> None:
     def build(settings: LossSettings) -> Any:
         return paper_chain(settings, **chain)
 
-    register(Method(VARIANT, "EMC²", METHODS["emc2"].colour, build, METHODS["emc2"].options))
+    register(replace(METHODS["emc2"], name=VARIANT, build=build, reproduced=None))
 
 
 def paper_chain(settings: LossSettings, burn_in: int, copies: int = 2) -> Any:

@@ -49,8 +49,9 @@ def jobs(options: Options) -> list[Row]:
     found += [{"part": "lipschitz", "beta": 2.0, "R": r} for r in (1, 2, 4, 8)]
     found += [{"part": "bound", "beta": beta} for beta in (5.0, 14.28)]
     lengths = [64, 128, 256] if quick else [64, 256, 1024]
-    cases = [("full", 0, 0, 0), ("emc2", 1, 2, 1), ("emc2", 1, 2, 0), ("emc2", 4, 2, 1)]
-    cases += [("emc2", 4, 8, 0), ("emc2", 4, 8, 4), ("dcl", 4, 2, 0), ("dcl", 4, 8, 0)]
+    chains = [(1, 2, 1), (1, 2, 0), (4, 2, 1), (4, 8, 0), (4, 8, 4)]  # B, R, P
+    cases = [("full", 0, 0, 0), *(("emc2", *sizes) for sizes in chains)]
+    cases += [("dcl", *sizes) for sizes in ((4, 2, 0), (4, 8, 0))]
     for method, batch, proposals, burn_in in cases[:3] if quick else cases:
         chain = {"method": method, "B": batch, "R": proposals, "P": burn_in}
         found += [{"part": "rate", "beta": 5.0, **chain, "T": length} for length in lengths]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
+from negchain.methods import reproduced
 from negchain.reproduce.common import (
     Experiment,
     Row,
@@ -44,8 +45,8 @@ def reached(rows: list[Row], target: float, measure: str = "probe") -> float | N
     measurements; None if a seed never reaches it.
 
     Example:
-        >>> curve = [{"seconds": 0.0, "probe": 0.2}, {"seconds": 10.0, "probe": 0.4}]
-        >>> reached([{"curve": curve}], 0.3)
+        >>> curve = [{"seconds": 0.0, "probe": 0.25}, {"seconds": 10.0, "probe": 0.75}]
+        >>> reached([{"curve": curve}], 0.5)
         5.0
     """
     seconds = []
@@ -75,7 +76,7 @@ def table(rows: list[Row]) -> str:
             ]
             for method in distinct(where(runs, setting=setting), "method")
         }
-        main = [ends[method] for method in ("emc2", "infonce", "sogclr") if method in ends]
+        main = [ends[method] for method in reproduced(small=False) if method in ends]
         if not main:
             continue
         target = 0.98 * min(min(values) for values in main)
