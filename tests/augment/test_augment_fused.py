@@ -290,6 +290,7 @@ def interpreted_errors() -> None:
         ALL(batch(4, 1, 9, 9), draws(ALL, 4), backend="triton")
 
 
+@pytest.mark.slow
 def test_under_the_interpreter() -> None:
     run_under_interpreter(__file__)
 

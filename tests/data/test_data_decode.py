@@ -297,6 +297,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 """
 
 
+@pytest.mark.slow
 def test_huge_pictures_are_decoded_within_a_bound(tmp_path: Path) -> None:
     """Three float TIFFs of 60 megapixels in threads: took 3 x 1.8 GB, may take 1.2 in all."""
     image = Image.new("F", (10_000, 6_000), 0.5)

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 pytest.importorskip("open_clip")
+pytestmark = pytest.mark.slow  # its import alone takes seconds
 with warnings.catch_warnings():  # timm's and webdataset's own
     warnings.simplefilter("ignore")
     import open_clip

@@ -328,6 +328,7 @@ def told() -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     ["few_channels", "many_blocks", "max_pool", "small_blocks", "masked", "encoder"],
@@ -336,6 +337,7 @@ def test_kernels_give_torchs_numbers(told, name) -> None:
     assert told[f"check_{name}"] == []
 
 
+@pytest.mark.slow
 def test_planted_bugs_are_caught(told) -> None:
     planted = {name: found for name, found in told.items() if name.startswith("planted")}
     assert len(planted) == 19 and all(planted.values()), planted
