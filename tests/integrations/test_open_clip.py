@@ -16,7 +16,6 @@ import pytest
 import torch
 
 pytest.importorskip("open_clip")
-pytestmark = pytest.mark.slow  # its import alone takes seconds
 with warnings.catch_warnings():  # timm's and webdataset's own
     warnings.simplefilter("ignore")
     import open_clip
@@ -29,6 +28,8 @@ from PIL import Image
 from negchain import EMC2Loss, ImportanceLoss, InfoNCELoss, Informed, SogCLRLoss
 from negchain.integrations import open_clip as ours
 from negchain.integrations.open_clip import CsvPositions, IndexedClipLoss, ShardPositions
+
+pytestmark = pytest.mark.slow  # its imports alone take seconds
 
 NUM, SIZE = 10, 16
 
