@@ -45,7 +45,7 @@ def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None
 
 
 ENCODERS = [
-    ("resnet18", "none", 66, "sgd"),
+    pytest.param("resnet18", "none", 66, "sgd", marks=pytest.mark.slow),
     ("vit_tiny_patch16_224", "none", 32, "sgd"),
     ("test_nfnet", "none", 32, "sgd"),  # standardises its weights before it convolves
     ("small-cnn", "none", 8, "sgd"),

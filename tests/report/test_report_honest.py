@@ -115,6 +115,7 @@ def test_pairing_over_test_images_finds_what_two_intervals_would_hide(tmp_path: 
     assert winner(found, higher=True) == 0
 
 
+@pytest.mark.slow
 def test_false_winners_are_rare(tmp_path: Path) -> None:
     """Equal methods, three seeds: at most one comparison of twenty names a winner (of 60: 7)."""
     draws, named = np.random.default_rng(0), 0

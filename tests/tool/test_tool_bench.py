@@ -42,6 +42,7 @@ def rows_of(measured: Path, subject: str) -> dict[str, Any]:
 # ---------------------------------------------------------------------- tables
 
 
+@pytest.mark.slow
 def test_every_method_has_a_step(measured: Path) -> None:
     rows = rows_of(measured, "step")
     for name in methods.trained():

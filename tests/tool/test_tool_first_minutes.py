@@ -41,6 +41,7 @@ def test_progress_is_alive_when_redirected(pictures: Path, tmp_path: Path, capsy
     assert "evaluating" in said
 
 
+@pytest.mark.slow
 def test_compare_says_which_run_of_how_many_and_repeats_none(
     pictures: Path, tmp_path: Path, capsys: Capture
 ) -> None:
