@@ -26,6 +26,7 @@ and 0.89), which is the plateau a run without norm layers has to leave first.
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from typing import Any, Literal, TypedDict, get_args
 
 import timm
@@ -149,7 +150,7 @@ def rebuild_encoder(config: dict[str, Any] | EncoderConfig) -> Encoder:
     )
 
 
-def refuse_larger(config: dict[str, Any], num_bytes: int) -> None:
+def refuse_larger(config: Mapping[str, Any], num_bytes: int) -> None:
     """Refuse an encoder whose weights cannot be in a file of that size, before it is built.
 
     Whoever wrote the file chose the name, and over a thousand models answer to one: without this a

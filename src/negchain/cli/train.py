@@ -103,7 +103,6 @@ def _resumed(settings: dict[str, Any], show: bool) -> tuple[Run, list[str]]:
     if settings.get("out") is None:
         raise ConfigError("--resume needs --out, the folder of the run to continue")
 
-    from negchain.encoders import refuse_larger
     from negchain.train import checkpoint, trainer
 
     path = Path(settings["out"])
@@ -111,10 +110,10 @@ def _resumed(settings: dict[str, Any], show: bool) -> tuple[Run, list[str]]:
     config = resume(saved, settings)
     loggers.check(config.logger)
     size = checkpoint.largest(path / "checkpoints")
-    if size is not None and config.task == "images":
+    if size is not None:
         encoder = {"name": config.encoder, "channels": 1, "image_size": config.image_size or 224}
         try:
-            refuse_larger(encoder, size)
+            tasks.named(config.task).fits(encoder, size)
         except ValueError as error:
             raise ConfigError(
                 f"the checkpoints in {path} cannot be of the encoder its config.json names "

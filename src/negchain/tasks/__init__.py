@@ -37,6 +37,8 @@ class Kind:
         check: settings to settings with absolute paths; refuses what this machine has not got.
         defaults: settings that suit what stands after --data.
         options: settings that belong to this task and others like it; the rest refuse them.
+        fits: refuses an `encoder_config` whose weights cannot be in a file of so many bytes, before
+            anything is built: whoever wrote the file chose its names.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Kind:
     check: Callable[[TrainConfig], TrainConfig]
     defaults: Callable[[str], Mapping[str, presets.Value]] = lambda data: {}
     options: tuple[str, ...] = ()
+    fits: Callable[[Mapping[str, Any], int], None] = lambda described, num_bytes: None
 
 
 TASKS: dict[str, Kind] = {}
@@ -112,6 +115,12 @@ def _rebuild_image_encoder(described: Mapping[str, Any]) -> nn.Module:
     return rebuild_encoder(dict(described))
 
 
+def _refuse_larger(described: Mapping[str, Any], num_bytes: int) -> None:
+    from negchain.encoders import refuse_larger
+
+    refuse_larger(described, num_bytes)
+
+
 def _shown_of_images() -> Shown:
     from negchain.report.images import SHOWN
 
@@ -138,6 +147,7 @@ register(
             "recipe", "image_size", "augmentations", "resident_gb", "stem", "norm", "projector",
             "embedding_dim", "probe_samples",
         ),
+        fits=_refuse_larger,
     )
 )  # fmt: skip
 

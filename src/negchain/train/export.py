@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from negchain import tasks
-from negchain.encoders import refuse_larger
 from negchain.train import checkpoint
 from negchain.train.config import ConfigError
 from negchain.train.run_folder import load_run_config
@@ -35,8 +34,7 @@ def _encoder_of(loaded: checkpoint.Loaded, source: Path, kind: tasks.Kind) -> An
     try:
         if not isinstance(described, dict) or not isinstance(weights, dict):
             raise ValueError("it holds no encoder")
-        if kind.name == "images":  # its names are timm's, of any size
-            refuse_larger(described, loaded.num_bytes)
+        kind.fits(described, loaded.num_bytes)
         encoder = kind.rebuild(described)
         encoder.load_state_dict(weights)
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:

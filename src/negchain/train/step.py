@@ -12,14 +12,14 @@ What a position is and what a tower eats is the task's matter. Shapes: `B` batch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from negchain import methods
+from negchain.chunked import statistics_kept
 from negchain.fast import encoder as fast_encoder
 from negchain.fast.streams import forked, join, new_stream
 from negchain.losses import ContrastiveLoss
@@ -200,7 +200,7 @@ class TrainStep:
 
         In a pass of its own without gradient, whose batch statistics leave running ones alone.
         """
-        with torch.no_grad(), _statistics_kept(self.encoder):
+        with torch.no_grad(), statistics_kept(self.encoder):
             return self._encode(self.plain, [want], row)[0]
 
     def fill(self, told: Callable[[int], None] = lambda done: None) -> None:
@@ -218,17 +218,3 @@ class TrainStep:
 
 def _count(wants: Sequence[Want]) -> int:
     return sum(len(want.ids) for want in wants)
-
-
-@contextmanager
-def _statistics_kept(encoder: nn.Module) -> Iterator[None]:
-    """Let normalisation layers use a batch's statistics without remembering them."""
-    layers = [m for m in encoder.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-    kept = [layer.momentum for layer in layers]
-    for layer in layers:
-        layer.momentum = 0.0
-    try:
-        yield
-    finally:
-        for layer, momentum in zip(layers, kept, strict=True):
-            layer.momentum = momentum
