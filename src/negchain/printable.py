@@ -1,6 +1,11 @@
-"""Names of files and classes, which come from other people, as text that is safe to show."""
+"""What comes from other people (names of files, settings) as text that is safe to show."""
 
 from __future__ import annotations
+
+import reprlib
+
+_repr = reprlib.Repr()
+_repr.maxstring = 160  # paths should survive
 
 
 def printable(text: str) -> str:
@@ -21,3 +26,10 @@ def _written(character: str) -> str:
     if "\udc80" <= character <= "\udcff":  # how Python holds a byte that is not UTF-8
         return f"\\x{ord(character) - 0xDC00:02x}"
     return character.encode("unicode_escape").decode("ascii")
+
+
+def show(value: object) -> str:
+    """Return `value` as it appears in messages: on one line, and short whatever it is."""
+    if isinstance(value, int) and value.bit_length() > 128:  # Python refuses to print huge ones
+        return f"an integer of {value.bit_length()} bits"
+    return _repr.repr(value)

@@ -299,24 +299,39 @@ def runs_or_is_refused(preset: Any, overrides: dict[str, Any]) -> bool:
     return True
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250, deadline=None, derandomize=True)
 @given(preset=st.none() | st.sampled_from([*PRESETS, "none"]), overrides=OVERRIDES)
 def test_plausible_settings_run_or_are_refused(preset: Any, overrides: dict[str, Any]) -> None:
     runs_or_is_refused(preset, overrides)
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250, deadline=None, derandomize=True)
 @given(preset=st.none() | JUNK, overrides=WILD)
 @example(preset=None, overrides={"encoder": "\ud800"})
 @example(preset=None, overrides={"data": "\ud800"})
 @example(preset=None, overrides={"out": "\ud800\n"})
+@example(preset=None, overrides={"data": "x" * 300})
+@example(preset=None, overrides={"data": "x" * 10_000})
+@example(preset=None, overrides={"out": "x" * 10_000})
+@example(preset=None, overrides={"encoder": "x" * 10_000, "task": "retrieval"})
+@example(preset=None, overrides={"encoder": "x" * 10_000, "task": "image-text"})
+@example(preset=None, overrides={"text_encoder": "x" * 10_000, "task": "image-text"})
+@example(preset=None, overrides={"data": "x" * 10_000, "task": "retrieval"})
+@example(preset=None, overrides={"data": "x" * 10_000, "task": "image-text"})
 @example(preset=None, overrides={"seed": 10**5000})
 @example(preset=10**5000, overrides={})
 def test_wild_settings_run_or_are_refused(preset: Any, overrides: dict[str, Any]) -> None:
     runs_or_is_refused(preset, overrides)
 
 
-@settings(max_examples=100, deadline=None)
+@pytest.mark.slow
+@settings(max_examples=5000, deadline=None, derandomize=False)
+@given(preset=st.none() | JUNK, overrides=WILD | OVERRIDES)
+def test_a_new_search_of_settings_every_time(preset: Any, overrides: dict[str, Any]) -> None:
+    runs_or_is_refused(preset, overrides)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(
     method=st.sampled_from(trained()),
     batch_size=st.integers(2, 4096),

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 from negchain.files import read_object
+from negchain.printable import show
 from negchain.train.config import ConfigError, flag, hints
-from negchain.train.presets import choose, show
+from negchain.train.presets import choose
 
 FIXED = ("method", "seed", "out", "task", "data", "preset")
 KINDS = {int: "an integer", float: "a number", str: "text"}

@@ -40,7 +40,7 @@ from negchain.data.image_set import DataBundle, ImageSet
 from negchain.data.scan import Scan, scan_csv, scan_folder
 from negchain.data.shards import scan_shards, shards_of
 from negchain.data.storage import TIMES, choose
-from negchain.printable import printable
+from negchain.printable import printable, show
 
 BUILT_IN = {"digits": 8, "cifar10": 32, "stl10": 96}
 """Built-in sets and the side in pixels they are stored at unless `image_size` says otherwise."""
@@ -176,14 +176,14 @@ def named_sources(data: str) -> list[str]:
                 continue
             raise ValueError(
                 f"--data needs a folder, .tar shards that are not compressed or a .csv with "
-                f"path,label, and {part!r} is another file; unpack it first"
+                f"path,label, and {show(part)} is another file; unpack it first"
             )
         near = difflib.get_close_matches(part, [*BUILT_IN, *_siblings(part)], 1)
         hint = f"did you mean {printable(near[0])}?" if near else "check the spelling of the path"
-        raise ValueError(f"--data {part!r} is neither a folder nor one of {names}; {hint}")
+        raise ValueError(f"--data {show(part)} is neither a folder nor one of {names}; {hint}")
     twice = sorted({part for part in parts if parts.count(part) > 1})
     if twice:
-        raise ValueError(f"--data names {twice[0]!r} more than once; name every source once")
+        raise ValueError(f"--data names {show(twice[0])} more than once; name every source once")
     return parts
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import os
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,7 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from negchain.train.presets import ConfigError, show
+from negchain.printable import show
+from negchain.train.presets import ConfigError
 
 Graded = dict[int, float]  # position of a document: its grade, above 0
 
@@ -67,7 +69,7 @@ class Beir:
 
 def claims(data: str) -> bool:
     """Whether a folder looks like BEIR's."""
-    return any((Path(data) / f"{name}.jsonl{end}").is_file()
+    return any(os.path.isfile(Path(data) / f"{name}.jsonl{end}")
                for name in ("corpus", "queries") for end in ("", ".gz"))  # fmt: skip
 
 

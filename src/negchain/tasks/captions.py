@@ -58,8 +58,8 @@ def find_tables(data: str) -> dict[str, Path]:
     {}
     """
     path = Path(data)
-    files = [path] if path.suffix.lower() in (".csv", ".txt") and path.is_file() else []
-    if path.is_dir():
+    files = [path] if path.suffix.lower() in (".csv", ".txt") and os.path.isfile(path) else []
+    if os.path.isdir(path):  # pathlib's raises where a name is too long
         files = [*sorted(path.glob("*.csv")), *path.glob("captions.txt")]
     return {f.stem.lower(): f for f in files if set(COLUMNS) <= set(_columns(f))}
 

@@ -6,6 +6,7 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from negchain.printable import show
 from negchain.tasks.image_settings import check_encoder
 from negchain.train.presets import ConfigError
 
@@ -23,7 +24,7 @@ def check(config: TrainConfig) -> TrainConfig:
     if not os.path.exists(config.data):
         raise ConfigError(
             f"--task image-text needs --data FOLDER with a .csv of image,caption, and there is no "
-            f"{config.data!r}; check the path"
+            f"{show(config.data)}; check the path"
         )
     if config.beta > LARGEST_BETA:
         raise ConfigError(
@@ -33,11 +34,11 @@ def check(config: TrainConfig) -> TrainConfig:
     if is_open_clip(config.encoder):
         if config.text_encoder is not None:
             raise ConfigError(
-                f"--encoder {config.encoder} has a text encoder of its own; leave out "
+                f"--encoder {show(config.encoder)} has a text encoder of its own; leave out "
                 "--text-encoder, or name an image encoder"
             )
         if not os.path.isfile(config.encoder):
-            raise ConfigError(f"there is no {config.encoder!r} for --encoder; check the path")
+            raise ConfigError(f"there is no {show(config.encoder)} for --encoder; check the path")
         return replace(changed, encoder=os.path.abspath(config.encoder))
     check_encoder(config.encoder)
     check_text_folder(config.text_encoder)

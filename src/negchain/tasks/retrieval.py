@@ -24,6 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 from negchain import draws
 from negchain.files import real_folder
 from negchain.losses.request import Want
+from negchain.printable import show
 from negchain.tasks.beir import Beir, read_beir
 from negchain.tasks.retrieval_judge import RetrievalJudge
 from negchain.tasks.task import Batch, Task
@@ -154,7 +155,7 @@ def check(config: TrainConfig) -> TrainConfig:
     """Refuse what is not there; absolute folders."""
     if config.encoder == "none":
         raise ConfigError(
-            f"{config.data} holds texts, which need --encoder, the folder of a "
+            f"{show(config.data)} holds texts, which need --encoder, the folder of a "
             "sentence-transformers or transformers model; name one"
         )
     check_model_folder(config.encoder)

@@ -6,6 +6,7 @@ Shapes: `R` texts of a pass, `L` tokens, `D` embedding.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from negchain.files import read_object
-from negchain.train.presets import ConfigError, show
+from negchain.printable import show
+from negchain.train.presets import ConfigError
 
 MAX_TOKENS = 77
 """Tokens a text is cut to: CLIP's."""
@@ -87,7 +89,7 @@ def check_text_folder(folder: str | None) -> None:
     """Refuse what is no folder of a model, before anything slow."""
     if find_spec("transformers") is None:
         raise ConfigError("--text-encoder needs transformers: pip install 'negchain[text]'")
-    if folder is None or not Path(folder, "config.json").is_file():
+    if folder is None or not os.path.isfile(Path(folder, "config.json")):
         given = "none was given" if folder is None else f"{show(folder)} has none"
         raise ConfigError(
             "--text-encoder must be a folder with the config.json, weights and tokenizer of a "

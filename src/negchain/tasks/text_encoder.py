@@ -5,6 +5,7 @@ Shapes: `N` texts, `R` of them in a pass, `T` tokens, `D` embedding.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from negchain.train.presets import ConfigError, show
+from negchain.printable import show
+from negchain.train.presets import ConfigError
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
@@ -80,11 +82,11 @@ def load_model(folder: str) -> SentenceTransformer:
 def check_model_folder(folder: str) -> None:
     """Refuse what is no folder of a model: names are not looked up on the hub."""
     files = ("modules.json", "config.json")
-    if not any((Path(folder) / name).is_file() for name in files):
+    if not any(os.path.isfile(Path(folder) / name) for name in files):
         there = "holds neither modules.json nor config.json"
         raise ConfigError(
             f"--encoder must be the folder of a sentence-transformers or transformers model, and "
-            f"{show(folder)} {there if Path(folder).is_dir() else 'is no folder'}; nothing is "
+            f"{show(folder)} {there if os.path.isdir(folder) else 'is no folder'}; nothing is "
             "fetched here: hf download NAME --local-dir FOLDER gets one"
         )
 

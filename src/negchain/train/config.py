@@ -11,8 +11,9 @@ from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from negchain import methods, tasks
+from negchain.printable import show
 from negchain.train import presets
-from negchain.train.presets import ConfigError, choose, show
+from negchain.train.presets import ConfigError, choose
 from negchain.train.rules import Setting, between, in_0_1, named, setting, share
 
 __all__ = ["ConfigError", "Setting", "TrainConfig", "flag", "from_json", "hints",

@@ -2,33 +2,22 @@
 
 `PRESETS` holds whole experiments of the paper by name, `DATA_DEFAULTS` what a data set needs when
 nothing else is said. Both are plain dictionaries of `TrainConfig` fields; `config.resolve` lays
-them over each other. This module imports nothing of the package, so it also holds the error every
-unknown name ends in.
+them over each other. It also holds the error every unknown name ends in.
 
 Sources. [T] the paper's table of hyper-parameters (appendix "Experiment Details"); [D] its table
 of data sets; [R] the recipe of the authors' README and defaults, where the paper is silent.
 """
 
 import difflib
-import reprlib
 from collections.abc import Iterable
+
+from negchain.printable import show
 
 Value = int | float | str | None
 
 
-_repr = reprlib.Repr()
-_repr.maxstring = 160  # paths should survive
-
-
 class ConfigError(ValueError):
     """A setting is wrong or contradicts another; the message is one sentence for the user."""
-
-
-def show(value: object) -> str:
-    """Return `value` as it appears in messages: on one line, and short whatever it is."""
-    if isinstance(value, int) and value.bit_length() > 128:  # Python refuses to print huge ones
-        return f"an integer of {value.bit_length()} bits"
-    return _repr.repr(value)
 
 
 def choose(what: str, value: object, valid: Iterable[str]) -> str:

@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from negchain import methods, tasks
+from negchain.printable import show
 from negchain.train import presets
 from negchain.train.config import (
     ConfigError,
@@ -26,7 +27,7 @@ from negchain.train.config import (
     same_run,
     setting_of,
 )
-from negchain.train.presets import choose, show
+from negchain.train.presets import choose
 
 # Which choices an option belongs to: option, deciding field, values it goes with, what it is.
 _BELONGS: tuple[tuple[str, str, tuple[str | None, ...], str], ...] = (
@@ -57,8 +58,9 @@ def resolve(
     if name is not None and "data" not in chosen and "data" not in given:
         raise ConfigError(f"--preset {name} needs --data PATH, the folder of its images")
     task: Any = given.get("task", chosen.get("task"))
-    kind = tasks.named(task) if task is not None else tasks.of_data(str(data))
-    base = {**kind.defaults(str(data)), **chosen, "preset": name, "task": kind.name}
+    place = data if isinstance(data, str) else ""  # anything else is refused with the rest
+    kind = tasks.named(task) if task is not None else tasks.of_data(place)
+    base = {**kind.defaults(place), **chosen, "preset": name, "task": kind.name}
     config = replace(TrainConfig(), **{**base, **given})
     config = _fit(config, base, given)
     _refuse_contradictions(config, given)
