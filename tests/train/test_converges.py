@@ -21,13 +21,13 @@ from negchain.train import trainer
 from negchain.train.resolve import resolve
 from negchain.train.run_folder import RunFolder
 
-STEPS, SIZE = 60, 384
+STEPS, SIZE, BATCH = 30, 256, 32
 
 
 @functools.cache
 def digits(method: str, norm: str):
     settings = {"method": method, "norm": norm, "steps": STEPS, "subset": SIZE, "device": "cpu"}
-    config = resolve(None, {**settings, "batch_size": 64})
+    config = resolve(None, {**settings, "batch_size": BATCH})
     return tasks.load(config)
 
 

@@ -32,6 +32,7 @@ ENCODE_BATCH = 512
 GALLERY = 12  # test images with neighbours, and anchors with negatives
 NEIGHBOURS = 6
 MAP_POINTS = 1500
+MAP_STEPS = 1000  # of t-SNE
 VIEWED, VIEWS = 6, 6  # training images shown augmented, and how many times
 KNN = (20, 200)  # the usual k, where there are as many training images
 FEW_LABELS = {"probe_1pct": 0.01, "probe_10pct": 0.1}
@@ -208,9 +209,9 @@ class ImageJudge(Judge):
         elif len(x) > 40:
             method = "t-SNE"
             x = PCA(n_components=min(50, *x.shape), random_state=0).fit_transform(x)
-            x = TSNE(
-                perplexity=min(30, (len(x) - 1) / 3), init="pca", random_state=0
-            ).fit_transform(x)
+            near = min(30, (len(x) - 1) / 3)
+            drawn = TSNE(perplexity=near, init="pca", random_state=0, max_iter=MAP_STEPS)
+            x = drawn.fit_transform(x)
         else:
             x = PCA(n_components=2, random_state=0).fit_transform(x)
         labels = torch.full((len(chosen),), -1) if shown.labels is None else shown.labels[chosen]
