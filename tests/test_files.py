@@ -135,10 +135,13 @@ def claiming(shape: tuple[int, ...], content: bytes) -> bytes:
     return buffer.getvalue() + content
 
 
-def test_arrays_that_expand_are_refused_before_they_are_read(tmp_path: Path) -> None:
-    path = npz(tmp_path / "bomb.npz", nobody_reads_me=np.zeros(600 << 20, np.uint8))
+def test_arrays_that_expand_are_refused_before_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("negchain.files.ARRAYS_LIMIT", 5 << 20)
+    path = npz(tmp_path / "bomb.npz", nobody_reads_me=np.zeros(6 << 20, np.uint8))
     assert path.stat().st_size < 1 << 20
-    with pytest.raises(FileRefused, match="more than 512 MB"):
+    with pytest.raises(FileRefused, match="more than 5 MB"):
         read_arrays(path)
 
 
