@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from negchain import global_backward, global_loss
+from negchain import Chunked, global_loss
 from oracles import contrastive_dense, contrastive_loops, unit
 
 SETTINGS = [
@@ -85,49 +85,16 @@ def _net(dropout: float) -> nn.Module:
     return nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Dropout(dropout), nn.Linear(6, 4)).double()
 
 
-@pytest.mark.parametrize("views, symmetric, denominator", SETTINGS)
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_backward_through_an_encoder(views, symmetric, denominator, dropout) -> None:
-    data, two_pass, at_once = _items(), _net(dropout), _net(dropout)
-    options = {"views": views, "symmetric": symmetric, "denominator": denominator}
-
-    def batches():
-        for part in data.split(4):
-            yield part[:, 0], part[:, 1]
-
+def test_backward_through_an_encoder_in_chunks(dropout) -> None:
+    data, chunked, at_once = _items(), _net(dropout), _net(dropout)
     torch.manual_seed(5)
-    loss = global_backward(two_pass, batches, 3.0, chunk=5, **options)
-    after = torch.get_rng_state()
+    global_loss(*(Chunked(chunked, 4)(x) for x in data.unbind(1)), 3.0, chunk=5).backward()
     torch.manual_seed(5)
-    outputs = [(at_once(a), at_once(b)) for a, b in batches()]
-    assert torch.equal(after, torch.get_rng_state()), "the second pass must not draw on the RNG"
-    z_a, z_b = (torch.cat(z) for z in zip(*outputs, strict=True))
-    whole = contrastive_dense(z_a, z_b, 3.0, **options)
-    whole.backward()
-    assert not loss.requires_grad
-    assert abs(float(loss) - whole.item()) < 1e-12
-    for a, b in zip(two_pass.parameters(), at_once.parameters(), strict=True):
+    pair = [torch.cat([at_once(part) for part in x.split(4)]) for x in data.unbind(1)]
+    contrastive_dense(*pair, 3.0).backward()
+    for a, b in zip(chunked.parameters(), at_once.parameters(), strict=True):
         assert (a.grad - b.grad).abs().max() < 1e-10
-
-
-def test_backward_with_two_encoders_and_accumulation() -> None:
-    data, first, second = _items(), _net(0.0), _net(0.0)
-    for p in second.parameters():
-        p.data.add_(0.1)
-
-    def batches():
-        return iter([(data[:, 0], data[:, 1])])
-
-    z_a, z_b = first(data[:, 0]), second(data[:, 1])
-    contrastive_dense(z_a, z_b, 3.0, views="paired").backward()
-    expected = [2 * p.grad.clone() for net in (first, second) for p in net.parameters()]
-    for net in (first, second):
-        net.zero_grad()
-    for _ in range(2):
-        global_backward(first, batches, 3.0, views="paired", key_encoder=second)
-    got = [p.grad for net in (first, second) for p in net.parameters()]
-    for a, b in zip(got, expected, strict=True):
-        assert (a - b).abs().max() < 1e-10
 
 
 @pytest.mark.parametrize(
@@ -146,8 +113,3 @@ def test_errors(pair, arguments, words) -> None:
     call = {"z_a": pair[0], "z_b": pair[1], "beta": 3.0, **arguments}
     with pytest.raises(ValueError, match=words):
         global_loss(**call)
-
-
-def test_backward_refuses_an_empty_iterator() -> None:
-    with pytest.raises(ValueError, match="batches"):
-        global_backward(_net(0.0), lambda: iter([]), 3.0)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from negchain.chunked import Chunked
     from negchain.diagnostics import EstimatorReport, estimator_report
-    from negchain.exact import global_backward, global_loss
+    from negchain.exact import global_loss
     from negchain.losses import (
         ISIR,
         MH,
@@ -94,7 +94,6 @@ __all__ = [
     "WeightedLoss",
     "effective_negatives",
     "estimator_report",
-    "global_backward",
     "global_loss",
     "load",
     "mh_scan",
@@ -105,7 +104,7 @@ __all__ = [
 _MODULES = {
     "chunked": ("Chunked",),
     "diagnostics": ("EstimatorReport", "estimator_report"),
-    "exact": ("global_backward", "global_loss"),
+    "exact": ("global_loss",),
     "losses": (
         "ISIR", "MH", "ContrastiveLoss", "DCLLoss", "EMC2Loss", "Given", "ImportanceLoss",
         "InBatch", "InfoNCELoss", "Informed", "NegativeCacheLoss", "Request", "SogCLRLoss",

@@ -138,16 +138,8 @@ def build_encoder(
 
 def rebuild_encoder(config: dict[str, Any] | EncoderConfig) -> Encoder:
     """Build the encoder that `config` (an `encoder_config`) describes, e.g. to load weights."""
-    return build_encoder(
-        config["name"],
-        image_size=config["image_size"],
-        channels=config["channels"],
-        norm=config["norm"],
-        projection=config["projection"],
-        embedding_dim=config["embedding_dim"],
-        seed=config["seed"],
-        small_stem=config["small_stem"],
-    )
+    described: Mapping[str, Any] = config
+    return build_encoder(**{key: described[key] for key in EncoderConfig.__annotations__})
 
 
 def refuse_larger(config: Mapping[str, Any], num_bytes: int) -> None:

@@ -27,7 +27,7 @@ from sklearn.linear_model import LogisticRegression
 from threadpoolctl import threadpool_limits
 from torch import Tensor, nn
 
-from negchain.neighbours import accuracy, check_features, check_labels, in_top
+from negchain.neighbours import accuracy, check_rows, in_top
 
 L2_GRID = tuple(10.0**e for e in range(1, -6, -1))
 """Strengths the probe tries, strong to weak, in mean cross-entropy + l2/2 |W|^2."""
@@ -124,9 +124,7 @@ def linear_probe_paper(
     no schedule, the last epoch's weights. `seed` sets the initial weights. Under-trained by
     design: it depends on the scale of the features, so compare it only with itself.
     """
-    check_labels(train_x, train_y)
-    check_labels(test_x, test_y)
-    check_features(train_x, test_x)
+    check_rows(train_x, train_y, test_x, test_y)
     device = train_x.device
     classes, labels = torch.unique(train_y.to(device), return_inverse=True)
     with torch.random.fork_rng(devices=[]):
@@ -165,9 +163,7 @@ def linear_probe(
         >>> linear_probe(x, (x[:, 0] > 9).long(), torch.tensor([[2.0]]), torch.tensor([0])).accuracy
         1.0
     """
-    check_labels(train_x, train_y)
-    check_labels(test_x, test_y)
-    check_features(train_x, test_x)
+    check_rows(train_x, train_y, test_x, test_y)
     x, y, x_test, y_test = (t.cpu().numpy() for t in (train_x, train_y, test_x, test_y))
     held = _held_out(y, seed)
     model = LogisticRegression(max_iter=500, tol=1e-4, warm_start=True)
@@ -214,9 +210,7 @@ def few_label_probe(
         ...                 share=0.1)
         1.0
     """
-    check_labels(train_x, train_y)
-    check_labels(test_x, test_y)
-    check_features(train_x, test_x)
+    check_rows(train_x, train_y, test_x, test_y)
     x, y, x_test, y_test = (t.cpu().numpy() for t in (train_x, train_y, test_x, test_y))
     if len(np.unique(y)) < 2:
         raise ValueError(f"a probe needs two classes, got {len(np.unique(y))}; label more images")

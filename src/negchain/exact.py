@@ -2,10 +2,9 @@
 
     L = mean over anchors of   -beta s(x, y) + log sum_{z in D_neg(x)} exp(beta s(x, z))
 
-Both functions work through the similarity matrix in chunks of rows and form the gradient on the way
-(every row's gradient needs only that row), so memory grows with chunk * M, not with M * M; and
-`global_backward` carries it to an encoder's parameters in two passes over the data, so that no
-activation of more than one batch is ever alive.
+It works through the similarity matrix in chunks of rows and forms the gradient on the way (every
+row's gradient needs only that row), so memory grows with chunk * M, not with M * M. With an encoder
+in chunks (`negchain.Chunked`) no activation of more than one chunk is ever alive either.
 
 Shapes: `M` items, `N` anchors (2M for shared views), `K` keys, `D` embedding.
 """
@@ -13,11 +12,11 @@ Shapes: `M` items, `N` anchors (2M for shared views), `K` keys, `D` embedding.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from negchain.losses.batch import Views, as_embedding, as_ids
@@ -161,87 +160,3 @@ def _exclusion(
         return mask.repeat(1, num_keys // size)
 
     return excluded
-
-
-def global_backward(
-    encoder: nn.Module | Callable[[Tensor], Tensor],
-    batches: Callable[[], Iterable[tuple[Tensor, Tensor]]],
-    beta: float | Tensor,
-    *,
-    chunk: int | None = None,
-    views: Views = "shared",
-    symmetric: bool = True,
-    denominator: Denominator = "negatives",
-    key_encoder: nn.Module | Callable[[Tensor], Tensor] | None = None,
-    normalize: bool = True,
-) -> Tensor:
-    """Gradient of the exact global loss with respect to an encoder's parameters.
-
-    Like `loss.backward()`: adds to the parameters' `.grad` and returns the (detached) loss. Two
-    passes over the data: embeddings without a graph, their exact gradient, then batch by batch
-    again with a graph, each batch's share handed back at once. Memory: all embeddings, one batch.
-
-    Args:
-        encoder: maps a batch of inputs to embeddings [b, D]. Random layers draw the same numbers
-            in both passes; layers that couple samples (BatchNorm in training mode) make the
-            gradient that of the batch-wise encoder.
-        batches: called twice; yields the same (inputs of view a, inputs of view b) each time.
-        beta: inverse temperature.
-        chunk, views, symmetric, denominator, normalize: as for `global_loss`.
-        key_encoder: encoder of view b for paired views; None: `encoder`.
-
-    Returns:
-        [] the loss.
-
-    Example:
-        >>> data, net = torch.randn(20, 2, 3), nn.Linear(3, 4)
-        >>> def batches():
-        ...     for part in data.split(5):
-        ...         yield part[:, 0], part[:, 1]
-        >>> loss = global_backward(net, batches, beta=5.0)
-        >>> net.weight.grad.shape
-        torch.Size([4, 3])
-    """
-    second = encoder if key_encoder is None else key_encoder
-    parts_a, parts_b, states = [], [], []
-    with torch.no_grad():
-        for x_a, x_b in batches():
-            states.append(_random_state(x_a.device))
-            parts_a.append(encoder(x_a))
-            parts_b.append(second(x_b))
-    if not parts_a:
-        raise ValueError("batches() yielded nothing; it must return a fresh iterator at each call")
-    z_a = torch.cat(parts_a).detach().requires_grad_()
-    z_b = torch.cat(parts_b).detach().requires_grad_()
-    loss = global_loss(
-        z_a,
-        z_b,
-        beta,
-        chunk,
-        views=views,
-        symmetric=symmetric,
-        denominator=denominator,
-        normalize=normalize,
-    )
-    torch.autograd.backward(loss)
-    assert z_a.grad is not None and z_b.grad is not None
-    begin = 0
-    for (x_a, x_b), state in zip(batches(), states, strict=True):
-        rows = slice(begin, begin + len(x_a))
-        with torch.random.fork_rng(devices=[x_a.device] if x_a.is_cuda else []):
-            _restore_random_state(state, x_a.device)
-            out_a, out_b = encoder(x_a), second(x_b)
-        torch.autograd.backward((out_a, out_b), (z_a.grad[rows], z_b.grad[rows]))
-        begin += len(x_a)
-    return loss.detach()
-
-
-def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    return torch.get_rng_state(), cuda
-
-
-def _restore_random_state(state: tuple[Tensor, Tensor | None], device: torch.device) -> None:
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        torch.cuda.set_rng_state(state[1], device)

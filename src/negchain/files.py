@@ -135,31 +135,26 @@ def real_folder(path: Path) -> Path:
     return path
 
 
-def read_bytes(path: Path, limit: int) -> bytes:
-    """The content of a plain file of at most `limit` bytes."""
+def read_text(path: Path) -> str:
+    """The text of a plain file of at most `JSON_LIMIT` bytes, which is UTF-8."""
     with open_plain(path) as file:
         size = os.fstat(file.fileno()).st_size
-        content = file.read(limit + 1) if size <= limit else b""
-    if size > limit or len(content) > limit:
+        content = file.read(JSON_LIMIT + 1) if size <= JSON_LIMIT else b""
+    if size > JSON_LIMIT or len(content) > JSON_LIMIT:
         raise FileRefused(
-            f"{path} has {size >> 20:,} MB and at most {limit >> 20:,} MB are read; restore the "
-            "file that belongs there"
+            f"{path} has {size >> 20:,} MB and at most {JSON_LIMIT >> 20:,} MB are read; restore "
+            "the file that belongs there"
         )
-    return content
-
-
-def read_text(path: Path, limit: int = JSON_LIMIT) -> str:
-    """The text of a plain file, which is UTF-8."""
     try:
-        return read_bytes(path, limit).decode("utf-8")
+        return content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise FileRefused(f"{path} must hold text (UTF-8), but {error}; restore the file") from None
 
 
-def read_object(path: Path, limit: int = JSON_LIMIT) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
     """The JSON object a file holds; NaN and infinities, which JSON does not know, become None."""
     try:
-        value = json.loads(read_text(path, limit), parse_constant=lambda name: None)
+        value = json.loads(read_text(path), parse_constant=lambda name: None)
     except FileRefused:
         raise
     except (ValueError, RecursionError) as error:
@@ -174,13 +169,13 @@ def read_object(path: Path, limit: int = JSON_LIMIT) -> dict[str, Any]:
     return value
 
 
-def read_arrays(path: Path, limit: int = ARRAYS_LIMIT) -> dict[str, NDArray[Any]]:
-    """The arrays of an .npz: plain numbers or text, of at most `limit` bytes together."""
+def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
+    """The arrays of an .npz: plain numbers or text, of at most `ARRAYS_LIMIT` bytes together."""
     try:
         with open_plain(path) as file, zipfile.ZipFile(file) as archive:
             members = [m for m in archive.infolist() if m.filename.endswith(".npy")]
-            if sum(member.file_size for member in members) > limit:
-                raise FileRefused(f"its arrays have more than {limit >> 20:,} MB")
+            if sum(member.file_size for member in members) > ARRAYS_LIMIT:
+                raise FileRefused(f"its arrays have more than {ARRAYS_LIMIT >> 20:,} MB")
             found = {}
             for member in members:
                 with archive.open(member) as stream:

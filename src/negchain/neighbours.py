@@ -4,7 +4,7 @@ Shapes: M training rows, Q query rows, F features, C classes.
 
 | function | question | protocol |
 |---|---|---|
-| `knn_accuracy` | are neighbours of the same class? | exact; k = 1 by default, vote for k > 1 |
+| `knn_accuracy` | are neighbours of the same class? | 1-NN, exact |
 | `knn_votes` | the k-NN other papers report | votes weighted by exp(cosine / 0.07) |
 | `similar_pairs` | which images are nearly the same? | cosine of all pairs |
 """
@@ -81,8 +81,7 @@ def knn_votes(
         >>> knn_votes(x, y, torch.tensor([[0.1, 2.0]]), ks=(1, 3))[3].argmax(1).tolist()
         [0]
     """
-    check_labels(train_x, train_y)
-    check_features(train_x, test_x)
+    check_rows(train_x, train_y, test_x)
     if not 1 <= min(ks) <= max(ks) <= len(train_x):
         raise ValueError(
             f"every k must lie between 1 and the number of training rows, got {list(ks)} and "
@@ -117,30 +116,18 @@ def knn_accuracy(
     test_x: Tensor,
     test_y: Tensor,
     *,
-    k: int = 1,
     metric: Metric = "cosine",
-    chunk: int = 1024,
 ) -> float:
-    """Share of test rows whose k nearest training rows vote for their class.
-
-    A tied vote goes to the tied class with the nearest member.
+    """Share of test rows whose nearest training row is of their class.
 
     Example:
         >>> x, y = torch.tensor([[0.0, 1.0], [1.0, 0.0]]), torch.tensor([7, 9])
         >>> knn_accuracy(x, y, torch.tensor([[0.1, 2.0], [0.2, 3.0]]), torch.tensor([7, 9]))
         0.5
     """
-    check_labels(train_x, train_y)
-    check_labels(test_x, test_y)
-    neighbours = nearest_neighbours(train_x, test_x, k=k, metric=metric, chunk=chunk)
-    classes, labels = torch.unique(train_y.to(train_x.device), return_inverse=True)
-    voters = labels[neighbours]  # [Q,k]
-    votes = torch.zeros(len(voters), len(classes), dtype=torch.long, device=voters.device)
-    votes.scatter_add_(1, voters, torch.ones_like(voters))
-    # k votes - rank: fewer votes never win, and among equal votes the nearest voter does
-    score = votes.gather(1, voters) * k - torch.arange(k, device=voters.device)
-    winner = voters.gather(1, score.argmax(1, keepdim=True)).squeeze(1)
-    return accuracy(classes[winner], test_y)
+    check_rows(train_x, train_y, test_x, test_y)
+    nearest = nearest_neighbours(train_x, test_x, k=1, metric=metric)[:, 0]
+    return accuracy(train_y.to(nearest.device)[nearest], test_y)
 
 
 def similar_pairs(
@@ -179,13 +166,17 @@ def accuracy(predicted: Tensor, truth: Tensor) -> float:
     return (predicted.cpu() == truth.cpu()).double().mean().item()
 
 
-def check_labels(x: Tensor, y: Tensor) -> None:
-    """Refuse labels that are not one per row."""
-    if y.shape != x.shape[:1]:
-        raise ValueError(
-            f"there must be one label per row of features, got labels of shape {list(y.shape)} "
-            f"and features of shape {list(x.shape)}"
-        )
+def check_rows(
+    train_x: Tensor, train_y: Tensor, test_x: Tensor, test_y: Tensor | None = None
+) -> None:
+    """Refuse labels that are not one per row, and what `check_features` refuses."""
+    for x, y in ((train_x, train_y), (test_x, test_y)):
+        if y is not None and y.shape != x.shape[:1]:
+            raise ValueError(
+                f"there must be one label per row of features, got labels of shape {list(y.shape)} "
+                f"and features of shape {list(x.shape)}"
+            )
+    check_features(train_x, test_x)
 
 
 def check_features(train_x: Tensor, query_x: Tensor) -> None:

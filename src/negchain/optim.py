@@ -192,20 +192,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> N
         for name, value in state.items():
             # A run of a CPU that goes on on a GPU: moments lie in memory as their parameters do.
             if isinstance(value, Tensor) and value.shape == parameter.shape:
-                state[name] = laid_out_as(parameter, value)
-
-
-def lies_as(like: Tensor, other: Tensor) -> bool:
-    """Whether the numbers of both follow each other in memory in the same order."""
-    sides = [dim for dim, size in enumerate(like.shape) if size > 1]
-    return like.shape == other.shape and all(like.stride(d) == other.stride(d) for d in sides)
-
-
-def laid_out_as(like: Tensor, other: Tensor) -> Tensor:
-    """`other`, or where its memory has another order a copy that has that of `like`."""
-    if lies_as(like, other):
-        return other
-    return torch.empty_like(like, dtype=other.dtype).copy_(other)
+                state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def lr_at(step: int, total_steps: int, warmup_steps: int, base_lr: float) -> float:

@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from tool_runs import DIGITS, TINY, metrics_of, negchain, picture_folder, state_of
+from tool_runs import TINY, class_folder, metrics_of, negchain, picture_folder, state_of
 
 from negchain import __version__
+from negchain.data import DataBundle, ImageSet
+from negchain.tasks.image_stem import small_stem, stem_note
 from negchain.train.export import load_trained
+from negchain.train.resolve import resolve
 
 Capture = pytest.CaptureFixture[str]
 
@@ -21,10 +24,11 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("runs") / "digits"
-    options = DIGITS.replace("--eval-every 0", "--eval-every 1")
-    assert negchain("train", options, "--subset 70 --epochs 4 --keep-checkpoints 1 --out", out) == 0
+def probed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("runs") / "probed"
+    data = class_folder(tmp_path_factory.mktemp("data") / "classes")
+    options = TINY.replace("--eval-every 0", "--eval-every 1 --keep-checkpoints 1")
+    assert negchain("train", options, "--epochs 4 --data", data, "--out", out) == 0
     return out
 
 
@@ -81,18 +85,23 @@ def test_a_folder_that_cannot_be_written_is_refused_before_decoding(
 @pytest.mark.parametrize(
     ("side", "size", "small"), [(20, 64, True), (200, 64, False), (200, 65, None)]
 )
-def test_the_stem_is_chosen_by_the_pictures(
-    side: int, size: int, small: bool | None, tmp_path: Path, capsys: Capture
-) -> None:
-    data = picture_folder(tmp_path / "pictures", count=4, side=side)
-    options = "--encoder resnet18 --recipe none --batch-size 2 --steps 1 --probe-samples 2 --quiet"
-    options += f" --device cpu --workers 0 --eval-every 0 --image-size {size} --data"
-    assert negchain("train", options, data, "--out", tmp_path / "run") == 0
-    said = " ".join(capsys.readouterr().err.split())
-    encoder, _ = load_trained(tmp_path / "run")
-    assert encoder.encoder_config["small_stem"] is bool(small)
+def test_the_stem_is_chosen_by_the_pictures(side: int, size: int, small: bool | None) -> None:
+    one = ImageSet(("a",), None, torch.zeros(1, 3, size, size, dtype=torch.uint8))
+    data = DataBundle("pictures", one, None, None, (), (), "0" * 16, native=side)
+    config = resolve(None, {"encoder": "resnet18", "image_size": size})
+    assert small_stem(config, data) is bool(small)
+    said = stem_note(config, data) or ""
     assert ("--stem large takes about an eighth" in said) is (small is True)
     assert ("--stem small sees more" in said) is (small is False)
+
+
+def test_the_stem_is_said_and_built(tmp_path: Path, capsys: Capture) -> None:
+    data = picture_folder(tmp_path / "pictures", count=4, side=200)
+    options = "--encoder resnet18 --recipe none --batch-size 2 --steps 1 --probe-samples 2 --quiet"
+    options += " --device cpu --workers 0 --eval-every 0 --image-size 64 --data"
+    assert negchain("train", options, data, "--out", tmp_path / "run") == 0
+    assert "--stem small sees more" in " ".join(capsys.readouterr().err.split())
+    assert load_trained(tmp_path / "run")[0].encoder_config["small_stem"] is False
 
 
 # ---- going on from what exists ----------------------------------------------------------------
@@ -137,17 +146,17 @@ def test_a_run_starts_from_another(pictures: Path, tmp_path: Path, capsys: Captu
     assert all(torch.allclose(a[name], b[name], atol=1e-6) for name in weights)
 
 
-def test_the_best_checkpoint_is_kept_and_evaluated(digits: Path, capsys: Capture) -> None:
-    scores = {line["step"]: line["probe"] for line in metrics_of(digits) if "probe" in line}
+def test_the_best_checkpoint_is_kept_and_evaluated(probed: Path, capsys: Capture) -> None:
+    scores = {line["step"]: line["probe"] for line in metrics_of(probed) if "probe" in line}
     scores.pop(0, None)
     best = max(scores.values())
     expected = next(step for step, score in scores.items() if score == best)
-    files = {path.name for path in (digits / "checkpoints").iterdir()}
+    files = {path.name for path in (probed / "checkpoints").iterdir()}
     assert files == {"best.pt", f"step-{max(scores):09d}.pt"}
-    assert negchain("evaluate", digits, "--checkpoint best") == 0
-    found = json.loads((digits / "evaluation.json").read_text())
+    assert negchain("evaluate", probed, "--checkpoint best") == 0
+    found = json.loads((probed / "evaluation.json").read_text())
     assert found["step"] == expected and found["probe"] == pytest.approx(best)
     capsys.readouterr()
-    assert negchain("evaluate", digits, f"--checkpoint {max(scores)}") == 0
-    assert negchain("evaluate", digits, "--checkpoint 3") == 2
+    assert negchain("evaluate", probed, f"--checkpoint {max(scores)}") == 0
+    assert negchain("evaluate", probed, "--checkpoint 3") == 2
     assert "no checkpoint '3'; it has" in " ".join(capsys.readouterr().err.split())

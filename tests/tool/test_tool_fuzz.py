@@ -95,7 +95,7 @@ FUZZ = settings(
 )
 
 
-@settings(FUZZ, max_examples=40)
+@settings(FUZZ, max_examples=20)
 @given(chosen=COMBINATIONS)
 def test_every_combination_runs_or_is_refused(chosen: dict[str, object], pictures: Path) -> None:
     check(chosen, pictures)

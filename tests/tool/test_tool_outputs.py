@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tool_runs import DIGITS, TINY, metrics_of, negchain, picture_folder
+from tool_runs import DIGITS, TINY, class_folder, metrics_of, negchain, picture_folder
 
 from negchain.data import load_data
 from negchain.encoders import Encoder, build_encoder
@@ -104,8 +104,9 @@ def test_the_page_is_written_before_the_first_step_and_with_every_evaluation(
         call(self, now, *inputs)
 
     monkeypatch.setattr(TrainStep, "__call__", looked_at)
-    options = DIGITS.replace("--eval-every 0", "--eval-every 1")
-    assert negchain("train", options, "--subset 64 --epochs 3 --out", out) == 0
+    options = TINY.replace("--eval-every 0", "--eval-every 1 --subset 16 --epochs 3")
+    data = class_folder(tmp_path / "data")
+    assert negchain("train", options, "--data", data, "--out", out) == 0
     counts = [count for count, _ in seen]
     assert counts[0] == counts[1] < counts[2] == counts[3] < counts[4]
     assert all(unfinished for _, unfinished in seen)

@@ -13,6 +13,7 @@ from tool_runs import (
     DIGITS,
     TINY,
     assert_same_run,
+    class_folder,
     interrupt_at,
     metrics_of,
     negchain,
@@ -63,7 +64,9 @@ def test_k_and_k_steps_are_2k_steps(
 def test_an_epoch_that_ends_in_the_middle_and_evaluations(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    common = ("train", DIGITS, "--subset 70 --epochs 6 --eval-every 2 --log-every 3 --out")
+    data = class_folder(tmp_path / "data")
+    options = TINY.replace("--log-every 1 --eval-every 0", "--log-every 3 --eval-every 2")
+    common = ("train", options, "--epochs 6 --subset 20 --data", data, "--out")
     assert negchain(*common, tmp_path / "whole") == 0
     for step in (3, 6):
         with monkeypatch.context() as patch:

@@ -43,6 +43,17 @@ def picture_folder(path: Path, count: int = 24, side: int = 8) -> Path:
     return path
 
 
+def class_folder(path: Path) -> Path:
+    """Random pictures of two classes, with a test split: what can be probed in no time."""
+    pixels = np.random.default_rng(0).integers(0, 256, (36, 8, 8, 3), dtype=np.uint8)
+    for number, image in enumerate(pixels):
+        split = "train" if number < 24 else "test"
+        place = path / split / f"class{number % 2}" / f"{number:03d}.png"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image // (1 + number % 2)).save(place)
+    return path
+
+
 def interrupt_at(patch: pytest.MonkeyPatch, step: int, number: int = signal.SIGINT) -> None:
     """Send this process a signal while training step number `step`, as Ctrl-C would."""
     call = TrainStep.__call__

@@ -13,7 +13,7 @@ from negchain.data.indexed import Indexed, Prefetched, prefetch
 
 if TYPE_CHECKING:
     from negchain.data.image_set import DataBundle, ImageSet, stream_batches
-    from negchain.data.sources import BUILT_IN, load_data, load_scan
+    from negchain.data.sources import BUILT_IN, load_data
 
 __all__ = [
     "BUILT_IN",
@@ -22,12 +22,11 @@ __all__ = [
     "Indexed",
     "Prefetched",
     "load_data",
-    "load_scan",
     "prefetch",
     "stream_batches",
 ]
 _WHERE = dict.fromkeys(("DataBundle", "ImageSet", "stream_batches"), "image_set")
-_WHERE |= dict.fromkeys(("BUILT_IN", "load_data", "load_scan"), "sources")
+_WHERE |= dict.fromkeys(("BUILT_IN", "load_data"), "sources")
 
 
 def __getattr__(name: str) -> Any:

@@ -101,7 +101,7 @@ def prefetch(
 
     pairs = _Pairs(dataset, source, collate)
     for index, batch, ids, items in DataLoader(
-        pairs, sampler=_Once(plans()), batch_size=None, collate_fn=_as_it_is, **loader
+        pairs, sampler=plans(), batch_size=None, collate_fn=_as_it_is, **loader
     ):
         request = loss_fn.request(index)
         yield Prefetched(index, batch, request, _renewed(items, ids, request.ids, source, collate))
@@ -141,16 +141,6 @@ class _Pairs(Dataset[Any]):
         batch = self.collate([self.dataset[i] for i in index])
         items = self.collate([self.source[i] for i in ids]) if ids else None
         return torch.tensor(index), batch, torch.tensor(ids, dtype=torch.int64), items
-
-
-class _Once:
-    """A sampler over an iterator."""
-
-    def __init__(self, plans: Iterator[Plan]) -> None:
-        self.plans = plans
-
-    def __iter__(self) -> Iterator[Plan]:
-        return self.plans
 
 
 def _as_it_is(sample: Any) -> Any:

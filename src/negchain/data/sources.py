@@ -68,7 +68,7 @@ def load_data(
 
     Args:
         data: names and folders, with commas between several; or a `datasets.Dataset` (or
-            DatasetDict) with a column of pictures.
+            DatasetDict) with a column of pictures; or files that were scanned already.
         image_size: side in pixels of what the encoder sees. None: what a built-in set has; for
             folders the shorter side that all images share, at most 224, or 96 if they differ
             (`notes` then says so).
@@ -95,7 +95,8 @@ def load_data(
         entries = named_sources(data)
         scans = {entry: _scan(entry, holdout) for entry in entries if entry not in BUILT_IN}
     else:
-        entries, scans = ["dataset"], {"dataset": scan_dataset(data, holdout)}
+        scan = data if isinstance(data, Scan) else scan_dataset(data, holdout)
+        entries, scans = ["dataset"], {"dataset": scan}
     sizes = {entry: _sizes(scan, workers, progress) for entry, scan in scans.items()}
     known = [size for found in sizes.values() for size in found]
     side, notes = (image_size, ()) if image_size is not None else _default_side(entries, known)
@@ -131,25 +132,6 @@ def _scan(source: str, holdout: float) -> Scan:
     if shards_of(source):
         return scan_shards(source, holdout)
     return scan_folder(source, holdout) if Path(source).is_dir() else scan_csv(source, holdout)
-
-
-def load_scan(
-    scan: Scan,
-    *,
-    image_size: int | None,
-    strict: bool,
-    resident_bytes: int,
-    num_workers: int,
-    progress: bool,
-) -> DataBundle:
-    """The files of one scan as image sets; the arguments are those of `load_data`."""
-    workers = max(1, num_workers)
-    sizes = _sizes(scan, workers, progress)
-    side, notes = (image_size, ()) if image_size is not None else _default_side([], sizes)
-    storage = choose(sizes, side, resident_bytes)
-    bundle = load_folder(scan, sizes, storage, strict=strict, workers=workers, progress=progress)
-    said = (storage.note,) if storage.note else ()
-    return replace(bundle, notes=notes + said + bundle.notes)
 
 
 def _sizes(scan: Scan, workers: int, progress: bool) -> list[Size]:

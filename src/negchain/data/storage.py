@@ -8,6 +8,7 @@ four draws of five. What does not fit even so is streamed, at three times. Pictu
 larger are kept as they are, and squares of the encoder's own size need nothing beside them.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -46,7 +47,7 @@ def choose(sizes: Sequence[Size], side: int, budget: int) -> Storage:
         return Storage(side, 0, len(sizes) * 3 * side * side <= budget)
     for times in TIMES:
         short = times * side
-        num_bytes = sum(3 * width * height for width, height in _stored(sizes, short))
+        num_bytes = sum(3 * math.prod(stored_size(size, short)) for size in sizes)
         if num_bytes <= budget:
             return Storage(side, short, True, _note(sizes, times, short, num_bytes, budget))
     short = TIMES[0] * side
@@ -55,10 +56,6 @@ def choose(sizes: Sequence[Size], side: int, budget: int) -> Storage:
         f"--resident-gb allows {budget / 2**30:g}: they are decoded anew for every crop"
     )
     return Storage(side, short, False, note)
-
-
-def _stored(sizes: Sequence[Size], short: int) -> list[Size]:
-    return [stored_size(size, short) for size in sizes]
 
 
 def _note(sizes: Sequence[Size], times: int, short: int, num_bytes: int, budget: int) -> str:

@@ -10,7 +10,7 @@ import base64
 import io
 from collections.abc import Sequence
 from html import escape
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,29 +71,43 @@ def class_name(classes: Sequence[str], label: int) -> str:
     return classes[label] if label < len(classes) else str(label)
 
 
-def neighbours(run: Run, *, rows: int = 16, columns: int = 8) -> str:
-    """Test images, each with its nearest neighbours; empty where the run kept none."""
+class _Near(NamedTuple):
+    """A run's pictures Q of queries and N neighbours each; labels -1 where there are none."""
+
+    queries: Pictures  # [Q,C,H,W]
+    images: Pictures  # [Q,N,C,H,W]
+    wanted: NDArray[Any]  # [Q]
+    labels: NDArray[Any]  # [Q,N]
+    scores: NDArray[Any]  # [Q,N], NaN: unknown
+
+
+def _near(run: Run, columns: int) -> _Near | None:
+    """The nearest neighbours a run kept, at most `columns` of each; None without any."""
     art = run.artifacts
     if not {"neighbour_queries", "neighbour_images"} <= art.keys():
+        return None
+    images = art["neighbour_images"][:, :columns]
+    unknown = np.full(images.shape[:2], -1)
+    wanted = art.get("neighbour_query_labels", unknown[:, 0]).astype(int)
+    labels = art.get("neighbour_labels", unknown)[:, :columns].astype(int)
+    scores = art.get("neighbour_similarities", np.full(images.shape[:2], np.nan))[:, :columns]
+    return _Near(art["neighbour_queries"], images, wanted, labels, scores)
+
+
+def neighbours(run: Run, *, rows: int = 16) -> str:
+    """Test images, each with its nearest neighbours; empty where the run kept none."""
+    if (near := _near(run, 8)) is None:
         return ""
-    queries = art["neighbour_queries"][:rows]
-    images = art["neighbour_images"][:rows, :columns]
-    shown = images.shape[:2]
-    unknown = np.full(shown, -1)
-    labels = art.get("neighbour_labels", unknown)[:rows, :columns].astype(int)
-    wanted = art.get("neighbour_query_labels", unknown[:, 0])[:rows].astype(int)
-    scores = art.get("neighbour_similarities", np.full(shown, np.nan))[:rows, :columns]
+    near = _Near(*(part[:rows] for part in near))
     cards = [
-        f'<div class="row" style="--n:{images.shape[1]}">'
-        + _query(run, queries[q], int(wanted[q]))
-        + _found(run.classes, int(wanted[q]), images[q], labels[q], scores[q])
-        + "</div>"
-        for q in range(len(queries))
+        f'<div class="row" style="--n:{near.images.shape[1]}">{_query(run, near, q)}'
+        f"{_found(run, near, q)}</div>"
+        for q in range(len(near.queries))
     ]
-    known = (labels >= 0) & (wanted >= 0)[:, None]
+    known = (near.labels >= 0) & (near.wanted >= 0)[:, None]
     share = ""
     if known.any():
-        agree = (labels == wanted[:, None])[known]
+        agree = (near.labels == near.wanted[:, None])[known]
         share = (
             f" {int(agree.sum())} of the {agree.size} neighbours shown have the label of their "
             f"{run.query_noun} (✓ in a solid frame); ✗ in a dashed frame marks another label."
@@ -105,28 +119,22 @@ def neighbours(run: Run, *, rows: int = 16, columns: int = 8) -> str:
     )
 
 
-def _query(run: Run, query: Pictures, wanted: int) -> str:
-    name = class_name(run.classes, wanted) if wanted >= 0 else ""
+def _query(run: Run, near: _Near, q: int) -> str:
+    name = class_name(run.classes, near.wanted[q]) if near.wanted[q] >= 0 else ""
     alt = ", ".join(text for text in (run.query_noun, name) if text)
     return (
-        f'<figure class="query" title="{escape(name)}">{picture(query, alt)}'
+        f'<figure class="query" title="{escape(name)}">{picture(near.queries[q], alt)}'
         f"<figcaption>{escape(name)}</figcaption></figure>"
     )
 
 
-def _found(
-    classes: Sequence[str],
-    wanted: int,
-    images: Pictures,
-    labels: NDArray[Any],
-    scores: NDArray[Any],
-) -> str:
+def _found(run: Run, near: _Near, q: int) -> str:
     """Neighbours of one image, each with a mark and its similarity."""
-    cells = []
-    for image, label, score in zip(images, labels, scores, strict=True):
+    cells, wanted = [], near.wanted[q]
+    for image, label, score in zip(near.images[q], near.labels[q], near.scores[q], strict=True):
         known = wanted >= 0 and label >= 0
         verdict = ("same" if label == wanted else "other") if known else "unknown"
-        text = class_name(classes, int(label)) if known else ""
+        text = class_name(run.classes, label) if known else ""
         said = {"same": ", same label", "other": ", other label", "unknown": ""}[verdict]
         # a right label is the query's own, so only a wrong one needs its name
         mark = {"same": "✓ ", "other": "✗ ", "unknown": ""}[verdict]
@@ -140,40 +148,25 @@ def _found(
     return "".join(cells)
 
 
-def side_by_side(runs: Sequence[tuple[str, str, Run]], *, rows: int = 6, columns: int = 6) -> str:
+def side_by_side(runs: Sequence[tuple[str, str, Run]]) -> str:
     """The same images with the neighbours each run finds: (label, colour, run); "" without any."""
-    needed = {"neighbour_queries", "neighbour_images"}
-    shown = [entry for entry in runs if needed <= entry[2].artifacts.keys()]
+    shown = [(*entry, near) for entry in runs if (near := _near(entry[2], 6)) is not None]
     if not shown:
         return ""
-    queries = shown[0][2].artifacts["neighbour_queries"]
-    alike = [e for e in shown if np.array_equal(e[2].artifacts["neighbour_queries"], queries)]
-    places = np.linspace(0, len(queries) - 1, min(rows, len(queries))).astype(int)
-    cards = []
-    for q in places:
-        lines = []
-        for label, colour, run in alike:
-            art = run.artifacts
-            images = art["neighbour_images"][q][:columns]
-            unknown = np.full(len(images), -1)
-            labels = art["neighbour_labels"][q] if "neighbour_labels" in art else unknown
-            wanted = art["neighbour_query_labels"][q] if "neighbour_query_labels" in art else -1
-            scores = art["neighbour_similarities"][q] if "neighbour_similarities" in art else (
-                np.full(len(images), np.nan)
-            )  # fmt: skip
-            found = _found(run.classes, int(wanted), images, labels[:columns], scores[:columns])
-            lines.append(
-                f'<div class="line" style="--c:{colour}"><span title="{escape(label)}">'
-                f"{escape(label)}</span>{found}</div>"
-            )
-        first = alike[0][2]
-        known = first.artifacts.get("neighbour_query_labels")
-        head = _query(first, queries[q], -1 if known is None else int(known[q]))
-        cards.append(f'<div class="side">{head}<div>{"".join(lines)}</div></div>')
+    _, _, first, nearest = shown[0]
+    alike = [entry for entry in shown if np.array_equal(entry[3].queries, nearest.queries)]
+    count, cards = len(nearest.queries), []
+    for q in np.linspace(0, count - 1, min(6, count)).astype(int):
+        lines = "".join(
+            f'<div class="line" style="--c:{colour}"><span title="{escape(label)}">'
+            f"{escape(label)}</span>{_found(run, near, q)}</div>"
+            for label, colour, run, near in alike
+        )
+        cards.append(f'<div class="side">{_query(first, nearest, q)}<div>{lines}</div></div>')
     left = len(runs) - len(alike)
     more = f" Runs without these pictures are left out ({left})." if left else ""
     return (
-        f'<p class="lead">The same {alike[0][2].query_noun}s and the nearest neighbours that the '
+        f'<p class="lead">The same {first.query_noun}s and the nearest neighbours that the '
         f"first seed of each finds, with the cosine similarity.{more}</p>"
         f'<div class="sides">{"".join(cards)}</div>'
     )

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from negchain import draws
 from negchain.augment import Draws, Images, joined
-from negchain.data import DataBundle, ImageSet, load_scan, stream_batches
+from negchain.data import DataBundle, ImageSet, load_data, stream_batches
 from negchain.data.places import whole_file
 from negchain.data.scan import ImageFile, Scan
 from negchain.losses.request import Want
@@ -186,7 +186,7 @@ def load(
     chosen = pairs.train[: config.subset]
     everything = (*chosen, *pairs.test)
     files = [ImageFile(p.name, whole_file(p.path, os.stat(p.path))) for p in everything]
-    bundle = load_scan(
+    bundle = load_data(
         Scan(pairs.root, tuple(files), notes=pairs.notes),
         image_size=side,
         strict=config.strict,

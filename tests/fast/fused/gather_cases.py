@@ -15,9 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from unittest.mock import patch
 
 import torch
-from rank_cases import changed
 from torch import Tensor
 
 from interpreter import hurry
@@ -154,7 +154,7 @@ def bad_rows(device: str = "cpu") -> list[str]:
             walked.visits = positions, torch.zeros_like(weights), runs
         return products(plan, walked)
 
-    with changed(backward, "_sparse_products", look):
+    with patch.object(backward, "_sparse_products", look):
         for kernel in (MH(count_every=128), ISIR(count_every=128)):
             loss_fn = StreamingEMC2Loss(
                 9, kernel=kernel, views="paired", carried="cached", dim=8, backend="fused"
@@ -208,8 +208,8 @@ def planted() -> dict[str, list[str]]:
     with tempfile.TemporaryDirectory() as folder:
         for bug in BUGS:
             with (
-                changed(backward, "gather_triton", with_a_bug(bug, Path(folder))),
-                changed(torch, "empty", torch.zeros),  # a row's number that was never written
+                patch.object(backward, "gather_triton", with_a_bug(bug, Path(folder))),
+                patch.object(torch, "empty", torch.zeros),  # a row's number that was never written
             ):
                 for case in CASES:
                     if bug in case.planted:

@@ -5,7 +5,7 @@
     in_batch   the same for InfoNCE, DCL and SogCLR
     tiles      a large batch: similarities are computed, scanned and forgotten, tile by tile
     gather     its backward pass: what the rows weigh, sorted by column
-    ranks      order of proposal and repeated ids of a large batch, by comparing all pairs
+    ranks      order of proposal and repeated ids, by sorting
     commit     state for the next visit, and the value
     function   the loss of one side as one differentiable function of the embeddings, made of
                `forward` and `backward`; what they share is a `plan`
