@@ -15,7 +15,6 @@ import pytest
 from tool_runs import negchain
 
 from negchain.train import sharing
-from negchain.train.concurrent import images_per_second
 from negchain.train.config import ConfigError
 from negchain.train.sharing import PIPE, shared_gpu
 
@@ -315,30 +314,3 @@ def test_an_interrupted_compare_leaves_no_process(
     pids = [int(path.suffix[1:]) for path in machine.folder.glob("notes.*")]
     assert len(pids) == 2 and not any(running(pid) for pid in pids)
     assert machine.asked()[-1] == "quit" and leftovers() <= before
-
-
-# ----------------------------------------------------------------------------------- measuring
-
-# 32 images a step; the run of seed s takes (s + 1) hundredths of a second for one, and says so.
-TRAINS = """
-while [ $# -gt 2 ]; do [ $1 = --seed ] && seed=$2; shift; done
-mkdir "$2"; step=90
-while true; do
-    step=$((step + 10)); spent=$((step * (seed + 1)))
-    echo "{\\"step\\": $step, \\"samples\\": $((step * 32)), \\"seconds\\": ${spent}e-2}" \\
-        >> "$2/metrics.jsonl"
-    sleep 0.05
-done
-"""
-
-
-def test_the_speed_of_runs_that_train_together(machine: Machine) -> None:
-    machine.python(TRAINS)
-    rates = images_per_second(2, ["--data", "digits"], {}, seconds=0.4)
-    assert rates == pytest.approx([3200, 1600])
-
-
-def test_a_run_that_ends_is_not_measured(machine: Machine) -> None:
-    machine.python("echo no room on the device; exit 1")
-    with pytest.raises(RuntimeError, match="status 1: no room on the device"):
-        images_per_second(2, [], {}, seconds=0.1)
