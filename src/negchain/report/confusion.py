@@ -52,16 +52,17 @@ def _matrix(counts: NDArray[np.int_], names: list[str]) -> str:
     counts, totals, names = counts[np.ix_(shown, shown)], totals[shown], [names[i] for i in shown]
     number = len(names)
     cell = _SIDE / number
-    margin = 14 + _LETTER * min(_LETTERS, max(map(len, names)))
-    width = margin + _SIDE
+    longest = _LETTER * min(_LETTERS, max(map(len, names)))
+    margin, upright = 14 + longest, longest > cell
+    top = margin if upright else 24.0
     parts = [
-        f'<svg viewBox="0 0 {width:.0f} {width:.0f}" role="img" '
+        f'<svg viewBox="0 0 {margin + _SIDE:.0f} {top + _SIDE:.0f}" role="img" '
         f'aria-label="confusion matrix of {number} classes">'
-        f'<path class="edge" d="M{margin:.1f} {margin:.1f}h{_SIDE:.0f}v{_SIDE:.0f}h-{_SIDE:.0f}z"/>'
+        f'<path class="edge" d="M{margin:.1f} {top:.1f}h{_SIDE:.0f}v{_SIDE:.0f}h-{_SIDE:.0f}z"/>'
     ]
     for row, column in zip(*np.nonzero(counts), strict=True):
         count, share = counts[row, column], counts[row, column] / totals[row]
-        x, y = margin + column * cell, margin + row * cell
+        x, y = margin + column * cell, top + row * cell
         look = "right" if row == column else "wrong"
         parts.append(
             f'<rect class="{look}" x="{x:.1f}" y="{y:.1f}" width="{cell:.1f}" height="{cell:.1f}" '
@@ -77,13 +78,13 @@ def _matrix(counts: NDArray[np.int_], names: list[str]) -> str:
     size = min(13.0, 0.9 * cell)
     for i, name in enumerate(names):
         short = escape(shortened(name, _LETTERS))
-        middle = margin + (i + 0.5) * cell
+        across, down = margin + (i + 0.5) * cell, top + (i + 0.5) * cell
         look = f'class="name" font-size="{size:.1f}"'
-        above = f'x="{middle:.1f}" y="{margin - 6:.1f}" text-anchor="middle"'
-        if _LETTER * max(map(len, names)) > cell:
-            above = f'transform="translate({middle + size / 3:.1f} {margin - 6:.1f}) rotate(-90)"'
+        above = f'x="{across:.1f}" y="{top - 6:.1f}" text-anchor="middle"'
+        if upright:
+            above = f'transform="translate({across + size / 3:.1f} {top - 6:.1f}) rotate(-90)"'
         parts.append(
-            f'<text {look} x="{margin - 6:.1f}" y="{middle + size / 3:.1f}" '
+            f'<text {look} x="{margin - 6:.1f}" y="{down + size / 3:.1f}" '
             f'text-anchor="end">{short}</text><text {look} {above}>{short}</text>'
         )
     return "".join(parts) + "</svg>"
