@@ -33,7 +33,7 @@ bench: $(VENV)/.installed  ## speed of everything on this machine, as ratios, wi
 
 docs: $(VENV)/.installed  ## the pages as a site, build/site; broken links and undocumented names fail
 	$(BIN)/python -m pytest -q tests/test_docs.py
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -q
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 faults: $(VENV)/.installed  ## try every fault of docs/reliability.md and write its table (half an hour)
 	$(BIN)/python benchmarks/faults.py

@@ -6,6 +6,7 @@ import inspect
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -153,3 +154,28 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     api = (tmp_path / "api.html").read_text(encoding="utf-8")
     assert [name for name in negchain.__all__ if f'id="negchain.{name}"' not in api] == []
     assert "EMC2Loss" in (tmp_path / "search/search_index.json").read_text(encoding="utf-8")
+    addresses = r'<(?:script|link|img)[^>]*(?:src|href)="https?:'
+    pages = tmp_path.rglob("*.html")
+    assert [p for p in pages if re.search(addresses, p.read_text(encoding="utf-8"))] == []
+    _search_without_a_server(tmp_path)
+
+
+def _search_without_a_server(site: Path) -> None:
+    """A reader opens a page as a file, types a word and finds pages."""
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+    if chromium is None:
+        pytest.skip("no chromium on this machine")
+    page = site / "methods/emc2.html"
+    deed = """<script>setTimeout(() => {
+      document.querySelector("#__search").click();
+      const asked = document.querySelector("input[name=query]");
+      asked.value = "temperature";
+      for (const kind of ["input", "keyup"]) asked.dispatchEvent(new Event(kind, {bubbles: true}));
+    }, 500)</script></body>"""
+    page.write_text(page.read_text(encoding="utf-8").replace("</body>", deed), encoding="utf-8")
+    done = subprocess.run(
+        [chromium, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=8000",
+         f"--user-data-dir={site / 'profile'}", "--dump-dom", page.as_uri()],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    assert re.search(r"search-result__meta[^>]*>\s*\d+ matching documents", done.stdout)

@@ -112,14 +112,15 @@ def _document(title: str, page: Page, numbers: dict[str, Any]) -> str:
     # "<" may not stand in a script element's text, whatever its type
     data = json.dumps(numbers, allow_nan=False, default=str, separators=(",", ":"))
     data = data.replace("<", "\\u003c")
+    means = f" Curves of more than {sections.POINTS} points show means of equal stretches."
+    means *= bool(numbers["charts"])
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{escape(policy)}">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         '<meta name="color-scheme" content="light dark">'
         f"<title>{escape(title)} · negchain</title><style>{style}</style></head>"
-        f"<body><main>{''.join(page.html)}</main><footer>Written by negchain. Curves of more than "
-        f"{sections.POINTS} points show means of equal stretches.</footer>"
+        f"<body><main>{''.join(page.html)}</main><footer>Written by negchain.{means}</footer>"
         f'<script type="application/json" id="negchain-data">{data}</script>'
         f"<script>{script}</script></body></html>\n"
     )
