@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import threading
+import warnings
 import weakref
 
 import pytest
@@ -203,6 +204,26 @@ def test_equal_ids_are_never_negatives(case) -> None:
         assert (z_a.grad == 0).all() and (z_b.grad == 0).all()
     asks = len(leaves) > 0 or case[0] == "negcache"
     assert (loss_fn.info["rows_without_negatives"] == 0) == asks
+    assert loss_fn._warned != asks
+
+
+@pytest.mark.parametrize("loss_class", [InfoNCELoss, DCLLoss, SogCLRLoss])
+def test_a_batch_that_trains_nothing_is_said_once(loss_class) -> None:
+    loss_fn, z = loss_class(M), torch.randn(2, 3, 4)
+    with pytest.warns(UserWarning, match="6 rows had no negatives.*different ids"):
+        assert loss_fn(z[0], z[1], [2, 2, 2]) == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss_fn(z[0], z[1], [2, 2, 2])
+        assert loss_fn.info["rows_without_negatives"] == 12
+
+
+def test_a_device_that_is_not_waited_for_is_asked_by_info() -> None:
+    """As on a GPU, where the call looks at no value."""
+    loss_fn = InfoNCELoss(M)
+    loss_fn.faults[2] = 6
+    with pytest.warns(UserWarning, match="6 rows had no negatives"):
+        assert loss_fn.info["rows_without_negatives"] == 6
 
 
 @pytest.mark.parametrize(

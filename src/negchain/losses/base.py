@@ -287,6 +287,8 @@ class ContrastiveLoss(Reporting):
                 raise ValueError("draw= goes with proposals=Given() at construction; leave it out")
             with over_ranks(self, call, requests, self._turn) as (whole, answers):
                 total = self._loss(whole, answers)
+        if z_a.device.type == "cpu" and not is_traced(z_a):
+            self._warn(self.faults[2].item())
         if self.training:
             self._turn += 1
         return total

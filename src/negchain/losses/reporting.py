@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -29,6 +30,7 @@ class Reporting(Stateful):
     def __init__(self) -> None:
         super().__init__()
         self._info: Mapping[str, Number] = {}
+        self._warned = False
         self.add_state("faults", torch.zeros(3, dtype=torch.int64), saved=False)
 
     def _finish(self, total: list[Tensor], report: Report) -> Tensor:
@@ -68,11 +70,23 @@ class Reporting(Stateful):
                 f"index must hold data set positions below {self.num_samples}, but "
                 f"{out_of_range:.0f} did not; was the loss built for another data set?"
             )
+        self._warn(lonely)
         return {
             **dict(zip(names, values[3:], strict=True)),
             "nonfinite_rows": nonfinite,
             "rows_without_negatives": lonely,
         }
+
+    def _warn(self, lonely: float) -> None:
+        """Say once that rows train nothing: at the call on a CPU, on a GPU when `info` is read."""
+        if lonely and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{lonely:.0f} rows had no negatives: their loss is 0 and they train nothing, as "
+                "all others of their batch have their id or are `known`; give batches of "
+                "different ids (info['rows_without_negatives'] goes on counting)",
+                stacklevel=5,
+            )
 
 
 def _mean_of(numbers: Sequence[Number]) -> Number:
