@@ -14,6 +14,7 @@ from torchvision.transforms.v2 import functional as tvf
 
 from negchain.augment import Augmentation, Pictures, augmentation
 from negchain.data import ImageSet, load_data
+from negchain.data.storage import choose
 
 FALSE_ALARM = 1e-3
 PHOTOS, CROPS, SIDE = 200, 8, 24
@@ -147,3 +148,15 @@ def test_the_evaluation_view_is_still_resize_and_centre_crop(originals: Path) ->
     assert plain(squares).equal(squares / 255)
     from_whole = plain(images.pictures(torch.arange(PHOTOS)))
     assert (from_whole - squares / 255).abs().mean() < 0.02
+
+
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [
+        ([(48, 60)] * 3, "on none is enlarged"),
+        ([(48, 60), (24, 24)], "none of the 1 that are large enough is enlarged"),
+        ([(24, 24)] * 3, "none is that large, so small crops are enlarged"),
+    ],
+)
+def test_what_is_said_of_enlarged_crops(sizes: list[tuple[int, int]], says: str) -> None:
+    assert says in choose(sizes, side=16, budget=1 << 30).note

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,19 @@ def probed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_version(capsys: Capture) -> None:
     assert negchain("--version") == 0
     assert capsys.readouterr().out.strip() == f"negchain {__version__}"
+
+
+def test_the_terminal_speaks_in_words(digits: Path, capsys: Capture) -> None:
+    """No key of a file (knn1, global_loss, samples_per_second) stands in what is printed."""
+    capsys.readouterr()
+    assert negchain("evaluate", digits, "--device cpu") == 0
+    said = capsys.readouterr().out
+    files = [
+        json.loads((digits / f"{name}.json").read_text()) for name in ("summary", "evaluation")
+    ]
+    keys = [key for file in files for key in file if not key.isalpha()]  # "probe" is a word
+    assert keys and [key for key in keys if re.search(rf"\b{key}\b", said)] == []
+    assert "1-NN accuracy" in said and "Global loss, exact" in said
 
 
 def test_progress_is_alive_when_redirected(pictures: Path, tmp_path: Path, capsys: Capture) -> None:

@@ -55,6 +55,10 @@ def refusal(capsys: Capture, *arguments: object) -> str:
         ("train --batch-size 1", "--batch-size must be from 2"),
         ("train --batch-size 2000", "--batch-size 2000 needs as many samples"),
         ("train --lr nan", "--lr must be above 0"),
+        ("train --lr fast", "got 'fast'"),
+        ("train --config nowhere.json", "nowhere.json cannot be read or written (No such file"),
+        ("compare --out /proc/nowhere/duel", "choose another"),
+        ("train --out /proc/nowhere/run", "cannot write in /proc"),
         ("train --beta -1", "--beta must be above 0"),
         ("train --steps 0", "--steps must be from 1"),
         ("train --method dcl --burn-in 0.5", "--burn-in belongs to --method emc2"),
@@ -100,6 +104,30 @@ def test_what_is_refused_late_leaves_no_run_behind(
     options = "--steps 2 --encoder vgg11 --image-size 8 --batch-size 4 --quiet --data"
     said = refusal(capsys, "train", options, pictures, "--out", out)
     assert "does not take" in said and not out.exists()
+
+
+def test_an_unwritable_out_is_noticed_before_decoding(
+    pictures: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file in the way: rights would not stop root, who runs these tests elsewhere."""
+    monkeypatch.setattr("negchain.tasks.load", lambda *_: pytest.fail("the data was read"))
+    (tmp_path / "file").write_text("mine")
+    for out in (tmp_path / "file", tmp_path / "file" / "run"):
+        said = refusal(capsys, "train", TINY, "--steps 2 --data", pictures, "--out", out)
+        assert f"cannot write in {tmp_path / 'file'}" in said and "choose another --out" in said
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_pages_and_features_into_a_file_in_the_way(
+    run: Path, pictures: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    for command, name in (("embed", "a.npz"), ("duplicates", "a.html"), ("report", "a.html")):
+        words = [command, run, "--out", tmp_path / "file" / name]
+        words += ["--data", pictures] if command == "embed" else []
+        said = refusal(capsys, *words)
+        assert "cannot be read or written" in said and "choose another" in said, command
+    assert (tmp_path / "file").read_text() == "mine"
 
 
 @pytest.mark.parametrize(

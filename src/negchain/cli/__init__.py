@@ -7,6 +7,7 @@ Nothing here imports torch: a command does when it runs, so that help and refusa
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import threading
@@ -90,7 +91,8 @@ def run(arguments: list[str]) -> int:
         if not arguments:  # then the problem is that help was all there was to show
             error.show()
             return 2
-        return _explain("refused", f"{error.format_message()} (see --help)", 2)
+        said = f"{error.format_message()}{_value(error, arguments)} (see --help)"
+        return _explain("refused", said, 2)
     except Failed as failed:
         return _explain("failed", failed, 1)
     except ModuleNotFoundError as error:
@@ -103,8 +105,18 @@ def run(arguments: list[str]) -> int:
         return _explain("failed", error, 1)
 
 
+def _value(error: Any, arguments: list[str]) -> str:
+    """The value of the option that is wrong: typer names the option only."""
+    flags = getattr(getattr(error, "param", None), "opts", ())
+    given = [value for word, value in itertools.pairwise(arguments) if word in flags]
+    return f", got {given[-1]!r}" if given else ""
+
+
 def _explain(word: str, error: BaseException | str, status: int) -> int:
     text = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        text = f"{error.filename} cannot be read or written ({error.strerror}); "
+        text += "check the path, or choose another"
     say(f" {text}", f"{word}:", "bold red")
     if os.environ.get("NEGCHAIN_DEBUG") and isinstance(error, BaseException):
         traceback.print_exception(error)

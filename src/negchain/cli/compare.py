@@ -126,7 +126,9 @@ def command(
         Console(highlight=False).print(comparison_table(runs))
         result(f"report: {write_report(runs, folder / 'report.html')}")
     for path in failed:
-        say(f"failed: {path} (see {path}.log)")
+        said = Path(f"{path}.log").read_text(encoding="utf-8", errors="replace").splitlines()
+        why = [line for line in said if line.startswith(("refused:", "failed:"))][-1:]
+        say(" ".join([f"failed: {path} (see {path}.log)", *why]))
     return 1 if failed else 0
 
 

@@ -44,7 +44,7 @@ def evaluate(
 
     task, encoder, step = _judge(run, data, device, root, checkpoint)
     if data is not None and task.unjudged is not None:
-        raise ConfigError(f"{data} cannot be probed: {task.unjudged}")
+        raise ConfigError(f"{data} cannot be probed: {task.unjudged}; give data with labels")
     judge, numbers = task.judge(), {"step": step, "data": task.config.data}
     fresh = tasks.named(task.config.task).rebuild(encoder.encoder_config).to(task.device)
     numbers |= judge.baselines(judge.before(fresh)) | judge.thorough(encoder)[0]

@@ -61,8 +61,9 @@ def choose(sizes: Sequence[Size], side: int, budget: int) -> Storage:
 def _note(sizes: Sequence[Size], times: int, short: int, num_bytes: int, budget: int) -> str:
     enough = sum(min(size) >= short for size in sizes)
     of = "" if enough == len(sizes) else f" of the {enough:,} that are large enough"
+    share = f"from {100 / times**2:.0f} % of the area on none{of} is enlarged"
     return (
         f"crops are cut from whole pictures, kept with shorter sides up to {short} px "
-        f"({num_bytes / 2**30:.2f} GB of --resident-gb {budget / 2**30:g}): from "
-        f"{100 / times**2:.0f} % of the area on none{of} is enlarged"
+        f"({num_bytes / 2**30:.2f} GB of --resident-gb {budget / 2**30:g}): "
+        + (share if enough else "none is that large, so small crops are enlarged")
     )
