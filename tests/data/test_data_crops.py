@@ -1,5 +1,6 @@
 """Crops of a folder of photographs hold what torchvision's hold when cut from the originals."""
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,12 @@ SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
 
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """200 cuts of two photographs, 60 to 640 px wide, upright, lying and some very narrow."""
+    """200 cuts of two photographs, 60 to 640 px wide, upright, lying and some very narrow.
+
+    NEGCHAIN_PHOTOS names a folder of 200 photographs to take instead.
+    """
+    if "NEGCHAIN_PHOTOS" in os.environ:
+        return Path(os.environ["NEGCHAIN_PHOTOS"])
     folder = tmp_path_factory.mktemp("photos")
     rng = np.random.default_rng(0)
     photos = [Image.fromarray(pixels) for pixels in load_sample_images().images]
