@@ -8,7 +8,14 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from fabricate_runs import digit_artifacts, make_config, make_metrics, write_comparison, write_run
+from fabricate_runs import (
+    digit_artifacts,
+    make_config,
+    make_metrics,
+    write_comparison,
+    write_many,
+    write_run,
+)
 
 from negchain.report import write_report
 
@@ -44,6 +51,8 @@ root.dataset.dimmed = document.querySelectorAll(".dim").length;
 button.click();
 root.dataset.again = document.querySelectorAll(".dim").length;
 root.dataset.wide = root.scrollWidth > root.clientWidth;
+const names = [...document.querySelectorAll(".confusion .name[text-anchor]")];
+root.dataset.name = Math.min(...names.map((name) => name.getBoundingClientRect().height));
 </script></body>"""
 
 
@@ -108,3 +117,11 @@ def test_reading_a_comparison(tmp_path: Path) -> None:
     assert outcome(text, "before") == outcome(text, "after") == "true"
     assert int(outcome(text, "dimmed") or 0) > 7 and outcome(text, "again") == "0"
     assert outcome(text, "wide") == "false"
+
+
+def test_names_beside_the_matrix_can_be_read_on_a_phone(tmp_path: Path) -> None:
+    page = write_report([write_many(tmp_path / "r", 37)], tmp_path / "many.html")
+    text = dom(page, tmp_path / "profile", read=True)
+    check(text)
+    assert outcome(text, "wide") == "false"
+    assert float(outcome(text, "name") or 0) >= 11  # px

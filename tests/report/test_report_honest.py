@@ -243,6 +243,10 @@ def test_the_confusion_matrix_counts_the_probes_answers(tmp_path: Path) -> None:
     assert "cat → dog: 2 of 3" in page.text and "cat → cat: 1 of 3" in page.text
     assert "dog → dog: 2 of 2" in page.text and "2 of 5 answers are wrong" in page.text
     assert "cat taken for dog2 of 3 (67 %)" in page.text
+    (left, top) = re.search(
+        r'class="edge" d="M([\d.]+) ([\d.]+)h', (tmp_path / "p.html").read_text()
+    ).groups()
+    assert (float(left), float(top)) == (35.6, 24)  # names that lie need no room to stand
 
 
 def test_a_comparison_shows_the_same_images_by_every_method(tmp_path: Path) -> None:
