@@ -22,7 +22,6 @@ SECTIONS = {  # which page, the heading of its section, pixels from the top to k
     "curves": ("all", "Curves", 900),
     "map": ("one", "Map of the embeddings", 760),
     "neighbours": ("one", "Nearest neighbours", 560),
-    "chains": ("one", "What the chains hold", 420),
     "help": ("one", "Did training help?", 480),
 }
 WIDTH = 1100

@@ -38,13 +38,13 @@ def test_version(capsys: Capture) -> None:
     assert capsys.readouterr().out.strip() == f"negchain {__version__}"
 
 
-def test_the_terminal_speaks_in_words(digits: Path, capsys: Capture) -> None:
+def test_the_terminal_speaks_in_words(probed: Path, capsys: Capture) -> None:
     """No key of a file (knn1, global_loss, samples_per_second) stands in what is printed."""
     capsys.readouterr()
-    assert negchain("evaluate", digits, "--device cpu") == 0
+    assert negchain("evaluate", probed, "--device cpu") == 0
     said = capsys.readouterr().out
     files = [
-        json.loads((digits / f"{name}.json").read_text()) for name in ("summary", "evaluation")
+        json.loads((probed / f"{name}.json").read_text()) for name in ("summary", "evaluation")
     ]
     keys = [key for file in files for key in file if not key.isalpha()]  # "probe" is a word
     assert keys and [key for key in keys if re.search(rf"\b{key}\b", said)] == []
