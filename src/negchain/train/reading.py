@@ -20,8 +20,8 @@ class Reading:
         self._loss_fn = step.loss_fn
         self._names, values = self._loss_fn.take_info()
         self._watched = list(watched)
-        first = [number.to(values.dtype).view(1) for number in (step.loss, *watched.values())]
-        values = torch.cat([*first, values])
+        first = [number.view(1).double() for number in (step.loss, *watched.values())]
+        values = torch.cat([*first, values.double()])
         self._copied: torch.cuda.Event | None = None
         if values.is_cuda:
             pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)

@@ -2,6 +2,8 @@
 
 Order of events at a step: train, log, evaluate, checkpoint. A checkpoint therefore never lacks
 metrics of its own step, and a run that is killed loses at most the steps since the last one.
+Under torchrun every rank runs this loop; what is evaluated and written is the work of rank 0
+(`team`), and what decides how the loop goes on is known to all.
 """
 
 from __future__ import annotations
@@ -9,18 +11,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from negchain.files import replacing
 from negchain.optim import build_optimizer, load_optimizer, lr_at, set_lr
 from negchain.report import write_report
 from negchain.tasks.task import Judge, Task
 from negchain.train import checkpoint
+from negchain.train import team as teams
 from negchain.train.config import ConfigError, TrainConfig
+from negchain.train.joint_norm import join_norms
 from negchain.train.order import DataOrder
 from negchain.train.progress import Progress
 from negchain.train.reading import Clock, Reading
@@ -49,6 +54,7 @@ class Run:
     waited: int = 0  # evaluations since then
     notes: list[str] = field(default_factory=list)  # what was chosen for the user
     stop: bool = False
+    team: teams.Team = field(default_factory=teams.here)
     config: TrainConfig = field(init=False)
     device: torch.device = field(init=False)
     _reading: Reading | None = None  # logged, but not yet read from the device
@@ -67,17 +73,20 @@ class Run:
             progress.start(self.total_steps, self.done)
             baseline = self._before(progress)
             self._loop(progress)
-            progress.say("evaluating")
-            best = self._back_to_best()
-            final, answers = self.judge.thorough(self.encoder)
-            if not self.evaluated:
-                self._log(final)
-                self._keep_best(final)
-                self.evaluated = True
-                self._save()
-            progress.say("reporting")
-            artifacts = self.judge.artifacts(self.encoder, self.step.loss_fn)
-            self._keep_arrays({**artifacts, **answers})
+            return self.team.first(lambda: self._finish(progress, baseline))
+
+    def _finish(self, progress: Progress, baseline: dict[str, float]) -> dict[str, Any]:
+        progress.say("evaluating")
+        best = self._back_to_best()
+        final, answers = self.judge.thorough(self.encoder)
+        if not self.evaluated:
+            self._log(final)
+            self._keep_best(final)
+            self.evaluated = True
+            self._save()
+        progress.say("reporting")
+        artifacts = self.judge.artifacts(self.encoder, self.step.loss_fn)
+        self._keep_arrays({**artifacts, **answers})
         samples = self.done * self.config.batch_size
         summary = {
             "step": self.done,
@@ -101,13 +110,19 @@ class Run:
 
         def told(done: int) -> None:
             progress.fill(done, total)
-            if self.stop:
+            if self.team.any(self.stop):
                 raise Interrupted("before the first step")
 
         self.step.fill(told)
 
     def _before(self, progress: Progress) -> dict[str, float]:
         """Judge the encoder before the first step, once; returns what the result must beat."""
+        line = self.team.first(lambda: self._first_line(progress))
+        if self.done == 0 and self.config.patience is not None:
+            self._keep_best(line)  # what is kept in the end is never worse than the start
+        return {} if line is None else self.judge.baselines(line)
+
+    def _first_line(self, progress: Progress) -> Any:
         lines = read_metrics(self.folder.path)
         line: Any = next((line for line in lines if line["step"] == 0), None)
         if line is None and self.done == 0:
@@ -117,9 +132,7 @@ class Run:
             self._keep_arrays(self.judge.previews())
             self._page()
             progress.say("training")
-        if self.done == 0 and self.config.patience is not None:
-            self._keep_best(line)  # what is kept in the end is never worse than the start
-        return {} if line is None else self.judge.baselines(line)
+        return line
 
     def _keep_arrays(self, arrays: dict[str, Any]) -> None:
         with replacing(self.folder.path / "artifacts.npz") as file:
@@ -152,10 +165,11 @@ class Run:
                 self.seconds += clock.lap()
                 progress.say("evaluating")
                 self._evaluate()
-                self._page()
+                self.team.first(self._page)
                 progress.say("training")
                 clock = Clock(self.done)
-            stopping = self.stop  # asked once: a signal from here on ends the run a step later
+            # asked once: a signal from here on ends the run a step later
+            stopping = self.team.any(self.stop)
             if stopping or due:
                 self._read(clock, progress)
                 self.seconds += clock.lap()
@@ -187,7 +201,7 @@ class Run:
         progress.update(loss, rate)
 
     def _evaluate(self) -> None:
-        found = self.judge.quick(self.encoder)
+        found = self.team.first(lambda: self.judge.quick(self.encoder))
         self._log(found)
         self._keep_best(found)
 
@@ -222,7 +236,8 @@ class Run:
             epoch = self.order.epoch(self.done) + 1
             end = min(self.total_steps, epoch * self.order.steps_per_epoch)
             positions = self.order.batches(self.done, end)
-            yield from zip(positions, self.task.stream(positions, self.done), strict=True)
+            loaded = self.task.stream(positions[:, self.step.rows], self.done)
+            yield from zip(positions, loaded, strict=True)
 
     def _lr(self, step: int) -> float:
         warm_up = int(self.config.warmup_epochs * self.order.steps_per_epoch)
@@ -231,6 +246,8 @@ class Run:
         return lr_at(step, self.total_steps, warm_up, self.config.lr)
 
     def _log(self, numbers: dict[str, float], step: int | None = None) -> None:
+        if not self.team.leads:
+            return
         step = self.done if step is None else step
         self.folder.log(
             {
@@ -244,6 +261,10 @@ class Run:
         )
 
     def _save(self) -> None:
+        """Write a checkpoint; no rank goes on before it is on the disk."""
+        self.team.first(self._write)
+
+    def _write(self) -> None:
         self.folder.sync()
         cuda = torch.cuda.get_rng_state() if self.device.type == "cuda" else None
         state = {
@@ -274,7 +295,8 @@ class Run:
                 "encoder_config": dict(self.encoder.encoder_config),
                 "encoder": self.encoder.state_dict(),
             }
-            checkpoint.save_best(self.folder.checkpoints, state, self.done)
+            if self.team.leads:
+                checkpoint.save_best(self.folder.checkpoints, state, self.done)
 
     def restore(self, given: bool = False) -> list[str]:
         """Continue from the newest whole checkpoint; returns what the user should know.
@@ -284,6 +306,7 @@ class Run:
                 needs its own checkpoint, for what a file says is never fetched.
         """
         loaded = checkpoint.load_latest(self.folder.checkpoints)
+        self.team.same("checkpoint", -1 if loaded is None else loaded.step)
         if loaded is None:
             notes = ["no checkpoint was written yet: starting from the first step"]
             if self.config.pretrained is not None:
@@ -293,7 +316,8 @@ class Run:
                         f"{self.config.pretrained}; give --pretrained again, or start a new run"
                     )
                 notes.append(self.task.start_from(self.encoder, self.config.pretrained))
-            self.folder.truncate_after(0)
+            if self.team.leads:
+                self.folder.truncate_after(0)
             return notes
         try:
             return self._restore(loaded)
@@ -318,15 +342,17 @@ class Run:
         load_optimizer(self.step.optimizer, state["optimizer"])
         for tensor, saved in zip(self.task.state_tensors(), state["task"], strict=True):
             tensor.copy_(saved)
-        torch.set_rng_state(state["rng"])
-        if state["cuda_rng"] is not None and self.device.type == "cuda":
-            torch.cuda.set_rng_state(state["cuda_rng"])
+        if self.team.leads:  # the others' dropout begins anew, by their seeds
+            torch.set_rng_state(state["rng"])
+            if state["cuda_rng"] is not None and self.device.type == "cuda":
+                torch.cuda.set_rng_state(state["cuda_rng"])
         self.done, self.seconds = loaded.step, float(state["seconds"])
         self.best, self.waited = state["best"], int(state["waited"])
         over = self.done >= self.total_steps or self._stale()
         self.evaluated = bool(state["evaluated"]) and over
         self.step.loss.fill_(state["last_loss"])
-        self.folder.truncate_after(loaded.step)
+        if self.team.leads:
+            self.folder.truncate_after(loaded.step)
         return [f"continuing after step {self.done} of {self.total_steps}", *loaded.warnings]
 
 
@@ -342,14 +368,29 @@ def prepare(task: Task, open_folder: Callable[[], RunFolder], fresh: bool = True
     `fresh`, its weights come from a checkpoint and not from `--pretrained`.
     """
     config = task.config
-    device = choose_device(config)
+    device, team = choose_device(config), teams.here()
+    teams.check_devices(device.type)
     torch.manual_seed(config.seed)
     order = DataOrder(task.num_samples, config.batch_size, config.seed)
+    if config.batch_size < team.world:
+        raise ConfigError(
+            f"--batch-size {config.batch_size} is shared by {team.world} processes and must give "
+            "each a sample; raise it, or lower --nproc-per-node"
+        )
     task.place(device, autocast_dtype(config, device))
     encoder, notes = task.build()
     if fresh and config.pretrained is not None:
         notes.append(task.start_from(encoder, config.pretrained))
+    if config.precision == "float64":
+        _in_double(encoder)
+    joint = join_norms(encoder) if team.world > 1 else 0
     loss_fn = build_loss(task, encoder).to(device)
+    if _graphed(task) and team.world > 1:
+        if joint or config.batch_size % team.world:
+            task.capturable = False
+            reason = "--norm batch" if joint else "a batch that ranks cannot share evenly"
+            notes.append(f"steps are not replayed as a CUDA graph: several ranks with {reason}")
+        loss_fn.gather = "even" if task.capturable else True
     optimizer = build_optimizer(
         encoder,
         config.optimizer,
@@ -361,9 +402,25 @@ def prepare(task: Task, open_folder: Callable[[], RunFolder], fresh: bool = True
     )
     step = TrainStep(task, encoder, loss_fn, optimizer)
     total = config.steps or config.epochs * order.steps_per_epoch
-    folder = open_folder()
+    if team.world > 1:
+        torch.manual_seed(config.seed + team.rank)  # dropout, if any, differs between ranks
+    opened = open_folder() if team.leads else None
+    path = team.first(lambda: opened and opened.path)
+    folder = opened or RunFolder(Path(path or ""), None)
     folder.logger_settings = config
     return Run(task, folder, encoder, step, order, task.judge(), total, notes=notes)
+
+
+def _in_double(encoder: nn.Module) -> None:
+    """Let an encoder compute in float64, whatever it, or a part of it, is given."""
+
+    def wider(module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(
+            g.double() if isinstance(g, Tensor) and g.is_floating_point() else g for g in given
+        )
+
+    for module in encoder.double().modules():
+        module.register_forward_pre_hook(wider)
 
 
 def _graphed(task: Task) -> bool:
