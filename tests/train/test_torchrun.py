@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -126,6 +127,34 @@ def test_every_kind_of_step_is_that_of_one_process(tmp_path: Path, words: str) -
         assert ended(world, given, log, quick) == [0] * world, said(log)
         if world > 1:
             require_equal(tmp_path / "1", out, 2e-6 if "sogclr" in words else 1e-9)
+
+
+@pytest.mark.slow
+def test_texts_and_captions_too(tmp_path: Path) -> None:
+    """In float32 here: what both tasks share with images is above."""
+    pytest.importorskip("sentence_transformers")
+    from tasks.pairs_data import captioned, tiny_bert
+    from tasks.tiny_texts import write_beir, write_model
+
+    write_model(tmp_path / "model")
+    write_beir(tmp_path / "beir")
+    for config in (tmp_path / "model").rglob("config.json"):
+        text = re.sub(r'(dropout_prob": )0\.1', r"\g<1>0.0", config.read_text())
+        config.write_text(text)
+    captioned(tmp_path / "pairs")
+    tiny_bert(tmp_path / "bert")
+    common = "--steps 6 --log-every 1 --device cpu --logger none --quiet --warmup-epochs 0"
+    for words in (
+        f"--data {tmp_path / 'beir'} --encoder {tmp_path / 'model'} --batch-size 6",
+        f"--data {tmp_path / 'pairs'} --text-encoder {tmp_path / 'bert'} --batch-size 6 "
+        "--encoder small-cnn --image-size 8 --embedding-dim 8 --workers 0 --probe-samples 16",
+    ):
+        for world in (1, 2):
+            out, log = tmp_path / str(world), tmp_path / f"log{world}"
+            shutil.rmtree(out, ignore_errors=True)
+            given = f"train {words} {common} --out {out}"
+            assert ended(world, given, log) == [0] * world, said(log)
+        require_equal(tmp_path / "1", tmp_path / "2", 2e-4)
 
 
 @pytest.mark.slow

@@ -189,6 +189,8 @@ class RunFolder:
 
         Returns how many lines of metrics went.
         """
+        if self._lock is None:
+            return 0
         assert self._metrics is None and self._logger is None, "truncate before logging"
         self._purge_step = step + 1
         (self.path / "summary.json").unlink(missing_ok=True)

@@ -18,6 +18,7 @@ from negchain import tasks
 from negchain.tasks.task import Task
 from negchain.train import loggers, trainer
 from negchain.train.config import ConfigError, TrainConfig
+from negchain.train.device import choose_device
 from negchain.train.run_folder import RunFolder, check_writable, default_out, is_run, versions
 from negchain.train.team import here
 
@@ -54,7 +55,7 @@ def start(
 def load(config: TrainConfig, show: bool) -> Task:
     """The task of the settings; what is fetched is fetched by rank 0, before the others look."""
     team = here()
-    if config.download:
+    if config.download and team.world > 1:
         team.first(lambda: tasks.load(config, show) and None)
     return tasks.load(config, show and team.leads)
 
@@ -69,7 +70,7 @@ def folder_for(config: TrainConfig) -> Path:
 def record(task: Task) -> dict[str, Any]:
     """config.json: what was asked for, and what it ran on."""
     hardware = f"{platform.machine()} CPU"
-    if trainer.choose_device(task.config).type == "cuda":
+    if choose_device(task.config).type == "cuda":
         hardware = torch.cuda.get_device_name()
     data = {
         "num_samples": task.num_samples,

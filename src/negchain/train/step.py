@@ -203,7 +203,7 @@ class TrainStep:
             z_b, *answers = self._encode(self.embed, encoded[1:], anchors.size, loaded)
             answers, drawn = answers[: len(trained)], answers[len(trained) :]
         row = _count(encoded)
-        if self.task.watched:
+        if self.ranks is None or self.task.state_tensors():
             self.task.watch(self._of_all(z_a.detach()), self.index)
         for position, share in enumerate(asked):
             if not share.want.gradient:
@@ -226,8 +226,10 @@ class TrainStep:
     def _of_batch(self, ids: Tensor, tower: Tower) -> Share:
         """This rank's rows of the batch."""
         want = Want(ids[self.rows], tower)
-        places = torch.arange(self.rows.start, self.rows.stop, device=self.device)
-        return Share(want, len(ids), None if self.ranks is None else places)
+        return Share(want, len(ids), None if self.ranks is None else self._own_rows())
+
+    def _own_rows(self) -> Tensor:
+        return torch.arange(self.rows.start, self.rows.stop, device=self.device)
 
     def _shares(self, request: Request) -> list[Share]:
         """This rank's of what a loss asks for."""
@@ -240,9 +242,9 @@ class TrainStep:
                 places = torch.arange(count, device=self.device) + self.ranks.rank * count
                 found.append(Share(want, len(part.whole), places))
             else:  # so many of every row of the batch
-                rows = torch.arange(self.rows.start, self.rows.stop, device=self.device)
-                copies = torch.arange(part.per_row, device=self.device) * size
-                found.append(Share(want, part.per_row * size, (copies[:, None] + rows).flatten()))
+                copies = torch.arange(part.per_row, device=self.device)[:, None] * size
+                places = (copies + self._own_rows()).flatten()
+                found.append(Share(want, part.per_row * size, places))
         return found
 
     def _items(self, wants: Sequence[Want]) -> list[Want]:

@@ -200,17 +200,3 @@ def _speaks(store: Any) -> bool:
         return int(store.add("negchain-failures", 1)) == 1
     except RuntimeError:  # nobody keeps the count any more
         return True
-
-
-def check_devices(kind: str) -> None:
-    """Refuse more ranks of a machine than it has GPUs."""
-    if _here.world == 1 or kind != "cuda":
-        return
-    import torch
-
-    ranks, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
-    if ranks > gpus:
-        raise ConfigError(
-            f"every rank needs a GPU of its own, and torchrun started {ranks} on a machine with "
-            f"{gpus}; lower --nproc-per-node or use --device cpu"
-        )

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from negchain.files import replacing
 from negchain.optim import build_optimizer, load_optimizer, lr_at, set_lr
@@ -25,15 +25,14 @@ from negchain.tasks.task import Judge, Task
 from negchain.train import checkpoint
 from negchain.train import team as teams
 from negchain.train.config import ConfigError, TrainConfig
+from negchain.train.device import autocast_dtype, check_ranks, choose_device, in_double
 from negchain.train.joint_norm import join_norms
 from negchain.train.order import DataOrder
 from negchain.train.progress import Progress
-from negchain.train.reading import Clock, Reading
+from negchain.train.reading import Clock, Reading, logged
 from negchain.train.run_folder import RunFolder, read_metrics
 from negchain.train.step import TrainStep, build_loss
 from negchain.train.stopping import Diverged, Interrupted, stopping
-
-NOT_LOGGED = ("nonfinite_rows", "rows_without_negatives")  # zero, or somebody should know
 
 
 @dataclass
@@ -195,9 +194,7 @@ class Run:
                 f"the loss is {loss} at step {reading.step}; lower --lr (now {self.config.lr:g}), "
                 "raise --warmup-epochs, or use --precision float32"
             )
-        found = {name: value for name, value in info.items() if value or name not in NOT_LOGGED}
-        found = {_metric(name): value for name, value in found.items()}
-        self._log({"loss": loss, "samples_per_second": rate, **found}, reading.step)
+        self._log({"loss": loss, "samples_per_second": rate, **logged(info)}, reading.step)
         progress.update(loss, rate)
 
     def _evaluate(self) -> None:
@@ -316,8 +313,7 @@ class Run:
                         f"{self.config.pretrained}; give --pretrained again, or start a new run"
                     )
                 notes.append(self.task.start_from(self.encoder, self.config.pretrained))
-            if self.team.leads:
-                self.folder.truncate_after(0)
+            self.folder.truncate_after(0)
             return notes
         try:
             return self._restore(loaded)
@@ -351,14 +347,8 @@ class Run:
         over = self.done >= self.total_steps or self._stale()
         self.evaluated = bool(state["evaluated"]) and over
         self.step.loss.fill_(state["last_loss"])
-        if self.team.leads:
-            self.folder.truncate_after(loaded.step)
+        self.folder.truncate_after(loaded.step)
         return [f"continuing after step {self.done} of {self.total_steps}", *loaded.warnings]
-
-
-def _metric(name: str) -> str:
-    """What a number of `info` is called in metrics.jsonl, where exact ones stand beside it."""
-    return f"estimated_{name}" if name.startswith("global_loss") else name
 
 
 def prepare(task: Task, open_folder: Callable[[], RunFolder], fresh: bool = True) -> Run:
@@ -369,28 +359,22 @@ def prepare(task: Task, open_folder: Callable[[], RunFolder], fresh: bool = True
     """
     config = task.config
     device, team = choose_device(config), teams.here()
-    teams.check_devices(device.type)
+    check_ranks(config, device)
     torch.manual_seed(config.seed)
     order = DataOrder(task.num_samples, config.batch_size, config.seed)
-    if config.batch_size < team.world:
-        raise ConfigError(
-            f"--batch-size {config.batch_size} is shared by {team.world} processes and must give "
-            "each a sample; raise it, or lower --nproc-per-node"
-        )
     task.place(device, autocast_dtype(config, device))
     encoder, notes = task.build()
     if fresh and config.pretrained is not None:
         notes.append(task.start_from(encoder, config.pretrained))
     if config.precision == "float64":
-        _in_double(encoder)
+        in_double(encoder)
     joint = join_norms(encoder) if team.world > 1 else 0
     loss_fn = build_loss(task, encoder).to(device)
+    if _graphed(task) and (joint or config.batch_size % team.world):
+        task.capturable = False
+        notes.append("several ranks with BatchNorm, or an uneven batch: steps are no CUDA graph")
     if _graphed(task) and team.world > 1:
-        if joint or config.batch_size % team.world:
-            task.capturable = False
-            reason = "--norm batch" if joint else "a batch that ranks cannot share evenly"
-            notes.append(f"steps are not replayed as a CUDA graph: several ranks with {reason}")
-        loss_fn.gather = "even" if task.capturable else True
+        loss_fn.gather = "even"
     optimizer = build_optimizer(
         encoder,
         config.optimizer,
@@ -411,31 +395,5 @@ def prepare(task: Task, open_folder: Callable[[], RunFolder], fresh: bool = True
     return Run(task, folder, encoder, step, order, task.judge(), total, notes=notes)
 
 
-def _in_double(encoder: nn.Module) -> None:
-    """Let an encoder compute in float64, whatever it, or a part of it, is given."""
-
-    def wider(module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(
-            g.double() if isinstance(g, Tensor) and g.is_floating_point() else g for g in given
-        )
-
-    for module in encoder.double().modules():
-        module.register_forward_pre_hook(wider)
-
-
 def _graphed(task: Task) -> bool:
     return task.config.graph and task.device.type == "cuda" and task.capturable
-
-
-def choose_device(config: TrainConfig) -> torch.device:
-    """The device a config names; "auto" takes a GPU if there is one."""
-    name = config.device
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
-
-
-def autocast_dtype(config: TrainConfig, device: torch.device) -> torch.dtype | None:
-    """bf16 where asked for, and on a GPU unless told otherwise."""
-    bf16 = config.precision == "bf16" or (config.precision == "auto" and device.type == "cuda")
-    return torch.bfloat16 if bf16 else None
