@@ -14,8 +14,10 @@ import pytest
 import torch
 from torchrun_ranks import TINY, at_step, ended, metrics, said, start, unjudged
 
+from negchain.cli import run
 from negchain.tasks.images import ImageTask
 from negchain.train import checkpoint, trainer
+from negchain.train.config import TrainConfig, to_json
 
 CLOCK = ("seconds", "samples_per_second")
 
@@ -86,11 +88,11 @@ def test_a_rank_that_is_gone_ends_the_run_with_a_message(tmp_path: Path, fault: 
             at_step(4, lambda run: os.kill(os.getpid(), fault))
 
     out, log = tmp_path / "run", tmp_path / "log"
-    first, second = start(
-        2, f"{TINY} --checkpoint-every 3 --rank-timeout 20 --out {out}", log, gone
-    )
+    patience = 20 if fault == signal.SIGSTOP else 200  # a closed connection is noticed at once
+    words = f"{TINY} --checkpoint-every 3 --rank-timeout {patience} --out {out}"
+    first, second = start(2, words, log, gone)
     try:
-        first.join(120)
+        first.join(240)
         assert first.exitcode == 1, said(log)
         assert said(log).count("failed: rank 0 of 2 lost another one") == 1
         assert "--resume" in said(log) and "Traceback" not in said(log)
@@ -106,6 +108,19 @@ def test_what_ranks_cannot_share_is_refused(tmp_path: Path) -> None:
     assert 2 in states and 0 not in states
     assert said(log).count("refused: --batch-size 2 is shared by 3 processes") == 1
     assert not out.exists()
+
+
+def test_a_restarted_run_goes_on_only_as_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    assert run(TINY.split()) == 2  # nobody would find its folder again
+    assert "--max-restarts needs --out" in capsys.readouterr().err
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    words = [*TINY.split(), "--out", str(tmp_path)]
+    (tmp_path / "config.json").write_text(to_json(TrainConfig(seed=7)))
+    assert run(words) == 2  # somebody else's run
+    assert "already holds a run" in capsys.readouterr().err
 
 
 MORE = {

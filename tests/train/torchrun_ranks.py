@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,8 +51,10 @@ def start(
     context = multiprocessing.get_context("fork")
     arguments = [(r, world, store.port, words.split(), str(log), before) for r in range(world)]
     ranks = [context.Process(target=_rank, args=given) for given in arguments]
-    for rank in ranks:
-        rank.start()
+    with warnings.catch_warnings():  # Python 3.12 counts the store's thread, which holds nothing
+        warnings.simplefilter("ignore", DeprecationWarning)
+        for rank in ranks:
+            rank.start()
     return ranks
 
 
