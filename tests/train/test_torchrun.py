@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 from torchrun_ranks import TINY, at_step, ended, metrics, said, start, unjudged
 
 from negchain.cli import run
+from negchain.tasks.image_judge import ImageJudge
 from negchain.tasks.images import ImageTask
 from negchain.train import checkpoint, trainer
 from negchain.train.config import TrainConfig, to_json
@@ -142,6 +144,20 @@ def test_every_kind_of_step_is_that_of_one_process(tmp_path: Path, words: str) -
         assert ended(world, given, log, quick) == [0] * world, said(log)
         if world > 1:
             require_equal(tmp_path / "1", out, 2e-6 if "sogclr" in words else 1e-9)
+
+
+@pytest.mark.slow
+def test_an_evaluation_may_take_longer_than_ranks_wait_for_each_other(tmp_path: Path) -> None:
+    def thorough(self: ImageJudge, encoder: object) -> object:
+        time.sleep(30)
+        return {"knn1": 0.5}, {}
+
+    def long(rank: int) -> None:
+        unjudged()
+        ImageJudge.thorough = thorough  # type: ignore[method-assign,assignment]
+
+    words = f"{TINY} --rank-timeout 15 --out {tmp_path / 'run'}"
+    assert ended(2, words, tmp_path / "log", long) == [0, 0], said(tmp_path / "log")
 
 
 @pytest.mark.slow
