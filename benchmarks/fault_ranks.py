@@ -70,7 +70,8 @@ def kill_rank(top: Path, rng: random.Random) -> Cells:
     words, alone = left_alone(top)
     begun = time.perf_counter()
     assert ended(2, f"{words} {top / 'timed'}", top / "log") == [0, 0]
-    length, out, kills, told = time.perf_counter() - begun, top / "killed", 0, list[str]()
+    length, out, kills = time.perf_counter() - begun, top / "killed", 0
+    told, lost = list[str](), list[int]()
     while kills < 10:
         log = top / f"log{time.monotonic_ns()}"
         fresh = not (out / "config.json").exists()
@@ -82,14 +83,17 @@ def kill_rank(top: Path, rng: random.Random) -> Cells:
             end(ranks)
             kills += 1
             told.append(sentence(log))
+            reached = max(metrics(out), default=0) if (out / "metrics.jsonl").exists() else 0
+            loaded = checkpoint.load_latest(out / "checkpoints")
+            lost.append(reached - (loaded.step if loaded else 0))
         else:  # it came to its end before: begin again
             end(ranks)
             shutil.rmtree(out)
     if (out / "config.json").exists():
         resumed(out, alone, rng.randint(1, 3), top / "log")
     spoken = [text for text in told if text.startswith("failed")]
-    return ("kill -9 of a rank of two at a random moment", kills, AGAIN,
-            f"{spoken[0]} (said {len(spoken)} times; else torchrun alone says it)")  # fmt: skip
+    return ("kill -9 of a rank of two at a random moment", kills, f"at most {max(lost)} {AGAIN}",
+            f"{len(spoken)} times (else torchrun alone says it): {spoken[0]}")  # fmt: skip
 
 
 def stop_rank(top: Path, rng: random.Random) -> Cells:
