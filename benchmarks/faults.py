@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+import fault_ranks
 import fuzz
 import torch
 from fault_runs import (
@@ -360,11 +361,17 @@ def main(names: list[str]) -> None:
     names = [name for name in names if name != "--inside"]
     torch.set_num_threads(1)
     rows: list[Row] = []
-    for name in names or [*FAULTS, *fuzz.KINDS]:
+    for name in names or [*FAULTS, *fault_ranks.FAULTS, *fuzz.KINDS]:
         begun = time.perf_counter()
         with tempfile.TemporaryDirectory(prefix="faults-") as top:
             rng = random.Random(name)
-            made = FAULTS[name](Path(top), rng) if name in FAULTS else Row(*fuzz.row(name, top))
+            if name in FAULTS:
+                made = FAULTS[name](Path(top), rng)
+            elif name in fault_ranks.FAULTS:
+                fault, tried, lost, told = fault_ranks.FAULTS[name](Path(top), rng)
+                made = Row(fault, tried, lost, _short(told))
+            else:
+                made = Row(*fuzz.row(name, top))
         rows.append(made)
         print(f"{name}: {time.perf_counter() - begun:.0f} s", file=sys.stderr, flush=True)
     print(table(rows))

@@ -140,7 +140,7 @@ def report(
 def _judge(
     run: Path, data: str | None, device: str, root: str, which: str
 ) -> tuple[Task, Any, int]:
-    from negchain.train import trainer
+    from negchain.train.device import autocast_dtype, choose_device
     from negchain.train.export import load_trained
 
     config = load_run_config(run)
@@ -151,6 +151,6 @@ def _judge(
     if data is not None:
         changed = replace(changed, subset=None)  # a part of the run's own data, not of others
     task = tasks.load(changed, encoder_config=encoder.encoder_config)
-    where = trainer.choose_device(changed)
-    task.place(where, trainer.autocast_dtype(config, where))
+    where = choose_device(changed)
+    task.place(where, autocast_dtype(config, where))
     return task, encoder.to(where), loaded.step

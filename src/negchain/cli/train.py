@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
 from rich.console import Console
 
 from negchain import tasks
@@ -14,11 +16,12 @@ from negchain.cli.terminal import Failed, Stopped, result, say
 from negchain.files import read_text
 from negchain.methods import import_file
 from negchain.train import loggers
-from negchain.train.config import ConfigError, TrainConfig, from_json
+from negchain.train.config import ConfigError, TrainConfig, from_json, same_run
 from negchain.train.presets import PRESET_HELP
 from negchain.train.progress import Progress
 from negchain.train.resolve import resolve, resume
-from negchain.train.run_folder import RunFolder, load_run_config, own_settings
+from negchain.train.run_folder import RunFolder, is_run, load_run_config, own_settings
+from negchain.train.team import PATIENCE, Silent, here, joined, restarted
 
 if TYPE_CHECKING:  # what brings torch is imported by the functions below, so that --help is quick
     from negchain.train.trainer import Run
@@ -51,23 +54,46 @@ settings; every value can be overridden:
         ),  # fmt: skip
         IMPORT,
         option("quiet", bool, False, "--quiet", help="No progress bar."),
+        option(
+            "rank_timeout",
+            float,
+            PATIENCE,
+            "--rank-timeout",
+            help="Under torchrun: seconds after which a rank that does not answer is given up.",
+        ),
     ]
 )
 def command(
-    resume_: bool, config_: Path | None, import_: Path | None, quiet: bool, **settings: Any
+    resume_: bool,
+    config_: Path | None,
+    import_: Path | None,
+    quiet: bool,
+    rank_timeout: float,
+    **settings: Any,
 ) -> int:
     """See `HELP`."""
     if import_ is not None:
         import_file(import_)
     if resume_ and config_ is not None:
         raise ConfigError("--resume reads the config of the run in --out; leave out --config")
-    show = not quiet
+    if not rank_timeout > 0:
+        raise ConfigError(f"--rank-timeout must be above 0, got {rank_timeout:g}")
+    try:
+        with joined(rank_timeout):
+            return _train(resume_, config_, not quiet, settings)
+    except Silent:
+        raise typer.Exit(1) from None
+
+
+def _train(resume_: bool, config_: Path | None, show: bool, settings: dict[str, Any]) -> int:
     run, notes = _resumed(settings, show) if resume_ else _started(settings, config_, show)
+    show = show and run.team.leads
 
     from negchain.train.stopping import Interrupted
 
     with run.folder:
-        _announce(run, notes)
+        if run.team.leads:
+            _announce(run, notes)
         try:
             summary = run.train(Progress(show, tasks.named(run.config.task).noun))
         except Interrupted as error:
@@ -75,17 +101,31 @@ def command(
             raise Stopped(f"{error}; {where}") from None
         except Exception as error:
             raise Failed(f"{error}") from error
-    _show(run, summary)
+    if run.team.leads:
+        _show(run, summary)
     return 0
 
 
 def _started(settings: dict[str, Any], file: Path | None, show: bool) -> tuple[Run, list[str]]:
     saved = None if file is None else _read_config(file, settings)
     config = resolve(settings.pop("preset", None), settings, saved)
+    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) and config.out is None:
+        raise ConfigError(
+            "torchrun --max-restarts needs --out, the folder in which a restarted run goes on"
+        )
+    if here().first(lambda: restarted() and _same_as_there(config)):
+        return _resumed(settings, show)
 
     from negchain.train.start import start
 
     return start(config, show)
+
+
+def _same_as_there(config: TrainConfig) -> bool:
+    """Whether --out holds the run these settings start."""
+    if config.out is None or not is_run(config.out):
+        return False
+    return not same_run(load_run_config(Path(config.out)), own_settings(config))
 
 
 def _read_config(file: Path, settings: dict[str, Any]) -> TrainConfig:
@@ -104,6 +144,7 @@ def _resumed(settings: dict[str, Any], show: bool) -> tuple[Run, list[str]]:
         raise ConfigError("--resume needs --out, the folder of the run to continue")
 
     from negchain.train import checkpoint, trainer
+    from negchain.train.start import load
 
     path = Path(settings["out"])
     saved = load_run_config(path)
@@ -119,7 +160,7 @@ def _resumed(settings: dict[str, Any], show: bool) -> tuple[Run, list[str]]:
                 f"the checkpoints in {path} cannot be of the encoder its config.json names "
                 f"({error}); restore the file, or start a new run"
             ) from None
-    task = tasks.load(config, show)
+    task = load(config, show)
     if own := json.loads(read_text(path / "config.json"))["data_info"].get("augment"):
         raise ConfigError(
             f"the run in {path} augments by a function of Python ({own}), which the command line "
@@ -136,7 +177,8 @@ def _resumed(settings: dict[str, Any], show: bool) -> tuple[Run, list[str]]:
             )
             known = json.loads(run.folder.config())
             known |= {"epochs": config.epochs, "steps": config.steps}
-            run.folder.rewrite_config(json.dumps(known, indent=2) + "\n")
+            if run.team.leads:
+                run.folder.rewrite_config(json.dumps(known, indent=2) + "\n")
         return run, notes
     except BaseException:
         run.folder.close()

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from negchain import draws
-from negchain.augment import Draws, Images, joined
+from negchain.augment import Images, joined
 from negchain.data import DataBundle, ImageSet, load_data, stream_batches
 from negchain.data.places import whole_file
 from negchain.data.scan import ImageFile, Scan
@@ -143,22 +143,23 @@ class ImageTextTask(Task):
         return Batch(index, index, {} if self.known is None else {"known": self.known[index]})
 
     def inputs(
-        self, wants: Sequence[Want], step: Tensor, row: int, loaded: Images | None = None
+        self, wants: Sequence[Want], step: Tensor, row: int | Tensor, loaded: Images | None = None
     ) -> Tensor | dict[str, Tensor]:
         """Augmented pixels [R,3,S,S], or tokens [R,L] of a caption drawn for each picture."""
         if wants[0].tower == "anchors" and loaded is None:
             return self.pictures.inputs(wants, step, row)
         ids = torch.cat([want.ids for want in wants])
         if wants[0].tower == "keys":
-            rows = torch.arange(row, row + len(ids), device=self.device)
-            u = draws.uniform(self.config.seed, step, draws.STREAM_STORED, rows, 1, torch.float64)
+            if isinstance(row, int):
+                row = torch.arange(row, row + len(ids), device=self.device)
+            u = draws.uniform(self.config.seed, step, draws.STREAM_STORED, row, 1, torch.float64)
             count = self.begin[ids + 1] - self.begin[ids]
             return self.caption(self.begin[ids] + draws.integers_below(count, u[:, 0]))
         assert loaded is not None
         given = [loaded.to(self.device, non_blocking=True)]
         if len(ids) > len(loaded):  # what follows the batch
             given.append(self.pictures.images(ids[len(loaded) :]))
-        return self.augment(joined(given), Draws(self.config.seed, step, draws.STREAM_AUGMENT, row))
+        return self.augment(joined(given), self.pictures.drawn(step, row))
 
     def caption(self, numbers: Tensor) -> dict[str, Tensor]:
         """Tokens of training captions by number, [R,L]."""

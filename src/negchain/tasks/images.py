@@ -146,7 +146,7 @@ class ImageTask(Task):
         return Batch(index * k + views[0], index * k + views[1], {"augmentation": views})
 
     def inputs(
-        self, wants: Sequence[Want], step: Tensor, row: int, loaded: Images | None = None
+        self, wants: Sequence[Want], step: Tensor, row: int | Tensor, loaded: Images | None = None
     ) -> Tensor:
         """Pixels [R, C, size, size]: augmented with this step's draws, or stored ones."""
         whole = torch.cat([want.ids for want in wants])
@@ -158,7 +158,7 @@ class ImageTask(Task):
             return self.augment.plain(joined(given))
         if self.config.augmentations is not None:
             return self.augment.plain(self.images(whole))
-        drawn = Draws(self.config.seed, step, draws.STREAM_AUGMENT, row)
+        drawn = self.drawn(step, row)
         if self.table is not None:
             dtype = self.autocast or torch.float32
             return self.augment.from_table(self.table, whole, drawn, dtype)
@@ -172,6 +172,13 @@ class ImageTask(Task):
         if len(whole) > 2 * len(views):  # what follows the two views of the batch
             given.append(self.images(whole[2 * len(views) :]))
         return self.augment(joined(given)[torch.cat([places[: len(views)], places])], drawn)
+
+    def drawn(self, step: Tensor, row: int | Tensor) -> Draws | Tensor:
+        """The draws of a step's views, from a row on or of given rows [R]."""
+        seed, stream = self.config.seed, draws.STREAM_AUGMENT
+        if isinstance(row, int):
+            return Draws(seed, step, stream, row)
+        return draws.uniform(seed, step, stream, row, self.augment.num_uniforms, torch.float32)
 
     def watch(self, embeddings: Tensor, index: Tensor) -> None:
         """Let the online probe answer and learn."""

@@ -128,7 +128,9 @@ class RetrievalTask(Task):
         keys = self.positives[index].gather(1, at)[:, 0]
         return Batch(index, keys, {"key_index": keys, "known": self.known[index]})
 
-    def inputs(self, wants: Sequence[Want], step: Tensor, row: int, loaded: Any = None) -> Any:
+    def inputs(
+        self, wants: Sequence[Want], step: Tensor, row: int | Tensor, loaded: Any = None
+    ) -> Any:
         """Token ids and mask, [R, T] each."""
         texts = self.queries["train"] if wants[0].tower == "anchors" else self.documents
         return texts.tokens(torch.cat([want.ids for want in wants]), self.device)

@@ -144,13 +144,16 @@ class Task(ABC):
         return Batch(index, index, {})
 
     @abstractmethod
-    def inputs(self, wants: Sequence[Want], step: Tensor, row: int, loaded: Any = None) -> Any:
+    def inputs(
+        self, wants: Sequence[Want], step: Tensor, row: int | Tensor, loaded: Any = None
+    ) -> Any:
         """Whatever the tower of these wants eats, one row per id in order.
 
         Args:
             wants: of one tower; with `one_pass` of both.
             step: number of the step, on the device.
-            row: of the step's draws that the first id has; the others follow.
+            row: of the step's draws that the first id has, and the others follow; [R] where other
+                ranks have some of the rows.
             loaded: what `stream` gave for the batch; its wants come first.
         """
 

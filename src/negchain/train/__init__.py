@@ -39,9 +39,12 @@ def run(
     from negchain.train.progress import Progress
     from negchain.train.resolve import resolve
     from negchain.train.start import start
+    from negchain.train.team import joined
 
     settings = {k: fspath(v) if isinstance(v, PathLike) else v for k, v in settings.items()}
-    begun, _ = start(resolve(settings.pop("preset", None), settings), show, augment)
-    with begun.folder:
-        begun.train(Progress(show))
+    config = resolve(settings.pop("preset", None), settings)
+    with joined() as team:
+        begun, _ = start(config, show, augment)
+        with begun.folder:
+            begun.train(Progress(show and team.leads))
     return begun.folder.path

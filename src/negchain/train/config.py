@@ -50,7 +50,7 @@ class TrainConfig:
     device: Literal["auto", "cpu", "cuda"] = setting(
         "auto", "Where to train; auto takes a GPU if there is one.", "The run", free=True
     )
-    precision: Literal["auto", "float32", "bf16"] = setting(
+    precision: Literal["auto", "float32", "bf16", "float64"] = setting(
         "auto", "Precision of the encoder; auto is bf16 on a GPU and float32 on a CPU.", "The run"
     )
     graph: bool = setting(

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from negchain.train.step import TrainStep
 
+NOT_LOGGED = ("nonfinite_rows", "rows_without_negatives")  # zero, or somebody should know
+
 
 class Reading:
     """Loss, `info` and what the task watched of a step, copied to the host beside the next ones."""
@@ -20,8 +22,8 @@ class Reading:
         self._loss_fn = step.loss_fn
         self._names, values = self._loss_fn.take_info()
         self._watched = list(watched)
-        first = [number.to(values.dtype).view(1) for number in (step.loss, *watched.values())]
-        values = torch.cat([*first, values])
+        first = [number.view(1).double() for number in (step.loss, *watched.values())]
+        values = torch.cat([*first, values.double()])
         self._copied: torch.cuda.Event | None = None
         if values.is_cuda:
             pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -38,6 +40,19 @@ class Reading:
         count = len(self._watched)
         found = self._loss_fn.read_info(self._names, values[count:])
         return loss, {**found, **dict(zip(self._watched, values[:count], strict=True))}
+
+
+def logged(info: Mapping[str, float]) -> dict[str, float]:
+    """Numbers of `info` as metrics.jsonl has them, where exact ones stand beside them.
+
+    >>> logged({"global_loss": 2.0, "nonfinite_rows": 0.0})
+    {'estimated_global_loss': 2.0}
+    """
+    kept = {name: value for name, value in info.items() if value or name not in NOT_LOGGED}
+    return {
+        f"estimated_{name}" if name.startswith("global_loss") else name: value
+        for name, value in kept.items()
+    }
 
 
 class Clock:

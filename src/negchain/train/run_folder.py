@@ -109,8 +109,11 @@ class RunFolder:
     [{'step': 10, 'loss': 1.5, 'knn1': None}]
     """
 
-    def __init__(self, path: Path, lock: BinaryIO) -> None:
-        """Take over `path`, whose `.lock` file is open and locked as `lock`."""
+    def __init__(self, path: Path, lock: BinaryIO | None) -> None:
+        """Take over `path`, whose `.lock` file is open and locked as `lock`.
+
+        None: rank 0 holds it, and this rank writes nothing there.
+        """
         self.path = path
         self.checkpoints = path / "checkpoints"
         self._lock = lock
@@ -186,6 +189,8 @@ class RunFolder:
 
         Returns how many lines of metrics went.
         """
+        if self._lock is None:
+            return 0
         assert self._metrics is None and self._logger is None, "truncate before logging"
         self._purge_step = step + 1
         (self.path / "summary.json").unlink(missing_ok=True)
@@ -215,7 +220,8 @@ class RunFolder:
                 with naming(self.path / "tensorboard"):
                     self._logger.close()
         finally:
-            self._lock.close()
+            if self._lock is not None:
+                self._lock.close()
 
     def __enter__(self) -> Self:
         """Return the folder itself."""

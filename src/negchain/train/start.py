@@ -18,7 +18,9 @@ from negchain import tasks
 from negchain.tasks.task import Task
 from negchain.train import loggers, trainer
 from negchain.train.config import ConfigError, TrainConfig
+from negchain.train.device import choose_device
 from negchain.train.run_folder import RunFolder, check_writable, default_out, is_run, versions
+from negchain.train.team import here
 
 PACKAGES = ("negchain", "torch", "torchvision", "timm", "triton", "numpy", "scikit-learn")
 
@@ -33,19 +35,29 @@ def start(
         show: progress of loading data.
         augment: in the place of the recipe; see `negchain.train.run`.
     """
-    if config.out is not None and is_run(config.out):
+    team = here()
+    if team.leads and config.out is not None and is_run(config.out):
         raise ConfigError(
             f"--out {config.out} already holds a run; add --resume to continue it, or name "
             "another folder"
         )
-    check_writable(Path(config.out or "runs"))
+    if team.leads:
+        check_writable(Path(config.out or "runs"))
     loggers.check(config.logger)
-    task = tasks.load(config, show)
+    task = load(config, show)
     if augment is not None:
         task.augment_by(augment)
     text = json.dumps(record(task), indent=2) + "\n"
     run = trainer.prepare(task, lambda: RunFolder.create(folder_for(config), config=text))
     return run, [*task.notes, *run.notes]
+
+
+def load(config: TrainConfig, show: bool) -> Task:
+    """The task of the settings; what is fetched is fetched by rank 0, before the others look."""
+    team = here()
+    if config.download and team.world > 1:
+        team.first(lambda: tasks.load(config, show) and None)
+    return tasks.load(config, show and team.leads)
 
 
 def folder_for(config: TrainConfig) -> Path:
@@ -58,7 +70,7 @@ def folder_for(config: TrainConfig) -> Path:
 def record(task: Task) -> dict[str, Any]:
     """config.json: what was asked for, and what it ran on."""
     hardware = f"{platform.machine()} CPU"
-    if trainer.choose_device(task.config).type == "cuda":
+    if choose_device(task.config).type == "cuda":
         hardware = torch.cuda.get_device_name()
     data = {
         "num_samples": task.num_samples,

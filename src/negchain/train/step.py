@@ -7,15 +7,24 @@ Every random number of step t is a function of (seed, t), every input a tensor t
 is, and nothing asks the device for a value: so the whole step can be captured once and replayed,
 and a resumed run repeats what an uninterrupted one would have done.
 
-What a position is and what a tower eats is the task's matter. Shapes: `B` batch, `D` embedding.
+What a position is and what a tower eats is the task's matter.
+
+Several ranks share a step: each encodes its rows of the batch and its share of what the loss asks
+for, with the draws one process would use for them; the loss gathers by itself. Gradients are
+averaged in one all-reduce between the backward pass and the optimizer, not by DDP: a step may be
+several passes through several towers, with copies of the weights, recorded as a CUDA graph, which
+DDP's hooks do not fit, while all gradients are in `.grad` here whatever made them.
+
+Shapes: `B` batch of all ranks, `D` embedding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from negchain import methods
@@ -23,13 +32,23 @@ from negchain.chunked import statistics_kept
 from negchain.fast import encoder as fast_encoder
 from negchain.fast.streams import forked, join, new_stream
 from negchain.losses import ContrastiveLoss
-from negchain.losses.request import Tower, Want
+from negchain.losses.ranks import Piece, Ranks, joined
+from negchain.losses.request import Request, Tower, Want
 from negchain.tasks.task import Task
 
 Towers = dict[Tower, fast_encoder.PlainEncoder]
 
 MAIN_PRIORITY = -1  # of the graph's stream, above the weight gradients'
 WARM_UP_STEPS = 3  # before capture: libraries initialise and allocate
+FILLED = 256  # rows of a table that one process fills at a time
+
+
+class Share(NamedTuple):
+    """What this rank encodes of a want of all ranks."""
+
+    want: Want
+    size: int  # ids of all ranks
+    places: Tensor | None = None  # [R] of this rank's among them; None: it is alone
 
 
 def build_loss(task: Task, encoder: Any) -> ContrastiveLoss:
@@ -78,7 +97,9 @@ class TrainStep:
         size = task.config.batch_size
         self._inputs = torch.zeros(size + 1, dtype=torch.int64, device=self.device)
         self.index, self.step = self._inputs[:size], self._inputs[size]  # [B], []
-        self.loss = torch.zeros((), device=self.device)
+        self.ranks = Ranks.of(loss_fn)
+        self.rows = own_rows(size, self.ranks)
+        self.loss = torch.zeros((), dtype=torch.float64, device=self.device)
         self.plain = self._towers(lambda tower: fast_encoder.PlainEncoder(tower, self.autocast))
         self.embed = self.plain
         self._one = torch.ones((), device=self.device)
@@ -114,7 +135,10 @@ class TrainStep:
                 self.embed = made
         join(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=new_stream(self.device, MAIN_PRIORITY)):
+        # NCCL's watchdog may ask the device while this thread records
+        mode = "global" if self.ranks is None else "thread_local"
+        main = new_stream(self.device, MAIN_PRIORITY)
+        with torch.cuda.graph(graph, stream=main, capture_error_mode=mode):
             self._run(None)
         with torch.no_grad():
             for tensor, value in kept.values():
@@ -137,42 +161,91 @@ class TrainStep:
         for tower in dict.fromkeys(self.embed.values()):
             tower.begin()
         loss = self._forward(loaded)
-        torch.autograd.backward(loss, self._one)
-        self.optimizer.step()  # several GPUs would first sum the gradients, all in `.grad` by now
+        torch.autograd.backward(loss, self._one.to(loss.dtype))
+        if self.ranks is not None:
+            self._average(self.ranks)
+        self.optimizer.step()
         self.task.after_step(self.encoder)
         self.loss.copy_(loss.detach())
 
+    def _average(self, ranks: Ranks) -> None:
+        """Gradients become their mean over the ranks: that of one process on the whole batch."""
+        held = [p.grad for group in self.optimizer.param_groups for p in group["params"]]
+        grads = [grad for grad in held if grad is not None]
+        flat = torch.cat([grad.flatten() for grad in grads])
+        dist.all_reduce(flat, group=ranks.group)
+        means = torch.split(flat.div_(ranks.world), [grad.numel() for grad in grads])
+        for grad, mean in zip(grads, means, strict=True):
+            grad.copy_(mean.view_as(grad))
+
     def _forward(self, loaded: Any) -> Tensor:
         """The loss of the batch: what it asks for is encoded as the batch is."""
-        loss_fn, index = self.loss_fn, self.index
+        loss_fn = self.loss_fn
         beta = self.task.beta(self.encoder)
         if isinstance(beta, Tensor) and not isinstance(beta, nn.Parameter):
             loss_fn.beta = beta  # computed from a parameter, with a graph of this step's own
-        batch = self.task.batch(index, self.step)
-        first = loss_fn.request(index, **batch.told)
-        asked = self._items(first.wants)
-        anchors, keys = Want(batch.anchors, "anchors"), Want(batch.keys, "keys")
-        trained = [want for want in asked if want.gradient]
-        drawn: list[Tensor] = []
+        whole = self.task.batch(self.index, self.step)
+        told = {name: _rows_of(value, self.rows) for name, value in whole.told.items()}
+        index = self.index[self.rows]
+        first = loss_fn.request(index, **told)
+        asked = self._shares(first)
+        anchors = self._of_batch(whole.anchors, "anchors")
+        keys = self._of_batch(whole.keys, "keys")
+        trained = [share for share in asked if share.want.gradient]
+        encoded, drawn = [anchors, keys, *trained], list[Tensor]()
         if self.task.one_pass or loss_fn.num_sides == 2:
-            z_a, z_b, *answers = self._encode(self.embed, [anchors, keys, *trained], 0, loaded)
-            second = loss_fn.request(index, z_a, z_b, **batch.told)
+            z_a, z_b, *answers = self._encode(self.embed, encoded, 0, loaded)
+            second = loss_fn.request(index, z_a, z_b, **told)
         else:  # only anchors draw: what they draw goes through the encoder with their positives
             (z_a,) = self._encode(self.embed, [anchors], 0, loaded)
-            second = loss_fn.request(index, z_a, **batch.told)
-            wants = [keys, *trained, *self._items(second.wants)]
-            z_b, *answers = self._encode(self.embed, wants, len(index), loaded)
+            second = loss_fn.request(index, z_a, **told)
+            encoded += self._shares(second)
+            z_b, *answers = self._encode(self.embed, encoded[1:], anchors.size, loaded)
             answers, drawn = answers[: len(trained)], answers[len(trained) :]
-        row = 2 * len(index) + _count(trained) + sum(map(len, drawn))
-        self.task.watch(z_a, index)
-        for position, want in enumerate(asked):
-            if not want.gradient:
-                answers.insert(position, self._renewed(want, row))
-                row += len(want.ids)
+        row = _count(encoded)
+        if self.ranks is None or self.task.state_tensors():
+            self.task.watch(self._of_all(z_a.detach()), self.index)
+        for position, share in enumerate(asked):
+            if not share.want.gradient:
+                answers.insert(position, self._renewed(share, row))
+                row += share.size
         if second.wants:
-            drawn = drawn or self._encode(self.embed, self._items(second.wants), row)
+            drawn = drawn or self._encode(self.embed, self._shares(second), row)
             second.answer(drawn)
-        return loss_fn(z_a, z_b, index, first.answer(answers), second, **batch.told)
+        return loss_fn(z_a, z_b, index, first.answer(answers), second, **told)
+
+    def _of_all(self, rows: Tensor) -> Tensor:  # [n,...] -> [B,...]
+        """The rows of all ranks."""
+        if self.ranks is None:
+            return rows
+        size, world = len(self.index), self.ranks.world
+        bounds = [size * rank // world for rank in range(world + 1)]
+        counts = [end - begin for begin, end in zip(bounds, bounds[1:], strict=False)]
+        return joined({0: Piece(rows[None], counts)}, self.ranks)[0][0]
+
+    def _of_batch(self, ids: Tensor, tower: Tower) -> Share:
+        """This rank's rows of the batch."""
+        want = Want(ids[self.rows], tower)
+        return Share(want, len(ids), None if self.ranks is None else self._own_rows())
+
+    def _own_rows(self) -> Tensor:
+        return torch.arange(self.rows.start, self.rows.stop, device=self.device)
+
+    def _shares(self, request: Request) -> list[Share]:
+        """This rank's of what a loss asks for."""
+        found, size = [], len(self.index)
+        for part, want in zip(request.parts, self._items(request.wants), strict=True):
+            count = len(want.ids)
+            if self.ranks is None:
+                found.append(Share(want, count))
+            elif part.whole is not None:
+                places = torch.arange(count, device=self.device) + self.ranks.rank * count
+                found.append(Share(want, len(part.whole), places))
+            else:  # so many of every row of the batch
+                copies = torch.arange(part.per_row, device=self.device)[:, None] * size
+                places = (copies + self._own_rows()).flatten()
+                found.append(Share(want, part.per_row * size, places))
+        return found
 
     def _items(self, wants: Sequence[Want]) -> list[Want]:
         """Wants by the task's ids; of a loss that names items only, the first version of each."""
@@ -180,28 +253,33 @@ class TrainStep:
         return [w if times == 1 else w._replace(ids=w.ids * times) for w in wants]
 
     def _encode(
-        self, towers: Towers, wants: Sequence[Want], row: int, loaded: Any = None
+        self, towers: Towers, shares: Sequence[Share], row: int, loaded: Any = None
     ) -> list[Tensor]:
         """Embeddings of every want, in one pass or in one per tower; `row`: of the first draw."""
         found: dict[int, Tensor] = {}
         for side in ("anchors", "keys"):
-            places = [n for n, want in enumerate(wants) if self.task.one_pass or want.tower == side]
-            if not places or places[0] in found:
+            at = [n for n, s in enumerate(shares) if self.task.one_pass or s.want.tower == side]
+            if not at or at[0] in found:
                 continue
-            mine = [wants[n] for n in places]
-            z = towers[mine[0].tower](self.task.inputs(mine, self.step, row, loaded))
-            parts = torch.split(z, [len(want.ids) for want in mine])
-            found.update(zip(places, parts, strict=True))
-            row += _count(mine)
-        return [found[n] for n in range(len(wants))]
+            mine = [shares[n] for n in at]
+            wants, rows, first = [share.want for share in mine], list[Tensor](), row
+            for share in mine:
+                if share.places is not None:
+                    rows.append(share.places + row)
+                row += share.size
+            numbers = torch.cat(rows) if rows else first
+            z = towers[wants[0].tower](self.task.inputs(wants, self.step, numbers, loaded))
+            parts = torch.split(z, [len(want.ids) for want in wants])
+            found.update(zip(at, parts, strict=True))
+        return [found[n] for n in range(len(shares))]
 
-    def _renewed(self, want: Want, row: int) -> Tensor:
+    def _renewed(self, share: Share, row: int) -> Tensor:
         """Embeddings for a stale table: made as the anchors' are, by the encoder as it trains.
 
         In a pass of its own without gradient, whose batch statistics leave running ones alone.
         """
         with torch.no_grad(), statistics_kept(self.encoder):
-            return self._encode(self.plain, [want], row)[0]
+            return self._encode(self.plain, [share], row)[0]
 
     def fill(self, told: Callable[[int], None] = lambda done: None) -> None:
         """Fill the loss's stale tables, where it has any; `told` hears how many rows are done."""
@@ -209,12 +287,27 @@ class TrainStep:
 
         def encode(ids: Tensor, tower: Tower) -> Tensor:
             nonlocal done
-            z = self._renewed(self._items([Want(ids, tower, gradient=False)])[0], 0)
-            told(done := done + len(ids))
+            (want,) = self._items([Want(ids, tower, gradient=False)])
+            places = None if self.ranks is None else ids % FILLED
+            z = self._renewed(Share(want, len(ids), places), 0)
+            told(done := done + len(ids) * (1 if self.ranks is None else self.ranks.world))
             return z
 
-        self.loss_fn.fill((lambda ids: encode(ids, "anchors"), lambda ids: encode(ids, "keys")))
+        towers = (lambda ids: encode(ids, "anchors")), (lambda ids: encode(ids, "keys"))
+        self.loss_fn.fill(towers, FILLED)
 
 
-def _count(wants: Sequence[Want]) -> int:
-    return sum(len(want.ids) for want in wants)
+def own_rows(size: int, ranks: Ranks | None) -> slice:
+    """The rows of a batch of `size` that are this rank's."""
+    if ranks is None:
+        return slice(0, size)
+    return slice(size * ranks.rank // ranks.world, size * (ranks.rank + 1) // ranks.world)
+
+
+def _rows_of(value: Any, rows: slice) -> Any:
+    """Some rows of what a loss is told per sample: a tensor, or several."""
+    return tuple(part[rows] for part in value) if isinstance(value, tuple) else value[rows]
+
+
+def _count(shares: Sequence[Share]) -> int:
+    return sum(share.size for share in shares)

@@ -27,8 +27,8 @@ from negchain.evaluation import embed_all
 from negchain.files import replacing
 from negchain.tasks.image_text_towers import ImageText, tokens_of
 from negchain.tasks.images import load_images, plain_augmentation
-from negchain.train import trainer
 from negchain.train.config import ConfigError, TrainConfig
+from negchain.train.device import autocast_dtype, choose_device
 from negchain.train.export import load_trained
 from negchain.train.run_folder import load_run_config
 
@@ -169,7 +169,7 @@ class Trained:
                 f"{self.config.task}"
             )
         rows = []
-        autocast = trainer.autocast_dtype(self.config, self.device)
+        autocast = autocast_dtype(self.config, self.device)
         with torch.no_grad(), torch.autocast(self.device.type, autocast, autocast is not None):
             for start in range(0, len(texts), ENCODE_BATCH):
                 tokens, _ = tokens_of(self.config, texts[start : start + ENCODE_BATCH])
@@ -244,7 +244,7 @@ class Trained:
 
     def _features(self, images: Tensor | ImageSet) -> Tensor:
         plain = self._augmentation().plain
-        autocast = trainer.autocast_dtype(self.config, self.device)
+        autocast = autocast_dtype(self.config, self.device)
         return embed_all(
             self.encoder.features,
             images,
@@ -267,7 +267,7 @@ def _as_rgb(pixels: Tensor) -> Image.Image:
 def load_run_encoder(run: str | Path, device: str = "auto", root: str = "data") -> Trained:
     """What `negchain.load` does; `root` holds downloaded data sets."""
     config = replace(load_run_config(Path(run)), device=device, root=root)  # type: ignore[arg-type]
-    encoder, where = load_trained(Path(run))[0], trainer.choose_device(config)
+    encoder, where = load_trained(Path(run))[0], choose_device(config)
     if "image_size" not in encoder.encoder_config:
         raise ConfigError(
             f"this encodes images, and {run} is of --task {config.task}; a retriever is loaded by "

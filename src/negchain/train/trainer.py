@@ -2,6 +2,8 @@
 
 Order of events at a step: train, log, evaluate, checkpoint. A checkpoint therefore never lacks
 metrics of its own step, and a run that is killed loses at most the steps since the last one.
+Under torchrun every rank runs this loop; what is evaluated and written is the work of rank 0
+(`team`), and what decides how the loop goes on is known to all.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,15 +23,16 @@ from negchain.optim import build_optimizer, load_optimizer, lr_at, set_lr
 from negchain.report import write_report
 from negchain.tasks.task import Judge, Task
 from negchain.train import checkpoint
+from negchain.train import team as teams
 from negchain.train.config import ConfigError, TrainConfig
+from negchain.train.device import autocast_dtype, check_ranks, choose_device, in_double
+from negchain.train.joint_norm import join_norms
 from negchain.train.order import DataOrder
 from negchain.train.progress import Progress
-from negchain.train.reading import Clock, Reading
+from negchain.train.reading import Clock, Reading, logged
 from negchain.train.run_folder import RunFolder, read_metrics
 from negchain.train.step import TrainStep, build_loss
 from negchain.train.stopping import Diverged, Interrupted, stopping
-
-NOT_LOGGED = ("nonfinite_rows", "rows_without_negatives")  # zero, or somebody should know
 
 
 @dataclass
@@ -49,6 +53,7 @@ class Run:
     waited: int = 0  # evaluations since then
     notes: list[str] = field(default_factory=list)  # what was chosen for the user
     stop: bool = False
+    team: teams.Team = field(default_factory=teams.here)
     config: TrainConfig = field(init=False)
     device: torch.device = field(init=False)
     _reading: Reading | None = None  # logged, but not yet read from the device
@@ -67,17 +72,20 @@ class Run:
             progress.start(self.total_steps, self.done)
             baseline = self._before(progress)
             self._loop(progress)
-            progress.say("evaluating")
-            best = self._back_to_best()
-            final, answers = self.judge.thorough(self.encoder)
-            if not self.evaluated:
-                self._log(final)
-                self._keep_best(final)
-                self.evaluated = True
-                self._save()
-            progress.say("reporting")
-            artifacts = self.judge.artifacts(self.encoder, self.step.loss_fn)
-            self._keep_arrays({**artifacts, **answers})
+            return self.team.first(lambda: self._finish(progress, baseline))
+
+    def _finish(self, progress: Progress, baseline: dict[str, float]) -> dict[str, Any]:
+        progress.say("evaluating")
+        best = self._back_to_best()
+        final, answers = self.judge.thorough(self.encoder)
+        if not self.evaluated:
+            self._log(final)
+            self._keep_best(final)
+            self.evaluated = True
+            self._save()
+        progress.say("reporting")
+        artifacts = self.judge.artifacts(self.encoder, self.step.loss_fn)
+        self._keep_arrays({**artifacts, **answers})
         samples = self.done * self.config.batch_size
         summary = {
             "step": self.done,
@@ -101,13 +109,19 @@ class Run:
 
         def told(done: int) -> None:
             progress.fill(done, total)
-            if self.stop:
+            if self.team.any(self.stop):
                 raise Interrupted("before the first step")
 
         self.step.fill(told)
 
     def _before(self, progress: Progress) -> dict[str, float]:
         """Judge the encoder before the first step, once; returns what the result must beat."""
+        line = self.team.first(lambda: self._first_line(progress))
+        if self.done == 0 and self.config.patience is not None:
+            self._keep_best(line)  # what is kept in the end is never worse than the start
+        return {} if line is None else self.judge.baselines(line)
+
+    def _first_line(self, progress: Progress) -> Any:
         lines = read_metrics(self.folder.path)
         line: Any = next((line for line in lines if line["step"] == 0), None)
         if line is None and self.done == 0:
@@ -117,9 +131,7 @@ class Run:
             self._keep_arrays(self.judge.previews())
             self._page()
             progress.say("training")
-        if self.done == 0 and self.config.patience is not None:
-            self._keep_best(line)  # what is kept in the end is never worse than the start
-        return {} if line is None else self.judge.baselines(line)
+        return line
 
     def _keep_arrays(self, arrays: dict[str, Any]) -> None:
         with replacing(self.folder.path / "artifacts.npz") as file:
@@ -152,10 +164,11 @@ class Run:
                 self.seconds += clock.lap()
                 progress.say("evaluating")
                 self._evaluate()
-                self._page()
+                self.team.first(self._page)
                 progress.say("training")
                 clock = Clock(self.done)
-            stopping = self.stop  # asked once: a signal from here on ends the run a step later
+            # asked once: a signal from here on ends the run a step later
+            stopping = self.team.any(self.stop)
             if stopping or due:
                 self._read(clock, progress)
                 self.seconds += clock.lap()
@@ -181,13 +194,11 @@ class Run:
                 f"the loss is {loss} at step {reading.step}; lower --lr (now {self.config.lr:g}), "
                 "raise --warmup-epochs, or use --precision float32"
             )
-        found = {name: value for name, value in info.items() if value or name not in NOT_LOGGED}
-        found = {_metric(name): value for name, value in found.items()}
-        self._log({"loss": loss, "samples_per_second": rate, **found}, reading.step)
+        self._log({"loss": loss, "samples_per_second": rate, **logged(info)}, reading.step)
         progress.update(loss, rate)
 
     def _evaluate(self) -> None:
-        found = self.judge.quick(self.encoder)
+        found = self.team.first(lambda: self.judge.quick(self.encoder))
         self._log(found)
         self._keep_best(found)
 
@@ -222,7 +233,8 @@ class Run:
             epoch = self.order.epoch(self.done) + 1
             end = min(self.total_steps, epoch * self.order.steps_per_epoch)
             positions = self.order.batches(self.done, end)
-            yield from zip(positions, self.task.stream(positions, self.done), strict=True)
+            loaded = self.task.stream(positions[:, self.step.rows], self.done)
+            yield from zip(positions, loaded, strict=True)
 
     def _lr(self, step: int) -> float:
         warm_up = int(self.config.warmup_epochs * self.order.steps_per_epoch)
@@ -231,6 +243,8 @@ class Run:
         return lr_at(step, self.total_steps, warm_up, self.config.lr)
 
     def _log(self, numbers: dict[str, float], step: int | None = None) -> None:
+        if not self.team.leads:
+            return
         step = self.done if step is None else step
         self.folder.log(
             {
@@ -244,6 +258,10 @@ class Run:
         )
 
     def _save(self) -> None:
+        """Write a checkpoint; no rank goes on before it is on the disk."""
+        self.team.first(self._write)
+
+    def _write(self) -> None:
         self.folder.sync()
         cuda = torch.cuda.get_rng_state() if self.device.type == "cuda" else None
         state = {
@@ -274,7 +292,8 @@ class Run:
                 "encoder_config": dict(self.encoder.encoder_config),
                 "encoder": self.encoder.state_dict(),
             }
-            checkpoint.save_best(self.folder.checkpoints, state, self.done)
+            if self.team.leads:
+                checkpoint.save_best(self.folder.checkpoints, state, self.done)
 
     def restore(self, given: bool = False) -> list[str]:
         """Continue from the newest whole checkpoint; returns what the user should know.
@@ -284,6 +303,7 @@ class Run:
                 needs its own checkpoint, for what a file says is never fetched.
         """
         loaded = checkpoint.load_latest(self.folder.checkpoints)
+        self.team.same("checkpoint", -1 if loaded is None else loaded.step)
         if loaded is None:
             notes = ["no checkpoint was written yet: starting from the first step"]
             if self.config.pretrained is not None:
@@ -318,9 +338,10 @@ class Run:
         load_optimizer(self.step.optimizer, state["optimizer"])
         for tensor, saved in zip(self.task.state_tensors(), state["task"], strict=True):
             tensor.copy_(saved)
-        torch.set_rng_state(state["rng"])
-        if state["cuda_rng"] is not None and self.device.type == "cuda":
-            torch.cuda.set_rng_state(state["cuda_rng"])
+        if self.team.leads:  # the others' dropout begins anew, by their seeds
+            torch.set_rng_state(state["rng"])
+            if state["cuda_rng"] is not None and self.device.type == "cuda":
+                torch.cuda.set_rng_state(state["cuda_rng"])
         self.done, self.seconds = loaded.step, float(state["seconds"])
         self.best, self.waited = state["best"], int(state["waited"])
         over = self.done >= self.total_steps or self._stale()
@@ -330,11 +351,6 @@ class Run:
         return [f"continuing after step {self.done} of {self.total_steps}", *loaded.warnings]
 
 
-def _metric(name: str) -> str:
-    """What a number of `info` is called in metrics.jsonl, where exact ones stand beside it."""
-    return f"estimated_{name}" if name.startswith("global_loss") else name
-
-
 def prepare(task: Task, open_folder: Callable[[], RunFolder], fresh: bool = True) -> Run:
     """Build everything a run needs on its device; nothing is trained yet.
 
@@ -342,14 +358,23 @@ def prepare(task: Task, open_folder: Callable[[], RunFolder], fresh: bool = True
     `fresh`, its weights come from a checkpoint and not from `--pretrained`.
     """
     config = task.config
-    device = choose_device(config)
+    device, team = choose_device(config), teams.here()
+    check_ranks(config, device)
     torch.manual_seed(config.seed)
     order = DataOrder(task.num_samples, config.batch_size, config.seed)
     task.place(device, autocast_dtype(config, device))
     encoder, notes = task.build()
     if fresh and config.pretrained is not None:
         notes.append(task.start_from(encoder, config.pretrained))
+    if config.precision == "float64":
+        in_double(encoder)
+    joint = join_norms(encoder) if team.world > 1 else 0
     loss_fn = build_loss(task, encoder).to(device)
+    if _graphed(task) and (joint or config.batch_size % team.world):
+        task.capturable = False
+        notes.append("several ranks with BatchNorm, or an uneven batch: steps are no CUDA graph")
+    if _graphed(task) and team.world > 1:
+        loss_fn.gather = "even"
     optimizer = build_optimizer(
         encoder,
         config.optimizer,
@@ -361,24 +386,14 @@ def prepare(task: Task, open_folder: Callable[[], RunFolder], fresh: bool = True
     )
     step = TrainStep(task, encoder, loss_fn, optimizer)
     total = config.steps or config.epochs * order.steps_per_epoch
-    folder = open_folder()
+    if team.world > 1:
+        torch.manual_seed(config.seed + team.rank)  # dropout, if any, differs between ranks
+    opened = open_folder() if team.leads else None
+    path = team.first(lambda: opened and opened.path)
+    folder = opened or RunFolder(Path(path or ""), None)
     folder.logger_settings = config
     return Run(task, folder, encoder, step, order, task.judge(), total, notes=notes)
 
 
 def _graphed(task: Task) -> bool:
     return task.config.graph and task.device.type == "cuda" and task.capturable
-
-
-def choose_device(config: TrainConfig) -> torch.device:
-    """The device a config names; "auto" takes a GPU if there is one."""
-    name = config.device
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
-
-
-def autocast_dtype(config: TrainConfig, device: torch.device) -> torch.dtype | None:
-    """bf16 where asked for, and on a GPU unless told otherwise."""
-    bf16 = config.precision == "bf16" or (config.precision == "auto" and device.type == "cuda")
-    return torch.bfloat16 if bf16 else None

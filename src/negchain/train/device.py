@@ -1,0 +1,56 @@
+"""Where an encoder computes, and how precisely."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from negchain.train.config import ConfigError, TrainConfig
+from negchain.train.team import here
+
+
+def choose_device(config: TrainConfig) -> torch.device:
+    """The device a config names; "auto" takes a GPU if there is one."""
+    name = config.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def autocast_dtype(config: TrainConfig, device: torch.device) -> torch.dtype | None:
+    """bf16 where asked for, and on a GPU unless told otherwise."""
+    bf16 = config.precision == "bf16" or (config.precision == "auto" and device.type == "cuda")
+    return torch.bfloat16 if bf16 else None
+
+
+def in_double(encoder: nn.Module) -> None:
+    """Let an encoder compute in float64, whatever it, or a part of it, is given."""
+
+    def wider(module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(
+            g.double() if isinstance(g, Tensor) and g.is_floating_point() else g for g in given
+        )
+
+    for module in encoder.double().modules():
+        module.register_forward_pre_hook(wider)
+
+
+def check_ranks(config: TrainConfig, device: torch.device) -> None:
+    """Refuse more ranks than a batch has samples, and of a machine than it has GPUs."""
+    world = here().world
+    if config.batch_size < world:
+        raise ConfigError(
+            f"--batch-size {config.batch_size} is shared by {world} processes and must give each "
+            "a sample; raise it, or lower --nproc-per-node"
+        )
+    if world == 1 or device.type != "cuda":
+        return
+    ranks, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
+    if ranks > gpus:
+        raise ConfigError(
+            f"every rank needs a GPU of its own, and torchrun started {ranks} on a machine with "
+            f"{gpus}; lower --nproc-per-node or use --device cpu"
+        )

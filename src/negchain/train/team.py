@@ -1,0 +1,202 @@
+"""The processes torchrun started for one run: what one of them does while the others wait.
+
+    leads     rank 0, which alone evaluates, writes and shows progress
+    first     its work; the others wait, hear that it is still there, and get what it found
+    any       what one rank knows (a signal came), all know at the same step
+    joined    the process group; whoever fails first says so, the others end without a word
+
+Collectives of the loss and of gradients use torch's default group (gloo, NCCL on GPUs). What is
+agreed here goes through a gloo group of its own, so that the host never waits for the device, and
+so that a rank that is gone ends in an exception and not in NCCL's abort.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from negchain.train.presets import ConfigError
+
+if TYPE_CHECKING:  # torch takes seconds
+    import torch.distributed as dist
+
+T = TypeVar("T")
+BEAT = 1.0  # seconds between two signs of life
+PATIENCE = 300.0  # seconds a rank waits for another
+
+
+class Lost(RuntimeError):
+    """Another rank is gone or does not answer."""
+
+
+class Silent(Exception):
+    """The run has failed, and another rank has said why."""
+
+
+class Team:
+    """This process among those that train together; without torchrun it is alone.
+
+    Example:
+        >>> team = Team()
+        >>> team.leads, team.any(False), team.first(lambda: 3)
+        (True, False, 3)
+    """
+
+    def __init__(
+        self, rank: int = 0, world: int = 1, group: dist.ProcessGroup | None = None
+    ) -> None:
+        self.rank, self.world = rank, world
+        self._group = group
+        self._leading = False
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the rank that evaluates and writes."""
+        return self.rank == 0
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank; all ranks ask at the same point."""
+        if self.world == 1:
+            return flag
+        import torch
+        import torch.distributed as dist
+
+        found = torch.tensor(int(flag))
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
+        return bool(found)
+
+    def first(self, work: Callable[[], T]) -> T:
+        """What rank 0 finds, for all; it must be plain data. Within such work it is just called."""
+        if self.world == 1 or self._leading:
+            return work()
+        import torch.distributed as dist
+
+        found: list[Any] = [None]
+        if self.leads:
+            found = [self._lead(work)]
+        else:
+            while not self.any(False):
+                pass
+        dist.broadcast_object_list(found, src=0, group=self._group)
+        return found[0]  # type: ignore[no-any-return]
+
+    def _lead(self, work: Callable[[], T]) -> T:
+        over, lost = threading.Event(), list[BaseException]()
+
+        def beat() -> None:
+            try:
+                while not self.any(over.wait(BEAT)):
+                    pass
+            except RuntimeError as error:
+                lost.append(error)
+
+        signs = threading.Thread(target=beat, daemon=True)
+        self._leading = True
+        signs.start()
+        try:
+            found = work()
+        finally:
+            self._leading = False
+            over.set()
+            signs.join()
+        if lost:
+            raise lost[0]
+        return found
+
+    def same(self, what: str, value: int) -> None:
+        """Refuse a number that is not the same on all ranks."""
+        if self.first(lambda: value) != value:
+            raise ConfigError(
+                f"all ranks must read one {what}, and rank {self.rank} finds another than rank 0; "
+                "--out must be a folder that all machines share"
+            )
+
+
+_here = Team()
+
+
+def here() -> Team:
+    """The team of this process."""
+    return _here
+
+
+def restarted() -> bool:
+    """Whether torchrun has started this run anew after a failure (--max-restarts)."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+@contextmanager
+def joined(patience: float = PATIENCE) -> Iterator[Team]:
+    """Join the other processes of torchrun, where it started this one.
+
+    Args:
+        patience: seconds a rank waits for another before it gives up.
+    """
+    global _here
+    if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("WORLD_SIZE") == "1":
+        yield _here
+        return
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.rendezvous import rendezvous
+
+    wait, gpus = timedelta(seconds=patience), torch.cuda.device_count()
+    if gpus:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % gpus)
+    store, rank, world = next(rendezvous("env://", timeout=wait))
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if gpus else "gloo",
+        store=store,
+        rank=rank,
+        world_size=world,
+        timeout=wait * (2 if gpus else 1),  # the gloo group is the first to notice
+    )
+    _here = Team(rank, world, dist.new_group(backend="gloo", timeout=wait))  # type: ignore[arg-type]
+    try:
+        yield _here
+        dist.destroy_process_group()
+    except BaseException as error:
+        reason = next((e for e in (error, error.__cause__) if e and _is_loss(e)), None)
+        if not _speaks(store):
+            raise Silent from error
+        if reason is not None:
+            raise Lost(
+                f"rank {rank} of {world} lost another one, which ended or did not answer for "
+                f"{patience:g} s ({_last_words(reason)}); start the same command with --resume "
+                "to go on after the last checkpoint; --rank-timeout sets the time"
+            ) from error
+        raise
+    finally:
+        _here = Team()
+
+
+def _is_loss(error: BaseException) -> bool:
+    """Whether an error is of the network between ranks."""
+    import torch.distributed as dist
+
+    text = str(error)
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and ("gloo" in text or "NCCL" in text)
+    )
+
+
+def _last_words(error: BaseException) -> str:
+    """What torch says, without the place in its source and its advice.
+
+    >>> _last_words(RuntimeError("[/gloo/tcp/pair.cc:5] Connection closed by peer [::1]. Check it"))
+    'Connection closed by peer [::1]'
+    """
+    return re.sub(r"^\[[^\]]*\] ", "", str(error).split("\n")[0]).split(". ")[0]
+
+
+def _speaks(store: Any) -> bool:
+    """Whether this is the first rank that fails: what follows is mostly a consequence."""
+    try:
+        return int(store.add("negchain-failures", 1)) == 1
+    except RuntimeError:  # nobody keeps the count any more
+        return True

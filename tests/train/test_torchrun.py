@@ -1,0 +1,213 @@
+"""`negchain train` by several processes: the numbers of one, and what happens when one is gone."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torchrun_ranks import TINY, at_step, ended, metrics, said, start, unjudged
+
+from negchain.cli import run
+from negchain.tasks.image_judge import ImageJudge
+from negchain.tasks.images import ImageTask
+from negchain.train import checkpoint, trainer
+from negchain.train.config import TrainConfig, to_json
+
+CLOCK = ("seconds", "samples_per_second")
+
+
+def require_equal(one: Path, other: Path, tolerance: float = 1e-10) -> None:
+    """The same lines of metrics, every number."""
+    a, b = metrics(one), metrics(other)
+    assert list(a) == list(b)
+    for step, line in a.items():
+        for name, value in line.items():
+            if name not in CLOCK:
+                assert b[step][name] == pytest.approx(value, abs=tolerance), (step, name)
+
+
+def quick(rank: int) -> None:
+    unjudged()
+
+
+def test_a_run_of_two_is_that_of_one_and_goes_on_with_any_number(tmp_path: Path) -> None:
+    words = f"{TINY} --norm none --precision float64 --batch-size 10 --steps 20 --out"
+    assert ended(1, f"{words} {tmp_path / 'one'}", tmp_path / "log", quick) == [0]
+
+    def asked_to_stop(rank: int) -> None:
+        unjudged()
+        if rank == 1:  # one rank hears of it, all stop at one step
+            at_step(9, lambda run: setattr(run, "stop", True))
+
+    log = tmp_path / "two-log"
+    assert ended(2, f"{words} {tmp_path / 'two'}", log, asked_to_stop) in ([130, 1], [1, 130])
+    assert said(log).count("stopped after step 10 of 20") == 1
+    assert max(metrics(tmp_path / "two")) == 10
+    for world in (1, 4):  # four ranks have 2, 3, 2, 3 rows
+        out = tmp_path / f"on-{world}"
+        shutil.copytree(tmp_path / "two", out)
+        resumed = f"train --quiet --resume --logger none --out {out}"
+        assert ended(world, resumed, tmp_path / f"log-{world}", quick) == [0] * world, said(
+            tmp_path / f"log-{world}"
+        )
+        require_equal(tmp_path / "one", out)
+        assert said(tmp_path / f"log-{world}").count("run folder") == 1  # rank 0 alone speaks
+
+
+def test_nan_on_one_rank_ends_all_with_one_message(tmp_path: Path) -> None:
+    def spoiled(rank: int) -> None:
+        unjudged()
+        inputs = ImageTask.inputs
+
+        def nan(self: ImageTask, *given: object) -> torch.Tensor:
+            return inputs(self, *given) * float("nan")  # type: ignore[arg-type]
+
+        if rank == 1:
+            at_step(4, lambda run: setattr(ImageTask, "inputs", nan))
+
+    out, log = tmp_path / "run", tmp_path / "log"
+    assert ended(2, f"{TINY} --checkpoint-every 3 --out {out}", log, spoiled) == [1, 1]
+    assert said(log).count("failed: embeddings must be finite") == 1, said(log)
+    loaded = checkpoint.load_latest(out / "checkpoints")
+    assert loaded is not None and loaded.step == 3
+
+
+@pytest.mark.parametrize(
+    "fault", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)]
+)
+def test_a_rank_that_is_gone_ends_the_run_with_a_message(tmp_path: Path, fault: int) -> None:
+    def gone(rank: int) -> None:
+        unjudged()
+        if rank == 1:
+            at_step(4, lambda run: os.kill(os.getpid(), fault))
+
+    out, log = tmp_path / "run", tmp_path / "log"
+    patience = 20 if fault == signal.SIGSTOP else 200  # a closed connection is noticed at once
+    words = f"{TINY} --checkpoint-every 3 --rank-timeout {patience} --out {out}"
+    first, second = start(2, words, log, gone)
+    try:
+        first.join(240)
+        assert first.exitcode == 1, said(log)
+        assert said(log).count("failed: rank 0 of 2 lost another one") == 1
+        assert "--resume" in said(log) and "Traceback" not in said(log)
+        loaded = checkpoint.load_latest(out / "checkpoints")
+        assert loaded is not None and loaded.step == 3
+    finally:
+        second.kill()
+
+
+def test_what_ranks_cannot_share_is_refused(tmp_path: Path) -> None:
+    out, log = tmp_path / "run", tmp_path / "log"
+    states = ended(3, f"{TINY} --batch-size 2 --out {out}", log, quick)
+    assert 2 in states and 0 not in states
+    assert said(log).count("refused: --batch-size 2 is shared by 3 processes") == 1
+    assert not out.exists()
+
+
+def test_a_restarted_run_goes_on_only_as_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    assert run(TINY.split()) == 2  # nobody would find its folder again
+    assert "--max-restarts needs --out" in capsys.readouterr().err
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    words = [*TINY.split(), "--out", str(tmp_path)]
+    (tmp_path / "config.json").write_text(to_json(TrainConfig(seed=7)))
+    assert run(words) == 2  # somebody else's run
+    assert "already holds a run" in capsys.readouterr().err
+
+
+MORE = {
+    "batchnorm": "--norm batch",
+    "sogclr": "--norm none --method sogclr",
+    "negcache": "--norm none --method negcache",
+    "informed": "--norm none --proposal informed",
+    "stored": "--norm none --augmentations 3",
+    "streamed": "--norm none --resident-gb 0 --workers 0",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", MORE.values(), ids=list(MORE))
+def test_every_kind_of_step_is_that_of_one_process(tmp_path: Path, words: str) -> None:
+    for world in (1, 2, 4):
+        out, log = tmp_path / str(world), tmp_path / f"log{world}"
+        given = f"{TINY} --precision float64 --batch-size 12 {words} --out {out}"
+        assert ended(world, given, log, quick) == [0] * world, said(log)
+        if world > 1:
+            require_equal(tmp_path / "1", out, 2e-6 if "sogclr" in words else 1e-9)
+
+
+@pytest.mark.slow
+def test_an_evaluation_may_take_longer_than_ranks_wait_for_each_other(tmp_path: Path) -> None:
+    def thorough(self: ImageJudge, encoder: object) -> object:
+        time.sleep(30)
+        return {"knn1": 0.5}, {}
+
+    def long(rank: int) -> None:
+        unjudged()
+        ImageJudge.thorough = thorough  # type: ignore[method-assign,assignment]
+
+    words = f"{TINY} --rank-timeout 15 --out {tmp_path / 'run'}"
+    assert ended(2, words, tmp_path / "log", long) == [0, 0], said(tmp_path / "log")
+
+
+@pytest.mark.slow
+def test_texts_and_captions_too(tmp_path: Path) -> None:
+    """In float32 here: what both tasks share with images is above."""
+    pytest.importorskip("sentence_transformers")
+    from tasks.pairs_data import captioned, tiny_bert
+    from tasks.tiny_texts import write_beir, write_model
+
+    write_model(tmp_path / "model")
+    write_beir(tmp_path / "beir")
+    for config in (tmp_path / "model").rglob("config.json"):
+        text = re.sub(r'(dropout_prob": )0\.1', r"\g<1>0.0", config.read_text())
+        config.write_text(text)
+    captioned(tmp_path / "pairs")
+    tiny_bert(tmp_path / "bert")
+    common = "--steps 6 --log-every 1 --device cpu --logger none --quiet --warmup-epochs 0"
+    for words in (
+        f"--data {tmp_path / 'beir'} --encoder {tmp_path / 'model'} --batch-size 6",
+        f"--data {tmp_path / 'pairs'} --text-encoder {tmp_path / 'bert'} --batch-size 6 "
+        "--encoder small-cnn --image-size 8 --embedding-dim 8 --workers 0 --probe-samples 16",
+    ):
+        for world in (1, 2):
+            out, log = tmp_path / str(world), tmp_path / f"log{world}"
+            shutil.rmtree(out, ignore_errors=True)
+            given = f"train {words} {common} --out {out}"
+            assert ended(world, given, log) == [0] * world, said(log)
+        require_equal(tmp_path / "1", tmp_path / "2", 2e-4)
+
+
+@pytest.mark.slow
+def test_torchrun_itself_restarts_a_killed_run_where_it_was(tmp_path: Path) -> None:
+    script = tmp_path / "killed.py"
+    script.write_text(f"""
+import os, signal, sys
+sys.path[:0] = {[str(Path(trainer.__file__).parents[2]), str(Path(__file__).parent)]!r}
+from torchrun_ranks import at_step, unjudged
+from negchain.cli import main
+unjudged()
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":
+    at_step(5, lambda run: os.kill(os.getpid(), signal.SIGKILL))
+main()
+""")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    words = f"{TINY} --norm none --precision float64 --checkpoint-every 2 --out"
+    done = subprocess.run(
+        [*launch, "--max-restarts", "1", script, *words.split(), tmp_path / "run"],
+        capture_output=True, text=True, timeout=280, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "continuing after step 4 of 10" in done.stderr
+    assert ended(1, f"{words} {tmp_path / 'one'}", tmp_path / "log", quick) == [0]
+    require_equal(tmp_path / "one", tmp_path / "run")
