@@ -166,8 +166,7 @@ class TrainConfig:
     )
     draws: int = setting(
         2,
-        "Texts: documents encoded per query and step beside its positive, random or proposed; 0: "
-        "the batch alone.",
+        "Texts: documents encoded per query beside its positive, random or proposed; 0: none.",
         "Negatives",
         rule=between(0, 1024),
     )
