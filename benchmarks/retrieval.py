@@ -35,7 +35,7 @@ LARGE = 256  # the batch of CachedMNRL
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 OURS = {  # methods of the package, built as `negchain train` builds them
     "random": "infonce",
-    "table top 20": "topk",
+    "table top-k": "topk",
     "logQ uniform": "logq",
     "sogclr": "sogclr",
     "emc2 uniform": "emc2",
@@ -43,7 +43,7 @@ OURS = {  # methods of the package, built as `negchain train` builds them
     "informed importance": "informed",
 }
 THEIRS = ("in-batch", "CachedMNRL 256", "GIST", "mined")
-METHODS = ("informed importance", "table top 20", "mined", *THEIRS[:3], *OURS)
+METHODS = ("informed importance", "table top-k", "mined", *THEIRS[:3], *OURS)
 
 
 # ------------------------------------------------------------------------------ data and encoder

@@ -94,7 +94,7 @@ def test_training_helps_and_is_said(run: Path) -> None:
 def test_the_page_shows_pictures_beside_captions(run: Path) -> None:
     page = (run / "report.html").read_text(encoding="utf-8")
     for text in ("Captions found for pictures", "Pictures found for captions", "R@1",
-                 "What the chains hold", "on the top side", "Before training"):  # fmt: skip
+                 "What the chains hold", "on the top side", "Encoder at the start"):  # fmt: skip
         assert text in page
     assert page.count("<img") > 60
 
