@@ -73,10 +73,9 @@ def refuse_larger(
     Whoever wrote the file chose the sizes. On torch's meta device a model takes no memory. `build`
     takes the config's entries; without it they are transformers'.
 
-    >>> bert = {"model_type": "bert", "vocab_size": 9, "num_hidden_layers": 1}
-    >>> refuse_larger(bert, 1000)
+    >>> refuse_larger({"in_features": 1000, "out_features": 1000}, 1000, nn.Linear)
     Traceback (most recent call last):
-    ValueError: this bert has 33 MB of weights and the file has 0 MB
+    ValueError: this model has 3 MB of weights and the file has 0 MB
     """
     if found := [n for n in _layers(described) if n > MOST_LAYERS]:  # making them takes for ever
         raise ValueError(f"layers must be at most {MOST_LAYERS}, got {found[0]}")
