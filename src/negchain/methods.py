@@ -166,9 +166,10 @@ def build_loss(name: str, settings: LossSettings) -> ContrastiveLoss:
 
 
 def _uniform(num: int | None) -> Any:
-    from negchain.losses import Uniform
+    """Random items beside the batch; 0: the batch alone; None: as the loss would have it."""
+    from negchain.losses import InBatch, Uniform
 
-    return Uniform(num) if num else None  # random items beside the batch
+    return InBatch() if num == 0 else num and Uniform(num)
 
 
 def _in_batch(s: LossSettings, name: str) -> ContrastiveLoss:
@@ -231,8 +232,8 @@ def _importance(s: LossSettings) -> ContrastiveLoss:
 def _logq(s: LossSettings) -> ContrastiveLoss:
     from negchain.losses import ImportanceLoss, Uniform
 
-    uniform = Uniform(s.option("draws", None))
-    return ImportanceLoss(s.num_samples, s.beta, uniform, **{**s.chosen, "denominator": "all"})
+    proposals = _uniform(s.option("draws", None)) or Uniform()
+    return ImportanceLoss(s.num_samples, s.beta, proposals, **{**s.chosen, "denominator": "all"})
 
 
 def _emc2(s: LossSettings, isir: bool = False) -> ContrastiveLoss:

@@ -138,24 +138,42 @@ def killed_after_checkpoint(folder: Path, out: Path, build) -> None:
     assert os.WTERMSIG(os.waitpid(in_child(work), 0)[1]) == signal.SIGKILL
 
 
-def test_two_processes(folder, tmp_path) -> None:
-    """Gloo, DDP: every forward pass of the model is one DDP knows of, and weights stay equal."""
+def test_two_processes_take_the_step_of_one(folder, tmp_path) -> None:
+    """Gloo, DDP: after SGD weights and beta are one process's that had the whole batch.
+
+    So the loss is neither multiplied by the number of ranks nor divided by it, and every forward
+    pass of the model is one DDP knows of.
+    """
+
+    def trained(out: Path, size: int, **more) -> NegchainTrainer:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            made = trainer(
+                folder, out, hard=True, max_steps=2, save_strategy="no", optim="sgd",
+                lr_scheduler_type="constant", learning_rate=1e-1, max_grad_norm=0.0,
+                per_device_train_batch_size=size, **more,
+            )  # fmt: skip
+            for module in made.model.modules():
+                if isinstance(module, torch.nn.Dropout):
+                    module.p = 0.0
+            made.train()
+        assert int(made.loss.loss_fn.step) == 2
+        return made
 
     def rank(number: int) -> None:
         port = 20000 + os.getppid() % 20000
         os.environ.update(RANK=f"{number}", LOCAL_RANK=f"{number}", WORLD_SIZE="2")
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=f"{port}")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            made = trainer(folder, tmp_path, ddp_backend="gloo", max_steps=2, save_strategy="no")
-            made.train()
-        assert made.args.world_size == 2 and int(made.loss.loss_fn.step) == 2
-        torch.save(made.model.state_dict(), tmp_path / f"{number}.pt")
+        made = trained(tmp_path, 4, ddp_backend="gloo")
+        assert made.args.world_size == 2
+        torch.save(snapshot(made.loss), tmp_path / f"{number}.pt")
 
     children = [in_child(partial(rank, number)) for number in range(2)]
     assert [os.waitpid(child, 0)[1] for child in children] == [0, 0]
     first, second = (torch.load(tmp_path / f"{n}.pt", weights_only=True) for n in range(2))
     assert_same(first, second)
+    one = snapshot(trained(tmp_path / "one", 8).loss)
+    assert_same({k.replace("module.", ""): v for k, v in first.items()}, one, atol=1e-5)
 
 
 @pytest.mark.parametrize("build", [importance, emc2])

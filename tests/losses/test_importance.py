@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from negchain import ImportanceLoss, InBatch, Informed, TopKLoss, Uniform
+from negchain import Draw, Given, ImportanceLoss, InBatch, Informed, TopKLoss, Uniform
 from negchain.losses.batch import Call
 from negchain.losses.partition import detached_logits, global_log_partition
 
@@ -188,6 +188,56 @@ def test_logq_is_the_papers_loss(proposals) -> None:
         expected = expected - (1 - solved.detach()) * (f_p - sampled.log())
     ours, theirs = (torch.autograd.grad(x, queries)[0] for x in (total, expected / 3))
     assert torch.allclose(ours, theirs, atol=1e-6)
+
+
+def logq_step(ids: Tensor, q: Tensor) -> tuple[float, Tensor]:
+    """The estimate of Z, and the gradient at query and keys; draws `ids` from q, key 0 is right."""
+    query, z = embeddings(5)[:1].requires_grad_(), embeddings().requires_grad_()
+    loss_fn = ImportanceLoss(
+        1, BETA, Given(), views="paired", symmetric=False, denominator="all", num_keys=M,
+        normalize=False,
+    )  # fmt: skip
+    own = torch.tensor([0])
+    loss = loss_fn(query, z[:1], own, key_index=own, draw=Draw(ids, q.log()), drawn=z[ids])
+    grads = torch.autograd.grad(loss, [query, z])
+    f_p = BETA * float(query.detach()[0] @ z.detach()[0])
+    return math.exp(loss.item() + f_p) - math.exp(f_p), torch.cat(grads)
+
+
+def test_what_logq_estimates_by_enumeration() -> None:
+    """Its Z is unbiased for any q, and its gradient goes to that of the softmax over all keys.
+
+    The error of the mean gradient falls as 1/n in the number of draws; with every key drawn as
+    often as q says it is gone. The older correction, which treats the positive as drawn, keeps one.
+    """
+    query, z = embeddings(5)[:1].requires_grad_(), embeddings().requires_grad_()
+    logits = BETA * query @ z.T
+    exact = torch.cat(
+        torch.autograd.grad(-logits.log_softmax(1)[0, 0], [query, z], retain_graph=True)
+    )
+    z_exact = logits[0, 1:].exp().sum().item()
+    q = torch.tensor([0.1, 0.4, 0.2, 0.2, 0.1], dtype=torch.float64)
+    errors = []
+    for num in (1, 2, 3):
+        partition, mean = 0.0, torch.zeros_like(exact)
+        for draws in itertools.product(range(M), repeat=num):
+            ids = torch.tensor(draws)
+            if bool((ids == 0).all()):  # the row has no negatives and no gradient
+                continue
+            found, grad = logq_step(ids, q)
+            chance = float(q[ids].prod())
+            partition, mean = partition + chance * found, mean + chance * grad
+        assert partition == pytest.approx(z_exact, rel=1e-6)
+        errors.append(((mean - exact).norm() / exact.norm()).item())
+    assert errors[1] < 0.75 * errors[0] and errors[2] < 0.85 * errors[1]
+    everyone = torch.tensor([0, 1, 1, 1, 1, 2, 2, 3, 3, 4])  # ten draws as q says
+    assert torch.allclose(logq_step(everyone, q)[1], exact, atol=1e-6)
+    older = (
+        torch.cat([logits[0, :1], logits[0, everyone]])
+        - q[torch.cat([everyone[:1], everyone])].log()
+    )
+    (wrong,) = torch.autograd.grad(-older.log_softmax(0)[0], [query])
+    assert ((wrong - exact[:1]).norm() / exact[:1].norm()).item() > 0.05
 
 
 @pytest.mark.statistical

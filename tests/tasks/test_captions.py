@@ -26,12 +26,15 @@ def test_the_layout_of_unpack_py(tmp_path: Path) -> None:
     rows = [HEAD, ("2.jpg", "a dog, running"), ("1.jpg", "a cat"), ("2.jpg", "it runs")]
     table(tmp_path / "train.csv", rows)
     table(tmp_path / "test.csv", [HEAD, ("3.jpg", "a bird")])
-    pairs = read_pairs(str(tmp_path))
+    pairs = read_pairs(str(tmp_path), holdout=0)
     assert [(p.name, p.captions) for p in pairs.train] == [
         ("train/1.jpg", ("a cat",)),
         ("train/2.jpg", ("a dog, running", "it runs")),
     ]
-    assert [p.name for p in pairs.test] == ["test/3.jpg"] and not pairs.held_out
+    assert [p.name for p in pairs.test] == ["test/3.jpg"] and not pairs.validation
+    folder(tmp_path, "val/4.jpg")
+    table(tmp_path / "val.csv", [HEAD, ("4.jpg", "a fish")])
+    assert [p.name for p in read_pairs(str(tmp_path)).validation] == ["val/4.jpg"]
     assert tasks.of_data(str(tmp_path)).name == "image-text"
 
 
@@ -48,14 +51,12 @@ def test_other_layouts_and_a_holdout_that_is_said(name: str, where: str, tmp_pat
     table(tmp_path / "other.csv", [("path", "label"), ("x.png", "cat")])
     for data in (tmp_path, tmp_path / name):
         pairs = read_pairs(str(data), holdout=0.2)
-        assert (len(pairs.train), len(pairs.test)) == (16, 4) and pairs.held_out
-        assert (
-            "no test split: 4 images, 20%, are held out with all their captions" in pairs.notes[0]
-        )
-        assert all(len(p.captions) == 2 for p in pairs.train + pairs.test)
-        assert not {p.name for p in pairs.train} & {p.name for p in pairs.test}
+        assert (len(pairs.train), len(pairs.validation), pairs.test) == (16, 4, ())
+        assert "no validation split: 4 images, 20%, are held out with all" in pairs.notes[0]
+        assert all(len(p.captions) == 2 for p in pairs.train + pairs.validation)
+        assert not {p.name for p in pairs.train} & {p.name for p in pairs.validation}
         assert pairs.train[0].name.startswith(where)
-    assert read_pairs(str(tmp_path), holdout=0.0).test == ()
+    assert read_pairs(str(tmp_path), holdout=0.0).validation == ()
 
 
 def test_a_split_column(tmp_path: Path) -> None:
@@ -66,9 +67,7 @@ def test_a_split_column(tmp_path: Path) -> None:
     pairs = read_pairs(str(tmp_path))
     assert [p.name for p in pairs.train] == ["a.png", "b.png"]
     assert [p.name for p in pairs.test] == ["c.png"]
-    assert pairs.notes == ("1 images of the validation split: not read, test is there",)
-    table(tmp_path / "captions.csv", [(*HEAD, "split"), *(r for r in rows if r[2] != "Test")])
-    assert [p.name for p in read_pairs(str(tmp_path)).test] == ["d.png"]
+    assert [p.name for p in pairs.validation] == ["d.png"] and not pairs.notes
 
 
 @pytest.mark.parametrize(

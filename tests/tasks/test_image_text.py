@@ -30,7 +30,8 @@ from negchain.train.trained import Trained
 pytest.importorskip("transformers")
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "image_text.md"
 TINY = {"encoder": "small-cnn", "image_size": 8, "embedding_dim": 8, "batch_size": 8,
-        "device": "cpu", "workers": 0, "lr": 3e-3, "probe_samples": 16}  # fmt: skip
+        "device": "cpu", "workers": 0, "lr": 3e-3, "probe_samples": 16,
+        "holdout": 0.2}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -66,31 +67,44 @@ def run(made: Path) -> Path:
                                 batch_size=12, out=str(made / "run")))  # fmt: skip
 
 
+def test_the_best_encoder_is_chosen_by_validation_pictures(made: Path) -> None:
+    task = loaded(made)
+    judge, (encoder, _) = task.judge(), task.build()
+    assert set(task.held) == {"validation", "test"}
+    numbers = judge.quick(encoder)
+    assert not any(name.startswith("test_") for name in numbers)
+    assert judge.score({**numbers, "test_mean_recall": 2.0}) == numbers["mean_recall"]
+    everything, _ = judge.thorough(encoder)
+    assert {**everything, **numbers} == everything and "test_mean_recall" in everything
+
+
 def test_training_helps_and_is_said(run: Path) -> None:
     summary = json.loads((run / "summary.json").read_text())
     assert summary["global_loss"] < summary["untrained_global_loss"]
     for way in ("i2t", "t2i"):
-        assert 0 <= summary[f"{way}_r1"] <= summary[f"{way}_r5"] <= summary[f"{way}_r10"] <= 1
+        for split in ("", "test_"):
+            recall = [summary[f"{split}{way}_r{k}"] for k in (1, 5)]
+            assert 0 <= recall[0] <= recall[1] <= 1
     assert summary["beta"] != pytest.approx(14.28, abs=1e-6) and summary["beta"] <= 100
     config = json.loads((run / "config.json").read_text())
-    assert config["task"] == "image-text" and config["data_info"]["test"] == 12
-    assert config["data_info"]["captions"] == 96 and config["recipe"] == "mild"
+    assert config["task"] == "image-text" and config["data_info"]["validation"] == 10
+    assert config["data_info"]["captions"] == 2 * (48 - 10) and config["recipe"] == "mild"
 
 
 def test_the_page_shows_pictures_beside_captions(run: Path) -> None:
     page = (run / "report.html").read_text(encoding="utf-8")
     for text in ("Captions found for pictures", "Pictures found for captions", "R@1",
-                 "What the chains hold", "on the top side", "Before training"):  # fmt: skip
+                 "What the chains hold", "on the top side", "Encoder at the start"):  # fmt: skip
         assert text in page
     assert page.count("<img") > 60
 
 
 def test_evaluate_and_encode(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command_line(["evaluate", str(run), "--device", "cpu"]) == 0
-    assert "Picture to caption, R@1" in capsys.readouterr().out
+    assert "Mean recall, test" in capsys.readouterr().out
     now = json.loads((run / "evaluation.json").read_text())
     then = json.loads((run / "summary.json").read_text())
-    assert now["i2t_r1"] == then["i2t_r1"]
+    assert now["test_i2t_r1"] == then["test_i2t_r1"]
     trained = negchain.load(run, device="cpu")
     images = trained.encode(run.parent / "data" / "test" / "004.png")
     texts = trained.encode_text(["red on yellow", "blue on black"])
@@ -182,12 +196,13 @@ def test_captions_are_drawn_by_step_and_row(made: Path) -> None:
 def test_pictures_that_share_a_caption_are_known_positives(made: Path) -> None:
     task = loaded(made)
     captions = task.train.captions
-    told = task.batch(torch.arange(48), torch.tensor(0)).told["known"]
+    count = len(captions)
+    told = task.batch(torch.arange(count), torch.tensor(0)).told["known"]
     for picture, row in enumerate(told.tolist()):
         shared = {
-            o for o in range(48) if o != picture and set(captions[o]) & set(captions[picture])
+            o for o in range(count) if o != picture and set(captions[o]) & set(captions[picture])
         }
-        assert shared == {other for other in row if other >= 0} and shared
+        assert shared == {other for other in row if other >= 0}
     assert shared_captions([("a",), ("b",)]) == (None, 0)
     known, crowded = shared_captions([("a",)] * 70)
     assert known is not None and known.shape == (70, 64) and crowded == 70
@@ -221,12 +236,13 @@ def test_recall_is_that_of_a_loop(made: Path) -> None:
     texts, pairs = distinct(part)
     assert len(texts) == len(set(texts)) < len(pairs)
     generator = torch.Generator().manual_seed(0)
-    images, words = (torch.randn(n, 6, generator=generator) for n in (48, len(texts)))
+    count = len(part.captions)
+    images, words = (torch.randn(n, 6, generator=generator) for n in (count, len(texts)))
     found = Retrieval(images, words, texts, pairs)
     for k in (1, 5, 10):
         right = [
             any(texts[t] in part.captions[i] for t in (images[i] @ words.T).topk(k).indices)
-            for i in range(48)
+            for i in range(count)
         ]
         assert found.captions_right().table[:, :k].any(1).tolist() == right
         right = [
@@ -299,11 +315,33 @@ def test_towers_are_rebuilt_and_started_from(made: Path, run: Path) -> None:
     assert "tensors of the backbone" in task.start_from(encoder, str(made / "cnn.pt"))
 
 
+def test_a_description_too_large_for_its_file_is_refused(made: Path, tmp_path: Path) -> None:
+    """Nothing is built: each of these would take terabytes or hours."""
+    fits = tasks.named("image-text").fits
+    described = json.loads(json.dumps(loaded(made).build()[0].encoder_config))
+    fits(described, 10**6)
+    clip = {"open_clip": json.loads(tiny_clip(tmp_path / "tiny.json").read_text())}
+    for path, value in (
+        (("text", "model", "hidden_size"), 2**20),
+        (("text", "model", "num_hidden_layers"), 10**12),
+        (("image", "name"), "resnet50"),
+        (("open_clip", "text_cfg", "width"), 2**20),
+        (("open_clip", "vision_cfg", "layers"), [10**12]),
+    ):
+        changed = json.loads(json.dumps(clip if path[0] == "open_clip" else described))
+        inner = changed
+        for name in path[:-1]:
+            inner = inner[name]
+        inner[path[-1]] = value
+        with pytest.raises(ValueError, match="of weights and the file has|at most 1000"):
+            fits(changed, 10**6)
+
+
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"text_encoder": None}, "--text-encoder must be a folder .* none was given; nothing is"),
-        ({"text_encoder": "bert-base"}, "'bert-base' has none; nothing is downloaded"),
+        ({"text_encoder": None}, "--text-encoder must be the folder .* none was given; nothing is"),
+        ({"text_encoder": "bert-base"}, "'bert-base' is no folder; nothing is fetched"),
         ({"beta": 200.0}, "kept at most 100, got 200; start lower"),
         ({"encoder": "resnet1"}, "--encoder .* got 'resnet1'; did you mean"),
         ({"encoder": "x.json"}, "has a text encoder of its own; leave out --text-encoder"),
@@ -320,7 +358,7 @@ def test_settings_that_are_refused(changed: dict, said: str, made: Path) -> None
 
 def test_what_else_is_refused(made: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "nonsense"}')
-    with pytest.raises(ConfigError, match="cannot be read by transformers"):
+    with pytest.raises(ConfigError, match="must hold a model that transformers can load"):
         read_text_tower(str(tmp_path), 8)
     (made / "data" / "train" / "bad.png").write_bytes(b"no picture")
     rows = [("image", "caption"), ("train/000.png", "one"), ("train/bad.png", "two")]

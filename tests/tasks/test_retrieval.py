@@ -182,6 +182,33 @@ def test_documents_per_step_are_equal_for_all_methods(folder: Path) -> None:
         assert sum(len(w.ids) for w in wants if w.gradient) == 8, method
 
 
+def test_no_draws_is_the_batch_alone(folder: Path) -> None:
+    """What others call in-batch negatives; a table has to be drawn from."""
+    from negchain.train.step import build_loss
+
+    for method in ("infonce", "dcl", "sogclr", "logq"):
+        loaded = tasks.load(resolve(None, settings(folder, method=method, draws=0)))
+        index = torch.arange(4)
+        told = loaded.batch(index, torch.tensor(0)).told
+        assert not build_loss(loaded, loaded.encoder).request(index, **told).wants, method
+        assert not any("--draws 0" in note for note in loaded.notes)
+    loaded = tasks.load(resolve(None, settings(folder, method="infonce")))
+    assert any("2 random documents per query" in note for note in loaded.notes)
+    for method, draws, more in (("informed", 0, {}), ("topk", 0, {}),
+                                ("emc2", 1, {"proposal": "informed"})):  # fmt: skip
+        with pytest.raises(ConfigError, match=f"--draws must be at least .* got {draws}; raise"):
+            resolve(None, settings(folder, method=method, draws=draws, **more))
+
+
+def test_a_folder_too_large_for_the_checkpoint_is_refused(folder: Path, tmp_path: Path) -> None:
+    fits = tasks.named("retrieval").fits
+    fits({"folder": str(folder / "model"), "max_length": 16}, 10**6)
+    config = json.loads((folder / "model" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "hidden_size": 2**20}))
+    with pytest.raises(ValueError, match="bert has .* MB of weights and the file has 0 MB"):
+        fits({"folder": str(tmp_path), "max_length": 16}, 10**6)
+
+
 def test_measures_of_a_ranking_by_hand() -> None:
     documents = torch.eye(5)
     query = torch.tensor([[0.5, 0.4, 0.3, 0.2, 0.1]])  # ranks documents 0, 1, 2, 3, 4
@@ -262,5 +289,5 @@ def test_what_is_missing_is_refused(folder: Path, tmp_path: Path) -> None:
 def test_a_model_that_cannot_be_loaded_is_refused(folder: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(folder / "model", tmp_path / "model")
     (copy / "config.json").write_text("{")
-    with pytest.raises(ConfigError, match="must hold a model that sentence-transformers can load"):
+    with pytest.raises(ConfigError, match="must hold a model that transformers can load"):
         tasks.named("retrieval").rebuild({"folder": str(copy), "max_length": 16})

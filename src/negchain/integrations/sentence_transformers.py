@@ -202,6 +202,16 @@ class NegchainTrainer(SentenceTransformerTrainer):  # type: ignore[misc]
     def _losses(self) -> dict[str, nn.Module]:
         return self.loss if isinstance(self.loss, dict) else {"": self.loss}
 
+    def training_step(self, *args: Any, **settings: Any) -> Tensor:
+        """Average the gradient of a learned beta over ranks: the loss is not inside DDP."""
+        value: Tensor = super().training_step(*args, **settings)
+        if self.args.world_size > 1:
+            for loss in self._losses().values():
+                for name, weight in loss.named_parameters():
+                    if not name.startswith("model.") and weight.grad is not None:
+                        weight.grad = self.accelerator.reduce(weight.grad, "mean")
+        return value
+
     def _inputs(self, dataset: str, column: str) -> dict[str, Any]:
         """Prompt and route of a column, as the trainer's collator finds them."""
         found = {}

@@ -11,9 +11,14 @@ Bias        of the partition: none, whatever the table holds (draws alone, the d
             weights: O(1/n), as for every ratio of two means; small where q is close to p
             (tests/losses/test_importance.py).
 
-With uniform draws, or the batch, in place of the table this is the corrected logQ of Khrylchenko et
-al. (2025, arXiv 2507.09331): the positive is always there and was never drawn, so it is left out of
-the weights, takes no correction, and saturates the row by 1 - p+ (denominator="all").
+With uniform draws, or the batch, in place of the table and denominator="all" this is the corrected
+logQ of Khrylchenko et al. (2025, arXiv 2507.09331). With f = beta s, Z the sum of e^f over the
+negatives and p+ = e^f+ / (e^f+ + Z), the softmax loss over all keys has the gradient
+
+    (1 - p+) [ sum_j pi_j grad f_j - grad f+ ],     pi_j = e^f_j / Z over the negatives alone.
+
+Only pi and Z need draws from q: pi_j by weights e^f_j / q_j over their sum, Z by their mean. The
+positive is there with certainty and takes no correction; the older logQ corrects it as well.
 """
 
 from __future__ import annotations

@@ -146,7 +146,8 @@ def curves(page: Page, groups: Sequence[Group]) -> None:
                         index,
                     )
                 )
-        if series:
+        only_before = metric in groups[0].shown.lead and all(len(s.curve) == 1 for s in series)
+        if series and not only_before:
             charts.append(
                 Chart(
                     f"all-{metric.key}",

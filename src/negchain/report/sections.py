@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -70,7 +71,7 @@ def headline(run: Run) -> str:
              ("encoder", "encoder"), ("norm", "norm"), ("optimizer", "optimizer"), ("lr", "lr"),
              ("seed", "seed"))  # fmt: skip
     chips = "".join(
-        f"<li>{text} <b>{escape(str(config[key]))}</b></li>"
+        f"<li>{text} <b>{escape(_short(str(config[key])))}</b></li>"
         for key, text in named
         if config.get(key) is not None and key not in foreign(config.get("task", "images"))
     )
@@ -80,6 +81,11 @@ def headline(run: Run) -> str:
         f"<h1><span>{escape(run.method)}</span> on {escape(run.data_name)}</h1>"
         f'<ul class="chips">{chips}</ul></header>{notices(run)}'
     )
+
+
+def _short(value: str) -> str:
+    """A setting as it is; of a folder (an encoder may be one) its name."""
+    return os.path.basename(value) if os.path.isabs(value) else value
 
 
 def notices(run: Run) -> str:

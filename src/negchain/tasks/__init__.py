@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from negchain.train import presets
@@ -101,143 +102,59 @@ def options() -> set[str]:
     return {name for kind in TASKS.values() for name in kind.options}
 
 
-def _load_images(
-    config: TrainConfig, progress: bool, encoder_config: Mapping[str, Any] | None
-) -> Task:
-    from negchain.tasks.images import ImageTask
-
-    return ImageTask.load(config, progress, encoder_config)
+def _later(module: str, name: str) -> Callable[..., Any]:
+    """A function of a module that is imported when it is called."""
+    return lambda *given: attrgetter(name)(_module(module))(*given)
 
 
-def _rebuild_image_encoder(described: Mapping[str, Any]) -> nn.Module:
-    from negchain.encoders import rebuild_encoder
-
-    return rebuild_encoder(dict(described))
+def _module(name: str) -> Any:
+    return importlib.import_module(f"negchain.{name}")
 
 
-def _refuse_larger(described: Mapping[str, Any], num_bytes: int) -> None:
-    from negchain.encoders import refuse_larger
-
-    refuse_larger(described, num_bytes)
-
-
-def _shown_of_images() -> Shown:
-    from negchain.report.images import SHOWN
-
-    return SHOWN
-
-
-def _check_images(config: TrainConfig) -> TrainConfig:
-    from negchain.tasks.image_settings import check
-
-    return check(config)
-
+_PICTURES = (
+    "recipe", "image_size", "resident_gb", "stem", "norm", "projector", "embedding_dim",
+    "probe_samples",
+)  # fmt: skip
 
 register(
     Kind(
         "images",
         "images",
-        _load_images,
-        _rebuild_image_encoder,
-        _shown_of_images,
+        _later("tasks.images", "ImageTask.load"),
+        _later("encoders", "rebuild_encoder"),
+        lambda: _module("report.images").SHOWN,
         claims=lambda data: True,  # and says what is wrong with it
-        check=_check_images,
+        check=_later("tasks.image_settings", "check"),
         defaults=lambda data: presets.DATA_DEFAULTS.get(data, presets.FOLDER_DEFAULTS),
-        options=(
-            "recipe", "image_size", "augmentations", "resident_gb", "stem", "norm", "projector",
-            "embedding_dim", "probe_samples",
-        ),
-        fits=_refuse_larger,
+        options=(*_PICTURES, "augmentations"),
+        fits=_later("encoders", "refuse_larger"),
     )
-)  # fmt: skip
-
-
-def _load_texts(
-    config: TrainConfig, progress: bool, encoder_config: Mapping[str, Any] | None
-) -> Task:
-    from negchain.tasks.retrieval import RetrievalTask
-
-    return RetrievalTask.load(config, progress, encoder_config)
-
-
-def _rebuild_text_encoder(described: Mapping[str, Any]) -> nn.Module:
-    from negchain.tasks.text_encoder import TextEncoder
-
-    return TextEncoder(described["folder"], described["max_length"])
-
-
-def _shown_of_texts() -> Shown:
-    from negchain.report.retrieval import SHOWN
-
-    return SHOWN
-
-
-def _is_beir(data: str) -> bool:
-    from negchain.tasks.beir import claims
-
-    return claims(data)
-
-
-def _check_texts(config: TrainConfig) -> TrainConfig:
-    from negchain.tasks.retrieval import check
-
-    return check(config)
-
-
-_TEXT_DEFAULTS: dict[str, presets.Value] = {
-    "encoder": "none",  # and `check` says that one must be named
-    "method": "informed",
-    "denominator": "all",
-    "batch_size": 16,
-    "beta": 50.0,
-    "optimizer": "adamw",
-    "lr": 5e-5,
-    "weight_decay": 0.01,
-    "epochs": 6,
-    "eval_every": 1,
-    "patience": 3,
-}
-
+)
 register(
     Kind(
         "retrieval",
         "queries",
-        _load_texts,
-        _rebuild_text_encoder,
-        _shown_of_texts,
-        claims=_is_beir,
-        check=_check_texts,
-        defaults=lambda data: _TEXT_DEFAULTS,
+        _later("tasks.retrieval", "RetrievalTask.load"),
+        _later("tasks.text", "TextEncoder.rebuilt"),
+        lambda: _module("report.retrieval").SHOWN,
+        claims=_later("tasks.beir", "claims"),
+        check=_later("tasks.retrieval", "check"),
+        defaults=lambda data: presets.TEXT_DEFAULTS,
         options=("max_length", "draws"),
+        fits=_later("tasks.text", "TextEncoder.refuse_larger"),
     )
 )
-
-
-def _later(module: str, name: str) -> Callable[..., Any]:
-    """A function of a module that is imported when it is called."""
-    return lambda *given: getattr(importlib.import_module(module), name)(*given)
-
-
 register(
     Kind(
         "image-text",
         "images",
-        _later("negchain.tasks.image_text", "load"),
-        _later("negchain.tasks.image_text_towers", "rebuild"),
-        _later("negchain.report.image_text", "shown"),
-        claims=lambda data: bool(_later("negchain.tasks.captions", "find_tables")(data)),
-        check=_later("negchain.tasks.image_text_settings", "check"),
+        _later("tasks.image_text", "load"),
+        _later("tasks.image_text_towers", "rebuild"),
+        lambda: _module("report.image_text").SHOWN,
+        claims=lambda data: bool(_later("tasks.captions", "find_tables")(data)),
+        check=_later("tasks.image_text_settings", "check"),
         defaults=lambda data: presets.CAPTION_DEFAULTS,
-        options=(
-            "text_encoder",
-            "recipe",
-            "image_size",
-            "resident_gb",
-            "stem",
-            "norm",
-            "projector",
-            "embedding_dim",
-            "probe_samples",
-        ),
+        options=(*_PICTURES, "text_encoder"),
+        fits=_later("tasks.image_text_towers", "refuse_larger"),
     )
 )

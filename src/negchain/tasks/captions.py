@@ -1,8 +1,8 @@
 """Pictures with captions, by names alone: a table of `image,caption`, and where its files lie.
 
-    FOLDER/train.csv, test.csv     with train/000001.jpg, or images beside the tables
-    FOLDER/captions.csv            or the only table with these columns; captions.txt as well
-    FOLDER/any.csv                 the table itself after --data
+    FOLDER/train.csv, val.csv, test.csv     with train/000001.jpg, or images beside the tables
+    FOLDER/captions.csv     or the only table with these columns; captions.txt as well
+    FOLDER/any.csv          the table itself after --data
 
 A row is a picture and one caption of it; further rows of a picture are further captions. Further
 columns are ignored but `split`. A picture is looked for beside its table, then in the folder named
@@ -24,9 +24,8 @@ from negchain.files import open_plain
 from negchain.printable import printable
 
 COLUMNS = ("image", "caption")
-TEST_TABLES = ("test", "val", "valid", "validation")
-_SPLITS = {"train": "train", "restval": "train", "test": "test", "dev": "val"}
-_SPLITS |= dict.fromkeys(TEST_TABLES[1:], "val")
+_HELD = {"test": "test", **dict.fromkeys(("val", "valid", "validation", "dev"), "validation")}
+_SPLITS = {"train": "train", "restval": "train", **_HELD}
 _TABLE_LIMIT = 4 << 30  # bytes
 
 
@@ -45,10 +44,9 @@ class Pairs:
 
     root: str
     train: tuple[Captioned, ...]
+    validation: tuple[Captioned, ...] = ()
     test: tuple[Captioned, ...] = ()
     notes: tuple[str, ...] = ()
-    held_out: bool = False
-    """Whether `test` was held out here; else it is the data's own."""
 
 
 def find_tables(data: str) -> dict[str, Path]:
@@ -65,7 +63,9 @@ def find_tables(data: str) -> dict[str, Path]:
 
 
 def read_pairs(data: str, holdout: float = 0.2) -> Pairs:
-    """The pictures and captions of a folder or a table, with the test split or a holdout.
+    """The pictures and captions of a folder or a table.
+
+    Without a validation split a share `holdout` of the training pictures becomes it.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -73,26 +73,21 @@ def read_pairs(data: str, holdout: float = 0.2) -> Pairs:
     ...         _ = Path(folder, name).write_bytes(b"")
     ...     rows = "image,caption,split", "b.png,dog,train", "a.png,cat,test", "b.png,it,train"
     ...     _ = Path(folder, "captions.csv").write_text("\\n".join(rows))
-    ...     pairs = read_pairs(folder)
+    ...     pairs = read_pairs(folder, holdout=0)
     >>> [(p.name, p.captions) for p in pairs.train], pairs.test[0].name
     ([('b.png', ('dog', 'it'))], 'a.png')
     """
     tables = find_tables(data)
     main = _main_table(data, tables)
     root = str(Path(data) if Path(data).is_dir() else Path(data).parent)
-    splits = {"train": _Split(), "test": _Split(), "val": _Split()}
+    splits = {"train": _Split(), "validation": _Split(), "test": _Split()}
     _read(main, root, splits)
-    notes = []
-    beside = [name for name in TEST_TABLES if name in tables and tables[name] != main]
-    if beside and not (splits["test"].captions or splits["val"].captions):
-        _read(tables[beside[0]], root, splits, into="test")
-    test, unread = splits["test"].pictures(), splits["val"].pictures()
-    if not test:
-        test, unread = unread, ()
-    if unread:
-        notes.append(f"{len(unread):,} images of the validation split: not read, test is there")
-    pairs = Pairs(root, splits["train"].pictures(), test, tuple(notes))
-    return pairs if test else _hold_out(pairs, holdout)
+    for name, split in _HELD.items():
+        if name in tables and tables[name] != main and not splits[split].captions:
+            _read(tables[name], root, splits, into=split)
+    train, validation, test = (split.pictures() for split in splits.values())
+    pairs = Pairs(root, train, validation, test)
+    return pairs if pairs.validation else _hold_out(pairs, holdout)
 
 
 @dataclass
@@ -117,7 +112,7 @@ def _main_table(data: str, tables: dict[str, Path]) -> Path:
             f"{printable(data)} has {printable(having)}; add it, or name its columns so"
         )
     wanted = [name for name in ("train", "captions") if name in tables]
-    others = [name for name in tables if name not in TEST_TABLES] or list(tables)
+    others = [name for name in tables if name not in _HELD] or list(tables)
     if not wanted and len(others) > 1:
         raise ValueError(
             f"one table must hold the captions to train on, and {printable(data)} has "
@@ -184,22 +179,21 @@ def _split_of(row: dict[str, str], line: int, table: Path) -> str | None:
 
 
 def _hold_out(pairs: Pairs, share: float) -> Pairs:
-    """Take the images whose names hash lowest, with all their captions, as `test`."""
+    """Take the images whose names hash lowest, with all their captions, for validation."""
     ranked = sorted(pairs.train, key=lambda p: hashlib.sha256(os.fsencode(p.name)).digest())
     count = min(max(round(share * len(ranked)), 1), len(ranked) - 2) if share else 0
     if count < 1:
         return pairs
     held = {picture.name for picture in ranked[:count]}
     note = (
-        f"no test split: {count:,} images, {share:.0%}, are held out with all their captions to "
-        "test retrieval and are not trained on; --holdout sets the share"
+        f"no validation split: {count:,} images, {share:.0%}, are held out with all their captions "
+        "to choose the best encoder by; --holdout sets the share"
     )
     return replace(
         pairs,
         train=tuple(p for p in pairs.train if p.name not in held),
-        test=tuple(p for p in pairs.train if p.name in held),
+        validation=tuple(p for p in pairs.train if p.name in held),
         notes=(*pairs.notes, note),
-        held_out=True,
     )
 
 

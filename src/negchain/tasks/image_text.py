@@ -68,16 +68,16 @@ class ImageTextTask(Task):
         self,
         config: TrainConfig,
         train: CaptionedImages,
-        test: CaptionedImages | None,
+        held: Mapping[str, CaptionedImages],
         bundle: DataBundle,
     ) -> None:
         super().__init__(config)
-        self.train, self.test, self.bundle = train, test, bundle
+        self.train, self.held = train, held  # "validation" and "test", where there are any
         self.num_samples = len(train.images)
         self.fingerprint = bundle.fingerprint
         self.resident = train.images.resident
         self.skipped = bundle.skipped
-        self.unjudged = None if test is not None else bundle.unprobed
+        self.unjudged = None if held else bundle.unprobed
         self.pictures = ImageTask(config, replace(bundle, pretrain=train.images))
         self.augment = self.pictures.augment
         texts, self.begin = train.flat()
@@ -98,8 +98,8 @@ class ImageTextTask(Task):
         """Counts, and why nothing is tested where that is so."""
         return {
             "captions": len(self.tokens["input_ids"]),
-            "test": 0 if self.test is None else len(self.test.images),
-            "held_out": self.bundle.held_out,
+            "validation": len(self.held["validation"].images) if "validation" in self.held else 0,
+            "test": sum(len(part.images) for part in self.held.values()),
             "unprobed": self.unjudged,
         }
 
@@ -184,8 +184,9 @@ def load(
     if encoder_config is not None:
         side = encoder_config["image_size"]
     config = replace(config, image_size=side)
-    chosen = pairs.train[: config.subset]
-    everything = (*chosen, *pairs.test)
+    splits = {"train": pairs.train[: config.subset]}
+    splits |= {"validation": pairs.validation, "test": pairs.test}
+    everything = [picture for split in splits.values() for picture in split]
     files = [ImageFile(p.name, whole_file(p.path, os.stat(p.path))) for p in everything]
     bundle = load_data(
         Scan(pairs.root, tuple(files), notes=pairs.notes),
@@ -196,37 +197,35 @@ def load(
         progress=progress,
     )
     captions = {p.name: p.captions for p in everything}
-    tested = {p.name for p in pairs.test}
-    names = bundle.pretrain.names
-    parts = [_part(bundle.pretrain, captions, [n for n in names if (n in tested) is held])
-             for held in (False, True)]  # fmt: skip
-    if len(parts[0].captions) < 2:
+    home = {p.name: split for split, pictures in splits.items() for p in pictures}
+    parts = {split: _part(bundle.pretrain, captions, home, split) for split in splits}
+    train = parts.pop("train")
+    if len(train.captions) < 2:
         raise ValueError(
             "training needs at least 2 readable images with captions, and "
-            f"{config.data} holds {len(parts[0].captions)}; add some"
+            f"{config.data} holds {len(train.captions)}; add some"
         )
-    test = parts[1] if parts[1].captions else None
     digest = hashlib.sha256(bundle.fingerprint.encode())
-    for name in names:
-        digest.update(repr((name, name in tested, captions[name])).encode())
+    for name in bundle.pretrain.names:
+        digest.update(repr((name, home[name], captions[name])).encode())
     bundle = replace(
         bundle,
         fingerprint=digest.hexdigest()[:16],
-        held_out=len(parts[1].captions) if pairs.held_out else 0,
         unprobed="--holdout 0 leaves nothing to test on"
         if not config.holdout
         else "there are too few images to hold some out",
     )
-    return ImageTextTask(config, parts[0], test, bundle)
+    held = {split: part for split, part in parts.items() if part.captions}
+    return ImageTextTask(config, train, held, bundle)
 
 
 def _part(
-    images: ImageSet, captions: Mapping[str, tuple[str, ...]], names: Sequence[str]
+    images: ImageSet, captions: Mapping[str, tuple[str, ...]], home: Mapping[str, str], split: str
 ) -> CaptionedImages:
-    """Some of the pictures, with their captions."""
-    place = {name: number for number, name in enumerate(images.names)}
-    chosen = torch.tensor([place[name] for name in names], dtype=torch.int64)
-    return CaptionedImages(images.select(chosen), tuple(captions[name] for name in names))
+    """The readable pictures of a split, with their captions."""
+    chosen = [number for number, name in enumerate(images.names) if home[name] == split]
+    own = tuple(captions[images.names[number]] for number in chosen)
+    return CaptionedImages(images.select(torch.tensor(chosen, dtype=torch.int64)), own)
 
 
 def shared_captions(captions: Sequence[Sequence[str]]) -> tuple[Tensor | None, int]:

@@ -33,6 +33,7 @@ RECALL_AT = (1, 5, 10)
 GALLERY, SHOWN = 12, 5  # examples, and answers of each
 VIEWED, VIEWS = 6, 6  # training pictures shown augmented, and how many times
 MOST_SHOWN = 1000  # pictures to retrieve examples from where nothing is tested
+SPLITS = {"validation": "", "test": "test_"}  # before the name of a number
 
 
 class ImageTextJudge(Judge):
@@ -40,42 +41,47 @@ class ImageTextJudge(Judge):
 
     def __init__(self, task: ImageTextTask) -> None:
         self.task = task
-        self.test = task.test
         self._tokens: dict[int, dict[str, Tensor]] = {}
 
     def quick(self, encoder: ImageText) -> Numbers:
-        """The exact loss and beta; with test pictures recall at 1, 5 and 10 both ways."""
-        return self.thorough(encoder)[0]
+        """The exact loss and beta; recall at 1, 5 and 10 both ways of validation pictures."""
+        return self._numbers(encoder, ["validation"])[0]
 
     def before(self, encoder: ImageText) -> Numbers:
-        """What a result must beat: the towers as they start."""
-        return self.quick(encoder)
+        """The same, and of test pictures with `test_` before the name."""
+        return self._numbers(encoder, list(SPLITS))[0]
 
     def thorough(self, encoder: ImageText) -> tuple[Numbers, Arrays]:
-        """The numbers, and which test pictures and captions were answered rightly."""
+        """Every number, and which pictures and captions were answered rightly."""
+        return self._numbers(encoder, list(SPLITS))
+
+    def _numbers(self, encoder: ImageText, splits: Sequence[str]) -> tuple[Numbers, Arrays]:
         numbers, answers = self.losses(encoder), Arrays()
-        if self.test is None:
-            return numbers, answers
-        found = Retrieval(*self.embed(encoder, self.test), *distinct(self.test))
-        for way, right in (("i2t", found.captions_right()), ("t2i", found.pictures_right())):
-            for k in RECALL_AT:
-                if k == 1 or k < right.candidates:
-                    answer = right.table[:, :k].any(1)
-                    numbers[f"{way}_r{k}"] = answer.double().mean().item()
-                    answers[f"right_{way}_r{k}"] = answer.cpu().numpy()
-        recalls = [value for name, value in numbers.items() if name[:3] in ("i2t", "t2i")]
-        numbers["mean_recall"] = sum(recalls) / len(recalls)
-        # what names the test set, so that runs on one are compared by the same pictures
+        for split, prefix in SPLITS.items():
+            if split not in splits or split not in self.task.held:
+                continue
+            part = self.task.held[split]
+            found = Retrieval(*self.embed(encoder, part), *distinct(part))
+            recalls = []
+            for way, right in (("i2t", found.captions_right()), ("t2i", found.pictures_right())):
+                for k in RECALL_AT:
+                    if k == 1 or k < right.candidates:
+                        answer = right.table[:, :k].any(1)
+                        recalls.append(answer.double().mean().item())
+                        numbers[f"{prefix}{way}_r{k}"] = recalls[-1]
+                        answers[f"right_{prefix}{way}_r{k}"] = answer.cpu().numpy()
+            numbers[f"{prefix}mean_recall"] = sum(recalls) / len(recalls)
+        # what names the data, so that runs on the same are compared by the same pictures
         answers["test_labels"] = np.frombuffer(self.task.fingerprint.encode(), np.uint8)
         return numbers, answers
 
     def baselines(self, line: Mapping[str, Any]) -> Numbers:
         """Of the towers before the first step."""
-        named = ("i2t_r1", "t2i_r1", "mean_recall", "global_loss")
-        return {f"untrained_{name}": line[name] for name in named if name in line}
+        kept = ("_r1", "mean_recall", "global_loss")
+        return {f"untrained_{n}": v for n, v in line.items() if n.endswith(kept)}
 
     def score(self, numbers: Mapping[str, float]) -> float:
-        """The mean of the recalls; without test pictures the exact loss decides."""
+        """The mean of validation's recalls, never of test's; without any the exact loss decides."""
         return numbers.get("mean_recall", -numbers.get("global_loss", math.inf))
 
     def losses(self, encoder: ImageText) -> Numbers:
@@ -127,7 +133,8 @@ class ImageTextJudge(Judge):
 
     def artifacts(self, encoder: ImageText, loss_fn: ContrastiveLoss | None) -> Arrays:
         """Examples of what is retrieved both ways, and what chains hold."""
-        part = self.test or _first(self.task.train, MOST_SHOWN)
+        held = self.task.held
+        part = held.get("test") or held.get("validation") or _first(self.task.train, MOST_SHOWN)
         texts, pairs = distinct(part)
         found = Retrieval(*self.embed(encoder, part), texts, pairs)
         pictures, captions = _spread(len(part.images), GALLERY), _spread(len(texts), GALLERY)

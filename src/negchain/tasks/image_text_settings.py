@@ -19,7 +19,7 @@ LARGEST_BETA = 100.0
 
 def check(config: TrainConfig) -> TrainConfig:
     """Refuse a folder, a model or a temperature that cannot be; absolute paths."""
-    from negchain.tasks.text import check_text_folder
+    from negchain.tasks.text import check_model_folder
 
     if not os.path.exists(config.data):
         raise ConfigError(
@@ -41,7 +41,7 @@ def check(config: TrainConfig) -> TrainConfig:
             raise ConfigError(f"there is no {show(config.encoder)} for --encoder; check the path")
         return replace(changed, encoder=os.path.abspath(config.encoder))
     check_encoder(config.encoder)
-    check_text_folder(config.text_encoder)
+    check_model_folder(config.text_encoder, "--text-encoder")
     return replace(changed, text_encoder=os.path.abspath(config.text_encoder or ""))
 
 

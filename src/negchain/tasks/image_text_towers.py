@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from negchain import encoders
 from negchain.encoders import build_encoder, rebuild_encoder
 from negchain.files import read_object
 from negchain.tasks import text
@@ -108,6 +109,16 @@ def rebuild(described: Mapping[str, Any]) -> ImageText:
         model = _clip(described["open_clip"])
     dim = described["open_clip"]["embed_dim"]
     return ImageText(model.visual, ClipText(model.text), dim, described["beta"], kept)
+
+
+def refuse_larger(described: Mapping[str, Any], num_bytes: int) -> None:
+    """Refuse towers whose weights cannot be in a file of so many bytes, before they are built."""
+    if "open_clip" in described:
+        text.refuse_larger(described["open_clip"], num_bytes, lambda **config: _clip(config))
+    elif not is_open_clip(described.get("name", "")):
+        encoders.refuse_larger(described.get("image", described), num_bytes)
+    if "text" in described:
+        text.refuse_larger(described["text"]["model"], num_bytes)
 
 
 def image_size_of(encoder: str) -> int | None:

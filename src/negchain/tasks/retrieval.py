@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from negchain import draws
+from negchain import draws, methods
 from negchain.files import real_folder
 from negchain.losses.request import Want
 from negchain.printable import show
 from negchain.tasks.beir import Beir, read_beir
 from negchain.tasks.retrieval_judge import RetrievalJudge
 from negchain.tasks.task import Batch, Task
-from negchain.tasks.text_encoder import TextEncoder, Texts, check_model_folder
+from negchain.tasks.text import TextEncoder, Texts, check_model_folder
 from negchain.train.presets import ConfigError
 
 if TYPE_CHECKING:
@@ -48,6 +48,12 @@ class RetrievalTask(Task):
         self.data = data
         self.num_samples, self.fingerprint = len(data.train), data.fingerprint
         self.notes = data.notes
+        if config.draws and "refresh" not in methods.named(config.method).options:
+            self.notes = (
+                *data.notes,
+                f"{config.draws} random documents per query and step are negatives beside the "
+                "batch; --draws 0: the batch alone",
+            )
         size = config.draws * config.batch_size
         self.loss_options = {**INFORMED, "draws": size, "k": config.draws}
         self.layout = {"views": "paired", "symmetric": False, "num_keys": len(data.documents)}
@@ -161,6 +167,14 @@ def check(config: TrainConfig) -> TrainConfig:
             "sentence-transformers or transformers model; name one"
         )
     check_model_folder(config.encoder)
+    known = methods.named(config.method)
+    chains = "proposal" in known.options  # which spend one draw on what they carry
+    table = config.proposal == "informed" if chains else "refresh" in known.options
+    if table and config.draws < 1 + chains:
+        raise ConfigError(
+            f"--draws must be at least {1 + chains} where negatives come from a table "
+            f"(--method {known.name}), got {config.draws}; raise it, or use --method infonce"
+        )
     if find_spec("sentence_transformers") is None:
         raise ConfigError("texts need sentence-transformers: pip install sentence-transformers")
     folders = {"data": os.path.abspath(config.data), "encoder": os.path.abspath(config.encoder)}

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from negchain.losses import ContrastiveLoss
 from negchain.tasks.task import Arrays, Judge, Numbers
-from negchain.tasks.text_encoder import PASS, TextEncoder, Texts
+from negchain.tasks.text import PASS, TextEncoder, Texts
 
 if TYPE_CHECKING:
     from negchain.tasks.beir import Graded

@@ -1,17 +1,21 @@
-"""Text encoders from a folder on this machine: nothing is ever fetched.
+"""Text encoders from a folder on this machine: nothing is ever fetched, nothing in it is run.
 
-Shapes: `R` texts of a pass, `L` tokens, `D` embedding.
+`TextEncoder` is a sentence-transformers model, fed by `Texts`; `TextTower`, beside an image tower,
+is a transformers model with a projection, and its checkpoints do not need the folder.
+
+Shapes: `N` texts, `R` of them in a pass, `T` tokens, `D` embedding.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -19,10 +23,192 @@ from negchain.files import read_object
 from negchain.printable import show
 from negchain.train.presets import ConfigError
 
-MAX_TOKENS = 77
-"""Tokens a text is cut to: CLIP's."""
+if TYPE_CHECKING:
+    from sentence_transformers import SentenceTransformer
 
+Role = Literal["query", "document"]
+Tokens = dict[str, Any]  # what a sentence-transformers model eats, and "role"
 Pooling = Literal["mean", "cls"]
+
+PROMPTS = {"query": ("query",), "document": ("document", "passage", "corpus")}
+"""Names under which models keep what stands before a text, as in their `encode_query`."""
+CHUNK = 1024  # texts tokenised at a time
+PASS = 256  # texts encoded at a time where no gradient is kept
+MAX_TOKENS = 77
+"""Tokens a caption is cut to: CLIP's."""
+MOST_LAYERS = 1000
+"""A description that asks for more is refused."""
+LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+
+
+def check_model_folder(folder: str | None, option: str = "--encoder") -> None:
+    """Refuse what is no folder of a model, before anything slow: names are not looked up."""
+    if find_spec("transformers") is None:
+        raise ConfigError(f"{option} needs transformers: pip install 'negchain[text]'")
+    files = ("modules.json", "config.json")
+    if folder is None or not any(os.path.isfile(Path(folder) / name) for name in files):
+        there = "is no folder"
+        if folder is not None and os.path.isdir(folder):
+            there = "holds neither modules.json nor config.json"
+        given = "none was given" if folder is None else f"{show(folder)} {there}"
+        raise ConfigError(
+            f"{option} must be the folder of a sentence-transformers or transformers model, and "
+            f"{given}; nothing is fetched here: hf download NAME --local-dir FOLDER gets one"
+        )
+
+
+def _unreadable(option: str, folder: str, error: Exception) -> ConfigError:
+    reason = str(error).split("\n")[0] or type(error).__name__
+    return ConfigError(
+        f"{option} {folder} must hold a model that transformers can load, but {reason}; restore "
+        "the folder or name another"
+    )
+
+
+def refuse_larger(
+    described: Mapping[str, Any], num_bytes: int, build: Callable[..., nn.Module] | None = None
+) -> None:
+    """Refuse a config whose weights cannot be in a file of so many bytes, before it is built.
+
+    Whoever wrote the file chose the sizes. On torch's meta device a model takes no memory. `build`
+    takes the config's entries; without it they are transformers'.
+
+    >>> refuse_larger({"in_features": 1000, "out_features": 1000}, 1000, nn.Linear)
+    Traceback (most recent call last):
+    ValueError: this model has 3 MB of weights and the file has 0 MB
+    """
+    if found := [n for n in _layers(described) if n > MOST_LAYERS]:  # making them takes for ever
+        raise ValueError(f"layers must be at most {MOST_LAYERS}, got {found[0]}")
+    with torch.device("meta"):
+        model = (build or _fresh)(**described)
+    needed = sum(weight.numel() * weight.element_size() for weight in model.parameters())
+    if needed > num_bytes:
+        raise ValueError(
+            f"this {described.get('model_type', 'model')} has {needed >> 20:,} MB of weights and "
+            f"the file has {num_bytes >> 20:,} MB"
+        )
+
+
+def _layers(described: Mapping[str, Any]) -> list[int]:
+    """Every number of layers in a config, those of its parts too."""
+    found = list[int]()
+    for name, value in described.items():
+        if isinstance(value, Mapping):
+            found += _layers(value)
+        elif "layer" in name or "depth" in name:
+            found += [n for n in (value if isinstance(value, list) else [value]) if type(n) is int]
+    return found
+
+
+def _fresh(**config: Any) -> nn.Module:
+    """A transformers model of a config, with fresh weights."""
+    from transformers import AutoConfig, AutoModel
+
+    made: nn.Module = AutoModel.from_config(AutoConfig.for_model(**config))  # type: ignore[no-untyped-call,unused-ignore]
+    return made
+
+
+class TextEncoder(nn.Module):
+    """The model of a folder, which is never fetched from anywhere else.
+
+    Args:
+        folder: of a sentence-transformers model, or of a transformers model, which gets mean
+            pooling (last token, where it is a causal one).
+        max_length: tokens of a text that it sees, at most what the model allows.
+    """
+
+    def __init__(self, folder: str, max_length: int) -> None:
+        super().__init__()
+        self.model = load_model(folder)
+        allowed = self.model.max_seq_length
+        self.model.max_seq_length = min(max_length, allowed) if allowed else max_length
+        self.embedding_dim = int(self.model.get_embedding_dimension())
+        self.encoder_config = {"folder": folder, "max_length": max_length}
+
+    @classmethod
+    def rebuilt(cls, described: Mapping[str, Any]) -> TextEncoder:
+        """The encoder an `encoder_config` describes."""
+        return cls(described["folder"], described["max_length"])
+
+    @staticmethod
+    def refuse_larger(described: Mapping[str, Any], num_bytes: int) -> None:
+        """See `refuse_larger`: whoever wrote the file named the folder as well."""
+        file = Path(described.get("folder") or described["name"], "config.json")
+        config = read_object(file) if file.is_file() else {}
+        if "model_type" in config:
+            refuse_larger(config, num_bytes)
+
+    def forward(self, tokens: Tokens) -> Tensor:  # -> [R, D]
+        """Embeddings; of models with routes, by that of the role."""
+        count = len(tokens["input_ids"])
+        parts = [slice(None)]
+        if not torch.is_grad_enabled():
+            parts = [slice(begin, begin + PASS) for begin in range(0, count, PASS)]
+        return torch.cat([self._pass(tokens, part) for part in parts])
+
+    def _pass(self, tokens: Tokens, part: slice) -> Tensor:
+        given = {k: v[part] if isinstance(v, Tensor) else v for k, v in tokens.items()}
+        embeddings: Tensor = self.model(given, task=given.pop("role"))["sentence_embedding"]
+        return embeddings
+
+
+def load_model(folder: str) -> SentenceTransformer:
+    """The model of a folder, float32, on the CPU."""
+    from sentence_transformers import SentenceTransformer
+    from transformers.utils.logging import disable_progress_bar
+
+    check_model_folder(folder)
+    disable_progress_bar()  # the tool shows its own
+    try:
+        return SentenceTransformer(
+            folder, device="cpu", model_kwargs={"dtype": torch.float32}, **LOCAL
+        )
+    except Exception as error:  # whatever transformers finds wrong with its files
+        raise _unreadable("--encoder", folder, error) from error
+
+
+class Texts:
+    """Many texts as token ids: kept ragged in memory, padded when a pass needs them.
+
+    Args:
+        encoder: whose tokeniser, prompts and length limit count.
+        texts: N of them.
+        role: queries and documents may have prompts of their own.
+    """
+
+    def __init__(self, encoder: TextEncoder, texts: Sequence[str], role: Role) -> None:
+        model, self.role = encoder.model, role
+        prompt = next((model.prompts[n] for n in PROMPTS[role] if n in model.prompts), None)
+        if prompt is None and model.default_prompt_name is not None:
+            prompt = model.prompts[model.default_prompt_name]
+        tokenizer: Any = model.tokenizer
+        self.left = tokenizer.padding_side == "left"
+        self.padding = tokenizer.pad_token_id or 0
+        self.rows: list[np.ndarray] = []
+        self.more: Tokens = {}  # the length of a prompt that pooling leaves out
+        for begin in range(0, len(texts), CHUNK):
+            found = model.preprocess(list(texts[begin : begin + CHUNK]), prompt=prompt, task=role)
+            ids, mask = found["input_ids"].numpy().astype(np.int32), found["attention_mask"].numpy()
+            self.rows += [row[m > 0] for row, m in zip(ids, mask, strict=True)]
+            self.more = {k: v for k, v in found.items() if not isinstance(v, Tensor)}
+        self.lengths = torch.tensor([len(row) for row in self.rows], dtype=torch.int64)
+
+    def __len__(self) -> int:
+        """N."""
+        return len(self.rows)
+
+    def tokens(self, places: Tensor, device: torch.device) -> Tokens:  # [R] -> ids, mask [R, T]
+        """What the encoder eats for the texts at some places."""
+        rows = [self.rows[place] for place in places.tolist()]
+        longest = max(map(len, rows), default=0)
+        ids = np.full((len(rows), longest), self.padding, dtype=np.int64)
+        mask = np.zeros((len(rows), longest), dtype=np.int64)
+        for number, row in enumerate(rows):
+            part = slice(longest - len(row), None) if self.left else slice(len(row))
+            ids[number, part], mask[number, part] = row, 1
+        both = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask)}
+        moved = {name: value.to(device, non_blocking=True) for name, value in both.items()}
+        return {**moved, **self.more, "role": self.role}
 
 
 class TextTower(nn.Module):
@@ -43,11 +229,7 @@ class TextTower(nn.Module):
     @classmethod
     def rebuilt(cls, described: Mapping[str, Any]) -> TextTower:
         """A tower of the same layers with fresh weights."""
-        from transformers import AutoConfig, AutoModel
-
-        config = AutoConfig.for_model(**described["model"])
-        model = AutoModel.from_config(config)  # type: ignore[no-untyped-call,unused-ignore]
-        return cls(model, described["pooling"], described["dim"])
+        return cls(_fresh(**described["model"]), described["pooling"], described["dim"])
 
     def forward(self, tokens: Mapping[str, Tensor]) -> Tensor:
         """Embeddings of tokens, [R,L] each -> [R,D]."""
@@ -63,20 +245,19 @@ class TextTower(nn.Module):
 
 def read_text_tower(folder: str, dim: int) -> TextTower:
     """The encoder a folder of transformers or sentence-transformers holds, with its weights."""
-    check_text_folder(folder)
+    check_model_folder(folder, "--text-encoder")
     from transformers import AutoConfig, AutoModel
-    from transformers.utils import logging
+    from transformers.utils.logging import disable_progress_bar
 
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call,unused-ignore]
-    local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    disable_progress_bar()
     try:
-        config = AutoConfig.from_pretrained(folder, **local)
+        config = AutoConfig.from_pretrained(folder, **LOCAL)
         for name, value in config.to_dict().items():
             if "dropout" in name and isinstance(value, float):
                 setattr(config, name, 0.0)
-        model = AutoModel.from_pretrained(folder, config=config, **local).float()
+        model = AutoModel.from_pretrained(folder, config=config, **LOCAL).float()
     except Exception as error:  # the library raises nearly every type on folders of other things
-        raise _unreadable(folder, error) from error
+        raise _unreadable("--text-encoder", folder, error) from error
     if config.is_encoder_decoder or not hasattr(config, "hidden_size"):
         raise ConfigError(
             f"--text-encoder must be an encoder such as BERT, and {folder} holds "
@@ -85,30 +266,15 @@ def read_text_tower(folder: str, dim: int) -> TextTower:
     return TextTower(model, _pooling(Path(folder)), dim)
 
 
-def check_text_folder(folder: str | None) -> None:
-    """Refuse what is no folder of a model, before anything slow."""
-    if find_spec("transformers") is None:
-        raise ConfigError("--text-encoder needs transformers: pip install 'negchain[text]'")
-    if folder is None or not os.path.isfile(Path(folder, "config.json")):
-        given = "none was given" if folder is None else f"{show(folder)} has none"
-        raise ConfigError(
-            "--text-encoder must be a folder with the config.json, weights and tokenizer of a "
-            f"transformers or sentence-transformers model, and {given}; nothing is downloaded: "
-            "save one with model.save_pretrained(FOLDER)"
-        )
-
-
 def read_tokenizer(folder: str) -> Any:
     """The tokenizer of such a folder."""
-    check_text_folder(folder)
+    check_model_folder(folder, "--text-encoder")
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False, padding_side="right"
-        )
+        return AutoTokenizer.from_pretrained(folder, padding_side="right", **LOCAL)
     except Exception as error:  # as above
-        raise _unreadable(folder, error) from error
+        raise _unreadable("--text-encoder", folder, error) from error
 
 
 def tokenise(tokenizer: Any, texts: Sequence[str]) -> tuple[dict[str, Tensor], int]:
@@ -130,11 +296,3 @@ def _pooling(folder: Path) -> Pooling:
     said = read_object(file) if file.is_file() else {}
     cls = said.get("pooling_mode_cls_token") or said.get("pooling_mode") == "cls"
     return "cls" if cls else "mean"
-
-
-def _unreadable(folder: str, error: Exception) -> ConfigError:
-    reason = str(error).split("\n")[0]
-    return ConfigError(
-        f"--text-encoder {folder} cannot be read by transformers ({reason}); save it anew with "
-        "model.save_pretrained and tokenizer.save_pretrained"
-    )

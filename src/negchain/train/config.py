@@ -166,9 +166,9 @@ class TrainConfig:
     )
     draws: int = setting(
         2,
-        "Texts: documents encoded per query and step beside its positive, random or proposed.",
+        "Texts: documents encoded per query beside its positive, random or proposed; 0: none.",
         "Negatives",
-        rule=between(1, 1024),
+        rule=between(0, 1024),
     )
     gamma: float = setting(
         0.9, "sogclr: rate of the moving average, 1 forgets the past.", "Negatives", rule=share

@@ -155,6 +155,21 @@ CAPTION_DEFAULTS: dict[str, Value] = {
     "weight_decay": 0.01,
     "eval_every": 5,
     "probe_samples": 1000,
+    "holdout": 0.1,
+}
+
+TEXT_DEFAULTS: dict[str, Value] = {
+    "encoder": "none",  # and the task says that one must be named
+    "method": "informed",
+    "denominator": "all",
+    "batch_size": 16,
+    "beta": 50.0,
+    "optimizer": "adamw",
+    "lr": 5e-5,
+    "weight_decay": 0.01,
+    "epochs": 6,
+    "eval_every": 1,
+    "patience": 3,
 }
 
 # Learning rates of one optimizer mean nothing to another: used when --optimizer is given alone.
