@@ -239,16 +239,16 @@ def provenance(options: Options) -> Row:
 
 
 def commit() -> str:
-    """The commit of the source; NEGCHAIN_COMMIT where a copy has no .git."""
+    """Commit of the source and its subject, which a rebase keeps; NEGCHAIN_COMMIT without .git."""
     here = Path(__file__).resolve().parents[3]
     if not (here / ".git").exists():
         return os.environ.get("NEGCHAIN_COMMIT", "unknown")
     git = ["git", "-C", str(here)]
-    found = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    changed = subprocess.run(
-        [*git, "status", "--porcelain", "--", "src"], capture_output=True, text=True
+    asked = (["log", "-1", "--format=%h (%s)"], ["status", "--porcelain", "--", "src"])
+    found, changed = (
+        subprocess.run([*git, *words], capture_output=True, text=True).stdout for words in asked
     )
-    return found.stdout.strip() + ("+changes" if changed.stdout else "")
+    return found.strip() + (" and changes" if changed else "")
 
 
 def append(path: Path, row: Row) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from negchain.diagnostics import estimator_report
-from negchain.methods import reproduced
+from negchain.methods import METHODS, reproduced
 from negchain.reproduce.common import (
     Experiment,
     Options,
@@ -56,14 +56,15 @@ def jobs(options: Options) -> list[Row]:
         chain = {"method": method, "B": batch, "R": proposals, "P": burn_in}
         found += [{"part": "rate", "beta": 5.0, **chain, "T": length} for length in lengths]
     shares = (0.05, 0.5) if quick else (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
-    found += [{"part": "in-batch", "beta": b, "share": s} for b in (5.0, 14.28) for s in shares]
+    for beta, share in itertools.product((5.0, 14.28), shares):
+        found.append({"part": "in-batch", "beta": beta, "share": share, "visits": 40})
     sizes = ((14.28,), (8,)) if quick else ((14.28, 5.0), (8, 32, 4, 16))
     for beta, batch in itertools.product(*sizes):
-        steps = 20 if quick else 400
         for method in options.methods or ESTIMATORS:
-            found.append(
-                {"part": "bias", "b": batch, "beta": beta, "method": method, "steps": steps}
-            )
+            case = {"part": "bias", "b": batch, "beta": beta, "method": method}
+            visits = 60 if "carried" in METHODS[method].options else 10  # chains mix slowly
+            steps = {"steps": 20, "visits": 5} if quick else {"steps": 400, "visits": visits}
+            found.append(case | steps)
     return found
 
 
@@ -242,27 +243,32 @@ def bias(job: Row) -> Row:
     for name, noise in (("equal", 0.0), ("differing", 0.1)):
         z = normalize(items + noise * torch.randn(2, 64, 16, generator=generator), dim=-1)
         report = estimator_report(
-            z, batch_size=job["b"], beta=job["beta"], steps=job["steps"], methods=[job["method"]]
+            z,
+            batch_size=job["b"],
+            beta=job["beta"],
+            steps=job["steps"],
+            warm_up=job["visits"] * 64 // job["b"],
+            methods=[job["method"]],
         )
         found[name] = report.as_dicts()[0]
     return found
 
 
 def in_batch(job: Row) -> Row:
-    """Total variation between p and where chains end, R proposals with and without replacement."""
-    chains, states, visits = 8_000, 100, 40
+    """Total variation between p and chains begun at p, proposals with and without replacement."""
+    chains, states, visits = 8_000, 100, job["visits"]
     generator = torch.Generator().manual_seed(0)
     logits = job["beta"] * _similarities(1, states, seed=1, dim=8)[0].float()
     count, target = max(1, round(job["share"] * states)), logits.softmax(0)
     found: Row = {"R": count}
     for name in ("with", "without"):
-        at = torch.randint(0, states, (chains,), generator=generator)
+        at = torch.multinomial(target, chains, replacement=True, generator=generator)
         share = torch.zeros(states)
         for visit in range(visits):
             if name == "with":
                 proposals = torch.randint(0, states, (chains, count), generator=generator)
             else:
-                proposals = torch.rand(chains, states, generator=generator).argsort(1)[:, :count]
+                proposals = torch.rand(chains, states, generator=generator).topk(count)[1]
             log_u = torch.rand(chains, count, generator=generator).clamp(min=1e-30).log()
             scan = mh_scan(logits[proposals], logits[at], log_u, count // 2)
             if visit >= visits // 2:
