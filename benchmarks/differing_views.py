@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from negchain.reproduce.common import Options, append, markdown, provenance
+from negchain.reproduce.common import Options, append, provenance
+from negchain.reproduce.pages import markdown
 from negchain.weights import mh_scan
 
 M, VIEWS, DIM, CLUSTERS, GROUPS = 200, 8, 32, 25, 4  # GROUPS replicas of all chains in each half

@@ -1,6 +1,7 @@
 """Which change makes a better estimate a better encoder? Digits, b = 8, through the trainer.
 
-Data     512 digits (scikit-learn), augmented afresh, the trainer's small CNN; test: the 359 held out.
+Data     512 digits (scikit-learn), augmented afresh, the trainer's small CNN; tested on
+         the 359 held out.
 Cases    the methods; the positive in the denominator ("all"); beta 5 and 30 beside 14.28; learning
          rate 3e-3 beside 1e-3; InfoNCE for the first half of the steps, EMC² after; informed
          importance whose partition is the table's, times a running ratio, instead of its own draws'
@@ -29,16 +30,8 @@ from negchain.losses.weighted import Learn
 from negchain.methods import LossSettings, Method, register
 from negchain.objective import Estimate
 from negchain.pool import Side
-from negchain.reproduce.common import (
-    Options,
-    append,
-    distinct,
-    markdown,
-    provenance,
-    read_rows,
-    spread,
-    where,
-)
+from negchain.reproduce.common import Options, append, provenance, read_rows
+from negchain.reproduce.pages import distinct, markdown, spread, where
 from negchain.reproduce.runs import train
 
 STEPS = 256

@@ -20,7 +20,7 @@ from negchain import reproduce
 from negchain.cli import run
 from negchain.losses import walk
 from negchain.methods import METHODS, LossSettings, build_loss
-from negchain.reproduce import accuracy, common, stationarity, theory
+from negchain.reproduce import accuracy, common, pages, stationarity, theory
 from negchain.reproduce.runs import paper_chain, train
 from negchain.tasks.images import ImageTask, load_images
 from negchain.train.resolve import resolve
@@ -211,7 +211,7 @@ def test_quick_stationarity_from_the_command_line(tmp_path: Path) -> None:
     assert run([*words, "--device", "cpu", "--out", str(tmp_path)]) == 0
     rows = common.read_rows(tmp_path / "stationarity.jsonl")
     assert len(rows) == 2
-    for row in common.where(rows, method="full gradient"):
+    for row in pages.where(rows, method="full gradient"):
         assert row["curve"][-1]["exact_loss"] < row["curve"][0]["exact_loss"] - 0.5
     figure = tmp_path / "stationarity.svg"
     before = figure.read_bytes()
@@ -236,7 +236,7 @@ def test_the_committed_records_can_be_redrawn(name: str, tmp_path: Path) -> None
         pytest.skip("no record yet")
     page = tmp_path / "results.md"
     page.write_text(f"<!-- table {name} -->\nbefore\n<!-- end -->\n")
-    common.redraw(name, records, tmp_path, page, lambda text: None)
+    pages.redraw(name, records, tmp_path, page, lambda text: None)
     assert "before" not in page.read_text() and "|---|" in page.read_text()
     assert list(tmp_path.glob("*.svg"))
     for source in read:

@@ -164,7 +164,7 @@ class Record:
         """An empty record of this machine, today."""
         used = {**versions(PACKAGES), "cuda": torch.version.cuda or "none"}
         date = time.strftime("%Y-%m-%d")
-        return cls(date, command, _hardware(device), used, _commit(), seed, quick)
+        return cls(date, command, hardware(device), used, commit(), seed, quick)
 
     @property
     def mismatches(self) -> list[str]:
@@ -227,7 +227,7 @@ def new_path(folder: Path, date: str, device: torch.device) -> Path:
     return folder / f"{next(stem for stem in stems if stem not in taken)}.md"
 
 
-def _hardware(device: torch.device) -> str:
+def hardware(device: torch.device) -> str:
     """The GPU by name, with the CPU beside it."""
     listed = Path("/proc/cpuinfo")
     text = listed.read_text() if listed.exists() else ""
@@ -237,8 +237,8 @@ def _hardware(device: torch.device) -> str:
     return f"{torch.cuda.get_device_name()}, {cpu}" if device.type == "cuda" else cpu
 
 
-def _commit() -> str:
-    """The commit that is measured, "+changes" if src/ is not as committed.
+def commit() -> str:
+    """The commit that is measured, with its subject, which a rebase keeps; "+changes" if src/ has.
 
     A copy without its .git, as on a machine lent for a run, can be told by NEGCHAIN_COMMIT.
     """
@@ -254,4 +254,4 @@ def _commit() -> str:
     if not (here / ".git").exists():
         return "unknown"
     changes = git("status", "--porcelain", "--", "src")
-    return git("rev-parse", "--short", "HEAD") + ("+changes" if changes else "")
+    return git("log", "-1", "--format=%h (%s)") + (" +changes" if changes else "")

@@ -42,7 +42,7 @@ def command(
 ) -> int:
     """See `HELP`."""
     from negchain.cli.terminal import say
-    from negchain.reproduce import common, load
+    from negchain.reproduce import common, load, pages
     from negchain.train.presets import choose
 
     chosen = [choose("NAME", name, NAMES) for name in names]
@@ -58,7 +58,7 @@ def command(
         if redraw or any(common.read_rows(out / f"{n}.jsonl") for n in load(name).reads or (name,)):
             ours = page.exists() and out == Path("records/reproduce")
             place = figures or (Path("docs/figures") if ours else out)
-            common.redraw(name, out, place, page if ours else None, say)
+            pages.redraw(name, out, place, page if ours else None, say)
     return 1 if failed else 0
 
 

@@ -22,7 +22,7 @@ NAMES = {
     "theory": "Lemmas 1 and 2, Theorem 1, bias and variance, on problems small enough to be exact",
     "cost": "state, memory, encodes and time per step of every method (Table 1)",
 }
-ACCURACY = ("stl10", "burn-in", "finite-augmentations", "imagenet100")
+MODULES = {name: name for name in ("stationarity", "theory", "cost")} | {"time": "cost"}
 
 
 def load(name: str) -> Experiment:
@@ -34,7 +34,6 @@ def load(name: str) -> Experiment:
     """
     if name not in NAMES:
         raise ValueError(f"the experiment must be one of {', '.join(NAMES)}, got {name!r}")
-    module = "accuracy" if name in ACCURACY else name
-    experiments = importlib.import_module(f"negchain.reproduce.{module}").EXPERIMENTS
-    experiment: Experiment = experiments[name]
+    module = importlib.import_module(f"negchain.reproduce.{MODULES.get(name, 'accuracy')}")
+    experiment: Experiment = module.EXPERIMENTS[name]
     return experiment

@@ -31,19 +31,9 @@ from functools import partial
 from typing import Any
 
 from negchain.methods import reproduced
-from negchain.reproduce.common import (
-    Experiment,
-    Options,
-    Row,
-    colour,
-    distinct,
-    markdown,
-    panels,
-    plot_curves,
-    spread,
-    title,
-    where,
-)
+from negchain.reproduce import pages
+from negchain.reproduce.common import Experiment, Options, Row
+from negchain.reproduce.pages import colour, distinct, spread, title, where
 from negchain.reproduce.runs import train
 
 METHODS = reproduced()
@@ -62,6 +52,8 @@ IMAGENET: dict[str, Row] = {
     "b256-none": _SMALL,
     "224px-none": {"preset": "imagenet100-b256"},  # the paper's, for those who have the images
 }
+AXES = {"probe": "linear probe", "knn1": "1-NN", "samples": "samples seen"}
+AXES["seconds"] = "seconds alone on the GPU"
 QUICK: Row = {"data": "digits", "batch_size": 16, "epochs": 2, "subset": 256, "warmup_epochs": 0.0}
 
 
@@ -134,39 +126,39 @@ def imagenet100(options: Options) -> list[Row]:
 
 
 def table(label: str, rows: list[Row]) -> str:
-    """Last measurements of every setting and method, mean and deviation over seeds."""
-    lines = []
-    for setting, name in distinct(rows, "setting", label):
-        found = where(rows, setting=setting, **{label: name})
-        last = [row["curve"][-1] for row in found if row.get("complete", True)]
+    """Last measurements of every setting, length and method, mean and deviation over seeds."""
+    lines, ended = [], [row for row in rows if row.get("complete", True)]
+    cases = [(r["job"]["setting"], r["config"]["epochs"], r["job"][label]) for r in ended]
+    for case in dict.fromkeys(cases):
+        setting, epochs, name = case
+        last = [r["curve"][-1] for r, its in zip(ended, cases, strict=True) if its == case]
         collapsed = sum(point["embedding_variance"] < 0.05 for point in last)
         keys = ("probe", "knn1", "global_loss", "probe_paper")
         means = [spread(p.get(key) for p in last) for key in keys]
-        epochs = found[0]["config"]["epochs"]
         lines.append([setting, title(name), epochs, len(last), *means, collapsed or ""])
     heads = ["setting", label, "epochs", "seeds", "probe", "1-NN", "exact loss", "probe, authors'"]
-    return markdown([*heads, "collapsed"], lines)
+    return pages.markdown([*heads, "collapsed"], lines)
 
 
-def _figure(label: str, rows: list[Row], measure: str) -> Any:
-    """A panel per setting, a line per method: accuracy against samples seen."""
+def figure(label: str, rows: list[Row], measure: str, against: str = "samples") -> Any:
+    """A panel per setting, a line per method: accuracy against samples seen or seconds."""
     settings = distinct(rows, "setting")
-    figure, axes = panels(len(settings))
+    drawn, axes = pages.panels(len(settings))
     for axis, setting in zip(axes, settings, strict=True):
         for number, name in enumerate(distinct(where(rows, setting=setting), label)):
             found = where(rows, setting=setting, **{label: name})
             tint = colour(name) if label == "method" else f"C{number}"
-            plot_curves(axis, found, "samples", measure, title(str(name)), tint)
-        axis.set(title=setting, xlabel="samples seen", xscale="log")
-    axes[0].set_ylabel({"probe": "linear probe", "knn1": "1-NN"}.get(measure, measure))
+            pages.plot_curves(axis, found, against, measure, title(str(name)), tint)
+        axis.set(title=setting, xlabel=AXES[against], xscale="log")
+    axes[0].set_ylabel(AXES[measure])
     axes[-1].legend(fontsize=7)
-    return figure
+    return drawn
 
 
 def draw(name: str, label: str, rows: list[Row]) -> dict[str, Any]:
     """Linear probe and 1-NN against samples."""
     measures = (("probe", "probe"), ("1nn", "knn1"))
-    return {f"{name}-{file}": _figure(label, rows, measure) for file, measure in measures}
+    return {f"{name}-{file}": figure(label, rows, measure) for file, measure in measures}
 
 
 def _experiment(name: str, jobs: Callable[[Options], list[Row]], label: str) -> Experiment:

@@ -13,14 +13,10 @@ import math
 import multiprocessing
 import multiprocessing.connection
 import os
-import platform
-import re
-import statistics
-import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -30,8 +26,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from negchain.files import replacing
-from negchain.methods import METHODS
+from negchain.bench.record import commit, hardware
 from negchain.reproduce import load
 from negchain.train.run_folder import versions
 from negchain.train.sharing import shared_gpu
@@ -133,8 +128,10 @@ def _results(
     sharing: AbstractContextManager[dict[str, str]] = nullcontext({})
     if options.on_gpu():
         sharing = shared_gpu(processes, say=say)
+    threads = str(max(1, (os.cpu_count() or 1) // processes))  # each would take all cores
     with sharing as environment:
-        os.environ.update({"TORCHINDUCTOR_COMPILE_THREADS": "2", **environment})
+        own = {"OMP_NUM_THREADS": threads, "TORCHINDUCTOR_COMPILE_THREADS": threads}
+        os.environ.update({**own, **environment})
         yield from _side_by_side(others, deadline, processes, say)
 
 
@@ -226,29 +223,13 @@ def one(name: str, job: Row, deadline: float) -> Row | None:
 
 def provenance(options: Options) -> Row:
     """Where and from what a record was made."""
-    gpu = f"{torch.cuda.get_device_name()}, " if options.on_gpu() else ""
-    text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    cpu = re.search(r"^model name\s*:\s*(.+)$", text, re.M)
     return {
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "command": " ".join(["negchain", *sys.argv[1:]]),
         "commit": commit(),
-        "hardware": f"{gpu}{os.cpu_count()} cores of {cpu[1] if cpu else platform.machine()}",
+        "hardware": hardware(torch.device("cuda" if options.on_gpu() else "cpu")),
         "versions": versions(PACKAGES),
     }
-
-
-def commit() -> str:
-    """Commit of the source and its subject, which a rebase keeps; NEGCHAIN_COMMIT without .git."""
-    here = Path(__file__).resolve().parents[3]
-    if not (here / ".git").exists():
-        return os.environ.get("NEGCHAIN_COMMIT", "unknown")
-    git = ["git", "-C", str(here)]
-    asked = (["log", "-1", "--format=%h (%s)"], ["status", "--porcelain", "--", "src"])
-    found, changed = (
-        subprocess.run([*git, *words], capture_output=True, text=True).stdout for words in asked
-    )
-    return found.strip() + (" and changes" if changed else "")
 
 
 def append(path: Path, row: Row) -> None:
@@ -267,118 +248,10 @@ def _finite(value: Any) -> Any:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The runs of a record that did not fail; of equal ones the last counts."""
+    """The runs of a record that did not fail; of equal ones the last that ended counts."""
     if not path.exists():
         return []
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+    lines.sort(key=lambda row: row.get("complete", True))  # slices may come in any order
     rows = {json.dumps(row["job"]): row for row in lines if "job" in row and "error" not in row}
     return list(rows.values())
-
-
-# ---------------------------------------------------------------------- tables and figures
-
-
-def redraw(
-    name: str, records: Path, figures: Path, page: Path | None, say: Callable[[str], None]
-) -> None:
-    """Table and figures of an experiment from its record, and the table into the page of results.
-
-    Where the page holds `<!-- table NAME -->` ... `<!-- end -->`, what is between is replaced.
-    """
-    experiment = load(name)
-    read = experiment.reads or (name,)
-    rows = [{**r, "record": of} for of in read for r in read_rows(records / f"{of}.jsonl")]
-    if not rows:
-        raise ValueError(f"there is no record {records / name}.jsonl; run `reproduce {name}` first")
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams.update({"svg.hashsalt": "negchain", "svg.fonttype": "none", "font.size": 9})
-    figures.mkdir(parents=True, exist_ok=True)
-    for file, figure in experiment.draw(rows).items():
-        figure.savefig(figures / f"{file}.svg", metadata={"Date": None}, bbox_inches="tight")
-        say(f"{figures / file}.svg")
-    table = experiment.table(rows)
-    print(table)
-    if page is not None:
-        text = page.read_text(encoding="utf-8")
-        pattern = rf"(<!-- table {name} -->\n).*?(<!-- end -->)"
-        changed = re.sub(pattern, lambda m: f"{m[1]}\n{table}\n\n{m[2]}", text, flags=re.S)
-        with replacing(page) as target:
-            target.write(changed.encode())
-
-
-def markdown(heads: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
-    """A Markdown table.
-
-    Example:
-        >>> print(markdown(["a", "b"], [[1, "x"]]))
-        | a | b |
-        |---|---|
-        | 1 | x |
-    """
-    grid = [list(map(str, heads)), ["---"] * len(heads), *[list(map(str, line)) for line in lines]]
-    return "\n".join(
-        f"|{'|'.join(line)}|" if line[0] == "---" else f"| {' | '.join(line)} |" for line in grid
-    )
-
-
-def spread(values: Iterable[float | None], digits: int = 3) -> str:
-    """Mean and standard deviation over seeds.
-
-    Example:
-        >>> spread([0.5, 0.6]), spread([0.5]), spread([])
-        ('0.550 ± 0.071', '0.500', '–')
-    """
-    found = [value for value in values if value is not None]
-    if not found:
-        return "–"
-    text = f"{statistics.fmean(found):.{digits}f}"
-    return f"{text} ± {statistics.stdev(found):.{digits}f}" if len(found) > 1 else text
-
-
-def title(method: str) -> str:
-    """How a method is called on pages."""
-    return METHODS[method].title if method in METHODS else method
-
-
-def colour(method: str) -> str:
-    """Its colour in figures."""
-    return METHODS[method].colour[0] if method in METHODS else "black"
-
-
-def distinct(rows: Iterable[Row], *keys: str) -> list[Any]:
-    """The values of a key of the jobs (or tuples of several), in order of appearance.
-
-    Example:
-        >>> distinct([{"job": {"b": 4}}, {"job": {"b": 8}}, {"job": {"b": 4}}], "b")
-        [4, 8]
-    """
-    found = [tuple(row["job"].get(key) for key in keys) for row in rows]
-    return [value[0] if len(keys) == 1 else value for value in dict.fromkeys(found)]
-
-
-def where(rows: Iterable[Row], **values: Any) -> list[Row]:
-    """Rows whose job has these values."""
-    return [row for row in rows if all(row["job"].get(k) == v for k, v in values.items())]
-
-
-def plot_curves(axes: Any, rows: list[Row], x: str, y: str, label: str, tint: str) -> None:
-    """Mean over seeds of a curve of measurements, with the range between them shaded."""
-    curves = [[p for p in row["curve"] if p.get(y) is not None] for row in rows]
-    length = min((len(curve) for curve in curves), default=0)
-    if length == 0:
-        return
-    at = [statistics.fmean(curve[i][x] for curve in curves) for i in range(length)]
-    columns = [[curve[i][y] for curve in curves] for i in range(length)]
-    axes.plot(at, [statistics.fmean(c) for c in columns], color=tint, label=label, marker=".")
-    low, high = [min(c) for c in columns], [max(c) for c in columns]
-    axes.fill_between(at, low, high, color=tint, alpha=0.15)
-
-
-def panels(count: int, width: float = 3.4, height: float = 2.8) -> tuple[Figure, list[Any]]:
-    """A figure with some axes in a row."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width * count, height), layout="constrained")
-    return figure, list(figure.subplots(1, count, squeeze=False)[0])

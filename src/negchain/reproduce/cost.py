@@ -1,10 +1,16 @@
-"""What a step costs (the paper's Table 1), measured.
+"""What a step costs (the paper's Table 1), and accuracy against seconds (Fig. 1 and 8).
 
-Paper   memory beside the encoder: SimCLR none, SogCLR and EMC² m numbers, Negative Cache m d.
-        Computation: EMC² as SimCLR, and B R comparisons. Its +B encodes of carried states are not
-        in the table.
-Ours    bytes of the loss's state, images encoded per step (with and without gradient), time of the
-        trainer's step run alone, peak of GPU memory, over b and m.
+cost
+    Paper   memory beside the encoder: SimCLR none, SogCLR and EMC² m numbers, Negative Cache m d.
+            Computation: EMC² as SimCLR, and B R comparisons. Its +B encodes of carried states are
+            not in the table.
+    Ours    bytes of the loss's state, images encoded per step (with and without gradient), time of
+            the trainer's step run alone, peak of GPU memory, over b and m.
+time
+    Paper   b = 32 on a Tesla T4 (Negative Cache on four): "EMC² is around 2x faster than SimCLR and
+            SogCLR, and 3x faster than Negative Caching".
+    Ours    runs of `stl10` share a GPU, so their seconds are not those of a run alone: steps of
+            their record times the milliseconds that `cost` measured alone.
 """
 
 from __future__ import annotations
@@ -14,19 +20,10 @@ from typing import Any
 
 import torch
 
-from negchain.methods import LossSettings, build_loss, named
-from negchain.reproduce.accuracy import METHODS, SETTINGS, with_options
-from negchain.reproduce.common import (
-    Experiment,
-    Options,
-    Row,
-    colour,
-    distinct,
-    markdown,
-    panels,
-    title,
-    where,
-)
+from negchain.methods import LossSettings, build_loss, named, reproduced
+from negchain.reproduce import accuracy, pages
+from negchain.reproduce.common import Experiment, Options, Row
+from negchain.reproduce.pages import colour, distinct, title, where
 from negchain.reproduce.runs import time_steps
 
 SIZES = (10_000, 100_000, 1_000_000)  # m of the state's size
@@ -35,7 +32,7 @@ DIM = 128
 
 def jobs(options: Options) -> list[Row]:
     """Steps over batch sizes (with `--data`, or on digits), and state over m."""
-    methods = options.methods or METHODS
+    methods = options.methods or accuracy.METHODS
     state = [
         {"kind": "state", "method": method, "m": size, "b": batch}
         for method in methods
@@ -45,16 +42,14 @@ def jobs(options: Options) -> list[Row]:
     step = []
     names = ("b32-none", "b32-batch", "b256-none", "b256-batch")
     for name in options.settings or (names[:2] if options.quick else names):
-        settings = SETTINGS[name]
+        settings = accuracy.SETTINGS[name]
         if options.data is None:  # digits and the small encoder
             batch = 256 if "256" in name else 32
             settings = {"norm": settings.get("norm", "none"), "batch_size": batch, "device": "cpu"}
         else:
-            settings = with_options(settings, options)
-        step += [
-            {"kind": "step", "setting": name, "method": m, "seed": 0, "settings": settings}
-            for m in methods
-        ]
+            settings = accuracy.with_options(settings, options)
+        case = {"kind": "step", "setting": name, "seed": 0, "settings": settings}
+        step += [{**case, "method": method} for method in methods]
     return state + step
 
 
@@ -75,39 +70,35 @@ def work(job: Row, deadline: float) -> Row:
     }
 
 
-def table(rows: list[Row]) -> str:
-    """State and encodes, then time and memory of a step."""
-    lines = []
-    for row in where(rows, kind="state", m=SIZES[1]):
-        per_item = f"{row['state_bytes'] / SIZES[1]:.3g}"
-        encodes = [row["encodes"], row["encodes_without_gradient"]]
-        lines.append([title(row["job"]["method"]), row["job"]["b"], per_item, *encodes])
-    heads = ["method", "b", "state, bytes per item (d = 128)", "encodes per step"]
-    first = markdown([*heads, f"encodes without gradient, m = {SIZES[1]:,}"], lines)
-    return f"{first}\n\n{_steps(where(rows, kind='step'))}"
-
-
 def milliseconds(rows: list[Row], setting: str, method: str) -> float | None:
     """Median time of a step."""
     found = where(rows, kind="step", setting=setting, method=method)
     return statistics.median(found[0]["ms"]) if found else None
 
 
-def _steps(rows: list[Row]) -> str:
-    lines = []
-    for setting, method in distinct(rows, "setting", "method"):
-        (row,) = where(rows, setting=setting, method=method)
-        ms, base = statistics.median(row["ms"]), milliseconds(rows, setting, "infonce")
+def table(rows: list[Row]) -> str:
+    """State and encodes, then time and memory of a step."""
+    state = [
+        {**row["job"], **row, "bytes": row["state_bytes"] / SIZES[1]}
+        for row in where(rows, kind="state", m=SIZES[1])
+    ]
+    step = []
+    for row in where(rows, kind="step"):
+        base = milliseconds(rows, row["job"]["setting"], "infonce")
+        ms = statistics.median(row["ms"])
         ratio = f"{ms / base:.2f}" if base else "–"
         peak = f"{row['peak_bytes'] / 2**30:.2f}" if row["peak_bytes"] else "–"
-        lines.append([setting, title(method), f"{ms:.2f}", ratio, peak])
-    heads = ["setting", "method", "ms per step", "against InfoNCE", "peak GPU memory, GiB"]
-    return markdown(heads, lines)
+        step.append({**row["job"], "median": ms, "ratio": ratio, "peak": peak})
+    first = """method|b|state, bytes per item (d = 128)|encodes|without gradient, m = 100,000
+        {method}|{b}|{bytes:.3g}|{encodes}|{encodes_without_gradient}"""
+    second = """setting|method|ms per step|against InfoNCE|peak GPU memory, GiB
+        {setting}|{method}|{median:.2f}|{ratio}|{peak}"""
+    return f"{pages.filled(first, state)}\n\n{pages.filled(second, step)}"
 
 
 def draw(rows: list[Row]) -> dict[str, Any]:
     """State against m; time of a step."""
-    figure, (left, right) = panels(2)
+    figure, (left, right) = pages.panels(2)
     state, step = where(rows, kind="state", b=32), where(rows, kind="step")
     for method in distinct(state, "method"):
         found = where(state, method=method)
@@ -115,16 +106,83 @@ def draw(rows: list[Row]) -> dict[str, Any]:
         left.plot([r["job"]["m"] for r in found], size, ".-", color=colour(method), label=label)
     left.set(xscale="log", yscale="log", ylim=(10, None), xlabel="m", ylabel="state, bytes")
     left.legend(fontsize=7)
-    for at, setting in enumerate(distinct(step, "setting")):
-        names = distinct(step, "method")
-        for number, method in enumerate(names):
-            ms = milliseconds(step, setting, method)
-            if ms is not None:
-                place = at + (number - (len(names) - 1) / 2) / (len(names) + 1)
-                right.bar(place, ms, 0.9 / (len(names) + 1), color=colour(method))
-    right.set_xticks(range(len(distinct(step, "setting"))), distinct(step, "setting"), fontsize=7)
+    settings, names = distinct(step, "setting"), distinct(step, "method")
+    for row in step:
+        number = names.index(row["job"]["method"]) - (len(names) - 1) / 2
+        place = settings.index(row["job"]["setting"]) + number / (len(names) + 1)
+        tint = colour(row["job"]["method"])
+        right.bar(place, statistics.median(row["ms"]), 0.9 / (len(names) + 1), color=tint)
+    right.set_xticks(range(len(settings)), settings, fontsize=7)
     right.set(ylabel="ms per step")
     return {"cost": figure}
 
 
-EXPERIMENTS = {"cost": Experiment("cost", table, draw, jobs, work, alone=True)}
+# ---------------------------------------------------------------------- accuracy against seconds
+
+
+def timed(rows: list[Row]) -> list[Row]:
+    """Runs of `stl10` whose curves have the seconds of a run alone."""
+    cost = [row for row in rows if row["record"] == "cost"]
+    found = []
+    for row in rows:
+        if row["record"] != "stl10" or not row.get("complete", True):
+            continue
+        ms = milliseconds(cost, row["job"]["setting"], row["job"]["method"])
+        if ms is not None:
+            curve = [{**p, "seconds": p["step"] * ms / 1e3} for p in row["curve"]]
+            found.append({**row, "curve": curve})
+    return found
+
+
+def reached(rows: list[Row], target: float, measure: str = "probe") -> float | None:
+    """Mean over seeds of the seconds after which a target is reached, on straight lines between
+    measurements; None if a seed never reaches it.
+
+    Example:
+        >>> curve = [{"seconds": 0.0, "probe": 0.25}, {"seconds": 10.0, "probe": 0.75}]
+        >>> reached([{"curve": curve}], 0.5)
+        5.0
+    """
+    seconds = []
+    for row in rows:
+        at = next((i for i, p in enumerate(row["curve"]) if p[measure] >= target), None)
+        if at is None:
+            return None
+        after, before = row["curve"][at], row["curve"][max(at - 1, 0)]
+        rise = after[measure] - before[measure]
+        share = (target - before[measure]) / rise if rise else 0.0
+        seconds.append(before["seconds"] + share * (after["seconds"] - before["seconds"]))
+    return statistics.fmean(seconds) if seconds else None
+
+
+def time_table(rows: list[Row]) -> str:
+    """Seconds until the accuracy that the slowest of EMC², SimCLR and SogCLR reaches in the end."""
+    lines, runs = [], timed(rows)
+    for setting in distinct(runs, "setting"):
+        here = where(runs, setting=setting)
+        of = {method: where(here, method=method) for method in distinct(here, "method")}
+        main = [row for method in reproduced(small=False) for row in of.get(method, [])]
+        if not main:
+            continue
+        target = 0.98 * min(row["curve"][-1]["probe"] for row in main)
+        ours = reached(of.get("emc2", []), target)
+        for method, found in of.items():
+            seconds = reached(found, target)
+            ratio = f"{seconds / ours:.2f}" if seconds and ours else "–"
+            shown = "not reached" if seconds is None else f"{seconds:.1f}"
+            lines.append([setting, f"{target:.3f}", title(method), shown, ratio])
+    heads = ["setting", "probe accuracy", "method", "seconds until then", "against EMC²"]
+    return pages.markdown(heads, lines)
+
+
+def time_draw(rows: list[Row]) -> dict[str, Any]:
+    """Linear probe and 1-NN against seconds, a panel per setting."""
+    runs = timed(rows)
+    figures = [accuracy.figure("method", runs, key, "seconds") for key in ("probe", "knn1")]
+    return dict(zip(("time-probe", "time-knn1"), figures, strict=True)) if runs else {}
+
+
+EXPERIMENTS = {
+    "cost": Experiment("cost", table, draw, jobs, work, alone=True),
+    "time": Experiment("time", time_table, time_draw, reads=("stl10", "cost")),
+}

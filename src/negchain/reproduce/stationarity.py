@@ -28,18 +28,9 @@ from negchain.encoders import build_encoder
 from negchain.exact import global_loss
 from negchain.losses import ContrastiveLoss
 from negchain.methods import LossSettings, build_loss, reproduced
-from negchain.reproduce.common import (
-    Experiment,
-    Options,
-    Row,
-    colour,
-    distinct,
-    markdown,
-    plot_curves,
-    spread,
-    title,
-    where,
-)
+from negchain.reproduce import pages
+from negchain.reproduce.common import Experiment, Options, Row
+from negchain.reproduce.pages import colour, distinct, spread, title, where
 from negchain.train.order import DataOrder
 
 FULL = "full gradient"
@@ -218,7 +209,7 @@ def table(rows: list[Row]) -> str:
         rest = [_powers(best), *(spread((p[k] for p in kept), 2) for k in ("variance", "weights"))]
         lines.append([*case, *ends, *rest])
     heads = ["encoder", "β", "step size", "method", "collapsed", "exact L", "‖∇L‖²"]
-    return markdown([*heads, "least ‖∇L‖² on the way", "variance", "‖θ‖²"], lines)
+    return pages.markdown([*heads, "least ‖∇L‖² on the way", "variance", "‖θ‖²"], lines)
 
 
 def _powers(values: list[float]) -> str:
@@ -242,7 +233,7 @@ def draw(rows: list[Row]) -> dict[str, Any]:
         for axis, key in zip(axes[:, column], ("exact_loss", "gradient"), strict=True):
             for method in distinct(rows, "method"):
                 found = where(rows, encoder=encoder, beta=beta, lr=lr, method=method)
-                plot_curves(axis, found, "step", key, title(method), colour(method))
+                pages.plot_curves(axis, found, "step", key, title(method), colour(method))
             axis.set(xscale="symlog", xlabel="iterations")
         axes[1, column].set_yscale("log")
         axes[0, column].set_title(f"{encoder}, β = {beta:g}, step {lr:g}")

@@ -21,50 +21,42 @@ from torch.nn.functional import normalize
 
 from negchain.diagnostics import estimator_report
 from negchain.methods import METHODS, reproduced
-from negchain.reproduce.common import (
-    Experiment,
-    Options,
-    Row,
-    colour,
-    distinct,
-    markdown,
-    panels,
-    title,
-    where,
-)
+from negchain.reproduce import pages
+from negchain.reproduce.common import Experiment, Options, Row
+from negchain.reproduce.pages import colour, distinct, title, where
 from negchain.weights import mh_scan
 
 ESTIMATORS = reproduced()
+CASE = ("method", "B", "R", "P")
 TIMES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 def jobs(options: Options) -> list[Row]:
     """All parts; `--quick` keeps the smallest of each."""
-    quick = options.quick
-    found: list[Row] = []
-    for beta, (m, batch), steps in itertools.product(
-        (0.5, 2.0), ((2, 1), (3, 1), (3, 2), (3, 3)), (1, 4, 24)
-    ):
-        found.append({"part": "mixing", "beta": beta, "m": m, "B": batch, "R": steps})
+    quick, every = options.quick, itertools.product
+    found: list[Row] = [
+        {"part": "mixing", "beta": beta, "m": m, "B": batch, "R": steps}
+        for beta, (m, batch), steps in every(
+            (0.5, 2.0), ((2, 1), (3, 1), (3, 2), (3, 3)), (1, 4, 24)
+        )
+    ]
     found += [{"part": "lipschitz", "beta": 2.0, "R": r} for r in (1, 2, 4, 8)]
     found += [{"part": "bound", "beta": beta} for beta in (5.0, 14.28)]
-    lengths = [64, 128, 256] if quick else [64, 256, 1024]
-    chains = [(1, 2, 1), (1, 2, 0), (4, 2, 1), (4, 8, 0), (4, 8, 4)]  # B, R, P
-    cases = [("full", 0, 0, 0), *(("emc2", *sizes) for sizes in chains)]
-    cases += [("dcl", *sizes) for sizes in ((4, 2, 0), (4, 8, 0))]
-    for method, batch, proposals, burn_in in cases[:3] if quick else cases:
-        chain = {"method": method, "B": batch, "R": proposals, "P": burn_in}
-        found += [{"part": "rate", "beta": 5.0, **chain, "T": length} for length in lengths]
+    cases = [("full", 0, 0, 0), ("emc2", 1, 2, 1), ("emc2", 1, 2, 0), ("emc2", 4, 2, 1)]
+    cases += [("emc2", 4, 8, 0), ("emc2", 4, 8, 4), ("dcl", 4, 2, 0), ("dcl", 4, 8, 0)]
+    for case, length in every(
+        cases[:3] if quick else cases, (64, 128, 256) if quick else (64, 256, 1024)
+    ):
+        named = dict(zip(CASE, case, strict=True))
+        found.append({"part": "rate", "beta": 5.0, **named, "T": length})
     shares = (0.05, 0.5) if quick else (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
-    for beta, share in itertools.product((5.0, 14.28), shares):
+    for beta, share in every((5.0, 14.28), shares):
         found.append({"part": "in-batch", "beta": beta, "share": share, "visits": 40})
     sizes = ((14.28,), (8,)) if quick else ((14.28, 5.0), (8, 32, 4, 16))
-    for beta, batch in itertools.product(*sizes):
-        for method in options.methods or ESTIMATORS:
-            case = {"part": "bias", "b": batch, "beta": beta, "method": method}
-            visits = 60 if "carried" in METHODS[method].options else 10  # chains mix slowly
-            steps = {"steps": 20, "visits": 5} if quick else {"steps": 400, "visits": visits}
-            found.append(case | steps)
+    for beta, batch, method in every(*sizes, options.methods or ESTIMATORS):
+        visits = 60 if "carried" in METHODS[method].options else 10  # chains mix slowly
+        steps = {"steps": 20, "visits": 5} if quick else {"steps": 400, "visits": visits}
+        found.append({"part": "bias", "b": batch, "beta": beta, "method": method, **steps})
     return found
 
 
@@ -106,8 +98,8 @@ def joint_kernel(logits: Tensor, batch: int, steps: int) -> Tensor:  # [m,K] -> 
 
 def _similarities(m: int, states: int, seed: int, dim: int = 2) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    x = normalize(torch.randn(m, dim, generator=generator, dtype=torch.float64), dim=-1)
-    z = normalize(torch.randn(states, dim, generator=generator, dtype=torch.float64), dim=-1)
+    both = torch.randn(m + states, dim, generator=generator, dtype=torch.float64)
+    x, z = normalize(both, dim=-1).split([m, states])
     return x @ z.T
 
 
@@ -126,13 +118,9 @@ def mixing(job: Row) -> Row:
         curve.append({"t": t, "measured": worst, "bound": max(0.0, 1 - share / 2) ** t})
     second = float(torch.linalg.eigvals(kernel).abs().sort().values[-2])
     # Lemma 1 assumes BR <= m m_neg e^{2 beta} (its proof's last line).
-    return {
-        "curve": curve,
-        "rate": second,
-        "bound_rate": 1 - share / 2,
-        "assumed": share <= 1,
-        "holds": all(p["measured"] <= p["bound"] + 1e-9 for p in curve),
-    }
+    holds = all(p["measured"] <= p["bound"] + 1e-9 for p in curve)
+    found = {"curve": curve, "rate": second, "bound_rate": 1 - share / 2}
+    return {**found, "assumed": share <= 1, "holds": holds}
 
 
 def lipschitz(job: Row) -> Row:
@@ -146,10 +134,8 @@ def lipschitz(job: Row) -> Row:
         return joint_kernel(beta * x @ z.T, 1, steps), x @ z.T
 
     for _ in range(300):
-        theta = normalize(
-            torch.randn(m + states, 2, generator=generator, dtype=torch.float64), dim=-1
-        )
-        step = 1e-4 * torch.randn(theta.shape, generator=generator, dtype=torch.float64)
+        both = torch.randn(2, m + states, 2, generator=generator, dtype=torch.float64)
+        theta, step = normalize(both[0], dim=-1), 1e-4 * both[1]
         (before, s), (after, s_after) = kernel(theta), kernel(theta + step)
         worst = max(worst, float((after - before).abs().max() / step.norm()))
         slope = max(slope, float((s_after - s).abs().max() / step.norm()))
@@ -185,19 +171,13 @@ def rate(job: Row) -> Row:
     x = centres + 0.5 * torch.randn(m, dim, generator=generator)
     y = x + 0.3 * torch.randn(m, dim, generator=generator)
     theta = torch.randn(runs, dim, out, generator=generator)
-    others = torch.arange(m)[:, None] != torch.arange(m)
-
-    def similar(weights: Tensor) -> tuple[Tensor, Tensor]:
-        """[S,m,m] of x to every y, and whether that is a negative."""
-        a, b = normalize(x @ weights, dim=-1), normalize(y @ weights, dim=-1)
-        return a @ b.transpose(1, 2), others
-
     states = (torch.randint(1, m, (runs, m), generator=generator) + torch.arange(m)) % m
     lane, total = torch.arange(runs)[:, None], 0.0
     for _ in range(length):
         theta = theta.detach().requires_grad_()
-        s, negative = similar(theta)
-        logits = (beta * s).masked_fill(~negative, -math.inf)
+        a, b = normalize(x @ theta, dim=-1), normalize(y @ theta, dim=-1)
+        s = a @ b.transpose(1, 2)  # [S,m,m]
+        logits = (beta * s).masked_fill(torch.eye(m, dtype=torch.bool), -math.inf)
         whole = (logits.logsumexp(2) - beta * s.diagonal(dim1=1, dim2=2)).mean(1)
         (gradient,) = torch.autograd.grad(whole.sum(), theta, retain_graph=True)
         total += float(gradient.square().sum((1, 2)).mean())
@@ -242,14 +222,9 @@ def bias(job: Row) -> Row:
     found = {}
     for name, noise in (("equal", 0.0), ("differing", 0.1)):
         z = normalize(items + noise * torch.randn(2, 64, 16, generator=generator), dim=-1)
-        report = estimator_report(
-            z,
-            batch_size=job["b"],
-            beta=job["beta"],
-            steps=job["steps"],
-            warm_up=job["visits"] * 64 // job["b"],
-            methods=[job["method"]],
-        )
+        given = {"batch_size": job["b"], "beta": job["beta"], "methods": [job["method"]]}
+        warm_up = job["visits"] * 64 // job["b"]
+        report = estimator_report(z, steps=job["steps"], warm_up=warm_up, **given)
         found[name] = report.as_dicts()[0]
     return found
 
@@ -296,6 +271,11 @@ PARTS = {
 # ---------------------------------------------------------------------- what becomes of it
 
 
+def _cases(rows: list[Row]) -> list[list[Row]]:
+    """Runs of Theorem 1 that differ in T only."""
+    return [where(rows, **dict(zip(CASE, case, strict=True))) for case in distinct(rows, *CASE)]
+
+
 def slope(rows: list[Row]) -> float:
     """Fitted slope of log mean |grad L|^2 over log T.
 
@@ -309,58 +289,39 @@ def slope(rows: list[Row]) -> float:
     return float(((x - x.mean()) * (y - y.mean())).sum() / (x - x.mean()).square().sum())
 
 
+TABLES = {
+    "mixing": """β|m|B|R|rate (second eigenvalue)|Lemma 1's rate|its assumption|bound holds
+        {beta:g}|{m}|{B}|{R}|{rate:.3f}|{bound_rate:.3f}|{assumed}|{holds}""",
+    "lipschitz": """R|largest change of P per change of θ found|Lemma 2's constant
+        {R}|{measured:.3g}|{bound:.3g}""",
+    "bound": """β|B of 100|log-sum-exp over B|and + log(100 / B)|over all
+        {beta:g}|{B}|{infonce:.2f}|{scaled:.2f}|{global:.2f}""",
+    "rate": """method|B|R|P|(1/T)Σ‖∇L‖², T = {first[job][T]}|T = {last[job][T]}|slope
+        {method}|{B}|{R}|{P}|{first[mean_square]:.3g}|{last[mean_square]:.3g}|{slope:.2f}""",
+    "bias": """β|b|method|bias, equal views|std per step|bias, cosine 0.87|std per step
+        {beta:g}|{b}|{method}|{equal[relative_bias]:.2f}|{equal[relative_std]:.2f}|\
+{differing[relative_bias]:.2f}|{differing[relative_std]:.2f}""",
+    "in-batch": """β|R / m_neg|weights, i.i.d.|weights, in batch|ends, i.i.d.|ends, in batch
+        {beta:g}|{share:g}|{with_weights:.3f}|{without_weights:.3f}|{with_ends:.3f}|\
+{without_ends:.3f}""",
+}
+
+
 def table(rows: list[Row]) -> str:
-    """One table per part."""
+    """One table per part that was measured."""
     parts = []
-    lines = [
-        [
-            *(f"{r['job'][key]:g}" for key in ("beta", "m", "B", "R")),
-            *(f"{r[key]:.3f}" for key in ("rate", "bound_rate")),
-            *("yes" if r[key] else "**no**" for key in ("assumed", "holds")),
-        ]
-        for r in where(rows, part="mixing")
-    ]
-    heads = ["β", "m", "B", "R", "rate (second eigenvalue)", "Lemma 1's rate", "its assumption"]
-    parts.append(markdown([*heads, "bound holds"], lines))
-    lines = [
-        [r["job"]["R"], f"{r['measured']:.3g}", f"{r['bound']:.3g}"]
-        for r in where(rows, part="lipschitz")
-    ]
-    parts.append(
-        markdown(["R", "largest change of P per change of θ found", "Lemma 2's constant"], lines)
-    )
-    lines = [
-        [f"{r['job']['beta']:g}", p["B"], *(f"{p[k]:.2f}" for k in ("infonce", "scaled", "global"))]
-        for r in where(rows, part="bound")
-        for p in r["curve"][::3]
-    ]
-    heads = ["β", "B of 100", "log-sum-exp over B", "and + log(100 / B)", "over all"]
-    parts.append(markdown(heads, lines))
-    lines = []
-    for case in distinct(where(rows, part="rate"), "method", "B", "R", "P"):
-        keys = dict(zip(("method", "B", "R", "P"), case, strict=True))
-        found = where(rows, part="rate", **keys)
-        ends = [f"{r['mean_square']:.3g}" for r in (found[0], found[-1])]
-        lines.append([title(case[0]), *case[1:], *ends, f"{slope(found):.2f}"])
-    lengths = sorted({r["job"]["T"] for r in where(rows, part="rate")})
-    ends = [f"(1/T)Σ‖∇L‖², T = {t}" for t in (lengths[0], lengths[-1])]
-    parts.append(markdown(["method", "B", "R", "P", *ends, "slope"], lines))
-    lines = []
-    for beta, batch in distinct(where(rows, part="bias"), "beta", "b"):
-        for r in where(rows, part="bias", beta=beta, b=batch):
-            both = itertools.product(("equal", "differing"), ("relative_bias", "relative_std"))
-            shown = [f"{r[views][measure]:.2f}" for views, measure in both]
-            lines.append([f"{beta:g}", batch, title(r["job"]["method"]), *shown])
-    heads = ["β", "b", "method", "bias, equal views", "std per step", "bias, cosine 0.87"]
-    parts.append(markdown([*heads, "std per step"], lines))
-    measures = ("with_weights", "without_weights", "with_ends", "without_ends")
-    lines = [
-        [f"{r['job']['beta']:g}", f"{r['job']['share']:g}", *(f"{r[key]:.3f}" for key in measures)]
-        for r in where(rows, part="in-batch")
-    ]
-    columns = [f"{what}, {how}" for what in ("weights", "ends") for how in ("i.i.d.", "in batch")]
-    parts.append(markdown(["β", "R / m_neg", *columns], lines))
-    return "\n\n".join(part for part in parts if part.count("\n") > 1)  # parts with rows
+    for part, pattern in TABLES.items():
+        found = [{**row["job"], **row} for row in where(rows, part=part)]
+        if part == "bound":
+            found = [{**row, **point} for row in found for point in row["curve"][::3]]
+        if part == "bias":
+            found.sort(key=lambda row: (row["beta"], row["b"]))
+        if part == "rate":
+            ends = [{"first": r[0], "last": r[-1], "slope": slope(r)} for r in _cases(found)]
+            found = [{**end["first"], **end} for end in ends]
+        if found:
+            parts.append(pages.filled(pattern, found))
+    return "\n\n".join(parts)
 
 
 def _draw_mixing(axis: Any, rows: list[Row]) -> None:
@@ -374,8 +335,8 @@ def _draw_mixing(axis: Any, rows: list[Row]) -> None:
 
 
 def _draw_rate(axis: Any, rows: list[Row]) -> None:
-    for number, case in enumerate(distinct(rows, "method", "B", "R", "P")):
-        found = where(rows, **dict(zip(("method", "B", "R", "P"), case, strict=True)))
+    for number, found in enumerate(_cases(rows)):
+        case = [found[0]["job"][key] for key in CASE]
         label = case[0] if case[0] == "full" else "{} B={} R={} P={}".format(*case)
         at, values = [r["job"]["T"] for r in found], [r["mean_square"] for r in found]
         style = "--" if case[0] == "dcl" else "-"
@@ -407,7 +368,7 @@ DRAWN = {"mixing": _draw_mixing, "rate": _draw_rate, "bias": _draw_bias, "in-bat
 def draw(rows: list[Row]) -> dict[str, Any]:
     """Mixing, the rate of Theorem 1, bias over batch size, and proposals without replacement."""
     parts = {part: found for part in DRAWN if (found := where(rows, part=part))}
-    figure, axes = panels(len(parts))
+    figure, axes = pages.panels(len(parts))
     for axis, (part, found) in zip(axes, parts.items(), strict=True):
         DRAWN[part](axis, found)
         axis.set_xscale("log")

@@ -1,0 +1,142 @@
+"""Tables and figures of records."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from negchain.files import replacing
+from negchain.methods import METHODS
+from negchain.reproduce import load
+from negchain.reproduce.common import Row, read_rows
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def redraw(
+    name: str, records: Path, figures: Path, page: Path | None, say: Callable[[str], None]
+) -> None:
+    """Table and figures of an experiment from its record, and the table into the page of results.
+
+    Where the page holds `<!-- table NAME -->` ... `<!-- end -->`, what is between is replaced.
+    """
+    experiment = load(name)
+    read = experiment.reads or (name,)
+    rows = [{**r, "record": of} for of in read for r in read_rows(records / f"{of}.jsonl")]
+    if not rows:
+        raise ValueError(f"there is no record {records / name}.jsonl; run `reproduce {name}` first")
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams.update({"svg.hashsalt": "negchain", "svg.fonttype": "none", "font.size": 9})
+    figures.mkdir(parents=True, exist_ok=True)
+    for file, figure in experiment.draw(rows).items():
+        figure.savefig(figures / f"{file}.svg", metadata={"Date": None}, bbox_inches="tight")
+        say(f"{figures / file}.svg")
+    table = experiment.table(rows)
+    print(table)
+    if page is not None:
+        text = page.read_text(encoding="utf-8")
+        pattern = rf"(<!-- table {name} -->\n).*?(<!-- end -->)"
+        changed = re.sub(pattern, lambda m: f"{m[1]}\n{table}\n\n{m[2]}", text, flags=re.S)
+        with replacing(page) as target:
+            target.write(changed.encode())
+
+
+def markdown(heads: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
+    """A Markdown table.
+
+    Example:
+        >>> print(markdown(["a", "b"], [[1, "x"]]))
+        | a | b |
+        |---|---|
+        | 1 | x |
+    """
+    grid = [list(map(str, heads)), ["---"] * len(heads), *[list(map(str, line)) for line in lines]]
+    return "\n".join(
+        f"|{'|'.join(line)}|" if line[0] == "---" else f"| {' | '.join(line)} |" for line in grid
+    )
+
+
+def filled(pattern: str, rows: Sequence[Row]) -> str:
+    """A Markdown table from a line of heads and a line of cells with fields of the rows.
+
+    Example:
+        >>> print(filled("R|bound holds\\n{R}|{holds}", [{"R": 1, "holds": False}]))
+        | R | bound holds |
+        |---|---|
+        | 1 | **no** |
+    """
+    words: dict[Any, str] = {True: "yes", False: "**no**"}
+    heads, cells = pattern.split("\n")
+    lines = []
+    for row in rows:
+        shown = {k: words[v] if isinstance(v, bool) else v for k, v in row.items()}
+        shown["method"] = title(row.get("method", ""))
+        lines.append(cells.strip().format_map(shown).split("|"))
+    return markdown(heads.format_map(rows[0]).split("|"), lines)
+
+
+def spread(values: Iterable[float | None], digits: int = 3) -> str:
+    """Mean and standard deviation over seeds.
+
+    Example:
+        >>> spread([0.5, 0.6]), spread([0.5]), spread([])
+        ('0.550 ± 0.071', '0.500', '–')
+    """
+    found = [value for value in values if value is not None]
+    if not found:
+        return "–"
+    text = f"{statistics.fmean(found):.{digits}f}"
+    return f"{text} ± {statistics.stdev(found):.{digits}f}" if len(found) > 1 else text
+
+
+def title(method: str) -> str:
+    """How a method is called on pages."""
+    return METHODS[method].title if method in METHODS else method
+
+
+def colour(method: str) -> str:
+    """Its colour in figures."""
+    return METHODS[method].colour[0] if method in METHODS else "black"
+
+
+def distinct(rows: Iterable[Row], *keys: str) -> list[Any]:
+    """The values of a key of the jobs (or tuples of several), in order of appearance.
+
+    Example:
+        >>> distinct([{"job": {"b": 4}}, {"job": {"b": 8}}, {"job": {"b": 4}}], "b")
+        [4, 8]
+    """
+    found = [tuple(row["job"].get(key) for key in keys) for row in rows]
+    return [value[0] if len(keys) == 1 else value for value in dict.fromkeys(found)]
+
+
+def where(rows: Iterable[Row], **values: Any) -> list[Row]:
+    """Rows whose job has these values."""
+    return [row for row in rows if all(row["job"].get(k) == v for k, v in values.items())]
+
+
+def plot_curves(axes: Any, rows: list[Row], x: str, y: str, label: str, tint: str) -> None:
+    """Mean over seeds of a curve of measurements, with the range between them shaded."""
+    curves = [[p for p in row["curve"] if p.get(y) is not None] for row in rows]
+    length = min((len(curve) for curve in curves), default=0)
+    if length == 0:
+        return
+    at = [statistics.fmean(curve[i][x] for curve in curves) for i in range(length)]
+    columns = [[curve[i][y] for curve in curves] for i in range(length)]
+    axes.plot(at, [statistics.fmean(c) for c in columns], color=tint, label=label, marker=".")
+    low, high = [min(c) for c in columns], [max(c) for c in columns]
+    axes.fill_between(at, low, high, color=tint, alpha=0.15)
+
+
+def panels(count: int, width: float = 3.4, height: float = 2.8) -> tuple[Figure, list[Any]]:
+    """A figure with some axes in a row."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width * count, height), layout="constrained")
+    return figure, list(figure.subplots(1, count, squeeze=False)[0])
