@@ -23,10 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from negchain.augment import augmentation, finite_views
+from negchain.chunked import Chunked
 from negchain.data import load_data
 from negchain.encoders import build_encoder
 from negchain.exact import global_loss
-from negchain.losses import ContrastiveLoss
 from negchain.methods import LossSettings, build_loss, reproduced
 from negchain.reproduce import pages
 from negchain.reproduce.common import Experiment, Options, Row
@@ -54,13 +54,8 @@ def jobs(options: Options) -> list[Row]:
     if options.quick:
         setup |= {"images": 40, "steps": 40, "encoder": "mlp"}
     return [
-        {
-            "seed": seed,
-            "beta": SETTINGS[name][0],
-            "lr": SETTINGS[name][1],
-            "method": method,
-            **setup,
-        }
+        {"seed": seed, **dict(zip(("beta", "lr"), SETTINGS[name], strict=True)), "method": method}
+        | setup
         for seed in range(options.seeds or (1 if options.quick else 5))
         for name in options.settings or (("sharp",) if options.quick else tuple(SETTINGS))
         for method in options.methods or METHODS
@@ -95,38 +90,23 @@ def build(name: str, images: Tensor, seed: int) -> nn.Module:
 
 
 def exact(encoder: nn.Module, views: Tensor, beta: float) -> Row:
-    """Eq. (1) on the stored views, with its gradient in the parameters' `.grad`; two passes.
-
-    Args:
-        encoder: pixels to embeddings, sample by sample.
-        views: [2, M, C, H, W] pixels.
-        beta: inverse temperature.
-
-    Returns:
-        the numbers of a point of the curve.
-    """
-    flat = views.flatten(0, 1)
-    with torch.no_grad():
-        raw = torch.cat([encoder(part).float() for part in torch.split(flat, CHUNK)])
-    raw.requires_grad_()
-    z = nn.functional.normalize(raw.double(), dim=-1)
+    """Eq. (1) on the stored views [2,M,C,H,W], its gradient left in the parameters' `.grad`."""
+    z = nn.functional.normalize(Chunked(encoder, CHUNK)(views.flatten(0, 1)).double(), dim=-1)
     a, b = z.chunk(2)
     similarity = torch.linalg.vecdot(a, b).mean()
     # Half of D_pos are pairs of a view with itself, whose similarity is 1.
     loss = global_loss(a, b, beta) + beta * similarity - beta * (similarity + 1) / 2
-    (gradient,) = torch.autograd.grad(loss, raw)
     encoder.zero_grad()
-    for part, share in zip(torch.split(flat, CHUNK), torch.split(gradient, CHUNK), strict=True):
-        torch.autograd.backward(encoder(part).float(), share)
-    grads = [p.grad for p in encoder.parameters() if p.grad is not None]
-    with torch.no_grad():
-        return {
-            "exact_loss": loss.item(),
-            "gradient": sum(g.double().square().sum().item() for g in grads),
-            "variance": 1 - z.mean(0).square().sum().item(),
-            "similarity": similarity.item(),
-            "weights": sum(p.square().sum().item() for p in encoder.parameters()),
-        }
+    torch.autograd.backward(loss)
+    parameters = list(encoder.parameters())
+    grads = [p.grad.double() for p in parameters if p.grad is not None]
+    return {
+        "exact_loss": loss.item(),
+        "gradient": sum(g.square().sum().item() for g in grads),
+        "variance": 1 - z.mean(0).square().sum().item(),
+        "similarity": similarity.item(),
+        "weights": sum(p.square().sum().item() for p in parameters),
+    }
 
 
 def work(job: Row, deadline: float) -> Row:
@@ -140,15 +120,19 @@ def work(job: Row, deadline: float) -> Row:
     views = stored.view(len(images), 2, *stored.shape[1:]).transpose(0, 1).contiguous().to(device)
     encoder = build(job["encoder"], images, job["seed"]).to(device)
     dim = encoder(views[0, :1]).shape[1]
-    settings = LossSettings(len(images), job["beta"], dim, job["seed"])
-    settings = LossSettings(**{**vars(settings), "options": OPTIONS})
+    settings = LossSettings(len(images), job["beta"], dim, job["seed"], options=OPTIONS)
     full = job["method"] == FULL
     loss_fn = None if full else build_loss(job["method"], settings).to(device)
     optimizer = torch.optim.SGD(encoder.parameters(), lr=job["lr"], weight_decay=1e-4)
     order = DataOrder(len(images), job["batch"], job["seed"])
     generator = torch.Generator().manual_seed(job["seed"])
+
+    def encode(ids: Tensor) -> Tensor:  # `item * 2 + view`; some losses name items alone
+        paired = loss_fn is not None and loss_fn.ids_per_item > 1
+        return encoder(views[ids % 2, ids // 2] if paired else views[0, ids])
+
     if loss_fn is not None:
-        loss_fn.fill(lambda ids: encoder(_seen(views, ids, loss_fn)))
+        loss_fn.fill(encode)
     steps, curve = job["steps"], []
     measured = {0, steps} | {round(steps ** (k / 14)) for k in range(4, 14)}
     for step in range(steps + 1):
@@ -161,37 +145,13 @@ def work(job: Row, deadline: float) -> Row:
             break
         if loss_fn is not None:
             optimizer.zero_grad()
-            loss = _loss(loss_fn, encoder, views, order.batch(step), generator)
-            torch.autograd.backward(loss)
+            index = order.batch(step).to(device)  # each with two of its views, maybe the same
+            first, second = torch.randint(0, 2, (2, len(index)), generator=generator).to(device)
+            z_a, z_b = encoder(torch.cat([views[first, index], views[second, index]])).chunk(2)
+            stored = (first, second) if loss_fn.ids_per_item > 1 else None
+            loss_fn(z_a, z_b, index, augmentation=stored, encode=encode).backward()
         optimizer.step()
     return {"complete": not late, "curve": curve}
-
-
-def _seen(views: Tensor, ids: Tensor, loss_fn: ContrastiveLoss) -> Tensor:
-    """Pixels of ids `item * 2 + view`; of an item's first view for losses that name items."""
-    if loss_fn.ids_per_item == 1:
-        return views[0, ids]
-    return views[ids % 2, ids // 2]
-
-
-def _loss(
-    loss_fn: ContrastiveLoss,
-    encoder: nn.Module,
-    views: Tensor,
-    index: Tensor,
-    generator: torch.Generator,
-) -> Tensor:
-    """The loss of a batch of items, each with two of its views, drawn independently."""
-    device = views.device
-    pair = torch.randint(0, 2, (2, len(index)), generator=generator).to(device)
-    index = index.to(device)
-    z_a, z_b = encoder(torch.cat([views[pair[0], index], views[pair[1], index]])).chunk(2)
-    stored = (pair[0], pair[1]) if loss_fn.ids_per_item > 1 else None
-    value: Tensor = loss_fn(
-        z_a, z_b, index, augmentation=stored,
-        encode=lambda ids: encoder(_seen(views, ids, loss_fn)),
-    )  # fmt: skip
-    return value
 
 
 def table(rows: list[Row]) -> str:
