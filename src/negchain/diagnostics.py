@@ -6,7 +6,8 @@ shows the bias, its spread the variance. Only the negative term differs between 
 batch's positive term is taken out of both sides.
 
     bias          the part of | mean_t g_t - g | / |g| that noise does not explain: with the means
-                  m1, m2 of every other step each, sqrt( <m1 - g, m2 - g> ) / |g|
+                  m1, m2 of two losses with seeds (and chains) of their own, which take turns,
+                  sqrt( <m1 - g, m2 - g> ) / |g|
     noise         standard error of that mean, relative to |g|
     length        <mean_t g_t, g> / |g|^2            1 = right length along the exact gradient
     std/step      sqrt( mean_t |g_t - mean g|^2 ) / |g|
@@ -22,6 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -112,7 +114,8 @@ def estimator_report(
         batch_size: b.
         beta: inverse temperature.
         steps: batches averaged over, after the warm-up.
-        warm_up: batches before them, in which chains and averages settle; None: 10 visits each.
+        warm_up: batches before them, for each of two losses, in which chains and averages settle;
+            None: 10 visits each.
         methods: names of `negchain.methods.METHODS`; None: all of them.
         denominator: the exact gradient's and the estimators' (InfoNCE and DCL have their own);
             "all" takes at most two views.
@@ -147,10 +150,13 @@ def estimator_report(
     for name in names:
         if callable(progress):
             progress(name)
-        settings = LossSettings(size, beta, dim, seed, denominator=denominator, normalize=False)
-        loss_fn = build_loss(name, settings)
-        count = _bar(name, warm_up + steps) if progress is True else range(warm_up + steps)
-        rows.append(_measure(name, loss_fn, table, batch_size, count, warm_up, seed))
+        given: dict[str, Any] = {"denominator": denominator, "normalize": False}
+        pair = [
+            build_loss(name, LossSettings(size, beta, dim, seed + half, **given)) for half in (0, 1)
+        ]
+        whole = 2 * warm_up + steps
+        count = _bar(name, whole) if progress is True else range(whole)
+        rows.append(_measure(name, pair, table, batch_size, count, 2 * warm_up, seed))
     return EstimatorReport(tuple(rows), size, num_views, batch_size, beta, steps)
 
 
@@ -237,18 +243,19 @@ def _bar(name: str, count: int) -> Sequence[int]:
 
 def _measure(
     name: str,
-    loss_fn: ContrastiveLoss,
+    pair: Sequence[ContrastiveLoss],
     table: Tensor,
     batch_size: int,
     count: Sequence[int],
     warm_up: int,
     seed: int,
 ) -> EstimatorRow:
-    exact = exact_negative_gradient(table, float(loss_fn.beta), loss_fn.denominator)
+    exact = exact_negative_gradient(table, float(pair[0].beta), pair[0].denominator)
     generator = torch.Generator().manual_seed(seed)
     num_views, size, _ = table.shape
-    loss_fn.to(table.device)
-    loss_fn.fill(lambda ids: table[0, ids])
+    for loss_fn in pair:
+        loss_fn.to(table.device)
+        loss_fn.fill(lambda ids: table[0, ids])
     halves, counts, squares = exact.new_zeros(2, *exact.shape), [0, 0], 0.0
     for step in count:
         index = torch.randperm(size, generator=generator)[:batch_size].to(table.device)
@@ -257,7 +264,7 @@ def _measure(
             torch.randint(1, num_views, (batch_size,), generator=generator) if num_views > 1 else 0
         )
         views = torch.stack([first, (first + hop) % num_views]).to(table.device)
-        gradient = step_negative_gradient(loss_fn, table, index, views, generator)
+        gradient = step_negative_gradient(pair[step % 2], table, index, views, generator)
         if step >= warm_up:
             halves[step % 2] += gradient
             counts[step % 2] += 1
@@ -267,7 +274,7 @@ def _measure(
     first_half, second_half = (h / max(c, 1) for h, c in zip(halves, counts, strict=True))
     square = float(((first_half - exact) * (second_half - exact)).sum())
     variance = max(0.0, squares / max(steps, 1) - float(mean.square().sum()))
-    state = sum(s.numel() * s.element_size() for s in loss_fn.state_tensors() if s.numel() >= size)
+    state = sum(s.numel() * s.element_size() for s in pair[0].state_tensors() if s.numel() >= size)
     return EstimatorRow(
         method=name,
         relative_bias=math.sqrt(max(0.0, square)) / norm,

@@ -54,7 +54,7 @@ def jobs(options: Options) -> list[Row]:
         found.append({"part": "in-batch", "beta": beta, "share": share, "visits": 40})
     sizes = ((14.28,), (8,)) if quick else ((14.28, 5.0), (8, 32, 4, 16))
     for beta, batch, method in every(*sizes, options.methods or ESTIMATORS):
-        visits = 60 if "carried" in METHODS[method].options else 10  # chains mix slowly
+        visits = 30 if "carried" in METHODS[method].options else 10  # chains mix slowly
         steps = {"steps": 20, "visits": 5} if quick else {"steps": 400, "visits": visits}
         found.append({"part": "bias", "b": batch, "beta": beta, "method": method, **steps})
     return found
