@@ -129,7 +129,8 @@ def work(job: Row, deadline: float) -> Row:
 
     def encode(ids: Tensor) -> Tensor:  # `item * 2 + view`; some losses name items alone
         paired = loss_fn is not None and loss_fn.ids_per_item > 1
-        return encoder(views[ids % 2, ids // 2] if paired else views[0, ids])
+        z: Tensor = encoder(views[ids % 2, ids // 2] if paired else views[0, ids])
+        return z
 
     if loss_fn is not None:
         loss_fn.fill(encode)
@@ -148,8 +149,9 @@ def work(job: Row, deadline: float) -> Row:
             index = order.batch(step).to(device)  # each with two of its views, maybe the same
             first, second = torch.randint(0, 2, (2, len(index)), generator=generator).to(device)
             z_a, z_b = encoder(torch.cat([views[first, index], views[second, index]])).chunk(2)
-            stored = (first, second) if loss_fn.ids_per_item > 1 else None
-            loss_fn(z_a, z_b, index, augmentation=stored, encode=encode).backward()
+            which = (first, second) if loss_fn.ids_per_item > 1 else None
+            loss = loss_fn(z_a, z_b, index, augmentation=which, encode=encode)
+            torch.autograd.backward(loss)
         optimizer.step()
     return {"complete": not late, "curve": curve}
 

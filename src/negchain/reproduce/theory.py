@@ -96,11 +96,14 @@ def joint_kernel(logits: Tensor, batch: int, steps: int) -> Tensor:  # [m,K] -> 
     return total / len(chosen)
 
 
+def _randn(generator: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
 def _similarities(m: int, states: int, seed: int, dim: int = 2) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    both = torch.randn(m + states, dim, generator=generator, dtype=torch.float64)
-    x, z = normalize(both, dim=-1).split([m, states])
-    return x @ z.T
+    x, z = (_randn(generator, count, dim) for count in (m, states))
+    return normalize(x, dim=-1) @ normalize(z, dim=-1).T
 
 
 def mixing(job: Row) -> Row:
@@ -134,8 +137,8 @@ def lipschitz(job: Row) -> Row:
         return joint_kernel(beta * x @ z.T, 1, steps), x @ z.T
 
     for _ in range(300):
-        both = torch.randn(2, m + states, 2, generator=generator, dtype=torch.float64)
-        theta, step = normalize(both[0], dim=-1), 1e-4 * both[1]
+        theta = normalize(_randn(generator, m + states, 2), dim=-1)
+        step = 1e-4 * _randn(generator, *theta.shape)
         (before, s), (after, s_after) = kernel(theta), kernel(theta + step)
         worst = max(worst, float((after - before).abs().max() / step.norm()))
         slope = max(slope, float((s_after - s).abs().max() / step.norm()))
@@ -317,8 +320,8 @@ def table(rows: list[Row]) -> str:
         if part == "bias":
             found.sort(key=lambda row: (row["beta"], row["b"]))
         if part == "rate":
-            ends = [{"first": r[0], "last": r[-1], "slope": slope(r)} for r in _cases(found)]
-            found = [{**end["first"], **end} for end in ends]
+            runs = _cases(found)
+            found = [{**r[0], "first": r[0], "last": r[-1], "slope": slope(r)} for r in runs]
         if found:
             parts.append(pages.filled(pattern, found))
     return "\n\n".join(parts)
