@@ -278,8 +278,13 @@ class TrainStep:
 
         In a pass of its own without gradient, whose batch statistics leave running ones alone.
         """
+        count = len(share.want.ids)
+        if share.size == 1 and count:  # BatchNorm refuses a batch of one pixel
+            share = share._replace(want=share.want._replace(ids=share.want.ids.repeat(2)), size=2)
+            if share.places is not None:
+                share = share._replace(places=torch.arange(2, device=self.device))
         with torch.no_grad(), statistics_kept(self.encoder):
-            return self._encode(self.plain, [share], row)[0]
+            return self._encode(self.plain, [share], row)[0][:count]
 
     def fill(self, told: Callable[[int], None] = lambda done: None) -> None:
         """Fill the loss's stale tables, where it has any; `told` hears how many rows are done."""
