@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from negchain import draws
-from negchain.losses.batch import Batch, Drawn, Draws, Popularity, check_answer, per_side
+from negchain.losses.batch import (
+    Batch,
+    Drawn,
+    Draws,
+    Popularity,
+    check_answer,
+    is_traced,
+    per_side,
+)
 from negchain.pool import Draw, Kind, Side, matches
 
 Key = tuple[int, Tensor, int]  # seed, step, side number: what random draws are a function of
@@ -89,7 +97,7 @@ def _check_draw(draw: Draw, ids: Tensor, size: int | None) -> None:
             f"draw.log_q must hold one log-probability per id, [{size}], "
             f"got {tuple(draw.log_q.shape)}"
         )
-    if ids.device.type == "cpu" and size is not None and ids.numel():
+    if ids.device.type == "cpu" and not is_traced(ids) and size is not None and ids.numel():
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= size:
             raise ValueError(
