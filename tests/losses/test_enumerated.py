@@ -30,16 +30,22 @@ ISIR = dataclasses.replace(TWO, kernel="isir")
 INFORMED = dataclasses.replace(
     FIVE, kernel="isir", batch_size=2, proposals=Informed(1, share=0.9, refresh=0.0)
 )
+ALONE = dataclasses.replace(
+    INFORMED, beta=2.0, proposals=Informed(1, share=0.9, refresh=0.0, alone=True)
+)
 SATURATED = dataclasses.replace(FIVE, kernel="isir", denominator="all")
+WHOLE = dataclasses.replace(FIVE, kernel="isir", batch_size=5)  # every held item is in the batch
 ENUMERATED = [
     ISIR,
     SATURATED,
+    WHOLE,
     TWO,
     dataclasses.replace(ISIR, proposals=InBatch(copies=2)),
     dataclasses.replace(TWO, proposals=InBatch(copies=2)),
     dataclasses.replace(ISIR, proposals=Uniform(1)),
     dataclasses.replace(TWO, proposals=Uniform(1)),
     INFORMED,
+    ALONE,
     dataclasses.replace(INFORMED, kernel="mh"),
     dataclasses.replace(TWO, denominator="all", learned=True),
     dataclasses.replace(SATURATED, proposals=Uniform(1)),
@@ -49,7 +55,7 @@ ENUMERATED = [
         ISIR, views="paired", symmetric=False, denominator="all", num_known=1, batch_size=4
     ),
 ]
-QUICK = ENUMERATED[:2]
+QUICK = ENUMERATED[:3]
 
 
 def small(s: Setting) -> Small:
@@ -67,6 +73,7 @@ def small(s: Setting) -> Small:
         paired=s.views == "paired",
         isir=s.kernel == "isir",
         copies=getattr(proposals, "copies", 1),
+        use_batch=not getattr(proposals, "alone", False),
         uniform=proposals.num if isinstance(proposals, Uniform) else 0,
         informed=(
             (proposals.share, proposals.sharpness) if isinstance(proposals, Informed) else None
@@ -152,8 +159,8 @@ def partition_counts_the_carried_state(patch) -> None:
 
 
 PLANTED = [
-    (held_item_is_counted_beside_itself, ISIR),
-    (informed_draws_pass_for_uniform, INFORMED),
+    (held_item_is_counted_beside_itself, WHOLE),
+    (informed_draws_pass_for_uniform, ALONE),
     (partition_counts_the_carried_state, SATURATED),
 ]
 
