@@ -170,7 +170,7 @@ PLANTED = [
 @pytest.mark.parametrize("plant, setting", PLANTED, ids=lambda c: getattr(c, "__name__", str(c)))
 def test_planted_bug_is_flagged(monkeypatch, plant, setting) -> None:
     plant(monkeypatch)
-    verdict = verdict_of(setting, 16, 60)
+    verdict = verdict_of(setting, 24, 120)
     assert not verdict.passes, verdict
 
 
