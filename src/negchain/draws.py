@@ -91,13 +91,22 @@ def bits(
         >>> torch.equal(whole[2:], part)   # a row's draws do not depend on its neighbours
         True
     """
-    if step.device.type == rows.device.type == "cpu":
+    if fit_for_numpy(step) and fit_for_numpy(rows):
         return _bits_numpy(seed, step, stream, rows, num_columns, first_column)
     if step.is_cuda and first_column == 0 and prefers_triton(rows):
         from negchain.fast.draws_triton import bits_triton
 
         return bits_triton(seed_key(seed), step, stream, rows, num_columns)
     return _bits_torch(seed, step, stream, rows, num_columns, first_column)
+
+
+def fit_for_numpy(tensor: Tensor) -> bool:
+    """Whether numpy can read it: on the CPU, and neither torch.compile nor torch.func at work."""
+    return (
+        tensor.device.type == "cpu"
+        and not torch.compiler.is_compiling()
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    )
 
 
 def _bits_numpy(

@@ -108,7 +108,8 @@ class Setting:
 
         Metropolis-Hastings with uniform proposals, whose kernel is a matrix. An i-SIR step depends
         on the whole set it is offered, and there are too many sets; draws beside a batch sweep
-        twice; a moving partition depends on the whole past.
+        twice: `test_enumerated.py` has them with five items. A moving partition depends on the
+        whole past.
         """
         alone = isinstance(self.proposals, Uniform) and self.proposals.alone
         return (
@@ -313,8 +314,8 @@ def promise(s: Setting) -> Promise:
         return made
     if several:
         allow(0.6, "views that differ share one chain")
-    if mh and not alone and s.order != "repeats":
-        allow(0.06, "MH over a batch drawn without replacement, R/m = 1/6")
+    if (mh or s.corpus) and not alone and s.order != "repeats":
+        allow(0.06, "a batch without replacement taken for independent draws, R/m = 1/6")
     if isinstance(proposals, InBatch) and proposals.copies == 2:
         allow(0.3, "both copies of an item are offered")
     if s.denominator == "all":

@@ -206,3 +206,12 @@ def test_wanted_items_are_encoded_under_the_callers_autocast() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = loss_fn(net(items[index]), net(items[index] + 0.1), index, encode=encode)
     assert seen[0].dtype == torch.bfloat16 and loss.dtype == torch.float32
+
+
+def test_a_sample_that_a_batch_holds_twice_draws_twice() -> None:
+    """One draw offered twice is no two draws: chains would leave their target."""
+    loss_fn = EMC2Loss(M, 5.0, proposals=Uniform(), carried="cached")
+    drawn = torch.stack([loss_fn.request([3, 7, 3], ahead=n).ids for n in range(40)])
+    assert (drawn[:, 0] == drawn[:, 2]).float().mean() < 0.5
+    alone = torch.stack([loss_fn.request([7, 3], ahead=n).ids for n in range(40)])
+    assert torch.equal(alone[:, 1], drawn[:, 0])  # whoever else is there

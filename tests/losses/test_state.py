@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 
 import pytest
 import torch
 from losses_under_test import METHODS, M, battery, case_name, data, run, same_state, snapshot
 
+import negchain
 from negchain import DCLLoss, EMC2Loss, InfoNCELoss, Informed, NegativeCacheLoss, SogCLRLoss
 
 
@@ -163,14 +165,31 @@ def test_a_first_call_under_inference_mode(build, training) -> None:
     build().load_state_dict(loss_fn.state_dict())
 
 
-@pytest.mark.parametrize("loss_class", [InfoNCELoss, DCLLoss])
-def test_torch_func(loss_class) -> None:
+@pytest.mark.filterwarnings("ignore:torch.searchsorted", "ignore:There is a performance drop")
+@pytest.mark.parametrize(
+    "build",
+    [
+        InfoNCELoss,
+        DCLLoss,
+        negchain.SogCLRLoss,
+        negchain.EMC2Loss,
+        functools.partial(negchain.EMC2Loss, kernel="isir", denominator="all"),
+        functools.partial(negchain.EMC2Loss, proposals=negchain.Uniform(3)),
+        negchain.NegativeCacheLoss,
+        negchain.ImportanceLoss,
+        negchain.TopKLoss,
+    ],
+    ids=str,
+)
+def test_torch_func(build) -> None:
     """Per-sample tools: grad and vmap of a loss in evaluation mode."""
-    z = torch.randn(3, 2, 6, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    loss_fn = loss_class(beta=5.0).eval()
+    generator = torch.Generator().manual_seed(0)
+    z = torch.randn(2, 2, 6, 4, generator=generator, dtype=torch.float64)
+    items = torch.randn(20, 4, generator=generator, dtype=torch.float64)
+    loss_fn = build(20, 5.0).eval()
 
     def value(pair):
-        return loss_fn(pair[0], pair[1])
+        return loss_fn(pair[0], pair[1], torch.arange(6), encode=lambda ids: items[ids])
 
     expected = []
     for pair in z:
@@ -181,6 +200,18 @@ def test_torch_func(loss_class) -> None:
     assert (got - torch.stack(expected)).abs().max() < 1e-12
     assert (torch.func.grad(value)(z[0]) - expected[0]).abs().max() < 1e-12
     assert (torch.func.vmap(value)(z) - torch.stack([value(p) for p in z])).abs().max() < 1e-12
+
+
+@pytest.mark.slow  # 10 s of tracing
+def test_a_compiled_loss_is_the_loss() -> None:
+    """Somebody compiles the whole step: chains draw what they draw without."""
+    z, items, index = torch.randn(2, 6, 4), torch.randn(20, 4), torch.arange(6)
+    plain, compiled = negchain.EMC2Loss(20, 5.0), negchain.EMC2Loss(20, 5.0)
+    call = torch.compile(compiled, backend="eager")
+    for _ in range(2):
+        values = [f(z[0], z[1], index, encode=lambda ids: items[ids]) for f in (plain, call)]
+        assert torch.allclose(*values)
+    assert torch.equal(plain.chains.states, compiled.chains.states)
 
 
 @pytest.mark.parametrize("case", battery(), ids=case_name)

@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from negchain import draws
-from negchain.losses.batch import Batch, Drawn, Draws, Popularity, check_answer, per_side
+from negchain.losses.batch import (
+    Batch,
+    Drawn,
+    Draws,
+    Popularity,
+    check_answer,
+    is_traced,
+    per_side,
+)
 from negchain.pool import Draw, Kind, Side, matches
 
 Key = tuple[int, Tensor, int]  # seed, step, side number: what random draws are a function of
@@ -59,7 +67,12 @@ def with_draw(side: Side, draw: Draw, drawn: Tensor, num_ids: int | None, normal
 def uniform_ids(index: Tensor, num: int | None, num_ids: int, key: Key) -> Tensor:  # [num or B]
     """Uniform draws: one per sample of a batch, or `num`; a rank knows its own by itself."""
     seed, step, side = key
-    rows, count = (index, 1) if num is None else (index.new_zeros(1), num)
+    rows, count = index.new_zeros(1), num or 1
+    if num is None:  # by sample; one that a batch holds twice draws twice, or draws were no longer
+        order = torch.argsort(index, stable=True)  # independent and chains left their target
+        at = torch.arange(len(index), device=index.device)
+        before = at - torch.searchsorted(index[order], index[order])
+        rows = index + 1_000_003 * torch.empty_like(index).index_copy_(0, order, before)
     stream = draws.STREAM_PROPOSE + 16 * side
     u = draws.uniform(seed, step, stream, rows, count, torch.float64).flatten()
     return draws.integers_below(torch.full_like(u, num_ids, dtype=torch.int64), u)
@@ -89,7 +102,7 @@ def _check_draw(draw: Draw, ids: Tensor, size: int | None) -> None:
             f"draw.log_q must hold one log-probability per id, [{size}], "
             f"got {tuple(draw.log_q.shape)}"
         )
-    if ids.device.type == "cpu" and size is not None and ids.numel():
+    if ids.device.type == "cpu" and not is_traced(ids) and size is not None and ids.numel():
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= size:
             raise ValueError(

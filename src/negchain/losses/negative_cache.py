@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from negchain.losses.base import ContrastiveLoss
-from negchain.losses.batch import Call, Views, check_answer
+from negchain.losses.batch import Call, Views, check_answer, is_traced
 from negchain.losses.partition import effective_negatives
 from negchain.losses.ranks import Gather
 from negchain.losses.reporting import Report, keep
@@ -111,7 +111,8 @@ class NegativeCacheLoss(ContrastiveLoss):
 
     def _loss(self, call: Call, requests: Sequence[Request]) -> Tensor:
         batch = self._checked(call)
-        self.faults[:2] += batch.faults
+        if not is_traced(batch.z_a):
+            self.faults[:2] += batch.faults
         sides = self._sides(batch, use_batch=False)
         total: list[Tensor] = []
         report: Report = {"global_loss": [], "effective_negatives": []}

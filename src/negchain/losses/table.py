@@ -1,9 +1,9 @@
 """The stale table: an embedding of every key as of its last encoding.
 
 Negative Cache draws its negatives from it; `proposals=Informed()` only its proposals, whose
-probabilities are corrected for, so a stale table slows mixing and leaves the target p as it is.
-Rows are rewritten whenever a step encodes them anyway,
-and a share of the table is encoded anew per step in round-robin order (`next_ids`, `refresh`).
+probabilities are corrected for, so a stale table slows mixing and leaves the target p as it is
+(equal views; tests/losses/test_enumerated.py). Rows are rewritten whenever a step encodes them
+anyway, and a share of the table is encoded anew per step in turn (`next_ids`, `refresh`).
 
 The table is read in chunks of keys, so that beyond the table itself (and one number per key where a
 probability of every key is asked for) memory does not grow with it.

@@ -6,9 +6,11 @@ chosen by a coin, is stored. (Offering the same items again and again would driv
 softmax over the batch.)
 
 Columns of several kinds (the batch, and draws from beyond it) have different probabilities q. They
-are walked over one kind after the other: in each such sweep proposals and held state are weighed
-by that kind's q, so every sweep leaves p as it is, and so do all of them. (One scan over all kinds
-with the mixture's q would not: draws from a stale table depend on who is in the batch.)
+are walked over one kind after the other, the batch last: in each such sweep proposals and held
+state are weighed by that kind's q. Draws from a stale table depend on who is in the batch, so one
+scan over all kinds with the mixture's q would not leave p as it is, and no more would the draws
+after the batch: their q would depend on what the chain has just met. Draws first leave p whoever
+is in the batch, and then the batch is as good as new (tests/losses/test_enumerated.py).
 
 A batch without replacement is a uniformly random *set*: with i-SIR a carried state that is itself
 in the batch is counted once, and so is an item that a batch holds twice.
@@ -253,7 +255,7 @@ def _sweeps(
     stream: int,
     rows: Tensor,
 ) -> tuple[Scan, Tensor]:
-    """A sweep per kind of columns, each with its own q.
+    """A sweep per kind of columns, each with its own q, the batch's last.
 
     Weights are shares of all counted steps; with i-SIR a sweep counts as its number of columns.
     """
@@ -267,7 +269,8 @@ def _sweeps(
     visits = plain.new_zeros(len(plain), plain.shape[1] + 1)  # the last column counts the start
     at = torch.full_like(here, -1)  # column each chain is at, -1: its start
     held, accepts = start, torch.zeros_like(here)
-    for number, (kind, part, num_steps) in enumerate(zip(side.kinds, parts, steps, strict=True)):
+    for number in reversed(range(len(parts))):
+        kind, part, num_steps = side.kinds[number], parts[number], steps[number]
         if kind.log_q is not None:
             part = part - kind.log_q(ids[:, kind.first : kind.last])
             part = part.masked_fill(~torch.isfinite(part), -math.inf)

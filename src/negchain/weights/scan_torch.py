@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from negchain.draws import fit_for_numpy
 from negchain.weights.metropolis import Scan
 
 
@@ -40,9 +41,9 @@ def scan_torch(
     states = _state_logits(threshold, logits, start_logit)  # [N,K+1], after 0 .. K steps
     accepted = threshold > states[:, :-1]
     columns = torch.arange(1, num_columns + 1, device=logits.device)
-    slots = torch.zeros(num_chains, num_columns + 1, dtype=torch.int64, device=logits.device)
-    if num_columns:
-        torch.cummax(accepted * columns, 1, out=(slots[:, 1:], torch.empty_like(slots[:, 1:])))
+    reached = accepted * columns
+    reached = torch.cummax(reached, 1).values if num_columns else reached
+    slots = torch.nn.functional.pad(reached, (1, 0))
 
     if count_every == 1:
         is_step = logits > -math.inf
@@ -69,7 +70,7 @@ def scan_torch(
 
 def _state_logits(threshold: Tensor, logits: Tensor, start_logit: Tensor) -> Tensor:
     """Logit of the chain's state before the first step and after each, [N, K+1]."""
-    if logits.device.type == "cpu":
+    if fit_for_numpy(logits):
         return _state_logits_numpy(threshold, logits, start_logit)
     level = torch.cat([start_logit[:, None], logits], 1)
     reach = torch.cat([torch.full_like(start_logit[:, None], math.inf), threshold], 1)
