@@ -26,6 +26,7 @@ class Metric:
 
 LOSS = Metric("loss", "Training loss", "number", "What each step minimised")
 GLOBAL_LOSS = Metric("global_loss", "Global loss, exact", "number", "On a fixed probe set")
+OWN_LOSS = Metric("own_loss", "Global loss of plain keys, exact", "number", "What it trains")
 ONLINE = Metric(
     "online_probe", "Online probe", "percent",
     "A linear head on the embeddings of training batches, learning beside the encoder", True

@@ -27,6 +27,7 @@ from .measures import (
     LOSS,
     LOW,
     ONLINE,
+    OWN_LOSS,
     RATE,
     THROUGHPUT,
     VARIANCE,
@@ -56,7 +57,8 @@ class Page:
 # (title, note, lines with their direct labels): one chart each on a run's page, after its results
 _RUN_CHARTS: Sequence[tuple[str, str, Sequence[tuple[Metric, str]]]] = (
     ("Training loss", LOSS.note, ((LOSS, "loss"),)),
-    ("Global loss", "Exact, on a fixed probe set", ((GLOBAL_LOSS, "exact"),)),
+    ("Global loss", "Exact, on a fixed probe set",
+     ((GLOBAL_LOSS, "exact"), (OWN_LOSS, "plain keys"))),
     *((m.name, m.note, ((m, m.name),))
       for m in (ESTIMATED, ONLINE, VARIANCE, ACCEPTANCE, CARRIED, EFFECTIVE, THROUGHPUT, RATE)),
 )  # fmt: skip

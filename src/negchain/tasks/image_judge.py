@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from negchain import draws
+from negchain import draws, methods
 from negchain.augment import Augmentation, Images, finite_views
 from negchain.data import DataBundle, ImageSet
 from negchain.encoders import Encoder
@@ -116,32 +116,30 @@ class ImageJudge(Judge):
         return numbers.get("probe", -numbers.get("global_loss", math.inf))
 
     def losses(self, encoder: Encoder) -> dict[str, float]:
-        """`global_loss` and `embedding_variance` on the fixed probe set.
+        """`global_loss` and `embedding_variance` on a fixed sample of the training images.
 
+        The loss is that of two augmented views by eq. (1), whatever the method's denominator and
+        keys, so that methods can be compared. `own_loss`, where keys are not augmented, is that of
+        one view against them: what the method trains, and it can fall while the other does not.
         The variance is the mean squared distance of unit embeddings from their mean: near 1 when
         they spread over the sphere, 0 when they have collapsed to a point.
-        """
-        views = self._probe_views(encoder)
-        centre = torch.nn.functional.normalize(views[0], dim=-1).mean(0)
-        return {
-            "global_loss": float(global_loss(views[0], views[1], self.config.beta)),
-            "embedding_variance": float(1 - centre.square().sum()),
-        }
-
-    def _probe_views(self, encoder: Encoder) -> list[Tensor]:
-        """Embeddings of two fixed views of a fixed sample of the training images.
-
-        The loss on them is always eq. (1), whatever the method's own denominator, so that methods
-        can be compared.
         """
         count = min(self.config.probe_samples, len(self.data.pretrain))
         generator = torch.Generator().manual_seed(self.config.seed)
         chosen = torch.randperm(len(self.data.pretrain), generator=generator)[:count].sort().values
-        samples = [_Augmented(self, chosen, view) for view in range(2)]
-        return [
-            self._embed(encoder, encoder, sample, plain=sample.pixels).double()
-            for sample in samples
-        ]
+
+        def embedded(view: int, pixels: Callable[[Any], Tensor] | None = None) -> Tensor:
+            sample = _Augmented(self, chosen, view)
+            return self._embed(encoder, encoder, sample, plain=pixels or sample.pixels).double()
+
+        z_a, z_b = embedded(0), embedded(1)
+        found = {"global_loss": float(global_loss(z_a, z_b, self.config.beta))}
+        if methods.named(self.config.method).plain_keys and not self.config.augmentations:
+            keys = embedded(1, self.augment.plain)
+            own = global_loss(z_a, keys, self.config.beta, views="paired", symmetric=False)
+            found["own_loss"] = float(own)
+        centre = torch.nn.functional.normalize(z_a, dim=-1).mean(0)
+        return found | {"embedding_variance": float(1 - centre.square().sum())}
 
     def embed(self, encoder: Encoder, images: ImageSet) -> Tensor:
         """Features of a whole set, [M, F] float32."""
