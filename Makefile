@@ -5,8 +5,8 @@ BIN = $(VENV)/bin
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet uv  # one minute where pip takes four
-	$(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet uv  # two minutes where pip takes four
+	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python -c constraints.txt -e '.[dev]'
 	touch $@
 
 .PHONY: demo test check test-slow test-gpu bench docs faults

@@ -10,11 +10,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tool_runs import negchain
 
-from negchain.train import sharing
+from negchain.cli import compare
+from negchain.train import concurrent, sharing
 from negchain.train.config import ConfigError
 from negchain.train.sharing import PIPE, shared_gpu
 
@@ -314,3 +316,22 @@ def test_an_interrupted_compare_leaves_no_process(
     pids = [int(path.suffix[1:]) for path in machine.folder.glob("notes.*")]
     assert len(pids) == 2 and not any(running(pid) for pid in pids)
     assert machine.asked()[-1] == "quit" and leftovers() <= before
+
+
+def test_a_run_that_has_only_just_been_started_is_ended_too(
+    machine: Machine, monkeypatch: Patch
+) -> None:
+    """Ctrl-C between the start of a process and its being known."""
+    machine.program(CONTROL)
+    machine.python('[ "$2" = -m ] || { echo 4242; exit; }\nexec sleep 60')
+    pids: list[int] = []
+
+    def interrupted(*arguments: Any) -> subprocess.Popen[bytes]:
+        process = concurrent.launch(*arguments)
+        pids.append(process.pid)
+        os.kill(os.getpid(), signal.SIGINT)
+        return process
+
+    monkeypatch.setattr(compare, "launch", interrupted)
+    assert negchain(COMPARE, "--jobs 2 --out", machine.folder / "out") == 130
+    assert len(pids) == 1 and not running(pids[0])

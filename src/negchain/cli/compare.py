@@ -27,7 +27,7 @@ from negchain.train.presets import choose
 from negchain.train.progress import Bar
 from negchain.train.resolve import for_method, resolve
 from negchain.train.run_folder import is_run, load_run_config, read_metrics
-from negchain.train.sharing import Mode, interruptible, shared_gpu
+from negchain.train.sharing import Mode, held_back, interruptible, shared_gpu
 
 Plan = tuple[Path, TrainConfig, dict[str, Any]]
 
@@ -180,7 +180,8 @@ def _run_all(
             while waiting or running:
                 while waiting and len(running) < jobs:
                     path, config, given = waiting.pop(0)
-                    running[path] = _launch(path, config, given, environment, first)
+                    with held_back():
+                        running[path] = _launch(path, config, given, environment, first)
                     started = done + len(running)
                     bar.say(f"run {started} of {total}: {path.name}")
                 for path, process in list(running.items()):

@@ -42,8 +42,9 @@ def jobs(options: Options) -> list[Row]:
     ]
     found += [{"part": "lipschitz", "beta": 2.0, "R": r} for r in (1, 2, 4, 8)]
     found += [{"part": "bound", "beta": beta} for beta in (5.0, 14.28)]
-    cases = [("full", 0, 0, 0), ("emc2", 1, 2, 1), ("emc2", 1, 2, 0), ("emc2", 4, 2, 1)]
-    cases += [("emc2", 4, 8, 0), ("emc2", 4, 8, 4), ("dcl", 4, 2, 0), ("dcl", 4, 8, 0)]
+    cases = [("full", 0, 0, 0)]
+    cases += [("emc2", *case) for case in ((1, 2, 1), (1, 2, 0), (4, 2, 1), (4, 8, 0), (4, 8, 4))]
+    cases += [("dcl", *case) for case in ((4, 2, 0), (4, 8, 0))]
     for case, length in every(
         cases[:3] if quick else cases, (64, 128, 256) if quick else (64, 256, 1024)
     ):

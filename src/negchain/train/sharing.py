@@ -109,6 +109,22 @@ def interruptible() -> Iterator[None]:
 
 
 @contextmanager
+def held_back() -> Iterator[None]:
+    """Signals that end the program wait until the block is done: whom it starts, it can end."""
+    came: list[int] = []
+    ending = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    watched = [s for s in ending if signal.getsignal(s) != signal.SIG_IGN]
+    before = {s: signal.signal(s, lambda number, frame: came.append(number)) for s in watched}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if came:
+        raise KeyboardInterrupt
+
+
+@contextmanager
 def _daemon() -> Iterator[dict[str, str]]:
     """The environment of the clients of a daemon: one that runs already, or a private one."""
     program = _find()
