@@ -16,7 +16,6 @@ Shapes: `N` rows, `K` columns.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numpy as np
@@ -66,10 +65,12 @@ def stream_key(seed: int, step: Tensor, stream: int) -> Tensor:  # step [] int64
     return _mix(key.add_(_to_int32(stream * GOLDEN)))
 
 
-@functools.cache
 def seed_key(seed: int) -> int:
-    """mix(seed), a 64-bit seed folded into int32."""
-    return int(_mix(torch.tensor(_to_int32(seed), dtype=torch.int32))) ^ _to_int32(seed >> 32)
+    """mix(seed), a 64-bit seed folded into int32; in plain integers, which a compiler follows."""
+    x = seed % 2**32
+    x = (x ^ (x >> 16)) * MIX_A % 2**32
+    x = (x ^ (x >> 15)) * MIX_B % 2**32
+    return _to_int32(x ^ (x >> 15)) ^ _to_int32(seed >> 32)
 
 
 def bits(

@@ -203,6 +203,9 @@ def test_torch_func(build) -> None:
 
 
 @pytest.mark.slow  # 10 s of tracing
+@pytest.mark.filterwarnings(
+    "ignore:Dynamo does not know how to trace:UserWarning"
+)  # breaks its graph
 def test_a_compiled_loss_is_the_loss() -> None:
     """Somebody compiles the whole step: chains draw what they draw without."""
     z, items, index = torch.randn(2, 6, 4), torch.randn(20, 4), torch.arange(6)
