@@ -99,29 +99,36 @@ def interruptible() -> Iterator[None]:
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    watched = [s for s in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) != signal.SIG_IGN]
-    before = {s: signal.signal(s, interrupt) for s in watched}
-    try:
+    with _answered(interrupt, signal.SIGTERM, signal.SIGHUP):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager
 def held_back() -> Iterator[None]:
     """Signals that end the program wait until the block is done: whom it starts, it can end."""
     came: list[int] = []
-    ending = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    watched = [s for s in ending if signal.getsignal(s) != signal.SIG_IGN]
-    before = {s: signal.signal(s, lambda number, frame: came.append(number)) for s in watched}
+
+    def remember(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+
+    with _answered(remember, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        yield
+    if came:
+        raise KeyboardInterrupt
+
+
+@contextmanager
+def _answered(
+    handler: Callable[[int, FrameType | None], None], *numbers: signal.Signals
+) -> Iterator[None]:
+    """Answer signals in this way meanwhile, but those that are ignored (nohup)."""
+    watched = [s for s in numbers if signal.getsignal(s) != signal.SIG_IGN]
+    before = {s: signal.signal(s, handler) for s in watched}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    if came:
-        raise KeyboardInterrupt
+        for number, old in before.items():
+            signal.signal(number, old)
 
 
 @contextmanager
