@@ -29,6 +29,7 @@ class Timed:
     run: Call
     device: torch.device
     calls: int = 1
+    kept: object = None  # what a replay reads must stay allocated as long as it is replayed
 
 
 def graphed(call: Call, device: torch.device, calls: int = 1) -> Timed:
@@ -48,7 +49,7 @@ def graphed(call: Call, device: torch.device, calls: int = 1) -> Timed:
     with torch.cuda.graph(graph):
         for _ in range(calls):
             call()
-    return Timed(graph.replay, device, calls)
+    return Timed(graph.replay, device, calls, kept=call)
 
 
 def milliseconds(timed: Timed, runs: int = 1) -> float:

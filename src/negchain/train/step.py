@@ -20,6 +20,7 @@ Shapes: `B` batch of all ranks, `D` embedding.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -128,7 +129,9 @@ class TrainStep:
         kept = {id(tensor): (tensor, tensor.detach().clone()) for tensor in self._state()}
         made = self._towers(lambda tower: fast or fast_encoder.accelerate(tower, self.autocast))
         stream = new_stream(self.device)
-        with forked(stream):
+        with forked(stream), warnings.catch_warnings():
+            # torch warns where autograd's thread makes its CUDA context, which is harmless
+            warnings.filterwarnings("ignore", "Attempting to run cuBLAS")
             # cuDNN times its algorithms for most shapes in the first step, with nothing beside.
             for _ in range(WARM_UP_STEPS):
                 self._run(None)
