@@ -200,6 +200,18 @@ def test_no_draws_is_the_batch_alone(folder: Path) -> None:
             resolve(None, settings(folder, method=method, draws=draws, **more))
 
 
+def test_a_refresh_that_outweighs_the_step_is_said(folder: Path) -> None:
+    given = {"refresh": 1.0, "batch_size": 2, "draws": 1}
+    loaded = tasks.load(resolve(None, settings(folder, method="informed", **given)))
+    count = len(loaded.data.documents)
+    said = f"re-encodes {count} documents for the table (--refresh 1) beside 4 that train"
+    assert count > 32
+    assert any(said in note for note in loaded.notes)
+    for other in ({"method": "informed", **given, "refresh": 0.1}, {"method": "infonce"}):
+        loaded = tasks.load(resolve(None, settings(folder, **other)))
+        assert not any("re-encodes" in note for note in loaded.notes)
+
+
 def test_a_folder_too_large_for_the_checkpoint_is_refused(folder: Path, tmp_path: Path) -> None:
     fits = tasks.named("retrieval").fits
     fits({"folder": str(folder / "model"), "max_length": 16}, 10**6)

@@ -55,6 +55,14 @@ class RetrievalTask(Task):
                 "batch; --draws 0: the batch alone",
             )
         size = config.draws * config.batch_size
+        renewed, trained = round(config.refresh * len(data.documents)), size + config.batch_size
+        if keeps_table(config) and renewed > 8 * trained:
+            self.notes = (
+                *self.notes,
+                f"every step re-encodes {renewed:,} documents for the table (--refresh "
+                f"{config.refresh:g}) beside {trained} that train; --refresh "
+                f"{trained / len(data.documents):.1g} re-encodes as many",
+            )
         self.loss_options = {**INFORMED, "draws": size, "k": config.draws}
         self.layout = {"views": "paired", "symmetric": False, "num_keys": len(data.documents)}
         self.encoder = TextEncoder(config.encoder, config.max_length)
@@ -169,8 +177,7 @@ def check(config: TrainConfig) -> TrainConfig:
     check_model_folder(config.encoder)
     known = methods.named(config.method)
     chains = "proposal" in known.options  # which spend one draw on what they carry
-    table = config.proposal == "informed" if chains else "refresh" in known.options
-    if table and config.draws < 1 + chains:
+    if keeps_table(config) and config.draws < 1 + chains:
         raise ConfigError(
             f"--draws must be at least {1 + chains} where negatives come from a table "
             f"(--method {known.name}), got {config.draws}; raise it, or use --method infonce"
@@ -179,6 +186,12 @@ def check(config: TrainConfig) -> TrainConfig:
         raise ConfigError("texts need sentence-transformers: pip install sentence-transformers")
     folders = {"data": os.path.abspath(config.data), "encoder": os.path.abspath(config.encoder)}
     return replace(config, **folders)  # type: ignore[arg-type]
+
+
+def keeps_table(config: TrainConfig) -> bool:
+    """Whether negatives come from a stale table of the corpus."""
+    options = methods.named(config.method).options
+    return config.proposal == "informed" if "proposal" in options else "refresh" in options
 
 
 def _card(task: RetrievalTask, encoder: TextEncoder, summary: Mapping[str, Any]) -> str:
