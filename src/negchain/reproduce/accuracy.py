@@ -149,7 +149,7 @@ def figure(label: str, rows: list[Row], measure: str, against: str = "samples") 
             found = where(rows, setting=setting, **{label: name})
             tint = colour(name) if label == "method" else f"C{number}"
             pages.plot_curves(axis, found, against, measure, title(str(name)), tint)
-        axis.set(title=setting, xlabel=AXES[against], xscale="log")
+        axis.set(title=setting, xlabel=AXES[against])
     axes[0].set_ylabel(AXES[measure])
     axes[-1].legend(fontsize=7)
     return drawn

@@ -122,7 +122,11 @@ def where(rows: Iterable[Row], **values: Any) -> list[Row]:
 
 
 def plot_curves(axes: Any, rows: list[Row], x: str, y: str, label: str, tint: str) -> None:
-    """Mean over seeds of a curve of measurements, with the range between them shaded."""
+    """Mean over seeds of a curve of measurements, with the range between them shaded.
+
+    Of runs that ended, where there are any; else as far as all of them came.
+    """
+    rows = [row for row in rows if row.get("complete", True)] or rows
     curves = [[p for p in row["curve"] if p.get(y) is not None] for row in rows]
     length = min((len(curve) for curve in curves), default=0)
     if length == 0:
