@@ -6,18 +6,61 @@ at the machine, so a run's config.json can be read anywhere; `negchain.train.res
 
 import functools
 import json
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields
 from types import NoneType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from negchain import methods, tasks
 from negchain.printable import show
 from negchain.train import presets
 from negchain.train.presets import ConfigError, choose
-from negchain.train.rules import Setting, between, in_0_1, named, setting, share
 
 __all__ = ["ConfigError", "Setting", "TrainConfig", "flag", "from_json", "hints",
            "method_named", "same_run", "setting_of", "to_json"]  # fmt: skip
+
+
+Panel = Literal["The run", "Data", "Negatives", "Encoder and optimizer", "Watching"]
+RUN, DATA, NEGATIVES, TRAINING, WATCHING = get_args(Panel)
+Rule = tuple[Callable[[Any], bool], str]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is known of a field beside its type and default."""
+
+    help: str
+    panel: Panel
+    """Where `--help` shows it."""
+    rule: Rule | None = None
+    """What a value must fulfil, and that in words."""
+    choices: Callable[[], tuple[str, ...]] | None = None
+    """The names a text may be now; a Literal has its own."""
+    free: bool = False
+    """May change when a run is continued: where and how it runs, never what it computes."""
+    zero_is_none: bool = False
+    """0 takes back what a preset or a data set asked for."""
+
+
+def setting(default: T, panel: Panel, *, help: str, **known: Any) -> T:
+    """A field of a dataclass with its default, and a `Setting` of the rest as its metadata."""
+    return field(default=default, metadata={"": Setting(help, panel, **known)})
+
+
+def between(low: int, high: int = 2**31 - 1) -> Rule:  # steps and positions are 32-bit integers
+    """Both ends are allowed.
+
+    >>> fulfilled, words = between(1, 5)
+    >>> fulfilled(5), words
+    (True, 'from 1 to 5')
+    """
+    return lambda v: low <= v <= high, f"from {low} to {high}"
+
+
+share: Rule = (lambda v: 0 < v <= 1, "above 0 and at most 1")
+named: Rule = (lambda v: v.strip() != "" and "\0" not in v, "a name or a path")
+in_0_1: Rule = (lambda v: 0 <= v < 1, "at least 0 and below 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,255 +71,128 @@ class TrainConfig:
     'dcl'
     """
 
-    preset: str | None = setting(
-        None, "Start from the settings of one of the paper's experiments.", "The run"
-    )
-    out: str | None = setting(
-        None, "Run folder; by default a new one under runs/.", "The run", rule=named, free=True
-    )
-    name: str | None = setting(
-        None,
-        "What to call the run: in its folder's name, in reports and at loggers.",
-        "The run",
-        rule=named,
-        free=True,
-    )
-    seed: int = setting(
-        0,
-        "Seed of everything random: weights, order, augmentation, chains.",
-        "The run",
-        rule=(lambda v: 0 <= v < 2**32, "at least 0 and below 2**32"),
-    )
-    device: Literal["auto", "cpu", "cuda"] = setting(
-        "auto", "Where to train; auto takes a GPU if there is one.", "The run", free=True
-    )
-    precision: Literal["auto", "float32", "bf16", "float64"] = setting(
-        "auto", "Precision of the encoder; auto is bf16 on a GPU and float32 on a CPU.", "The run"
-    )
-    graph: bool = setting(
-        True,
-        "On a GPU, replay the whole step as a CUDA graph; --no-graph is for debugging.",
-        "The run",
-        free=True,
-    )
-    epochs: int = setting(60, "Passes over the training images.", "The run", rule=between(1))
-    steps: int | None = setting(
-        None, "Stop after this many steps, whatever --epochs says.", "The run", rule=between(1)
-    )
-    task: str = setting(
-        "images",
-        "What the data is and what is learned from it; unless given, by what --data holds.",
-        "Data",
-        choices=tasks.names,
-    )
-    data: str = setting(
-        "digits",
-        "digits, cifar10, stl10, a folder of images, tar shards, save_to_disk, BEIR; A,B for two.",
-        "Data",
-        rule=named,
-    )
+    # A table: what the tool knows of a setting, then what it tells the user.
+    # fmt: off
+    preset: str | None = setting(None, RUN,
+        help="Start from the settings of one of the paper's experiments.")
+    out: str | None = setting(None, RUN, rule=named, free=True,
+        help="Run folder; by default a new one under runs/.")
+    name: str | None = setting(None, RUN, rule=named, free=True,
+        help="What to call the run: in its folder's name, in reports and at loggers.")
+    seed: int = setting(0, RUN, rule=(lambda v: 0 <= v < 2**32, "at least 0 and below 2**32"),
+        help="Seed of everything random: weights, order, augmentation, chains.")
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", RUN, free=True,
+        help="Where to train; auto takes a GPU if there is one.")
+    precision: Literal["auto", "float32", "bf16", "float64"] = setting("auto", RUN,
+        help="Precision of the encoder; auto is bf16 on a GPU and float32 on a CPU.")
+    graph: bool = setting(True, RUN, free=True,
+        help="On a GPU, replay the whole step as a CUDA graph; --no-graph is for debugging.")
+    epochs: int = setting(60, RUN, rule=between(1),
+        help="Passes over the training images.")
+    steps: int | None = setting(None, RUN, rule=between(1),
+        help="Stop after this many steps, whatever --epochs says.")
+    task: str = setting("images", DATA, choices=tasks.names,
+        help="What the data is and what is learned from it; unless given, by what --data holds.")
+    data: str = setting("digits", DATA, rule=named,
+        help="digits, cifar10, stl10, a folder of images, tar shards, save_to_disk, BEIR; A,B "
+        "for two.")
     recipe: Literal["simclr-stl10", "simclr-imagenet", "cifar", "digits", "mild", "none"] = setting(
-        "digits", "Augmentation.", "Data"
-    )
-    image_size: int | None = setting(
-        None,
-        "Side in pixels of the images the encoder sees; 0 keeps the size of the data.",
-        "Data",
-        rule=between(8, 2048),
-        zero_is_none=True,
-    )
-    augmentations: int | None = setting(
-        None,
-        "Augmentations stored per image, at least 2; 0 draws fresh ones every step.",
-        "Data",
+        "digits", DATA, help="Augmentation.")
+    image_size: int | None = setting(None, DATA, rule=between(8, 2048), zero_is_none=True,
+        help="Side in pixels of the images the encoder sees; 0 keeps the size of the data.")
+    augmentations: int | None = setting(None, DATA,
         rule=(lambda v: 2 <= v <= 1024, "from 2 (a pair needs two views) to 1024, or 0"),
         zero_is_none=True,
-    )
-    subset: int | None = setting(
-        None,
-        "Train on the first N images only; 0 takes all.",
-        "Data",
-        rule=between(2),
-        zero_is_none=True,
-    )
-    root: str = setting("data", "Folder of downloaded data sets.", "Data", rule=named, free=True)
-    download: bool = setting(
-        False, "Download cifar10 or stl10 into --root if it is not there.", "Data", free=True
-    )
-    strict: bool = setting(
-        False, "Stop at the first unreadable image instead of leaving it out.", "Data", free=True
-    )
-    holdout: float = setting(
-        0.2,
-        "Share of each class held out to test probes where the data has no test split; 0: none.",
-        "Data",
-        rule=(lambda v: 0 <= v <= 0.9, "a share from 0 to 0.9"),
-    )
-    workers: int = setting(
-        2, "Processes that decode images.", "Data", rule=between(0, 1024), free=True
-    )
-    resident_gb: float = setting(
-        8.0,
-        "Keep the pictures on the training device up to this size; stream larger sets.",
-        "Data",
-        rule=between(0, 10**6),
-        free=True,
-    )
-    max_length: int = setting(
-        256, "Texts: tokens the encoder sees of each.", "Data", rule=between(4, 2**17)
-    )
-    method: str = setting(
-        "emc2",
-        "Estimator of the negatives: infonce is SimCLR's; emc2 and isir keep a chain per image.",
-        "Negatives",
-        choices=methods.trained,
-    )
-    batch_size: int = setting(
-        64,
-        "Images per step; each enters with two views.",
-        "Negatives",
+        help="Augmentations stored per image, at least 2; 0 draws fresh ones every step.")
+    subset: int | None = setting(None, DATA, rule=between(2), zero_is_none=True,
+        help="Train on the first N images only; 0 takes all.")
+    root: str = setting("data", DATA, rule=named, free=True,
+        help="Folder of downloaded data sets.")
+    download: bool = setting(False, DATA, free=True,
+        help="Download cifar10 or stl10 into --root if it is not there.")
+    strict: bool = setting(False, DATA, free=True,
+        help="Stop at the first unreadable image instead of leaving it out.")
+    holdout: float = setting(0.2, DATA, rule=(lambda v: 0 <= v <= 0.9, "a share from 0 to 0.9"),
+        help="Share of each class held out to test probes where the data has no test split; 0: "
+        "none.")
+    workers: int = setting(2, DATA, rule=between(0, 1024), free=True,
+        help="Processes that decode images.")
+    resident_gb: float = setting(8.0, DATA, rule=between(0, 10**6), free=True,
+        help="Keep the pictures on the training device up to this size; stream larger sets.")
+    max_length: int = setting(256, DATA, rule=between(4, 2**17),
+        help="Texts: tokens the encoder sees of each.")
+    method: str = setting("emc2", NEGATIVES, choices=methods.trained,
+        help="Estimator of the negatives: infonce is SimCLR's; emc2 and isir keep a chain per "
+        "image.")
+    batch_size: int = setting(64, NEGATIVES,
         rule=(lambda v: 2 <= v <= 2**20, "from 2 (one image has no negatives) to 1048576"),
-    )
-    beta: float = setting(
-        14.28,
-        "Sharpness of the softmax over negatives: beta = 1/temperature.",
-        "Negatives",
+        help="Images per step; each enters with two views.")
+    beta: float = setting(14.28, NEGATIVES,
         rule=(lambda v: 0 < v <= 1000, "above 0 and at most 1000 (beta = 1/temperature)"),
-    )
-    burn_in: float = setting(
-        0.5,
-        "emc2: share of the proposals discarded before visits count (P/R in the paper).",
-        "Negatives",
+        help="Sharpness of the softmax over negatives: beta = 1/temperature.")
+    burn_in: float = setting(0.5, NEGATIVES,
         rule=(lambda v: 0 <= v < 1, "at least 0 and below 1, a share of the proposals"),
-    )
-    carried: Literal["encode", "cached"] = setting(
-        "encode",
-        "emc2, isir: carried negatives are encoded anew (the paper), or kept as embeddings.",
-        "Negatives",
-    )
-    denominator: Literal["negatives", "all"] = setting(
-        "negatives",
-        "Softmax over the negatives alone (the paper), or with the positive kept in.",
-        "Negatives",
-    )
-    proposal: Literal["batch", "informed"] = setting(
-        "batch",
-        "emc2, isir: proposals are the batch (the paper), or drawn from a table of old embeddings.",
-        "Negatives",
-    )
-    draws: int = setting(
-        2,
-        "Texts: documents encoded per query beside its positive, random or proposed; 0: none.",
-        "Negatives",
-        rule=between(0, 1024),
-    )
-    gamma: float = setting(
-        0.9, "sogclr: rate of the moving average, 1 forgets the past.", "Negatives", rule=share
-    )
-    refresh: float = setting(
-        0.01,
-        "negcache, --proposal informed: share of the table re-encoded per step.",
-        "Negatives",
-        rule=share,
-    )
-    encoder: str = setting(
-        "small-cnn",
-        "small-cnn, resnet18, resnet50, any timm model; for texts a sentence-transformers folder.",
-        "Encoder and optimizer",
-        rule=named,
-    )
-    text_encoder: str | None = setting(
-        None,
-        "image-text: folder of a transformers or sentence-transformers encoder on this machine.",
-        "Encoder and optimizer",
-        rule=named,
-    )
-    stem: Literal["auto", "small", "large"] = setting(
-        "auto",
-        "First layer of the ResNets: small keeps every pixel, large is 8x faster; auto: by data.",
-        "Encoder and optimizer",
-    )
-    pretrained: str | None = setting(
-        None,
-        "Start from weights: timm (may download), a run folder, or a .pt or .safetensors file.",
-        "Encoder and optimizer",
-        rule=named,
-    )
-    norm: Literal["batch", "group", "none"] = setting(
-        "batch",
-        "Normalisation layers; none is the paper's, batch lets images of one step see each other.",
-        "Encoder and optimizer",
-    )
-    embedding_dim: int | None = setting(
-        None,
-        "Width of the embedding; 0 takes the encoder's usual one.",
-        "Encoder and optimizer",
-        rule=between(2, 65536),
-        zero_is_none=True,
-    )
-    projector: Literal["paper", "linear", "mlp"] = setting(
-        "paper",
-        "Head from features to embedding: the paper's for the encoder, one layer, or an MLP.",
-        "Encoder and optimizer",
-    )
-    optimizer: Literal["sgd", "adam", "adamw", "lars"] = setting(
-        "adam", "Optimizer.", "Encoder and optimizer"
-    )
-    lr: float = setting(
-        1e-3,
-        "Peak learning rate; given --optimizer alone, a rate that suits it.",
-        "Encoder and optimizer",
-        rule=(lambda v: 0 < v <= 1000, "above 0 and at most 1000"),
-    )
-    weight_decay: float = setting(
-        1e-4, "Weight decay.", "Encoder and optimizer", rule=between(0, 1)
-    )
-    momentum: float = setting(0.9, "sgd, lars: momentum.", "Encoder and optimizer", rule=in_0_1)
-    warmup_epochs: float = setting(
-        6.0,
-        "Epochs of linear warm-up before the cosine decay; unless given, at most a tenth of all.",
-        "Encoder and optimizer",
-        rule=between(0, 10**6),
-    )
-    eval_every: int = setting(
-        10,
-        "Epochs between evaluations during training; 0 evaluates at the end only.",
-        "Watching",
-        rule=between(0),
+        help="emc2: share of the proposals discarded before visits count (P/R in the paper).")
+    carried: Literal["encode", "cached"] = setting("encode", NEGATIVES,
+        help="emc2, isir: carried negatives are encoded anew (the paper), or kept as embeddings.")
+    denominator: Literal["negatives", "all"] = setting("negatives", NEGATIVES,
+        help="Softmax over the negatives alone (the paper), or with the positive kept in.")
+    proposal: Literal["batch", "informed"] = setting("batch", NEGATIVES,
+        help="emc2, isir: proposals are the batch (the paper), or drawn from a table of old "
+        "embeddings.")
+    draws: int = setting(2, NEGATIVES, rule=between(0, 1024),
+        help="Texts: documents encoded per query beside its positive, random or proposed; 0: none.")
+    gamma: float = setting(0.9, NEGATIVES, rule=share,
+        help="sogclr: rate of the moving average, 1 forgets the past.")
+    refresh: float = setting(0.01, NEGATIVES, rule=share,
+        help="negcache, --proposal informed: share of the table re-encoded per step.")
+    encoder: str = setting("small-cnn", TRAINING, rule=named,
+        help="small-cnn, resnet18, resnet50, any timm model; for texts a sentence-transformers "
+        "folder.")
+    text_encoder: str | None = setting(None, TRAINING, rule=named,
+        help="image-text: folder of a transformers or sentence-transformers encoder on this "
+        "machine.")
+    stem: Literal["auto", "small", "large"] = setting("auto", TRAINING,
+        help="First layer of the ResNets: small keeps every pixel, large is 8x faster; auto: by "
+        "data.")
+    pretrained: str | None = setting(None, TRAINING, rule=named,
+        help="Start from weights: timm (may download), a run folder, or a .pt or .safetensors "
+        "file.")
+    norm: Literal["batch", "group", "none"] = setting("batch", TRAINING,
+        help="Normalisation layers; none is the paper's, batch lets images of one step see each "
+        "other.")
+    embedding_dim: int | None = setting(None, TRAINING, rule=between(2, 65536), zero_is_none=True,
+        help="Width of the embedding; 0 takes the encoder's usual one.")
+    projector: Literal["paper", "linear", "mlp"] = setting("paper", TRAINING,
+        help="Head from features to embedding: the paper's for the encoder, one layer, or an MLP.")
+    optimizer: Literal["sgd", "adam", "adamw", "lars"] = setting("adam", TRAINING,
+        help="Optimizer.")
+    lr: float = setting(1e-3, TRAINING, rule=(lambda v: 0 < v <= 1000, "above 0 and at most 1000"),
+        help="Peak learning rate; given --optimizer alone, a rate that suits it.")
+    weight_decay: float = setting(1e-4, TRAINING, rule=between(0, 1),
+        help="Weight decay.")
+    momentum: float = setting(0.9, TRAINING, rule=in_0_1,
+        help="sgd, lars: momentum.")
+    warmup_epochs: float = setting(6.0, TRAINING, rule=between(0, 10**6),
+        help="Epochs of linear warm-up before the cosine decay; unless given, at most a tenth "
+        "of all.")
+    eval_every: int = setting(10, WATCHING, rule=between(0), free=True,
+        help="Epochs between evaluations during training; 0 evaluates at the end only.")
+    patience: int | None = setting(None, WATCHING, rule=between(1), zero_is_none=True,
+        help="Stop after this many evaluations without a better one and keep the best encoder; "
+        "0: no.")
+    probe_samples: int = setting(1000, WATCHING, rule=between(2),
+        help="Images of the fixed set on which the exact global loss is computed.")
+    log_every: int = setting(10, WATCHING, rule=between(1), free=True,
+        help="Steps between lines of metrics.")
+    logger: Literal["tensorboard", "wandb", "mlflow", "none"] = setting("tensorboard", WATCHING,
         free=True,
-    )
-    patience: int | None = setting(
-        None,
-        "Stop after this many evaluations without a better one and keep the best encoder; 0: no.",
-        "Watching",
-        rule=between(1),
-        zero_is_none=True,
-    )
-    probe_samples: int = setting(
-        1000,
-        "Images of the fixed set on which the exact global loss is computed.",
-        "Watching",
-        rule=between(2),
-    )
-    log_every: int = setting(
-        10, "Steps between lines of metrics.", "Watching", rule=between(1), free=True
-    )
-    logger: Literal["tensorboard", "wandb", "mlflow", "none"] = setting(
-        "tensorboard",
-        "Where the numbers also go; wandb and mlflow through their own packages.",
-        "Watching",
-        free=True,
-    )
-    checkpoint_every: int = setting(
-        200,
-        "Steps between checkpoints; 0 writes one at the end only.",
-        "Watching",
-        rule=between(0),
-        free=True,
-    )
-    keep_checkpoints: int = setting(
-        2, "How many of the latest checkpoints to keep.", "Watching", rule=between(1), free=True
-    )
+        help="Where the numbers also go; wandb and mlflow through their own packages.")
+    checkpoint_every: int = setting(200, WATCHING, rule=between(0), free=True,
+        help="Steps between checkpoints; 0 writes one at the end only.")
+    keep_checkpoints: int = setting(2, WATCHING, rule=between(1), free=True,
+        help="How many of the latest checkpoints to keep.")
+    # fmt: on
 
     def __post_init__(self) -> None:
         """Refuse wrong types, unknown names and values out of range."""
