@@ -24,7 +24,7 @@ from negchain.methods import import_file, trained
 from negchain.train.concurrent import launch, progress_of, stop
 from negchain.train.config import ConfigError, TrainConfig, flag, method_named, same_run
 from negchain.train.presets import choose
-from negchain.train.progress import Bar
+from negchain.train.progress import Progress
 from negchain.train.resolve import for_method, resolve
 from negchain.train.run_folder import is_run, load_run_config, read_metrics
 from negchain.train.sharing import Mode, held_back, interruptible, shared_gpu
@@ -175,7 +175,8 @@ def _run_all(
     running: dict[Path, subprocess.Popen[bytes]] = {}
     failed: list[Path] = []
     total, done = len(waiting), 0
-    with Bar(show, total, count=lambda n: f"{int(n + 1e-9)} of {total} runs done") as bar:
+    with Progress(show) as bar:
+        bar.begin(total, "runs done")
         try:
             while waiting or running:
                 while waiting and len(running) < jobs:

@@ -95,7 +95,7 @@ def _train(resume_: bool, config_: Path | None, show: bool, settings: dict[str, 
         if run.team.leads:
             _announce(run, notes)
         try:
-            summary = run.train(Progress(show, tasks.named(run.config.task).noun))
+            summary = run.train(Progress(show))
         except Interrupted as error:
             where = f"continue with: negchain train --out {run.folder.path} --resume"
             raise Stopped(f"{error}; {where}") from None

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from negchain import tasks
 from negchain.files import replacing
 from negchain.optim import build_optimizer, load_optimizer, lr_at, set_lr
 from negchain.report import write_report
@@ -69,7 +70,7 @@ class Run:
         with stopping(self), progress:
             if self.done == 0:
                 self._fill(progress)
-            progress.start(self.total_steps, self.done)
+            progress.begin(self.total_steps, "steps", "training", self.done)
             baseline = self._before(progress)
             self._loop(progress)
             return self.team.first(lambda: self._finish(progress, baseline))
@@ -106,9 +107,11 @@ class Run:
     def _fill(self, progress: Progress) -> None:
         """Encode everything once, where the loss keeps a table of it."""
         total = sum(table.size for table in self.step.loss_fn.tables)
+        if total:
+            progress.begin(total, "encoded", "filling the table of old embeddings")
 
         def told(done: int) -> None:
-            progress.fill(done, total)
+            progress.at(done)
             if self.team.any(self.stop):
                 raise Interrupted("before the first step")
 
@@ -149,7 +152,7 @@ class Run:
             set_lr(self.step.optimizer, self._lr(self.done))
             self.step(self.done, index, loaded)
             self.done += 1
-            progress.step(self.done)
+            progress.at(self.done)
             last = self.done == self.total_steps
             evaluates = self._evaluates() and not last
             due = config.checkpoint_every and self.done % config.checkpoint_every == 0 and not last
@@ -195,7 +198,8 @@ class Run:
                 "raise --warmup-epochs, or use --precision float32"
             )
         self._log({"loss": loss, "samples_per_second": rate, **logged(info)}, reading.step)
-        progress.update(loss, rate)
+        noun = tasks.named(self.config.task).noun
+        progress.at(self.done, f"{rate:,.0f} {noun}/s, loss {loss:.3f}")
 
     def _evaluate(self) -> None:
         found = self.team.first(lambda: self.judge.quick(self.encoder))
