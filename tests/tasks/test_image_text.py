@@ -164,7 +164,7 @@ class StopsAt(trainer.Progress):
         super().__init__(False)
         self.begun, self.number = begun, number
 
-    def step(self, done: int) -> None:
+    def at(self, done: float, text: str | None = None) -> None:
         self.begun.stop = done >= self.number
 
 

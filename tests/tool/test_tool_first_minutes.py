@@ -12,7 +12,7 @@ from tool_runs import TINY, class_folder, metrics_of, negchain, picture_folder, 
 
 from negchain import __version__
 from negchain.data import DataBundle, ImageSet
-from negchain.tasks.image_stem import small_stem, stem_note
+from negchain.tasks.images import small_stem
 from negchain.train.export import load_trained
 from negchain.train.resolve import resolve
 
@@ -103,8 +103,9 @@ def test_the_stem_is_chosen_by_the_pictures(side: int, size: int, small: bool | 
     one = ImageSet(("a",), None, torch.zeros(1, 3, size, size, dtype=torch.uint8))
     data = DataBundle("pictures", one, None, None, (), (), "0" * 16, native=side)
     config = resolve(None, {"encoder": "resnet18", "image_size": size})
-    assert small_stem(config, data) is bool(small)
-    said = stem_note(config, data) or ""
+    chosen, notes = small_stem(config, data)
+    assert chosen is bool(small)
+    said = " ".join(notes)
     assert ("--stem large takes about an eighth" in said) is (small is True)
     assert ("--stem small sees more" in said) is (small is False)
 

@@ -152,7 +152,7 @@ register(
         _later("tasks.image_text_towers", "rebuild"),
         lambda: _module("report.image_text").SHOWN,
         claims=lambda data: bool(_later("tasks.captions", "find_tables")(data)),
-        check=_later("tasks.image_text_settings", "check"),
+        check=_later("tasks.image_settings", "check_captioned"),
         defaults=lambda data: presets.CAPTION_DEFAULTS,
         options=(*_PICTURES, "text_encoder"),
         fits=_later("tasks.image_text_towers", "refuse_larger"),

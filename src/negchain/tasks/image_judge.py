@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from negchain import draws, methods
-from negchain.augment import Augmentation, Images, finite_views
+from negchain.augment import Augmentation, finite_views
 from negchain.data import DataBundle, ImageSet
 from negchain.encoders import Encoder
 from negchain.evaluation import embed_all, few_label_probe, linear_probe, linear_probe_paper
 from negchain.exact import global_loss
 from negchain.losses import ContrastiveLoss
 from negchain.neighbours import in_top, knn_accuracy, knn_votes, nearest_neighbours
-from negchain.tasks.task import Judge
+from negchain.tasks.task import Judge, judged
 
 if TYPE_CHECKING:
     from negchain.train.config import TrainConfig
@@ -128,14 +128,24 @@ class ImageJudge(Judge):
         generator = torch.Generator().manual_seed(self.config.seed)
         chosen = torch.randperm(len(self.data.pretrain), generator=generator)[:count].sort().values
 
-        def embedded(view: int, pixels: Callable[[Any], Tensor] | None = None) -> Tensor:
-            sample = _Augmented(self, chosen, view)
-            return self._embed(encoder, encoder, sample, plain=pixels or sample.pixels).double()
+        def embedded(view: int, *, plain: bool = False) -> Tensor:
+            found, stream = [], draws.STREAM_PROBE
+            step = torch.tensor(view, device=self.device)
+            for rows in torch.split(torch.arange(count), ENCODE_BATCH):
+                images = self.data.pretrain.pictures(chosen[rows]).to(self.device)
+                number = self.augment.num_uniforms
+                rows = rows.to(self.device)
+                u = draws.uniform(self.config.seed, step, stream, rows, number, torch.float32)
+                pixels = self.augment.plain(images) if plain else self.augment(images, u)
+                found.append(encoder(pixels).float().double())
+            return torch.cat(found)
 
-        z_a, z_b = embedded(0), embedded(1)
+        with judged(encoder, self.device, self.autocast):
+            z_a, z_b = embedded(0), embedded(1)
         found = {"global_loss": float(global_loss(z_a, z_b, self.config.beta))}
         if methods.named(self.config.method).plain_keys and not self.config.augmentations:
-            keys = embedded(1, self.augment.plain)
+            with judged(encoder, self.device, self.autocast):
+                keys = embedded(1, plain=True)
             own = global_loss(z_a, keys, self.config.beta, views="paired", symmetric=False)
             found["own_loss"] = float(own)
         centre = torch.nn.functional.normalize(z_a, dim=-1).mean(0)
@@ -143,7 +153,7 @@ class ImageJudge(Judge):
 
     def embed(self, encoder: Encoder, images: ImageSet) -> Tensor:
         """Features of a whole set, [M, F] float32."""
-        return self._embed(encoder, encoder.features, images, plain=self.augment.plain)
+        return self._embed(encoder, encoder.features, images)
 
     def artifacts(
         self, encoder: Encoder, loss_fn: ContrastiveLoss | None
@@ -162,17 +172,13 @@ class ImageJudge(Judge):
         return {**arrays, **self.previews(), "map_method": np.array(method)}
 
     def previews(self) -> dict[str, NDArray[np.generic]]:
-        """A few training images and their augmentations, before any normalisation."""
-        images = self.data.pretrain
-        chosen = torch.linspace(0, len(images) - 1, min(VIEWED, len(images))).long()
-        originals = images.fetch(chosen)
-        augmented = finite_views(images.pictures(chosen), self.augment, VIEWS, self.config.seed)
-        return {"views_original": originals.numpy(), "views_augmented": augmented.numpy()}
+        """A few training images and their augmentations."""
+        return previews(self.data.pretrain, self.augment, self.config.seed)
 
     def _neighbours(
         self, base: ImageSet, base_x: Tensor, shown: ImageSet, shown_x: Tensor
     ) -> dict[str, Tensor]:
-        queries = torch.linspace(0, len(shown) - 1, min(GALLERY, len(shown))).long()
+        queries = spread(len(shown), GALLERY)
         same = base is shown  # then the nearest is the image itself
         count = min(NEIGHBOURS + same, len(base))
         nearest = nearest_neighbours(base_x, shown_x[queries.to(shown_x.device)], k=count).cpu()
@@ -222,15 +228,13 @@ class ImageJudge(Judge):
     def _chains(self, encoder: Encoder, loss_fn: ContrastiveLoss) -> dict[str, Tensor]:
         """Training images and the negatives their chains hold now, where the loss has chains."""
         images, stored = self.data.pretrain, loss_fn.ids_per_item
-        anchors = torch.linspace(0, len(images) - 1, min(GALLERY * 2, len(images))).long()
+        anchors = spread(len(images), 2 * GALLERY)
         first = torch.zeros_like(anchors)
         found = loss_fn.held(anchors, (first, first) if stored > 1 else None)
         if not found:
             return {}
         held = found[0].cpu() // stored
-        both = self._embed(
-            encoder, encoder, images.fetch(torch.cat([anchors, held])), plain=self.augment.plain
-        )
+        both = self._embed(encoder, encoder, images.fetch(torch.cat([anchors, held])))
         unit = torch.nn.functional.normalize(both, dim=-1)
         return {
             "chain_anchors": images.fetch(anchors),
@@ -244,31 +248,34 @@ class ImageJudge(Judge):
         train, test = self.data.train, self.data.test
         assert train is not None and test is not None
         assert train.labels is not None and test.labels is not None
-        x, y = (
-            self._embed(encoder, encode or encoder.features, part, plain=self.augment.plain)
-            for part in (train, test)
-        )
+        x, y = (self._embed(encoder, encode or encoder.features, part) for part in (train, test))
         return x, train.labels.to(x.device), y, test.labels.to(y.device)
 
     def _embed(
         self,
         encoder: Encoder,
         encode: Callable[[Tensor], Tensor],
-        images: ImageSet | Tensor | _Augmented,
-        plain: Callable[[Tensor], Tensor],
+        images: ImageSet | Tensor,
     ) -> Tensor:
-        encoder.eval()
-        try:
+        with judged(encoder, self.device, self.autocast):
             return embed_all(
-                encode,
-                images,
-                plain=plain,
-                batch_size=ENCODE_BATCH,
+                encode, images, plain=self.augment.plain, batch_size=ENCODE_BATCH,
                 device=self.device,
-                autocast=self.autocast,
-            )
-        finally:
-            encoder.train()
+            )  # fmt: skip
+
+
+def previews(images: ImageSet, augment: Augmentation, seed: int) -> dict[str, NDArray[np.generic]]:
+    """A few images and their augmentations, before any normalisation."""
+    chosen = spread(len(images), VIEWED)
+    augmented = finite_views(images.pictures(chosen), augment, VIEWS, seed)
+    return {
+        "views_original": images.fetch(chosen).numpy(), "views_augmented": augmented.numpy()
+    }  # fmt: skip
+
+
+def spread(size: int, count: int) -> Tensor:
+    """At most `count` positions below `size`, evenly from the first to the last."""
+    return torch.linspace(0, size - 1, min(count, size)).long()
 
 
 def raw_pixels(images: Tensor) -> Tensor:
@@ -311,33 +318,3 @@ def _judged(features: Features) -> tuple[dict[str, float], dict[str, Tensor]]:
         "test_labels": test_y, "probe_predicted": predicted, "right_probe": predicted == test_y
     }  # fmt: skip
     return numbers, answers
-
-
-class _Augmented:
-    """A fixed view of chosen images, batch after batch in order."""
-
-    def __init__(self, judge: ImageJudge, chosen: Tensor, view: int) -> None:
-        self.judge, self.chosen, self.view = judge, chosen, view
-        self._rows = chosen[:0]
-
-    def __len__(self) -> int:
-        return len(self.chosen)
-
-    def fetch(self, positions: Tensor) -> Any:  # Images
-        self._rows = positions
-        return self.judge.data.pretrain.pictures(self.chosen[positions])
-
-    def pixels(self, images: Images) -> Tensor:
-        """Augment the images fetched last."""
-        judge = self.judge
-        step = torch.tensor(self.view, device=images.device)
-        rows = self._rows.to(images.device)
-        u = draws.uniform(
-            judge.config.seed,
-            step,
-            draws.STREAM_PROBE,
-            rows,
-            judge.augment.num_uniforms,
-            torch.float32,
-        )
-        return judge.augment(images, u)

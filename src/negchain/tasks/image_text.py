@@ -26,7 +26,6 @@ from negchain.data.places import whole_file
 from negchain.data.scan import ImageFile, Scan
 from negchain.losses.request import Want
 from negchain.tasks.captions import read_pairs
-from negchain.tasks.image_stem import small_stem, stem_note
 from negchain.tasks.image_text_judge import ImageTextJudge
 from negchain.tasks.image_text_towers import (
     ImageText,
@@ -35,7 +34,7 @@ from negchain.tasks.image_text_towers import (
     start_from,
     tokens_of,
 )
-from negchain.tasks.images import ImageTask
+from negchain.tasks.images import ImageTask, small_stem
 from negchain.tasks.task import Batch, Task
 
 if TYPE_CHECKING:
@@ -114,13 +113,12 @@ class ImageTextTask(Task):
     def build(self) -> tuple[ImageText, list[str]]:
         """The towers the settings name."""
         data = self.pictures.data
-        note = stem_note(self.config, data)
-        encoder = build(self.config, self.augment.size, small_stem(self.config, data))
-        encoder = encoder.to(self.device)
+        small, notes = small_stem(self.config, data)
+        encoder = build(self.config, self.augment.size, small).to(self.device)
         if self.device.type == "cuda":
             encoder.image.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
             torch.backends.cudnn.benchmark = True
-        return encoder, [] if note is None else [note]
+        return encoder, notes
 
     def start_from(self, encoder: ImageText, pretrained: str) -> str:
         """Weights of timm or a file for the image tower; of both towers from a run."""

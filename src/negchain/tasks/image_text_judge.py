@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from negchain.augment import finite_views
 from negchain.evaluation import embed_all
 from negchain.exact import global_loss
 from negchain.losses import ContrastiveLoss
+from negchain.tasks.image_judge import previews, spread
 from negchain.tasks.image_text_towers import ImageText, tokens_of
-from negchain.tasks.task import Arrays, Judge, Numbers
+from negchain.tasks.task import Arrays, Judge, Numbers, judged
 
 if TYPE_CHECKING:
     from negchain.tasks.image_text import CaptionedImages, ImageTextTask
@@ -31,7 +31,6 @@ ENCODE_BATCH = 256
 QUERIES_AT_A_TIME = 1024
 RECALL_AT = (1, 5, 10)
 GALLERY, SHOWN = 12, 5  # examples, and answers of each
-VIEWED, VIEWS = 6, 6  # training pictures shown augmented, and how many times
 MOST_SHOWN = 1000  # pictures to retrieve examples from where nothing is tested
 SPLITS = {"validation": "", "test": "test_"}  # before the name of a number
 
@@ -121,15 +120,8 @@ class ImageTextJudge(Judge):
         )
 
     def previews(self) -> Arrays:
-        """A few training pictures and their augmentations, before any normalisation."""
-        images = self.task.train.images
-        chosen = _spread(len(images), VIEWED)
-        seed = self.task.config.seed
-        augmented = finite_views(images.pictures(chosen), self.task.augment, VIEWS, seed)
-        return {
-            "views_original": images.fetch(chosen).numpy(),
-            "views_augmented": augmented.numpy(),
-        }
+        """A few training pictures and their augmentations."""
+        return previews(self.task.train.images, self.task.augment, self.task.config.seed)
 
     def artifacts(self, encoder: ImageText, loss_fn: ContrastiveLoss | None) -> Arrays:
         """Examples of what is retrieved both ways, and what chains hold."""
@@ -137,7 +129,7 @@ class ImageTextJudge(Judge):
         part = held.get("test") or held.get("validation") or _first(self.task.train, MOST_SHOWN)
         texts, pairs = distinct(part)
         found = Retrieval(*self.embed(encoder, part), texts, pairs)
-        pictures, captions = _spread(len(part.images), GALLERY), _spread(len(texts), GALLERY)
+        pictures, captions = spread(len(part.images), GALLERY), spread(len(texts), GALLERY)
         answers = found.captions_right(pictures), found.pictures_right(captions)
         words = np.array(texts)
         arrays = self.previews() | {
@@ -157,7 +149,7 @@ class ImageTextJudge(Judge):
     def _chains(self, loss_fn: ContrastiveLoss) -> Arrays:
         """Training pictures and captions with the negatives their chains hold now."""
         train = self.task.train
-        anchors = _spread(len(train.images), GALLERY)
+        anchors = spread(len(train.images), GALLERY)
         held = [ids.cpu() for ids in loss_fn.held(anchors)]
         if len(held) != 2:  # no chains
             return {}
@@ -170,32 +162,18 @@ class ImageTextJudge(Judge):
         }
 
     def _images(self, encoder: ImageText, images: Any) -> Tensor:
-        encoder.eval()
-        try:
-            return embed_all(
-                encoder.image,
-                images,
-                plain=self.task.augment.plain,
-                batch_size=ENCODE_BATCH,
-                device=self.task.device,
-                autocast=self.task.autocast,
-            )
-        finally:
-            encoder.train()
-
-    @torch.no_grad()
-    def _texts(self, encoder: ImageText, tokens: dict[str, Tensor]) -> Tensor:
         task = self.task
-        encoder.eval()
-        try:
-            with torch.autocast(task.device.type, task.autocast, enabled=task.autocast is not None):
-                parts = zip(
-                    *(torch.split(table, ENCODE_BATCH) for table in tokens.values()), strict=True
-                )
-                rows = [encoder.text(dict(zip(tokens, part, strict=True))) for part in parts]
-            return torch.cat([row.float() for row in rows])
-        finally:
-            encoder.train()
+        with judged(encoder, task.device, task.autocast):
+            return embed_all(
+                encoder.image, images, plain=task.augment.plain, batch_size=ENCODE_BATCH,
+                device=task.device,
+            )  # fmt: skip
+
+    def _texts(self, encoder: ImageText, tokens: dict[str, Tensor]) -> Tensor:
+        with judged(encoder, self.task.device, self.task.autocast):
+            parts = zip(*(torch.split(t, ENCODE_BATCH) for t in tokens.values()), strict=True)
+            rows = [encoder.text(dict(zip(tokens, part, strict=True))) for part in parts]
+        return torch.cat([row.float() for row in rows])
 
 
 class Answers:
@@ -273,10 +251,6 @@ def distinct(part: CaptionedImages) -> tuple[list[str], Tensor]:
                 texts.append(text)
             pairs.append((picture, number))
     return texts, torch.tensor(pairs)
-
-
-def _spread(size: int, count: int) -> Tensor:
-    return torch.linspace(0, size - 1, min(count, size)).long()
 
 
 def _first(part: CaptionedImages, count: int) -> CaptionedImages:

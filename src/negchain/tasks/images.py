@@ -15,10 +15,9 @@ from torch import Tensor
 from negchain import draws, methods
 from negchain.augment import Augmentation, Draws, Images, augmentation, finite_views, joined
 from negchain.data import DataBundle, load_data, stream_batches
-from negchain.encoders import Encoder, build_encoder
+from negchain.encoders import SMALL_IMAGE, Encoder, build_encoder
 from negchain.losses.request import Want
 from negchain.tasks.image_judge import ImageJudge
-from negchain.tasks.image_stem import small_stem, stem_note
 from negchain.tasks.online_probe import OnlineProbe
 from negchain.tasks.own_augmentation import OwnAugmentation, function_name
 from negchain.tasks.task import Batch, Task
@@ -26,6 +25,8 @@ from negchain.train.presets import ConfigError
 
 if TYPE_CHECKING:
     from negchain.train.config import TrainConfig
+
+FEWEST = 48  # px; below, torchvision's stem leaves a single position in the last block
 
 
 class ImageTask(Task):
@@ -117,7 +118,6 @@ class ImageTask(Task):
             # Its tensors are too small to share: a second thread mostly waits, most of all when
             # other processes want the core.
             torch.set_num_threads(1)
-        note = stem_note(self.config, self.data)
         encoder = build_run_encoder(self.config, self.data).to(self.device)
         labels = self.data.pretrain.labels
         if labels is not None and len(set(labels[labels >= 0].tolist())) > 1:
@@ -125,7 +125,7 @@ class ImageTask(Task):
         if self.device.type == "cuda":
             encoder = encoder.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
             torch.backends.cudnn.benchmark = True
-        return encoder, [] if note is None else [note]
+        return encoder, small_stem(self.config, self.data)[1]
 
     def start_from(self, encoder: Encoder, pretrained: str) -> str:
         """Weights of timm, another run, or a file."""
@@ -259,5 +259,30 @@ def build_run_encoder(config: TrainConfig, data: DataBundle) -> Encoder:
         projection=config.projector,
         embedding_dim=config.embedding_dim,
         seed=config.seed,
-        small_stem=small_stem(config, data),
+        small_stem=small_stem(config, data)[0],
     )
+
+
+def small_stem(config: TrainConfig, data: DataBundle) -> tuple[bool, list[str]]:
+    """Whether a ResNet keeps every pixel at first, and what to tell the user where we chose.
+
+    torchvision's stem halves a picture twice before the first block, which throws too much away of
+    a picture of 32 px, and is what makes the network fast. Keeping every pixel costs about eight
+    times as much, so photographs that were only shrunk to 64 px do not get it unless asked for.
+    """
+    size = config.image_size or data.pretrain.size[0]
+    if config.encoder not in ("resnet18", "resnet50") or config.stem != "auto":
+        return config.stem == "small", []
+    if size > SMALL_IMAGE:
+        return False, []
+    own = data.native
+    if size < FEWEST or own <= SMALL_IMAGE:
+        why = f"they have {own} px" if own <= SMALL_IMAGE else f"{size} px are few"
+        return True, [
+            f"{config.encoder} keeps every pixel of the pictures at first ({why}); "
+            "--stem large takes about an eighth of the time and sees less"
+        ]
+    return False, [
+        f"{config.encoder} halves the pictures twice at first (they have {own} px and are shrunk "
+        f"to {size}); --stem small sees more and takes about eight times as long"
+    ]

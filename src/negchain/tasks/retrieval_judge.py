@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from negchain.losses import ContrastiveLoss
-from negchain.tasks.task import Arrays, Judge, Numbers
+from negchain.tasks.task import Arrays, Judge, Numbers, judged
 from negchain.tasks.text import PASS, TextEncoder, Texts
 
 if TYPE_CHECKING:
@@ -65,17 +65,12 @@ class RetrievalJudge(Judge):
         """nDCG@10 of validation queries, never of test queries."""
         return numbers["ndcg10"]
 
-    @torch.no_grad()
     def embed(self, encoder: TextEncoder, texts: Texts) -> Tensor:  # -> [N, D]
         """Unit embeddings of all texts, those of similar length together."""
-        device, dtype = self.task.device, self.task.autocast
-        order, found = texts.lengths.argsort(stable=True), []
-        encoder.eval()
-        with torch.autocast(device.type, dtype, enabled=dtype is not None):
-            for part in torch.split(order, PASS):
-                found.append(encoder(texts.tokens(part, device)).float())
-        encoder.train()
-        z = torch.cat(found)
+        device, order = self.task.device, texts.lengths.argsort(stable=True)
+        with judged(encoder, device, self.task.autocast):
+            parts = [encoder(texts.tokens(p, device)).float() for p in torch.split(order, PASS)]
+        z = torch.cat(parts)
         unit = torch.empty_like(z)
         unit[order.to(device)] = torch.nn.functional.normalize(z, dim=-1)
         return unit

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -39,6 +40,19 @@ class Batch(NamedTuple):
     keys: Tensor  # [B]
     told: dict[str, Any]
     """Of `key_index`, `known`, `augmentation`: as in the call of a loss."""
+
+
+@contextmanager
+def judged(
+    encoder: nn.Module, device: torch.device, autocast: torch.dtype | None
+) -> Iterator[None]:
+    """The encoder as it is judged: in eval mode, without gradient, in the run's arithmetic."""
+    encoder.eval()
+    try:
+        with torch.no_grad(), torch.autocast(device.type, autocast, enabled=autocast is not None):
+            yield
+    finally:
+        encoder.train()
 
 
 class Judge(ABC):
