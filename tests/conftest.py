@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import warnings
+
+# The tests' tensors are small: a second thread only waits, here, in scikit-learn and in children.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
 from torch import Tensor
 
-torch.set_num_threads(1)  # the tests' tensors are small: a second thread only adds waiting
+torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    """Spare every later collection of garbage the million objects of what is imported by now."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

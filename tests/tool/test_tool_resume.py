@@ -153,7 +153,7 @@ def _newest(out: Path) -> str:
 
 def test_killed(pictures: Path, tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    arguments = f"train {TINY} --steps 150 --checkpoint-every 3 --data {pictures} --out"
+    arguments = f"train {TINY} --steps 60 --checkpoint-every 3 --data {pictures} --out"
     assert negchain(arguments, whole) == 0
     run_with_kills(f"{arguments} {killed}", killed, tmp_path / "log", kills=1, seed=0)
     assert_same_run(whole, killed)
