@@ -22,6 +22,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """Let go of them, or libraries complain at the end that they leak."""
+    gc.unfreeze()
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Tests with the mark `gpu` are for machines that have one."""
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from negchain.report.measures import Metric
-from negchain.report.recommendation import recommendation
+from negchain.report.results import recommendation
 from negchain.report.runs import Group, Run
 
 LEAD = Metric("ndcg10", "nDCG@10", "percent", "", True)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from negchain.cli import compare, tuning
+from negchain.cli import compare
 from negchain.cli import run as command_line
 from negchain.train.config import ConfigError, to_json
 
@@ -65,4 +65,4 @@ def test_what_a_method_does_not_know_is_not_tuned(launched: list[str], tmp_path:
 )
 def test_nonsense_is_refused(tune: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        tuning.grid([tune], {"lr": 0.1})
+        compare.grid([tune], {"lr": 0.1})

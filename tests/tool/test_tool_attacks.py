@@ -18,8 +18,8 @@ import pytest
 import torch
 from tool_runs import TINY, negchain, picture_folder, snapshot
 
+from negchain.cli.compare import launch
 from negchain.train import checkpoint, run_folder
-from negchain.train.concurrent import launch
 from negchain.train.run_folder import read_metrics
 
 Capture = pytest.CaptureFixture[str]

@@ -13,7 +13,7 @@ from tool_runs import TINY, class_folder, metrics_of, negchain, picture_folder, 
 from negchain import __version__
 from negchain.data import DataBundle, ImageSet
 from negchain.tasks.images import small_stem
-from negchain.train.export import load_trained
+from negchain.train.pretrained import load_trained
 from negchain.train.resolve import resolve
 
 Capture = pytest.CaptureFixture[str]

@@ -17,7 +17,7 @@ from tool_runs import DIGITS, TINY, class_folder, metrics_of, negchain, picture_
 from negchain.data import load_data
 from negchain.encoders import Encoder, build_encoder
 from negchain.neighbours import knn_accuracy
-from negchain.train.export import load_trained
+from negchain.train.pretrained import load_trained
 from negchain.train.step import TrainStep
 
 Capture = pytest.CaptureFixture[str]

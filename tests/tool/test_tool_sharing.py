@@ -16,7 +16,7 @@ import pytest
 from tool_runs import negchain
 
 from negchain.cli import compare
-from negchain.train import concurrent, sharing
+from negchain.train import sharing
 from negchain.train.config import ConfigError
 from negchain.train.sharing import PIPE, shared_gpu
 
@@ -326,8 +326,10 @@ def test_a_run_that_has_only_just_been_started_is_ended_too(
     machine.python('[ "$2" = -m ] || { echo 4242; exit; }\nexec sleep 60')
     pids: list[int] = []
 
+    launch = compare.launch
+
     def interrupted(*arguments: Any) -> subprocess.Popen[bytes]:
-        process = concurrent.launch(*arguments)
+        process = launch(*arguments)
         pids.append(process.pid)
         os.kill(os.getpid(), signal.SIGINT)
         return process

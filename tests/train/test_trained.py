@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 import negchain
-from negchain.train.export import load_trained
+from negchain.train.pretrained import load_trained
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tool"))
 from tool_runs import TINY, negchain as command  # noqa: E402, I001

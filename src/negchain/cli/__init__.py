@@ -19,7 +19,7 @@ import typer
 from negchain import __version__
 from negchain.__main__ import missing
 from negchain.cli import bench, compare, inspect, reproduce, train
-from negchain.cli.duplicates import duplicates
+from negchain.cli.inspect import duplicates
 from negchain.cli.terminal import Failed, Stopped, result, say
 
 app = typer.Typer(

@@ -8,25 +8,28 @@ their kernels run side by side, else they get the GPU in turns (see `negchain.tr
 from __future__ import annotations
 
 import itertools
+import math
+import os
 import subprocess
+import sys
 import time
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, cast, get_args
 
 from rich.console import Console
 
-from negchain.cli import tuning
 from negchain.cli.options import IMPORT, option, with_config_options
 from negchain.cli.terminal import Stopped, result, say
-from negchain.files import real_folder
+from negchain.files import open_plain, read_object, real_folder
 from negchain.methods import import_file, trained
-from negchain.train.concurrent import launch, progress_of, stop
-from negchain.train.config import ConfigError, TrainConfig, flag, method_named, same_run
+from negchain.printable import show
+from negchain.train.config import ConfigError, TrainConfig, flag, hints, method_named, same_run
 from negchain.train.presets import choose
 from negchain.train.progress import Progress
 from negchain.train.resolve import for_method, resolve
-from negchain.train.run_folder import is_run, load_run_config, read_metrics
+from negchain.train.run_folder import is_run, last_metrics, load_run_config, read_metrics
 from negchain.train.sharing import Mode, held_back, interruptible, shared_gpu
 
 Plan = tuple[Path, TrainConfig, dict[str, Any]]
@@ -85,13 +88,13 @@ def command(
     folder = Path(settings.pop("out") or f"runs/{time.strftime('%Y-%m-%d_%H%M%S')}_compare")
     # method: one list of plans, seed by seed, for every combination it chooses from
     tried: dict[str, list[list[Plan]]] = {method: [] for method in chosen}
-    for method, tuned in itertools.product(tried, tuning.grid(tune or [], settings)):
+    for method, tuned in itertools.product(tried, grid(tune or [], settings)):
         known = for_method(method, tuned)
         given = for_method(method, {**settings, **known})
         plans = []
         for seed in range(seeds):
             config = resolve(given.get("preset"), {**given, "method": method, "seed": seed})
-            path = folder / f"{method}{tuning.label(known)}-seed{seed}"
+            path = folder / f"{method}{label(known)}-seed{seed}"
             _refuse_another(path, config)
             plans.append((path, config, given))
         if plans not in tried[method]:  # a method may not know what is tuned
@@ -136,10 +139,10 @@ def _best(method: str, several: list[list[Plan]]) -> list[Plan]:
     """The plans of the combination whose first seed has the best score."""
     if len(several) == 1:
         return several[0]
-    best = max(several, key=lambda plans: tuning.score(plans[0][0]))
+    best = max(several, key=lambda plans: score(plans[0][0]))
     path = best[0][0]
     name = path.name.removeprefix(f"{method}-").removesuffix("-seed0")
-    say(f" {name} is best of {len(several)} (score {tuning.score(path):.4f})", method)
+    say(f" {name} is best of {len(several)} (score {score(path):.4f})", method)
     return best
 
 
@@ -219,3 +222,99 @@ def _launch(
                 arguments += [word, str(value)]
     path.parent.mkdir(parents=True, exist_ok=True)
     return launch(arguments, Path(f"{path}.log"), environment)
+
+
+# ---------------------------------------------------------------------- what is tuned
+
+FIXED = ("method", "seed", "out", "task", "data", "preset")
+KINDS = {int: "an integer", float: "a number", str: "text"}
+
+
+def grid(tune: Sequence[str], given: dict[str, Any]) -> list[dict[str, Any]]:
+    """Every combination of the values to try; one empty one where nothing is tuned.
+
+    >>> grid(["beta=20,50", "lr=1e-4"], {})
+    [{'beta': 20.0, 'lr': 0.0001}, {'beta': 50.0, 'lr': 0.0001}]
+    """
+    tried: dict[str, list[Any]] = {}
+    for text in tune:
+        name, equals, values = text.partition("=")
+        name = name.strip().lstrip("-").replace("-", "_")
+        choose("the setting of --tune", name, [n for n in hints() if n not in FIXED])
+        if not equals or given.get(name) is not None or name in tried:
+            why = f"{flag(name)} is given twice" if equals else "no value is named"
+            raise ConfigError(
+                f"--tune takes SETTING=VALUE,VALUE and each setting once, got {show(text)}: {why}"
+            )
+        tried[name] = [_value(name, value.strip()) for value in values.split(",")]
+    return [dict(zip(tried, chosen, strict=True)) for chosen in itertools.product(*tried.values())]
+
+
+def _value(name: str, text: str) -> Any:
+    hint: Any = hints()[name]
+    kind = next((k for k in (hint, *get_args(hint)) if k in KINDS), str)
+    try:
+        return kind(text)
+    except ValueError:
+        raise ConfigError(f"--tune {name} must be {KINDS[kind]}, got {show(text)}") from None
+
+
+def label(tuned: dict[str, Any]) -> str:
+    """What a combination is called in the name of a run's folder.
+
+    >>> label({"beta": 20.0, "lr": 5e-05})
+    '-beta=20-lr=5e-05'
+    """
+    shown = {k: f"{v:g}" if isinstance(v, float) else str(v) for k, v in tuned.items()}
+    return "".join(f"-{name}={value.replace('/', '_')}" for name, value in shown.items())
+
+
+def score(run: Path) -> float:
+    """The score of a finished run by its task's judge; minus infinity of any other."""
+    path = run / "summary.json"
+    value = read_object(path).get("score") if path.exists() else None
+    return float(value) if isinstance(value, int | float) else -math.inf
+
+
+# ---------------------------------------------------------------------- processes
+
+
+def launch(
+    arguments: Sequence[str], log: Path, environment: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """Start `negchain train`; its output is appended to `log`.
+
+    It is a process group of its own: Ctrl-C reaches only who started it, who sends one SIGTERM, and
+    not two signals, of which the second would mean not to wait for the checkpoint.
+    """
+    source = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
+    with open_plain(log, "ab") as file:
+        return subprocess.Popen(
+            # -P: what lies in the working directory is never imported
+            [sys.executable, "-P", "-m", "negchain", "train", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            env={**os.environ, "PYTHONPATH": path, **environment},
+            process_group=0,
+        )
+
+
+def stop(processes: Collection[subprocess.Popen[bytes]]) -> None:
+    """Stop runs: each finishes its step and writes a checkpoint."""
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        process.wait()
+
+
+def progress_of(run: Path) -> float:
+    """The share of its steps that a run has done, as far as its folder says."""
+    try:
+        config, step = read_object(run / "config.json"), last_metrics(run).get("step", 0)
+        size, batch = config["data_info"]["num_samples"], config["batch_size"]
+        total = config["steps"] or config["epochs"] * (size // batch)
+        return min(1.0, float(step or 0) / float(total))
+    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError):
+        return 0.0  # it has only begun

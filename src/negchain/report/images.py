@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from html import escape
 from typing import Any
 
-from .confusion import confusion
+import numpy as np
+from numpy.typing import NDArray
+
+from .charts import shortened
 from .embedding_map import embedding_map
-from .galleries import chains, neighbours, views
+from .galleries import chains, class_name, neighbours, views
 from .measures import Metric, Shown
 from .runs import Run
 
@@ -53,3 +57,98 @@ SHOWN = Shown(
     "Chance: always the commonest class.",
     pictures=_pictures,
 )
+
+
+_NAMED = 40  # classes that fit with their names; of more, those with most mistakes are shown
+_NUMBERED = 12  # classes up to which cells carry counts
+_MISTAKES = 12
+_SIDE = 560.0  # px of the square
+_LETTERS = 22  # of a name beside the matrix
+_LETTER = 7.2  # px: the mean advance of a 13 px system font, widest case
+
+
+def confusion(run: Run) -> str:
+    """The matrix and the list; empty where the run kept no answers."""
+    art = run.artifacts
+    if not {"test_labels", "probe_predicted"} <= art.keys() or not len(art["test_labels"]):
+        return ""
+    truth, said = art["test_labels"].astype(int), art["probe_predicted"].astype(int)
+    shown = np.unique(np.concatenate([truth, said]))
+    counts = np.zeros((len(shown), len(shown)), dtype=int)
+    np.add.at(counts, (np.searchsorted(shown, truth), np.searchsorted(shown, said)), 1)
+    names = [class_name(run.classes, int(label)) for label in shown]
+    wrong = int(len(truth) - np.trace(counts))
+    some = ""
+    if len(names) > _NAMED:
+        some = f" The {_NAMED} of {len(names)} classes with most mistakes."
+    return (
+        '<p class="lead">The linear probe on the test images. Rows are true classes, columns the '
+        f"answers; the darker, the larger the share of the row.{some} "
+        f"{wrong} of {len(truth)} answers are wrong.</p>"
+        f'<div class="confusion"><div class="card">{_matrix(counts, names)}</div>'
+        f'<div class="card"><h3>Commonest mistakes</h3>{_mistakes(counts, names)}</div></div>'
+    )
+
+
+def _matrix(counts: NDArray[np.int_], names: list[str]) -> str:
+    totals = np.maximum(counts.sum(1), 1)
+    mistakes = counts.sum(0) + counts.sum(1) - 2 * np.diag(counts)
+    shown = np.sort(np.argsort(-mistakes, kind="stable")[:_NAMED])
+    counts, totals, names = counts[np.ix_(shown, shown)], totals[shown], [names[i] for i in shown]
+    number = len(names)
+    cell = _SIDE / number
+    longest = _LETTER * min(_LETTERS, max(map(len, names)))
+    margin, upright = 14 + longest, longest > cell
+    top = margin if upright else 24.0
+    parts = [
+        f'<svg viewBox="0 0 {margin + _SIDE:.0f} {top + _SIDE:.0f}" role="img" '
+        f'aria-label="confusion matrix of {number} classes">'
+        f'<path class="edge" d="M{margin:.1f} {top:.1f}h{_SIDE:.0f}v{_SIDE:.0f}h-{_SIDE:.0f}z"/>'
+    ]
+    for row, column in zip(*np.nonzero(counts), strict=True):
+        count, share = counts[row, column], counts[row, column] / totals[row]
+        x, y = margin + column * cell, top + row * cell
+        look = "right" if row == column else "wrong"
+        parts.append(
+            f'<rect class="{look}" x="{x:.1f}" y="{y:.1f}" width="{cell:.1f}" height="{cell:.1f}" '
+            f'fill-opacity="{0.12 + 0.88 * share:.2f}"><title>{escape(names[row])} → '
+            f"{escape(names[column])}: {count} of {totals[row]}</title></rect>"
+        )
+        if number <= _NUMBERED:
+            strong = " strong" if share > 0.5 else ""
+            parts.append(
+                f'<text class="count{strong}" x="{x + cell / 2:.1f}" y="{y + cell / 2 + 5:.1f}" '
+                f'text-anchor="middle">{count}</text>'
+            )
+    size = min(13.0, 0.9 * cell)
+    for i, name in enumerate(names):
+        short = escape(shortened(name, _LETTERS))
+        across, down = margin + (i + 0.5) * cell, top + (i + 0.5) * cell
+        look = f'class="name" font-size="{size:.1f}"'
+        above = f'x="{across:.1f}" y="{top - 6:.1f}" text-anchor="middle"'
+        if upright:
+            above = f'transform="translate({across + size / 3:.1f} {top - 6:.1f}) rotate(-90)"'
+        parts.append(
+            f'<text {look} x="{margin - 6:.1f}" y="{down + size / 3:.1f}" '
+            f'text-anchor="end">{short}</text><text {look} {above}>{short}</text>'
+        )
+    return "".join(parts) + "</svg>"
+
+
+def _mistakes(counts: NDArray[np.int_], names: list[str]) -> str:
+    off = counts - np.diag(np.diag(counts))
+    order = np.argsort(-off, axis=None, kind="stable")[:_MISTAKES]
+    totals = counts.sum(1)
+    rows = []
+    for place in order:
+        row, column = np.unravel_index(place, off.shape)
+        if not off[row, column]:
+            break
+        share = 100 * off[row, column] / totals[row]
+        rows.append(
+            f"<tr><th>{escape(names[row])} <small>taken for</small> {escape(names[column])}</th>"
+            f"<td>{off[row, column]} of {totals[row]} <small>({share:.0f} %)</small></td></tr>"
+        )
+    if not rows:
+        return "<p>None.</p>"
+    return f'<table class="settings mistakes">{"".join(rows)}</table>'

@@ -145,7 +145,7 @@ def tokens_of(config: TrainConfig, texts: Sequence[str]) -> tuple[dict[str, Tens
 def start_from(encoder: ImageText, source: str) -> str:
     """Weights of both towers from a run or an open_clip file, else of the image tower alone."""
     from negchain.train import pretrained
-    from negchain.train.export import load_trained
+    from negchain.train.pretrained import load_trained
     from negchain.train.run_folder import is_run, load_run_config
 
     clip = "open_clip" in encoder.encoder_config

@@ -1,4 +1,4 @@
-"""`--pretrained`: an encoder's first weights from timm, another run, or a file of weights.
+"""Weights: a run's encoder with those of its checkpoints, and `--pretrained`, the first ones.
 
 Tensors are matched by name and shape; what does not match keeps its fresh weights and is named.
 Nothing is unpickled but tensors.
@@ -18,17 +18,52 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from negchain import tasks
 from negchain.encoders import Encoder
 from negchain.files import open_plain
-from negchain.train.checkpoint import refuse_compressed
+from negchain.train import checkpoint
 from negchain.train.config import ConfigError
-from negchain.train.export import load_trained
-from negchain.train.run_folder import is_run
+from negchain.train.run_folder import is_run, load_run_config
 
 # What people's checkpoints put around a state dict, and before the names of a backbone in it.
 _WRAPPERS = ("state_dict", "model_state_dict", "model", "net", "encoder", "state")
 _PREFIXES = ("", "backbone.", "module.", "module.backbone.", "encoder.", "model.", "net.",
              "model.backbone.", "encoder_q.", "module.encoder_q.", "image.backbone.")  # fmt: skip
+
+
+def load_trained(path: Path, which: str = "latest") -> tuple[Any, checkpoint.Loaded]:
+    """The encoder of a run's checkpoint, on the CPU in eval mode, and the checkpoint.
+
+    Args:
+        path: the run folder.
+        which: "latest", "best", or the step of one that was kept. Where "latest" had to step back
+            from a damaged file, `Loaded.warnings` says so.
+    """
+    folder = path / "checkpoints"
+    loaded = checkpoint.load_latest(folder) if which == "latest" else None
+    if which != "latest":
+        loaded = checkpoint.load_named(folder, which)
+    if loaded is None:
+        raise ConfigError(f"{path} has no checkpoint yet; let it train, or use --resume")
+    return _encoder_of(loaded, folder, tasks.named(load_run_config(path).task)), loaded
+
+
+def _encoder_of(loaded: checkpoint.Loaded, source: Path, kind: tasks.Kind) -> Any:
+    """The encoder that a checkpoint holds."""
+    described, weights = loaded.state.get("encoder_config"), loaded.state.get("encoder")
+    try:
+        if not isinstance(described, dict) or not isinstance(weights, dict):
+            raise ValueError("it holds no encoder")
+        kind.fits(described, loaded.num_bytes)
+        encoder = kind.rebuild(described)
+        encoder.load_state_dict(weights)
+    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+        reason = str(error).split("\n")[0]
+        raise ConfigError(
+            f"the newest checkpoint in {source} does not fit the encoder it describes ({reason}); "
+            "choose another one"
+        ) from error
+    return encoder.eval()
 
 
 def start_from(encoder: Encoder, source: str) -> str:
@@ -123,7 +158,7 @@ def read_weights(path: Path, encoder: nn.Module) -> dict[str, Any]:
         with open_plain(path.resolve()) as file:  # the user named it: a link of a cache is fine
             if zipfile.is_zipfile(file):
                 with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as archive:
-                    refuse_compressed(archive, len(archive))
+                    checkpoint.refuse_compressed(archive, len(archive))
             file.seek(0)
             content: Any = torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:  # torch's words advise to run it

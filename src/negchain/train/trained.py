@@ -29,7 +29,7 @@ from negchain.tasks.image_text_towers import ImageText, tokens_of
 from negchain.tasks.images import load_images, plain_augmentation
 from negchain.train.config import ConfigError, TrainConfig
 from negchain.train.device import autocast_dtype, choose_device
-from negchain.train.export import load_trained
+from negchain.train.pretrained import load_trained
 from negchain.train.run_folder import load_run_config
 
 ENCODE_BATCH = 256
