@@ -7,14 +7,9 @@ import torch
 from timm.optim.lars import Lars
 from torch import nn
 
-from negchain.optim import (
-    OPTIMIZERS,
-    CapturableLars,
-    build_optimizer,
-    load_optimizer,
-    lr_at,
-    set_lr,
-)
+from negchain.optim import CapturableLars, build_optimizer, load_optimizer, lr_at, set_lr
+
+OPTIMIZERS = ("sgd", "adam", "adamw", "lars")
 
 
 def network() -> nn.Module:
@@ -93,10 +88,9 @@ def test_adam_is_coupled_and_adamw_is_not() -> None:
     assert moved["adamw"] == pytest.approx(0.1 + 0.1 * 0.5 * 10, rel=1e-4)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_norms_and_biases_are_not_decayed(name: str) -> None:
+def test_lars_does_not_decay_norms_and_biases() -> None:
     model = network()
-    optimizer = build_optimizer(model, name, lr=0.1, weight_decay=0.1, exclude_norm_and_bias=True)
+    optimizer = build_optimizer(model, "lars", lr=0.1, weight_decay=0.1)
     decay = {p: g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
     assert len(decay) == len(list(model.parameters()))
     assert all((decay[p] == 0) == (p.ndim == 1) for p in model.parameters())
@@ -110,7 +104,7 @@ def test_everything_is_decayed_otherwise() -> None:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_save_and_load_in_the_middle_changes_nothing(name: str) -> None:
     straight, broken = network(), network()
-    settings = {"lr": 0.01, "weight_decay": 0.1, "exclude_norm_and_bias": True}
+    settings = {"lr": 0.01, "weight_decay": 0.1}
     whole = build_optimizer(straight, name, **settings)
     take_steps(straight, whole, 2)
     take_steps(straight, whole, 2)
@@ -156,25 +150,9 @@ def test_schedule_without_warm_up_and_with_nothing_else() -> None:
     assert lr_at(3, 4, 4, 1.0) == 0.75 and lr_at(4, 4, 4, 1.0) == 0.0
 
 
-@pytest.mark.parametrize(("typed", "near"), [("adma", "adam"), ("LARS", "lars"), ("sdg", "sgd")])
-def test_unknown_optimizer_names_the_nearest(typed: str, near: str) -> None:
-    with pytest.raises(ValueError, match=f"did you mean '{near}'"):
-        build_optimizer(network(), typed, lr=0.1)
-
-
-@pytest.mark.parametrize(
-    ("settings", "word"),
-    [
-        ({"lr": math.nan}, "lr"),
-        ({"lr": -1.0}, "lr"),
-        ({"lr": 0.1, "weight_decay": -1.0}, "weight_decay"),
-        ({"lr": 0.1, "momentum": 1.0}, "momentum"),
-        ({"lr": 0.1, "capturable": True}, "CUDA"),
-    ],
-)
-def test_bad_settings_are_refused(settings: dict[str, float], word: str) -> None:
-    with pytest.raises(ValueError, match=word):
-        build_optimizer(network(), "sgd", **settings)
+def test_a_capturable_one_needs_a_gpu() -> None:
+    with pytest.raises(ValueError, match="CUDA"):
+        build_optimizer(network(), "sgd", lr=0.1, capturable=True)
 
 
 @pytest.mark.gpu

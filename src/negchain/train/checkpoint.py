@@ -100,12 +100,12 @@ def load_named(folder: Path, name: str) -> Loaded:
             f"{folder} has no checkpoint {name!r}; it has {', '.join(files) or 'none'}"
         )
     try:
-        return _checked(path, _read(path, "cpu"), [])
+        return _checked(path, _read(path), [])
     except (OSError, ValueError, _Damaged) as error:
         raise CheckpointError(f"{path} cannot be read: {error}; choose another one") from error
 
 
-def load_latest(folder: Path, *, map_location: str | torch.device = "cpu") -> Loaded | None:
+def load_latest(folder: Path) -> Loaded | None:
     """Read the newest undamaged checkpoint of `folder`; None if it holds none at all.
 
     Damaged files are skipped in favour of older ones and named in `Loaded.warnings`. If every file
@@ -116,7 +116,7 @@ def load_latest(folder: Path, *, map_location: str | torch.device = "cpu") -> Lo
     warnings: list[str] = []
     for step, path in reversed(found):
         try:
-            content = _read(path, map_location)
+            content = _read(path)
             if content["step"] != step:
                 raise _Damaged(f"it says it is of step {content['step']}")
         except (OSError, FileRefused, _Damaged) as error:
@@ -172,7 +172,7 @@ def _write(path: Path, state: dict[str, Any], step: int) -> None:
         file.write(_FOOTER + writer.digest.hexdigest().encode())
 
 
-def _read(path: Path, map_location: str | torch.device) -> dict[str, Any]:
+def _read(path: Path) -> dict[str, Any]:
     with open_plain(path) as file:
         size = os.fstat(file.fileno()).st_size - _FOOTER_SIZE
         if size <= 0:
@@ -185,7 +185,7 @@ def _read(path: Path, map_location: str | torch.device) -> dict[str, Any]:
                 raise _Damaged("its checksum does not match")
             try:
                 refuse_compressed(archive, size)
-                content = torch.load(archive, map_location=map_location, weights_only=True)  # type: ignore[arg-type]
+                content = torch.load(archive, map_location="cpu", weights_only=True)  # type: ignore[arg-type]
             except pickle.UnpicklingError as error:  # torch's words advise to run it
                 raise _Damaged("it holds more than tensors, numbers and text") from error
             except Exception as error:  # a matching checksum proves nothing about who wrote it

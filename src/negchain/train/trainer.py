@@ -385,7 +385,6 @@ def prepare(task: Task, open_folder: Callable[[], RunFolder], fresh: bool = True
         lr=config.lr,
         weight_decay=config.weight_decay,
         momentum=config.momentum,
-        exclude_norm_and_bias=config.optimizer == "lars",
         capturable=_graphed(task),
     )
     step = TrainStep(task, encoder, loss_fn, optimizer)
