@@ -16,7 +16,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, get_args
 
 from rich.console import Console
 
@@ -30,7 +30,7 @@ from negchain.train.presets import choose
 from negchain.train.progress import Progress
 from negchain.train.resolve import for_method, resolve
 from negchain.train.run_folder import is_run, last_metrics, load_run_config, read_metrics
-from negchain.train.sharing import Mode, held_back, interruptible, shared_gpu
+from negchain.train.sharing import APART, held_back, interruptible, shared_gpu
 
 Plan = tuple[Path, TrainConfig, dict[str, Any]]
 
@@ -48,7 +48,7 @@ held-out score; its other seeds run with that, and the page shows these runs.
 
 Takes all options of `negchain train`; an option only some methods know is given to those only.
 Runs that are finished in --out are kept, unfinished ones are resumed. Runs on one GPU share it
-through NVIDIA's MPS where that works (`--sharing auto`), else they take turns.
+through NVIDIA's MPS where that works, else (or with `--no-sharing`) they take turns.
 """
 
 
@@ -61,7 +61,7 @@ through NVIDIA's MPS where that works (`--sharing auto`), else they take turns.
             help="SETTING=VALUE,VALUE: values each method chooses from; several times for several.",
         ),
         option("jobs", int, 0, "--jobs", help="Runs at a time; 0: 4 on a GPU, 1 on a CPU."),
-        option("sharing", str, "auto", "--sharing", help="auto|mps|off: share a GPU by MPS."),
+        option("sharing", bool, True, "--sharing/--no-sharing", help="Share a GPU through MPS."),
         IMPORT,
         option("quiet", bool, False, "--quiet", help="No progress bar."),
     ],
@@ -72,7 +72,7 @@ def command(
     seeds: int,
     tune: list[str] | None,
     jobs: int,
-    sharing: str,
+    sharing: bool,
     import_: Path | None,
     quiet: bool,
     **settings: Any,
@@ -112,7 +112,7 @@ def command(
         waiting = [p for p in plans if not (p[0] / "summary.json").exists()]
         if on_gpu:  # a run that cannot get it then fails; with "auto" it would train on the CPU
             waiting = [(path, config, {**g, "device": "cuda"}) for path, config, g in waiting]
-        with _sharing(sharing, on_gpu, jobs, len(waiting)) as environment:
+        with _sharing(sharing, min(jobs, len(waiting)) * on_gpu) as environment:
             failed.extend(_run_all(waiting, jobs, environment, first, show=not quiet))
 
     try:
@@ -146,18 +146,14 @@ def _best(method: str, several: list[list[Plan]]) -> list[Plan]:
     return best
 
 
-def _sharing(
-    name: str, on_gpu: bool, jobs: int, runs: int
-) -> AbstractContextManager[dict[str, str]]:
-    """How the runs share the GPU: the environment they need, while it lasts."""
-    mode = cast(Mode, choose("--sharing", name, get_args(Mode)))
-    if mode == "mps" and not on_gpu:
-        raise ConfigError("--sharing mps needs a GPU and the runs are on the CPU; leave it out")
-    if mode == "mps" and jobs < 2:
-        raise ConfigError(f"--sharing mps needs --jobs of at least 2, got {jobs}; leave it out")
-    if not on_gpu or min(jobs, runs) < 2:
+def _sharing(share: bool, runs: int) -> AbstractContextManager[dict[str, str]]:
+    """How so many runs at a time share the GPU: the environment they need, while it lasts."""
+    if runs < 2:
         return nullcontext({})
-    return shared_gpu(min(jobs, runs), mode, say=say)
+    if share:
+        return shared_gpu(runs, say=say)
+    say(f"{runs} runs take turns on the GPU")
+    return nullcontext(APART)
 
 
 def _refuse_another(path: Path, config: TrainConfig) -> None:

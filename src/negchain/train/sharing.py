@@ -19,11 +19,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Literal
-
-from negchain.train.config import ConfigError
-
-Mode = Literal["auto", "mps", "off"]
 
 PROGRAM = "nvidia-cuda-mps-control"
 PIPE, LOG = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"
@@ -33,6 +28,7 @@ PATIENCE = 10.0  # seconds for an answer of the control program
 QUIT = ("quit", "quit -t 1")  # the first waits for clients, the second for a second
 TRIAL_PATIENCE = 30.0  # the first client waits for the server, and both for the driver
 
+APART = {PIPE: os.devnull}  # keeps a process away from any daemon: clients find it by its folder
 NOT_READY = "CUDA error 807"  # a server that is still starting turns clients away
 
 # A client that makes a context and asks, while it has it, which servers there are. It says whether
@@ -55,39 +51,18 @@ class Unavailable(Exception):
 
 
 @contextmanager
-def shared_gpu(
-    jobs: int, mode: Mode = "auto", *, say: Callable[[str], None]
-) -> Iterator[dict[str, str]]:
-    """Let `jobs` processes started inside the block share the GPU; yields their environment.
+def shared_gpu(jobs: int, *, say: Callable[[str], None]) -> Iterator[dict[str, str]]:
+    """Let `jobs` processes started inside the block share the GPU, and `say` in a line whether.
 
-    Args:
-        jobs: how many processes run at a time, for the words only.
-        mode: "auto" uses MPS if it works and else says why not; "mps" refuses to go on without;
-            "off" never uses it.
-        say: receives one line for the user.
-
-    Yields variables to add to a child's environment. With "auto" there are some exactly if MPS is
-    used. End the processes inside the block: leaving it stops the daemon.
-
-    >>> with shared_gpu(4, "off", say=print) as environment:
-    ...     child = subprocess.run(["true"], env={**os.environ, **environment})
-    4 runs take turns on the GPU
+    Yields variables to add to a child's environment: some exactly if MPS is used. End the processes
+    inside the block: leaving it stops the daemon.
     """
     with ExitStack() as stack:
         environment: dict[str, str] = {}
         try:
-            if mode == "off":
-                environment = _apart()
-                say(f"{jobs} runs take turns on the GPU")
-            else:
-                environment = stack.enter_context(_daemon())
-                say(f"{jobs} runs share the GPU through MPS")
+            environment = stack.enter_context(_daemon())
+            say(f"{jobs} runs share the GPU through MPS")
         except Unavailable as reason:
-            if mode == "mps":
-                raise ConfigError(
-                    f"--sharing mps needs NVIDIA's MPS, but {reason}; leave --sharing out to let "
-                    "the runs take turns on the GPU"
-                ) from None
             say(f"{reason}: {jobs} runs take turns on the GPU")
         yield environment
 
@@ -134,7 +109,7 @@ def _answered(
 @contextmanager
 def _daemon() -> Iterator[dict[str, str]]:
     """The environment of the clients of a daemon: one that runs already, or a private one."""
-    program = _find()
+    program = shutil.which(PROGRAM) or shutil.which(PROGRAM, path=os.pathsep.join(PLACES))
     if program is None:
         raise Unavailable(f"MPS was not found ({PROGRAM} is neither on PATH nor in {PLACES[0]})")
     if (running := _running(program)) is not None:
@@ -157,22 +132,12 @@ def _daemon() -> Iterator[dict[str, str]]:
         _stop(program, own, folder)
 
 
-def _find() -> str | None:
-    return shutil.which(PROGRAM) or shutil.which(PROGRAM, path=os.pathsep.join(PLACES))
-
-
 def _running(program: str) -> str | None:
     """The pipe folder of a daemon that runs already and answers."""
     folder = os.environ.get(PIPE) or DEFAULT_PIPE
     if not (Path(folder) / "control").exists():
         return None
     return folder if _ask(program, {PIPE: folder}, "get_server_list") else None
-
-
-def _apart() -> dict[str, str]:
-    """What keeps processes away from a daemon that runs already: clients find it by its folder."""
-    program = _find()
-    return {PIPE: os.devnull} if program is not None and _running(program) is not None else {}
 
 
 def _start(program: str, environment: dict[str, str], folder: Path) -> None:
