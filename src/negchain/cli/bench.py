@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import secrets
+import sys
+import time
+import traceback
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
+from rich.console import Console
+
+from negchain.train.config import ConfigError
+from negchain.train.presets import choose
+
+if TYPE_CHECKING:
+    import torch
+
+    from negchain.bench.record import Record
 
 HELP = """Measure the speed of this machine: tables of ratios, and a dated record of them.
 
@@ -24,13 +38,7 @@ OptionalPath = Optional[Path]  # noqa: UP045 - typer reads it
 
 
 def command(
-    only: Annotated[
-        str,
-        typer.Option(
-            metavar="TABLE,...",
-            help="Tables to measure; by default all.",
-        ),
-    ] = "",
+    only: Annotated[str, typer.Option(metavar="TABLE,...", help="Tables; by default all.")] = "",
     device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="What to measure.")] = "auto",
     out: Annotated[
         OptionalPath,
@@ -44,6 +52,58 @@ def command(
     ] = -1,
 ) -> int:
     """See `HELP`."""
-    from negchain.cli.measure import measure  # brings torch, which --help does not need
+    import torch  # which --help does not need
+    from rich.markdown import Markdown
 
-    return measure(only, device, out, quick, seed)
+    from negchain.bench import SUBJECTS
+    from negchain.bench.record import Record, new_path
+
+    choose("--device", device, ("auto", "cpu", "cuda"))
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda needs a GPU and none is visible; use --device cpu or auto")
+    where = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
+    names = [choose("--only", name.strip(), SUBJECTS) for name in only.split(",") if only]
+    subjects = list(dict.fromkeys(names)) or list(SUBJECTS)
+    if not -1 <= seed < 2**31:
+        raise ConfigError(f"--seed must be from 0 to 2147483647, or -1, got {seed}")
+    words = ["negchain bench", *(["--only", ",".join(subjects)] if only else [])]
+    words += [] if device == "auto" else ["--device", device]
+    folder = out or Path("records" if Path("records").is_dir() else ".")
+    folder.mkdir(parents=True, exist_ok=True)
+    seed = secrets.randbelow(2**31) if seed < 0 else seed
+    record = Record.new(where, " ".join(words + ["--quick"] * quick), seed, quick)
+    path = new_path(folder, record.date, where)
+    _measure(record, path, subjects, where)
+    console = Console(highlight=False)
+    if console.is_terminal:
+        console.print(Markdown(record.page()))
+    else:
+        print(record.page())
+    print(f"record: {path}")
+    for text in record.mismatches:
+        print(f"mismatch: {text}", file=sys.stderr)
+    for subject, reason in record.failed.items():
+        print(f"failed: {subject}: {reason}", file=sys.stderr)
+    return 1 if record.mismatches or record.failed else 0
+
+
+def _measure(record: Record, path: Path, subjects: list[str], device: torch.device) -> None:
+    """Fill the record, writing it after every table: an interrupted run keeps what it has."""
+    from negchain.bench import Settings, measure
+
+    begin = time.perf_counter()
+    for number, subject in enumerate(subjects):
+
+        def say(text: str, number: int = number, subject: str = subject) -> None:
+            seconds = time.perf_counter() - begin
+            print(f"[{number}/{len(subjects)}, {seconds:.0f} s] {subject}: {text}", file=sys.stderr)
+
+        say("begins")
+        settings = Settings(device=device, quick=record.quick, seed=record.seed, say=say)
+        try:
+            record.tables[subject] = measure(subject, settings)
+        except Exception as error:  # the other tables are still worth having
+            record.failed[subject] = f"{type(error).__name__}: {error}"
+            if os.environ.get("NEGCHAIN_DEBUG"):
+                traceback.print_exception(error)
+        record.write(path)
