@@ -275,8 +275,9 @@ def test_an_interrupted_compare_leaves_no_process(
     machine.python('[ "$2" = -m ] || { echo 4242; exit; }\n'
                    "echo $CUDA_MPS_PIPE_DIRECTORY > $NOTES.$$; exec sleep 60")  # fmt: skip
     before = leftovers()
-    if signal.getsignal(number) is signal.SIG_IGN:  # nohup: then a run goes on, as it should
-        signal.signal(number, signal.SIG_DFL)
+    if signal.getsignal(number) is signal.SIG_IGN:  # nohup, or a job in the background
+        usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        signal.signal(number, usual)
 
     def interrupt() -> None:
         until(lambda: len(list(machine.folder.glob("notes.*"))) == 2)
