@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 Denominator = Literal["negatives", "all"]
+SHORTEST = 1e-12  # a vector no longer than this has no direction: it stays 0 and gets no gradient
 
 
 class Estimate(NamedTuple):

@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from negchain.objective import SHORTEST
 from negchain.pool import Draw, Kind, Side, matches
 
 Views = Literal["shared", "paired"]
@@ -206,9 +207,6 @@ def lay_out(
     if symmetric:
         sides.append(side(z_b[items], z_a[items], z_a[None], index[None], index))
     return sides
-
-
-SHORTEST = 1e-12  # a vector no longer than this has no direction: it stays 0 and gets no gradient
 
 
 def as_embedding(z: Tensor, normalize: bool) -> Tensor:

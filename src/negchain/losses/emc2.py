@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from negchain.fast import fused
+from negchain.losses import fused
 from negchain.losses.base import ContrastiveLoss
 from negchain.losses.batch import Batch, Call, Ids, Views, as_ids, check_answer
 from negchain.losses.chains import Carried, ChainTable, check_augmentations, stored_slots

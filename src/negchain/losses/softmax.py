@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from negchain.fast import fused
+from negchain.losses import fused
 from negchain.losses.batch import Batch, Call, Views
 from negchain.losses.ranks import Gather
 from negchain.losses.request import Request

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from negchain.fast import fused
+from negchain.losses import fused
 from negchain.losses.batch import Call, Views
 from negchain.losses.partition import global_log_partition
 from negchain.losses.ranks import Gather

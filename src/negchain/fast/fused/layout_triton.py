@@ -18,14 +18,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from negchain import draws
+from negchain import draws, objective
 from negchain.fast import draws_triton as hashed
-from negchain.losses import batch
 
 STREAM_ORDER = tl.constexpr(draws.STREAM_ORDER)
 STREAM_INIT = tl.constexpr(draws.STREAM_INIT)
 STREAM_COPY = tl.constexpr(draws.STREAM_COPY)
-SHORTEST = tl.constexpr(batch.SHORTEST)
+SHORTEST = tl.constexpr(objective.SHORTEST)
 
 
 @triton.jit

@@ -1,0 +1,186 @@
+"""What a loss hands the kernels of `negchain.fast.fused`: a plan of tensors and numbers a side."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from negchain.fast.backends import prefers_triton, triton_error
+from negchain.fast.fused import MAX_COLUMNS
+from negchain.losses.batch import Call, as_ids, check_shapes
+from negchain.losses.settings import ISIR, MH, InBatch
+
+if TYPE_CHECKING:
+    from negchain.fast.fused.plan import Numbers
+    from negchain.losses.base import ContrastiveLoss
+    from negchain.losses.emc2 import EMC2Loss
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def applies(loss_fn: EMC2Loss, like: Tensor) -> bool:
+    """Whether the fused path takes a batch of such embeddings [B, D], or of such positions [B]."""
+    chains = loss_fn.chains
+    return (
+        can_run(loss_fn.backend, like)
+        and loss_fn.rows.ranks is None
+        and isinstance(loss_fn.proposals, InBatch)
+        and loss_fn.proposals.copies == 1
+        and loss_fn.augmentations is None
+        and loss_fn.num_keys is None
+        and max(chains.num_states, chains.states.shape[1]) <= 2**31
+        and (loss_fn.carried != "cached" or chains.keys.shape[2] > 0)
+        and _size_applies(loss_fn, like.shape[0])
+    )
+
+
+def can_run(backend: str, like: Tensor) -> bool:
+    """Whether kernels can run on such a tensor, and may."""
+    if backend not in ("auto", "fused") or (like.is_floating_point() and like.dtype not in DTYPES):
+        return False
+    return prefers_triton(like) if backend == "auto" else triton_error(like) is None
+
+
+def applies_in_batch(loss_fn: Any, call: Call) -> bool:
+    """Whether the fused path takes a call of an in-batch loss."""
+    return (
+        can_run(loss_fn.backend, call.z_a)
+        and loss_fn.rows.ranks is None
+        and isinstance(loss_fn.proposals, InBatch)
+        and call.known is None
+        and loss_fn.num_keys is None
+        and 2 <= call.z_a.shape[0] <= MAX_COLUMNS
+    )
+
+
+def not_applicable(like: Tensor) -> ValueError:
+    """The error of a requested fused path that does not take such a batch."""
+    return ValueError(
+        "backend='fused' needs a GPU with Triton, negatives from the batch only (no draws, known=, "
+        "num_keys= or stored augmentations), dim= for carried='cached', embeddings in float32, "
+        f"bfloat16 or float16, 2 to {MAX_COLUMNS} of them, and for i-SIR count_every=1; "
+        "StreamingEMC2Loss takes more, with count_every a multiple of 128 (or ISIR() with a "
+        "fixed beta); "
+        f"got {like.dtype} {tuple(like.shape)} on {like.device}; use backend='auto'"
+    )
+
+
+def _size_applies(loss_fn: EMC2Loss, size: int) -> bool:
+    kernel = loss_fn.kernel
+    dense = isinstance(kernel, ISIR) and kernel.count_every == 1
+    if not loss_fn.streams:
+        return 2 <= size <= MAX_COLUMNS and (isinstance(kernel, MH) or dense)
+    learned = isinstance(loss_fn.beta, Tensor)
+    if dense:
+        return size >= 2 and not learned  # its tiles do not add up what beta's gradient needs
+    return size >= 2 and kernel.count_every % 128 == 0
+
+
+def carried_ids(loss_fn: EMC2Loss, side: int, index: Tensor) -> Tensor:  # [B] -> [B]
+    """Ids of the carried states of a batch, for the caller to encode."""
+    from negchain.fast.fused import forward
+
+    return forward.carried_ids(loss_fn.chains.states[side], side, index, loss_fn.seed)
+
+
+def emc2(loss_fn: EMC2Loss, call: Call, carried: Sequence[Tensor | None]) -> tuple[Tensor, Numbers]:
+    """The EMC² loss of a batch, [], and its numbers for `info`; in training the chains move."""
+    kernel, chains, beta = loss_fn.kernel, loss_fn.chains, loss_fn.beta
+    if loss_fn.carried == "cached":
+        chains.check_width(call.z_a.shape[1])
+    running = loss_fn.denominator == "all"
+    tables = {
+        "states": chains.states,
+        "keys": chains.keys if loss_fn.carried == "cached" else None,
+        "running": loss_fn.log_partition if running else None,
+    }
+    settings = {
+        "weighting": "mh" if isinstance(kernel, MH) else "isir",
+        "burn_in": float(kernel.burn_in) if isinstance(kernel, MH) else 0.0,
+        "count_every": kernel.count_every,
+        "partition_rate": loss_fn.partition_rate,
+        "stream": loss_fn.streams,
+        "bound": math.inf if isinstance(beta, Tensor) or not loss_fn.normalize else beta,
+        "seen": loss_fn.seen if running else None,
+    }
+    return _both_sides(loss_fn, call, carried, tables, settings)
+
+
+def in_batch(
+    loss_fn: ContrastiveLoss,
+    call: Call,
+    *,
+    log_u: Tensor | None = None,
+    gamma: float = 0.0,
+) -> tuple[Tensor, Numbers]:
+    """InfoNCE, DCL or (with `log_u`, its moving averages [sides, M]) SogCLR of a batch."""
+    size, device = len(call.z_a), call.z_a.device
+    index = call.index
+    if index is None:
+        if loss_fn.num_samples is not None:
+            raise ValueError("index= is missing: pass the data set positions of the batch, [B]")
+        index = torch.arange(size, device=device)
+    index = as_ids("index", index, size, device)
+    if loss_fn.num_samples is None:  # any integers will do: only which are equal matters
+        index = torch.searchsorted(index.sort().values, index)
+    weighting = "softmax" if log_u is None else "sogclr"
+    settings = {"weighting": weighting, "gamma": gamma, "seen": None}
+    tables = {"states": None, "keys": None, "running": log_u}
+    none: list[Tensor | None] = [None] * loss_fn.num_sides
+    total, numbers = _both_sides(
+        loss_fn, dataclasses.replace(call, index=index), none, tables, settings
+    )
+    if loss_fn.num_positions is None:
+        del numbers["global_loss_low"]
+    return total, numbers
+
+
+def _both_sides(
+    loss_fn: ContrastiveLoss,
+    call: Call,
+    carried: Sequence[Tensor | None],
+    tables: dict[str, Tensor | None],  # [sides, M, ...] each
+    settings: dict[str, Any],
+) -> tuple[Tensor, Numbers]:
+    from negchain.fast.fused import function, plan
+
+    z_a, z_b = call.z_a, call.z_b
+    check_shapes(z_a, z_b, call.key_index, loss_fn.num_keys)
+    assert call.index is not None
+    index = as_ids("index", call.index, len(z_a), z_a.device)
+    shared = loss_fn.views == "shared"
+    results = []
+    counts = loss_fn.training and settings["weighting"] != "softmax"
+    for side, held in enumerate(carried):
+        if held is not None and held.shape != z_a.shape:
+            raise ValueError(
+                f"an answer must hold embeddings [R, D] = {tuple(z_a.shape)}, "
+                f"got {tuple(held.shape)}"
+            )
+        mine: dict[str, Any] = {
+            name: None if table is None else table[side] for name, table in tables.items()
+        }
+        one = plan.Plan(
+            index=index, side=side, step=loss_fn.step,
+            counts=counts and side == loss_fn.num_sides - 1, faults=loss_fn.faults,
+            dim=z_a.shape[1], denominator=loss_fn.denominator, shared=shared,
+            views=2 if shared and loss_fn.symmetric else 1, normalize=loss_fn.normalize,
+            training=loss_fn.training, seed=loss_fn.seed,
+            num_samples=loss_fn.num_samples or 2**31 - 1, multiplicity=loss_fn.multiplicity, **mine,
+            **settings,
+        )  # fmt: skip
+        pair = (z_a, z_b) if side == 0 else (z_b, z_a)
+        results.append(function.fused_loss(*pair, held, loss_fn.beta, one))
+    if len(results) == 1:
+        return results[0]
+    (first, report), (second, other) = results
+    return (first + second) / 2, {n: _mean_of(report[n], other[n]) for n in report}
+
+
+def _mean_of(first: Callable[[], Tensor], second: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    return lambda: (first() + second()) / 2
