@@ -195,5 +195,3 @@ def test_near_folders_files_and_commas(tmp_path: Path) -> None:
     (tmp_path / "photos.zip").touch()
     with pytest.raises(ValueError, match="is another file; unpack it first"):
         load_data(str(tmp_path / "photos.zip"))
-    with pytest.raises(ValueError, match="image_size must be at least 1 pixel, got 0"):
-        load_data("digits", image_size=0)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,7 @@ class Machine:
 
 
 @pytest.fixture
-def machine(tmp_path: Path, monkeypatch: Patch) -> Machine:
+def machine(tmp_path: Path, monkeypatch: Patch) -> Iterator[Machine]:
     for name in (PIPE, sharing.LOG, "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
@@ -85,7 +86,9 @@ def machine(tmp_path: Path, monkeypatch: Patch) -> Machine:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     made = Machine(tmp_path, monkeypatch)
     made.python("echo 4242")
-    return made
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:  # of this test alone
+        monkeypatch.setattr(sharing, "SHORT", short)
+        yield made
 
 
 def running(pid: int) -> bool:
@@ -108,7 +111,7 @@ def daemon_of(environment: dict[str, str]) -> int:
 
 
 def leftovers() -> set[Path]:
-    return set(Path("/tmp").glob("negchain-mps-*"))
+    return set(Path(sharing.SHORT).glob("negchain-mps-*"))
 
 
 def start_daemon(machine: Machine, folder: Path) -> int:
@@ -177,7 +180,7 @@ def test_what_a_dead_daemon_left_is_not_taken_for_one(machine: Machine) -> None:
     (folder / f"{sharing.PROGRAM}.pid").write_text("99999999\n")
     machine.patch.setenv(PIPE, str(folder))
     with shared_gpu(2, say=print) as environment:
-        assert environment[PIPE].startswith("/tmp/negchain-mps-")
+        assert environment[PIPE].startswith(f"{sharing.SHORT}/negchain-mps-")
 
 
 @pytest.mark.parametrize(
@@ -247,7 +250,9 @@ def test_compare_gives_the_environment_to_its_runs(machine: Machine, capsys: Cap
     assert negchain(COMPARE, "--out", machine.folder / "out") == 0
     assert "3 runs share the GPU through MPS" in capsys.readouterr().err
     dumps = [path.read_text() for path in machine.folder.glob("notes.*")]
-    assert len(dumps) == 3 and all(f"{PIPE}=/tmp/negchain-mps-" in text for text in dumps)
+    assert len(dumps) == 3 and all(
+        f"{PIPE}={sharing.SHORT}/negchain-mps-" in text for text in dumps
+    )
     assert all("--device cuda" in text for text in dumps)  # never the CPU because MPS failed
     assert machine.asked()[-1] == "quit"
     assert PIPE not in os.environ
@@ -264,7 +269,7 @@ def test_compare_without_sharing(machine: Machine, options: str, capsys: Capture
     dumps = [path.read_text() for path in machine.folder.glob("notes.*")]
     apart = f"{PIPE}={os.devnull}\n"  # from a daemon that somebody else runs
     assert dumps and all((apart in text) == (options == "--no-sharing") for text in dumps)
-    assert not any(f"{PIPE}=/tmp" in text for text in dumps)
+    assert not any("negchain-mps-" in text for text in dumps)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

@@ -24,6 +24,7 @@ PROGRAM = "nvidia-cuda-mps-control"
 PIPE, LOG = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"
 DEFAULT_PIPE = "/tmp/nvidia-mps"  # noqa: S108 - where NVIDIA's own daemon listens
 PLACES = ("/usr/local/nvidia/bin", "/usr/bin", "/usr/local/bin", "/usr/local/cuda/bin")
+SHORT = "/tmp"  # noqa: S108 - whatever TMPDIR says: a unix socket's path has at most 107 letters
 PATIENCE = 10.0  # seconds for an answer of the control program
 QUIT = ("quit", "quit -t 1")  # the first waits for clients, the second for a second
 TRIAL_PATIENCE = 30.0  # the first client waits for the server, and both for the driver
@@ -116,8 +117,7 @@ def _daemon() -> Iterator[dict[str, str]]:
         yield {PIPE: running}
         return
     try:
-        # In /tmp whatever TMPDIR says: the path of a unix socket has at most 107 characters.
-        folder = Path(tempfile.mkdtemp(prefix="negchain-mps-", dir="/tmp"))
+        folder = Path(tempfile.mkdtemp(prefix="negchain-mps-", dir=SHORT))
     except OSError as error:
         raise Unavailable(f"MPS found no place for its pipes ({error})") from None
     own = {PIPE: str(folder / "pipe"), LOG: str(folder / "log")}

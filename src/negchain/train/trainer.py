@@ -272,8 +272,7 @@ class Run:
             "step": self.done,
             "seconds": self.seconds,
             "fingerprint": self.task.fingerprint,
-            "encoder_config": dict(self.encoder.encoder_config),
-            "encoder": self.encoder.state_dict(),
+            **self._weights(),
             "loss": self.step.loss_fn.state_dict(),
             "optimizer": self.step.optimizer.state_dict(),
             "rng": torch.get_rng_state(),
@@ -286,18 +285,18 @@ class Run:
         }
         checkpoint.save(self.folder.checkpoints, state, self.done, self.config.keep_checkpoints)
 
+    def _weights(self) -> dict[str, Any]:
+        described = dict(self.encoder.encoder_config)
+        return {"encoder_config": described, "encoder": self.encoder.state_dict()}
+
     def _keep_best(self, numbers: dict[str, float]) -> None:
         """Keep the encoder if it is the best so far."""
         score = self.judge.score(numbers)
         self.waited += 1
         if score > (-math.inf if self.best is None else self.best):
             self.best, self.waited = score, 0
-            state = {
-                "encoder_config": dict(self.encoder.encoder_config),
-                "encoder": self.encoder.state_dict(),
-            }
             if self.team.leads:
-                checkpoint.save_best(self.folder.checkpoints, state, self.done)
+                checkpoint.save_best(self.folder.checkpoints, self._weights(), self.done)
 
     def restore(self, given: bool = False) -> list[str]:
         """Continue from the newest whole checkpoint; returns what the user should know.
@@ -380,13 +379,9 @@ def prepare(task: Task, open_folder: Callable[[], RunFolder], fresh: bool = True
     if _graphed(task) and team.world > 1:
         loss_fn.gather = "even"
     optimizer = build_optimizer(
-        encoder,
-        config.optimizer,
-        lr=config.lr,
-        weight_decay=config.weight_decay,
-        momentum=config.momentum,
-        capturable=_graphed(task),
-    )
+        encoder, config.optimizer, lr=config.lr, weight_decay=config.weight_decay,
+        momentum=config.momentum, capturable=_graphed(task),
+    )  # fmt: skip
     step = TrainStep(task, encoder, loss_fn, optimizer)
     total = config.steps or config.epochs * order.steps_per_epoch
     if team.world > 1:
