@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,9 +17,7 @@ from negchain.train import trainer
 from negchain.train.config import ConfigError
 from negchain.train.resolve import resolve
 from negchain.train.run_folder import RunFolder
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tool"))
-from tool_runs import metrics_of, negchain, picture_folder  # noqa: E402, I001
+from tool_runs import metrics_of, negchain, picture_folder
 
 QUICK = {"encoder": "small-cnn", "recipe": "none", "image_size": 8, "steps": 2, "batch_size": 8,
          "probe_samples": 8, "log_every": 1, "eval_every": 0, "device": "cpu",

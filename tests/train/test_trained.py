@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +14,8 @@ from PIL import Image
 
 import negchain
 from negchain.train.pretrained import load_trained
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tool"))
-from tool_runs import TINY, negchain as command  # noqa: E402, I001
+from tool_runs import TINY
+from tool_runs import negchain as command
 
 Capture = pytest.CaptureFixture[str]
 

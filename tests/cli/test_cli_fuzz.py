@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from tool_runs import negchain, picture_folder
 
 # What every example has, so that it takes a fraction of a second.

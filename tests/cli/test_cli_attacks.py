@@ -16,11 +16,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tool_runs import TINY, negchain, picture_folder, snapshot
 
 from negchain.cli.compare import launch
 from negchain.train import checkpoint, run_folder
 from negchain.train.run_folder import read_metrics
+from tool_runs import TINY, negchain, picture_folder, snapshot
 
 Capture = pytest.CaptureFixture[str]
 SOURCE = str(Path(__file__).parents[2] / "src")

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+
 from tool_runs import TINY, assert_same, negchain, picture_folder, state_of
 
 BAD = ("train/cat/truncated.jpg", "train/dog/zero.png", "test/dog/words.jpg")

@@ -7,6 +7,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
+
 from tool_runs import (
     TINY,
     assert_same,

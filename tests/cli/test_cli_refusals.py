@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+
 from tool_runs import TINY, negchain, picture_folder, snapshot
 
 Capture = pytest.CaptureFixture[str]

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from tool_runs import TINY, class_folder, metrics_of, negchain, picture_folder, state_of
 
 from negchain import __version__
 from negchain.data import DataBundle, ImageSet
 from negchain.tasks.images import small_stem
 from negchain.train.pretrained import load_trained
 from negchain.train.resolve import resolve
+from tool_runs import TINY, class_folder, metrics_of, negchain, picture_folder, state_of
 
 Capture = pytest.CaptureFixture[str]
 

@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+from negchain.train import checkpoint
 from tool_runs import (
     DIGITS,
     TINY,
@@ -22,8 +24,6 @@ from tool_runs import (
     snapshot,
     state_of,
 )
-
-from negchain.train import checkpoint
 
 METHODS = [
     "infonce",

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tool_runs import DIGITS, TINY, class_folder, metrics_of, negchain, picture_folder
 
 from negchain.data import load_data
 from negchain.encoders import Encoder, build_encoder
 from negchain.neighbours import knn_accuracy
 from negchain.train.pretrained import load_trained
 from negchain.train.step import TrainStep
+from tool_runs import DIGITS, TINY, class_folder, metrics_of, negchain, picture_folder
 
 Capture = pytest.CaptureFixture[str]
 
@@ -172,7 +172,7 @@ def test_report_of_several_runs(run: Path, tmp_path: Path, capsys: Capture) -> N
     assert not re.search(r"(src|href)=[\"']https?://", text)
 
 
-@pytest.mark.slow  # four processes; test_tool_first_minutes.py compares two
+@pytest.mark.slow  # four processes; test_cli_first_minutes.py compares two
 def test_compare_two_methods_and_two_seeds(tmp_path: Path, capsys: Capture) -> None:
     data = picture_folder(tmp_path / "pictures")
     out = tmp_path / "duel"

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from tool_runs import negchain as run
 
 import negchain
 from negchain import bench, methods
 from negchain.augment import augmentation
 from negchain.bench import losses, record, runs, throughput, timing
 from negchain.weights.metropolis import Scan, mh_scan
+from tool_runs import negchain as run
 
 Capture = pytest.CaptureFixture[str]
 CPU = torch.device("cpu")

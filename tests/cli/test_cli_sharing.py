@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tool_runs import negchain
 
 from negchain.cli import compare
 from negchain.train import sharing
 from negchain.train.sharing import PIPE, shared_gpu
+from tool_runs import negchain
 
 Capture = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch
