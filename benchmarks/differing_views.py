@@ -7,6 +7,8 @@ Asks     the mean estimate of sum_z p(z) z for every anchor view, against the ex
          of the first two by two independent groups of chains.
 Methods  dcl                    softmax over the batch
          mh, isir               as the library
+         4 chains of isir       mean over four chains per item
+         isir and dcl           three quarters of isir's estimate and a quarter of dcl's
          isir, view kept        the state names the view too and is encoded in it again; both
                                 copies of the batch are offered
          canonical mh, isir     the chain moves by the similarity of clean items, and what it visits
@@ -43,7 +45,7 @@ from negchain.weights import mh_scan
 
 M, VIEWS, DIM, CLUSTERS, GROUPS = 200, 8, 32, 25, 2  # GROUPS replicas of all chains in each half
 ENCODES = {"dcl": 0, "informed 16": 16, "informed 32": 32, "isir+informed 8": 16}  # others b
-ENCODES |= {"canonical mh": 16, "canonical isir": 16, "isir+batch+8": 16}  # beyond the batch, b = 8
+ENCODES |= {"canonical mh": 16, "canonical isir": 16, "isir+batch+8": 16, "4 chains of isir": 32}
 
 
 def data(noise: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -170,11 +172,17 @@ class World:
         ids = torch.cat([state[:, None], self.others], 1)
         return torch.cat([start, self.logits], 2), keys, ids
 
-    def isir(self) -> Tensor:
-        logits, keys, ids = self._pool("isir")
+    def isir(self, name: str = "isir") -> Tensor:
+        logits, keys, ids = self._pool(name)
         pick = (logits + gumbel(tuple(logits.shape), self.generator)).argmax(2)
-        self.store("isir", ids.gather(1, pick))
+        self.store(name, ids.gather(1, pick))
         return torch.einsum("nrk,nrkd->nrd", logits.softmax(2), keys)
+
+    def several(self, count: int) -> Tensor:
+        return torch.stack([self.isir(f"chain {n}") for n in range(count)]).mean(0)
+
+    def mixed(self, share: float) -> Tensor:
+        return share * self.isir("mixed") + (1 - share) * self.dcl()
 
     def isir_kept(self) -> Tensor:
         """i-SIR over (item, view): what is carried is encoded again in the view it was met in."""
@@ -275,6 +283,8 @@ class World:
             "dcl": self.dcl,
             "mh": self.mh,
             "isir": self.isir,
+            "4 chains of isir": lambda: self.several(4),
+            "isir and dcl": lambda: self.mixed(0.75),
             "isir, view kept": self.isir_kept,
             "canonical mh": self.canonical_mh,
             "canonical isir": self.canonical_isir,
