@@ -13,6 +13,8 @@ Methods  dcl                    softmax over the batch
                                 copies of the batch are offered
          canonical mh, isir     the chain moves by the similarity of clean items, and what it visits
                                 is reweighted to the view at hand by exp(l_view - l_canonical)
+         canonical, view kept   the same over (item, view), the item's mean embedding as the canonical
+                                anchor; + 8: with eight draws, as in batch+8
          informed n             n draws from a stale table (one old view per item), half of them
                                 uniform, corrected by log q, alone
          isir+informed 8        carried state and 8 such draws
@@ -46,6 +48,7 @@ from negchain.weights import mh_scan
 M, VIEWS, DIM, CLUSTERS, GROUPS = 200, 8, 32, 25, 2  # GROUPS replicas of all chains in each half
 ENCODES = {"dcl": 0, "informed 16": 16, "informed 32": 32, "isir+informed 8": 16}  # others b
 ENCODES |= {"canonical mh": 16, "canonical isir": 16, "isir+batch+8": 16, "4 chains of isir": 32}
+ENCODES |= {"canonical, view kept + 8": 16}  # beyond the batch, b = 8
 
 
 def data(noise: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -207,6 +210,34 @@ class World:
         # softmax(l_canonical) exp(l_view - l_canonical), normalised, is the softmax of l_view
         return torch.einsum("nrk,nrkd->nrd", logits.softmax(2), keys)
 
+    def canonical_kept(self, count: int = 0) -> Tensor:
+        """i-SIR over (item, view) with a target that stays: the anchor is the item's mean."""
+        name, views = f"canonical kept {count}", self.num_views
+        centre, keys = self.tables["mean"][self.owner], self.z.flatten(1, 2)
+        pairs = torch.cat([self.states.get(name, self.owner * views)[:, None], self.pairs], 1)
+        held = self.views[pairs[:, :1] // views, pairs[:, :1] % views]
+        keys, log_mass = torch.cat([held, keys], 1), torch.zeros(pairs.shape)
+        if count:
+            q, often = self.stale("mean")[2], self.pairs.shape[1] / (self.size - 1)
+            own = (self.beta * centre @ self.tables["mean"].T).scatter(
+                1, self.owner[:, None], -math.inf
+            )
+            own = own.softmax(1) + (self.batch - 1) / (self.size - 1)
+            ids = torch.multinomial(q, count, replacement=True, generator=self.generator)
+            seen = self.randint(views, *ids.shape)
+            drawn = count / self.batch * own.gather(1, ids)  # expected, a function of the item
+            there = count / self.batch * own.gather(1, pairs // views)
+            mass = torch.cat(
+                [1 / (often + there), drawn / (often + drawn) / (count * q.gather(1, ids))], 1
+            )
+            log_mass, keys = mass.log(), torch.cat([keys, self.views[ids, seen]], 1)
+            pairs = torch.cat([pairs, ids * views + seen], 1)
+        log_mass = log_mass.masked_fill(pairs // views == self.owner[:, None], -math.inf)
+        fixed = self.beta * torch.einsum("nd,nkd->nk", centre, keys) + log_mass
+        pick = (fixed + gumbel(tuple(fixed.shape), self.generator)).argmax(1)
+        self.states[name] = pairs.gather(1, pick[:, None])[:, 0]
+        return (self.score(keys) + log_mass[:, None]).softmax(2) @ keys
+
     def canonical_mh(self) -> Tensor:
         state, z = self.held("canonical mh")
         ids = torch.cat([state[:, None], self.others], 1)
@@ -288,6 +319,8 @@ class World:
             "isir, view kept": self.isir_kept,
             "canonical mh": self.canonical_mh,
             "canonical isir": self.canonical_isir,
+            "canonical, view kept": self.canonical_kept,
+            "canonical, view kept + 8": lambda: self.canonical_kept(8),
             "informed 16": lambda: self.informed(16),
             "informed 32": lambda: self.informed(32),
             "isir+informed 8": lambda: self.isir_informed(8),
