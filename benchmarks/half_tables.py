@@ -2,9 +2,9 @@
 
     OMP_NUM_THREADS=1 PYTHONPATH=src python benchmarks/half_tables.py
 
-Nothing is sampled. Small: 6 items, all pairs of draws and all partners of a batch of two, so that the
-bias of the mean weights and of the mean partition is exact. Large: 20,000 clustered embeddings and a
-stale table, every probability of q summed over.
+Nothing is sampled. Small: 6 items, all pairs of draws and all partners of a batch of two, so that
+the bias of the mean weights and of the mean partition is exact. Large: 20,000 clustered embeddings
+and a stale table, every probability of q summed over.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ SETTINGS = Informed(2, share=0.9, refresh=0, alone=True)
 
 
 def small(dtype: torch.dtype, beta: float = 10.0) -> tuple[float, float]:
-    """Relative bias of the partition, and total variation of the mean weights from the exact ones."""
-    m, z = 6, F.normalize(torch.randn(6, 4, generator=torch.Generator().manual_seed(0)).double(), 1)
-    old = F.normalize(z + 0.3 * torch.randn(6, 4, generator=torch.Generator().manual_seed(1)), 1)
+    """Relative bias of the partition, and total variation of the mean weights from the exact."""
+    m, g = 6, torch.Generator().manual_seed(0)
+    z = F.normalize(torch.randn(m, 4, generator=g).double(), dim=1)
+    old = F.normalize(z + 0.3 * torch.randn(m, 4, generator=g), dim=1)
     exact = (beta * z[0] @ z.T).masked_fill(torch.arange(m) == 0, -torch.inf)
     partition, weights = 0.0, torch.zeros(m).double()
     for other in range(1, m):

@@ -42,10 +42,15 @@ def quick(rank: int) -> None:
     unjudged()
 
 
-def in_parts(rank: int) -> None:
-    """With --shard-encoder: cut every block, and see that a rank has its share alone."""
-    unjudged()
+def every_block(rank: int) -> None:
+    """With --shard-encoder: cut small blocks too."""
     sharded.BLOCK = 1
+
+
+def in_parts(rank: int) -> None:
+    """Likewise, and see that a rank has its share alone."""
+    unjudged()
+    every_block(rank)
     made = TrainStep.__init__
 
     def checked(self: TrainStep, task: Any, encoder: Any, *more: Any) -> None:
@@ -199,7 +204,8 @@ def test_an_evaluation_may_take_longer_than_ranks_wait_for_each_other(tmp_path: 
 
 
 @pytest.mark.slow
-def test_texts_and_captions_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shard", ["", " --shard-encoder"])
+def test_texts_and_captions_too(tmp_path: Path, shard: str) -> None:
     """In float32 here: what both tasks share with images is above."""
     pytest.importorskip("sentence_transformers")
     from tasks.pairs_data import captioned, tiny_bert
@@ -221,8 +227,8 @@ def test_texts_and_captions_too(tmp_path: Path) -> None:
         for world in (1, 2):
             out, log = tmp_path / str(world), tmp_path / f"log{world}"
             shutil.rmtree(out, ignore_errors=True)
-            given = f"train {words} {common} --out {out}"
-            assert ended(world, given, log) == [0] * world, said(log)
+            given = f"train {words} {common} --out {out}{shard}"
+            assert ended(world, given, log, every_block) == [0] * world, said(log)
         require_equal(tmp_path / "1", tmp_path / "2", 2e-4)
 
 

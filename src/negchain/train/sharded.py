@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from negchain.optim import load_optimizer
@@ -50,7 +50,7 @@ class Shards:
             scalars = {p for p in tower.parameters() if p.ndim == 0}  # FSDP2 takes none
             for block in reversed([block for each in lists for block in each]):  # inner ones first
                 left = [p for p in block.parameters() if type(p) is nn.Parameter]
-                if sum(p.numel() for p in left) >= BLOCK:
+                if sum(p.numel() for p in left) >= BLOCK and _can_be_cut(block):
                     fully_shard(block, mesh=mesh, ignored_params=scalars)
             fully_shard(tower, mesh=mesh, ignored_params=scalars)
 
@@ -105,3 +105,12 @@ class Shards:
             for number, each in moments["state"].items()
         }
         load_optimizer(optimizer, {**moments, "state": state})
+
+
+def _can_be_cut(module: nn.Module) -> bool:
+    """Whether FSDP2 can change a module's class, as it does; not sentence-transformers' own."""
+    try:
+        copy.copy(module).__class__ = type("Cut", (FSDPModule, type(module)), {})
+    except TypeError:
+        return False
+    return True
