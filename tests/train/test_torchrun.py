@@ -22,7 +22,7 @@ from negchain.tasks.image_judge import ImageJudge
 from negchain.tasks.images import ImageTask
 from negchain.train import checkpoint, sharded, trainer
 from negchain.train.config import TrainConfig, to_json
-from negchain.train.export import load_trained
+from negchain.train.pretrained import load_trained
 from negchain.train.step import TrainStep
 
 CLOCK = ("seconds", "samples_per_second")
