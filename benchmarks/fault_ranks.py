@@ -19,8 +19,8 @@ from pathlib import Path
 
 from fault_runs import RESIDENT, STEPS, TINY, pictures
 
-from negchain.tasks.images import ImageTask
 from negchain.train import checkpoint
+from negchain.train.trainer import Run
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "train"))
 from torchrun_ranks import at_step, ended, metrics, said, start  # noqa: E402
@@ -96,50 +96,49 @@ def kill_rank(top: Path, rng: random.Random) -> Cells:
             f"{len(spoken)} times (else torchrun alone says it): {spoken[0]}")  # fmt: skip
 
 
-def stop_rank(top: Path, rng: random.Random) -> Cells:
-    """SIGSTOP of a rank, which never comes back."""
+def struck(
+    top: Path, rng: random.Random, times: int, do: Callable[[Run], None], said_: str, more: str = ""
+) -> tuple[int, str, str]:
+    """Do something to one of two ranks before a random step, so often; `said_` must be said."""
     words, alone = left_alone(top)
-    for number in range(3):
-        out, log = top / f"stopped{number}", top / f"log{number}"
+    for number in range(times):
+        out, log = top / f"struck{number}", top / f"log{number}"
         step, unlucky = rng.randrange(4, STEPS), rng.randrange(2)
 
-        def stall(rank: int, step: int = step, unlucky: int = unlucky) -> None:
+        def strike(rank: int, step: int = step, unlucky: int = unlucky) -> None:
             if rank == unlucky:
-                at_step(step, lambda run: os.kill(os.getpid(), signal.SIGSTOP))
+                at_step(step, do)
 
-        ranks = start(2, f"{words} {out} --rank-timeout 20", log, stall)
+        ranks = start(2, f"{words} {out} {more}", log, strike)
         ranks[1 - unlucky].join(120)
         assert ranks[1 - unlucky].exitcode == 1, said(log)
         end(ranks)
         told = sentence(log)
-        assert "did not answer for 20 s" in told and "--resume" in told, told
+        assert said_ in told, told
+        loaded = checkpoint.load_latest(out / "checkpoints")
+        assert loaded is not None and loaded.step == step // 3 * 3
         resumed(out, alone, rng.randint(1, 3), top / "log")
-    return "SIGSTOP of a rank of two, for good (--rank-timeout 20)", 3, AGAIN, told
+    return times, AGAIN, told
+
+
+def stop_rank(top: Path, rng: random.Random) -> Cells:
+    """SIGSTOP of a rank, which never comes back."""
+
+    def stall(run: Run) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    found = struck(top, rng, 3, stall, "did not answer for 20 s", "--rank-timeout 20")
+    return "SIGSTOP of a rank of two, for good (--rank-timeout 20)", *found
 
 
 def nan_rank(top: Path, rng: random.Random) -> Cells:
     """A batch that is not numbers, on one rank."""
-    words, alone = left_alone(top)
-    for number in range(5):
-        out, log = top / f"nan{number}", top / f"log{number}"
-        step, unlucky = rng.randrange(4, STEPS), rng.randrange(2)
 
-        def spoil(rank: int, step: int = step, unlucky: int = unlucky) -> None:
-            inputs = ImageTask.inputs
+    def spoil(run: Run) -> None:
+        inputs = run.task.inputs
+        run.task.inputs = lambda *given: inputs(*given) * float("nan")  # type: ignore[method-assign]
 
-            def nan(self: ImageTask, *given: object) -> object:
-                return inputs(self, *given) * float("nan")  # type: ignore[arg-type]
-
-            if rank == unlucky:
-                at_step(step, lambda run: setattr(ImageTask, "inputs", nan))
-
-        assert ended(2, f"{words} {out}", log, spoil) == [1, 1], said(log)
-        told = sentence(log)
-        assert "must be finite" in told, told
-        loaded = checkpoint.load_latest(out / "checkpoints")
-        assert loaded is not None and loaded.step == step // 3 * 3
-        resumed(out, alone, rng.randint(1, 3), top / "log")
-    return "NaN in the batch of one rank of two", 5, AGAIN, told
+    return "NaN in the batch of one rank of two", *struck(top, rng, 5, spoil, "must be finite")
 
 
 FAULTS: dict[str, Callable[[Path, random.Random], Cells]] = {

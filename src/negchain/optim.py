@@ -102,7 +102,8 @@ def build_optimizer(
         )
     rate = torch.tensor(lr, device=parameters[0].device) if capturable else lr
     groups: list[dict[str, Any]] = [{"params": parameters, "weight_decay": weight_decay}]
-    fused = on_cuda or None  # None: torch's own choice on the CPU
+    # None: torch's own choice, on the CPU or where some are sharded; no kernel takes both kinds
+    fused = (on_cuda and len({type(p) for p in parameters}) == 1) or None
     if name == "sgd":
         return torch.optim.SGD(groups, lr=rate, momentum=momentum, fused=fused)
     if name == "adam":

@@ -138,8 +138,9 @@ def killed_after_checkpoint(folder: Path, out: Path, build) -> None:
     assert os.WTERMSIG(os.waitpid(in_child(work), 0)[1]) == signal.SIGKILL
 
 
-def test_two_processes_take_the_step_of_one(folder, tmp_path) -> None:
-    """Gloo, DDP: after SGD weights and beta are one process's that had the whole batch.
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_processes_take_the_step_of_one(folder, tmp_path, world) -> None:
+    """Gloo, DDP, float64: after SGD weights and beta are one process's that had the whole batch.
 
     So the loss is neither multiplied by the number of ranks nor divided by it, and every forward
     pass of the model is one DDP knows of.
@@ -156,24 +157,30 @@ def test_two_processes_take_the_step_of_one(folder, tmp_path) -> None:
             for module in made.model.modules():
                 if isinstance(module, torch.nn.Dropout):
                     module.p = 0.0
+            made.loss.double()
             made.train()
         assert int(made.loss.loss_fn.step) == 2
         return made
 
     def rank(number: int) -> None:
         port = 20000 + os.getppid() % 20000
-        os.environ.update(RANK=f"{number}", LOCAL_RANK=f"{number}", WORLD_SIZE="2")
+        os.environ.update(RANK=f"{number}", LOCAL_RANK=f"{number}", WORLD_SIZE=f"{world}")
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=f"{port}")
-        made = trained(tmp_path, 4, ddp_backend="gloo")
-        assert made.args.world_size == 2
+        made = trained(tmp_path, 8 // world, ddp_backend="gloo")
+        assert made.args.world_size == world
         torch.save(snapshot(made.loss), tmp_path / f"{number}.pt")
 
-    children = [in_child(partial(rank, number)) for number in range(2)]
-    assert [os.waitpid(child, 0)[1] for child in children] == [0, 0]
-    first, second = (torch.load(tmp_path / f"{n}.pt", weights_only=True) for n in range(2))
-    assert_same(first, second)
+    children = [in_child(partial(rank, number)) for number in range(world)]
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * world
+    first, *others = (torch.load(tmp_path / f"{n}.pt", weights_only=True) for n in range(world))
+    for other in others:
+        assert_same(first, other)
     one = snapshot(trained(tmp_path / "one", 8).loss)
-    assert_same({k.replace("module.", ""): v for k, v in first.items()}, one, atol=1e-5)
+    first = {k.replace("module.", ""): v for k, v in first.items()}
+    assert_same(first, one, atol=1e-6)  # the table is in float32
+    exact = [k for k, v in one.items() if v.dtype == torch.float64]
+    assert any("beta" in k for k in exact) and len(exact) > 10
+    assert_same({k: first[k] for k in exact}, {k: one[k] for k in exact}, atol=1e-12)
 
 
 @pytest.mark.parametrize("build", [importance, emc2])

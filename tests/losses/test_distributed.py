@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +45,19 @@ CASES: list[Case] = battery() + [
         {"views": "paired", "denominator": "all"},
     )
 ]
+QUICK = [case_name(case) for case in CASES]
+CASES += [  # and every loss and way of asking with all layouts and denominators
+    (name, {key: value for key, value in options.items() if key in method.takes})
+    for name, method in METHODS.items()
+    for views in ("shared", "paired")
+    for options in ({"views": views, "denominator": d} for d in ("negatives", "all"))
+]
 BY_NAME = {case_name(case): case for case in CASES}
 FEWER = [  # with four ranks: every loss, layout, denominator and way of asking
     "infonce-paired", "dcl-five-shared", "sogclr-shared-all", "negcache-paired-all",
     "mh-augmentations-negatives", "mh-uniform-paired-all", "mh-given-shared-negatives",
     "isir-cached-paired-all", "isir-corpus-all", "mh-five-shared-negatives",
-    "streaming-shared-negatives", "importance-paired-all",
+    "streaming-shared-negatives", "importance-paired-all", "topk-shared-negatives",
 ]  # fmt: skip
 
 
@@ -105,8 +112,7 @@ def whole_state(loss_fn: nn.Module) -> dict[str, Tensor]:
 # ---------------------------------------------------------------------- what a rank does
 
 
-def every_case(rank: int, world: int) -> dict[str, Any]:
-    names = FEWER if world == 4 else BY_NAME
+def every_case(rank: int, world: int, names: Iterable[str]) -> dict[str, Any]:
     return {name: steps(*built(name), batches(rank, world)) for name in names}
 
 
@@ -215,13 +221,20 @@ def others(rank: int, world: int) -> dict[str, Any]:
 def one_rank(rank: int, world: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=world)
-    made: dict[str, Any] = {"cases": every_case(rank, world)}
+    made: dict[str, Any] = {"cases": every_case(rank, world, FEWER if world == 4 else QUICK)}
     if world == 2:
         made |= {"plants": plants(rank, world), "wrapped": wrapped(rank, world)}
         made |= {"local": local_pools(rank, world), "refusals": refusals(rank, world)}
     else:
         made |= {"others": others(rank, world)}
     torch.save(made, f"{folder}/rank{rank}.pt")
+    dist.destroy_process_group()
+
+
+def all_cases(rank: int, world: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=world)
+    torch.save({"cases": every_case(rank, world, BY_NAME)}, f"{folder}/rank{rank}.pt")
     dist.destroy_process_group()
 
 
@@ -245,7 +258,7 @@ def _loaded(folder: Path, world: int) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Any]:
-    return every_case(0, 1)
+    return every_case(0, 1, QUICK)
 
 
 def same(a: list[dict[Any, Tensor]], b: list[dict[Any, Tensor]]) -> None:
@@ -258,13 +271,23 @@ def same(a: list[dict[Any, Tensor]], b: list[dict[Any, Tensor]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world", "name"), [(2, name) for name in BY_NAME] + [(4, name) for name in FEWER]
+    ("world", "name"), [(2, name) for name in QUICK] + [(4, name) for name in FEWER]
 )
 def test_ranks_equal_one_process(
     world: int, name: str, found: dict[int, Any], alone: dict[str, Any]
 ) -> None:
     for rank in range(world):
         same(found[world][rank]["cases"][name], alone[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_layout_and_denominator(world: int, tmp_path: Path) -> None:
+    mp.start_processes(all_cases, (world, str(tmp_path)), nprocs=world, start_method="forkserver")
+    alone = every_case(0, 1, BY_NAME)
+    for made in _loaded(tmp_path, world):
+        for name in BY_NAME:
+            same(made["cases"][name], alone[name])
 
 
 @pytest.mark.parametrize("plant", PLANTS)

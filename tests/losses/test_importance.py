@@ -26,14 +26,18 @@ def build(views: str = "paired", **settings):
     return ImportanceLoss(M, BETA, proposals, views=views, symmetric=False, normalize=False)
 
 
-def mean_partition(views: str, rows: Tensor, planted=None, **settings) -> float:
+def mean_partition(
+    views: str, rows: Tensor, planted=None, dtype: torch.dtype | None = None, **settings
+) -> float:
     """Of row 0: over all pairs of draws from q, and over who else is in a batch of two.
 
-    `planted`: another log q than the loss's own.
+    `planted`: another log q than the loss's own; `dtype`: of the table.
     """
     z, mean = embeddings(), 0.0
     for other in range(1, M):
         loss_fn = build(views, **settings)
+        if dtype is not None:
+            loss_fn.tables.keep_as(dtype)
         loss_fn.fill(lambda ids: rows[ids])
         index = torch.tensor([0, other])
         call = Call(z[index], z[index], index)
@@ -73,6 +77,25 @@ def test_the_partition_is_unbiased_for_any_table(views, per_row, table, share, s
     settings = {"share": share, "sharpness": sharpness, "per_row": per_row}
     mean = mean_partition(views, TABLES[table], **settings)
     assert mean == pytest.approx(exact_partition(views), rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_so_it_is_for_a_table_in_half_precision(dtype) -> None:
+    mean = mean_partition("paired", TABLES["exact"], dtype=dtype, share=0.9)
+    assert mean == pytest.approx(exact_partition("paired"), rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_table_stays_in_half_precision(dtype) -> None:
+    loss_fn = TopKLoss(M, BETA, dim=D)
+    loss_fn.tables.keep_as(dtype)
+    loss_fn.double().fill(lambda ids: embeddings()[ids])
+    again = TopKLoss(M, BETA)
+    again.tables.keep_as(dtype)
+    again.load_state_dict(loss_fn.state_dict())
+    for table in (loss_fn.tables[0], again.tables[0]):
+        assert torch.equal(table.embeddings, embeddings().to(dtype))
+        assert table.embeddings.dtype == dtype
 
 
 def uniform_q(z, rows, index) -> Tensor:

@@ -227,7 +227,7 @@ def test_resume_keeps_what_is_computed(tmp_path: Path, monkeypatch: pytest.Monke
 
 FREE = (
     "out device graph eval_every checkpoint_every keep_checkpoints root download strict workers "
-    "resident_gb log_every name logger"
+    "resident_gb log_every name logger shard_encoder"
 ).split()
 CHANGED: dict[str, Any] = {
     "data": "cifar10", "steps": 5, "embedding_dim": 8, "image_size": 16, "augmentations": 2,

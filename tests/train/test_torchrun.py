@@ -10,16 +10,20 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torchrun_ranks import TINY, at_step, ended, metrics, said, start, unjudged
 
 from negchain.cli import run
 from negchain.tasks.image_judge import ImageJudge
 from negchain.tasks.images import ImageTask
-from negchain.train import checkpoint, trainer
+from negchain.train import checkpoint, sharded, trainer
 from negchain.train.config import TrainConfig, to_json
+from negchain.train.pretrained import load_trained
+from negchain.train.step import TrainStep
 
 CLOCK = ("seconds", "samples_per_second")
 
@@ -38,28 +42,64 @@ def quick(rank: int) -> None:
     unjudged()
 
 
-def test_a_run_of_two_is_that_of_one_and_goes_on_with_any_number(tmp_path: Path) -> None:
-    words = f"{TINY} --norm none --precision float64 --batch-size 10 --steps 20 --out"
-    assert ended(1, f"{words} {tmp_path / 'one'}", tmp_path / "log", quick) == [0]
+def every_block(rank: int) -> None:
+    """With --shard-encoder: cut small blocks too."""
+    sharded.BLOCK = 1
 
+
+def in_parts(rank: int) -> None:
+    """Likewise, and see that a rank has its share alone."""
+    unjudged()
+    every_block(rank)
+    made = TrainStep.__init__
+
+    def checked(self: TrainStep, task: Any, encoder: Any, *more: Any) -> None:
+        made(self, task, encoder, *more)
+        if task.config.shard_encoder and self.ranks is not None:
+            own = sum(p.to_local().numel() for p in encoder.parameters())
+            whole = sum(p.numel() for p in encoder.parameters())
+            assert own < whole * 1.05 / self.ranks.world
+            assert len([m for m in encoder.modules() if isinstance(m, FSDPModule)]) > 3
+
+    TrainStep.__init__ = checked  # type: ignore[method-assign]
+
+
+WORDS = f"{TINY} --norm none --precision float64 --batch-size 10 --steps 20 --out"
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one process."""
+    folder = tmp_path_factory.mktemp("alone")
+    assert ended(1, f"{WORDS} {folder / 'one'}", folder / "log", quick) == [0]
+    return folder / "one"
+
+
+@pytest.mark.parametrize(("shard", "worlds"), [("", (1, 4)), (" --shard-encoder", (1, 3))])
+def test_a_run_of_two_is_that_of_one_and_goes_on_with_any_number(
+    tmp_path: Path, one: Path, shard: str, worlds: tuple[int, ...]
+) -> None:
     def asked_to_stop(rank: int) -> None:
-        unjudged()
+        in_parts(rank)
         if rank == 1:  # one rank hears of it, all stop at one step
             at_step(9, lambda run: setattr(run, "stop", True))
 
     log = tmp_path / "two-log"
-    assert ended(2, f"{words} {tmp_path / 'two'}", log, asked_to_stop) in ([130, 1], [1, 130])
+    states = ended(2, f"{WORDS} {tmp_path / 'two'}{shard}", log, asked_to_stop)
+    assert states in ([130, 1], [1, 130]), said(log)
     assert said(log).count("stopped after step 10 of 20") == 1
     assert max(metrics(tmp_path / "two")) == 10
-    for world in (1, 4):  # four ranks have 2, 3, 2, 3 rows
+    for world in worlds:  # four ranks have 2, 3, 2, 3 rows
         out = tmp_path / f"on-{world}"
         shutil.copytree(tmp_path / "two", out)
         resumed = f"train --quiet --resume --logger none --out {out}"
-        assert ended(world, resumed, tmp_path / f"log-{world}", quick) == [0] * world, said(
+        assert ended(world, resumed, tmp_path / f"log-{world}", in_parts) == [0] * world, said(
             tmp_path / f"log-{world}"
         )
-        require_equal(tmp_path / "one", out)
+        require_equal(one, out)
         assert said(tmp_path / f"log-{world}").count("run folder") == 1  # rank 0 alone speaks
+        weights, expected = (load_trained(folder)[0].state_dict() for folder in (out, one))
+        torch.testing.assert_close(weights, expected, rtol=0, atol=1e-10)
 
 
 def test_nan_on_one_rank_ends_all_with_one_message(tmp_path: Path) -> None:
@@ -132,6 +172,9 @@ MORE = {
     "informed": "--norm none --proposal informed",
     "stored": "--norm none --augmentations 3",
     "streamed": "--norm none --resident-gb 0 --workers 0",
+    "parts": "--norm batch --proposal informed --shard-encoder",
+    "parts-lars": "--norm group --optimizer lars --shard-encoder",
+    "parts-sgd": "--norm none --optimizer sgd --method negcache --shard-encoder",
 }
 
 
@@ -141,7 +184,7 @@ def test_every_kind_of_step_is_that_of_one_process(tmp_path: Path, words: str) -
     for world in (1, 2, 4):
         out, log = tmp_path / str(world), tmp_path / f"log{world}"
         given = f"{TINY} --precision float64 --batch-size 12 {words} --out {out}"
-        assert ended(world, given, log, quick) == [0] * world, said(log)
+        assert ended(world, given, log, in_parts) == [0] * world, said(log)
         if world > 1:
             require_equal(tmp_path / "1", out, 2e-6 if "sogclr" in words else 1e-9)
 
@@ -161,7 +204,8 @@ def test_an_evaluation_may_take_longer_than_ranks_wait_for_each_other(tmp_path: 
 
 
 @pytest.mark.slow
-def test_texts_and_captions_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shard", ["", " --shard-encoder"])
+def test_texts_and_captions_too(tmp_path: Path, shard: str) -> None:
     """In float32 here: what both tasks share with images is above."""
     pytest.importorskip("sentence_transformers")
     from tasks.pairs_data import captioned, tiny_bert
@@ -183,8 +227,8 @@ def test_texts_and_captions_too(tmp_path: Path) -> None:
         for world in (1, 2):
             out, log = tmp_path / str(world), tmp_path / f"log{world}"
             shutil.rmtree(out, ignore_errors=True)
-            given = f"train {words} {common} --out {out}"
-            assert ended(world, given, log) == [0] * world, said(log)
+            given = f"train {words} {common} --out {out}{shard}"
+            assert ended(world, given, log, every_block) == [0] * world, said(log)
         require_equal(tmp_path / "1", tmp_path / "2", 2e-4)
 
 

@@ -30,7 +30,8 @@ from negchain.train.presets import choose
 from negchain.train.progress import Progress
 from negchain.train.resolve import for_method, resolve
 from negchain.train.run_folder import is_run, last_metrics, load_run_config, read_metrics
-from negchain.train.sharing import APART, held_back, interruptible, shared_gpu
+from negchain.train.sharing import APART, shared_gpu
+from negchain.train.stopping import held_back, interruptible
 
 Plan = tuple[Path, TrainConfig, dict[str, Any]]
 

@@ -160,15 +160,20 @@ def _resumed(settings: dict[str, Any], show: bool) -> tuple[Run, list[str]]:
                 f"the checkpoints in {path} cannot be of the encoder its config.json names "
                 f"({error}); restore the file, or start a new run"
             ) from None
+    elif config.pretrained is not None and settings.get("pretrained") is None:
+        raise ConfigError(  # what a file says is never fetched
+            "no checkpoint was written yet, and the run starts from --pretrained "
+            f"{config.pretrained}; give --pretrained again, or start a new run"
+        )
     task = load(config, show)
     if own := json.loads(read_text(path / "config.json"))["data_info"].get("augment"):
         raise ConfigError(
             f"the run in {path} augments by a function of Python ({own}), which the command line "
             "does not have; start it again with negchain.train.run(augment=...)"
         )
-    run = trainer.prepare(task, lambda: RunFolder.resume(path), fresh=False)
+    run = trainer.prepare(task, lambda: RunFolder.resume(path), fresh=size is None)
     try:
-        notes = [*task.notes, *run.restore(given=settings.get("pretrained") is not None)]
+        notes = [*task.notes, *run.notes, *run.restore()]
         if (config.epochs, config.steps) != (saved.epochs, saved.steps):
             was = saved.steps or saved.epochs * run.order.steps_per_epoch
             notes.append(

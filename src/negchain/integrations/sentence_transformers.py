@@ -25,10 +25,11 @@ from datasets import Dataset
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
 from sentence_transformers.util import batch_to_device
 from torch import Tensor, nn
-from torch.nn.functional import cosine_similarity, cross_entropy
+from torch.nn.functional import cross_entropy
 
 from negchain.files import replacing
 from negchain.losses import ContrastiveLoss, InfoNCELoss
+from negchain.losses.batch import as_embedding
 
 STATE_NAME = "negchain_loss.pt"
 LABEL = "label"
@@ -161,7 +162,8 @@ class PairLoss(nn.Module):
 
     def _hard(self, anchors: Tensor, keys: Tensor, labels: Tensor | None) -> Tensor:
         """Cross-entropy of the first of each row's keys [B, 1 + H, D]; known positives left out."""
-        logits = cosine_similarity(anchors[:, None], keys, dim=2).float() * self.loss_fn.beta
+        anchors, keys = as_embedding(anchors, True), as_embedding(keys, True)
+        logits = torch.einsum("bd,bhd->bh", anchors, keys) * self.loss_fn.beta
         if labels is not None and self.pairs.known is not None:
             known = self.pairs.known.to(labels.device)[labels[:, 0]]
             taken = (labels[:, 2:, None] == known[:, None]).any(2)

@@ -69,11 +69,9 @@ class Rows:
         """table[slots] = values where allowed, first writer wins; every rank keeps its own rows."""
         if self.ranks is None:
             return write_rows(table, slots, values, allowed)
-        if not self.count:
-            return None
         own = slots - self.first
-        mine = (own >= 0) & (own < self.count)
-        return write_rows(table, torch.where(mine, own, 0), values, allowed & mine)
+        mine = allowed & (own >= 0) & (own < self.count)
+        return write_rows(table, own[mine], values[mine], mine[mine])
 
     def every(self, value: Tensor) -> Tensor:  # [...] -> [W,...]
         """The same thing of every rank."""

@@ -246,6 +246,21 @@ class Tables(nn.ModuleList):
         """The table of a side."""
         return super().__getitem__(side)  # type: ignore[return-value]
 
+    def keep_as(self, dtype: torch.dtype) -> None:
+        """Hold the embeddings in float16 or bfloat16 from now on: half the memory.
+
+        Draws are corrected by the q they were made with, so rounding biases nothing but Negative
+        Cache's draws; see docs/large_tables.md.
+
+        Example:
+            >>> tables = Tables(1, 4, 2)
+            >>> tables.keep_as(torch.float16)
+            >>> tables[0].embeddings.dtype
+            torch.float16
+        """
+        for table in self:
+            table.embeddings = table.embeddings.to(dtype)
+
     def remember(
         self, sides: Sequence[Side], requests: Sequence[Request], like: Tensor, normalize: bool
     ) -> None:

@@ -152,6 +152,9 @@ class TrainConfig:
     text_encoder: str | None = setting(None, TRAINING, rule=named,
         help="image-text: folder of a transformers or sentence-transformers encoder on this "
         "machine.")
+    shard_encoder: bool = setting(False, TRAINING, free=True,
+        help="Under torchrun: ranks keep parts of the encoder (FSDP2), where one GPU cannot hold "
+        "it.")
     stem: Literal["auto", "small", "large"] = setting("auto", TRAINING,
         help="First layer of the ResNets: small keeps every pixel, large is 8x faster; auto: by "
         "data.")

@@ -61,7 +61,10 @@ def _remember(layer: _BatchNorm, mean: Tensor, var: Tensor) -> None:
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over ranks; each rank's part has the gradients of all of them."""
+    """The sum over ranks; each rank's part has the gradients of all of them.
+
+    (torch.distributed.nn's all_reduce, which torch 2.15 deprecates for a private one.)
+    """
 
     @staticmethod
     def forward(ctx: Any, part: Tensor) -> Tensor:

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import FrameType
 
 PROGRAM = "nvidia-cuda-mps-control"
 PIPE, LOG = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"
@@ -66,45 +65,6 @@ def shared_gpu(jobs: int, *, say: Callable[[str], None]) -> Iterator[dict[str, s
         except Unavailable as reason:
             say(f"{reason}: {jobs} runs take turns on the GPU")
         yield environment
-
-
-@contextmanager
-def interruptible() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP arrive as Ctrl-C does, so that what was started is ended."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    with _answered(interrupt, signal.SIGTERM, signal.SIGHUP):
-        yield
-
-
-@contextmanager
-def held_back() -> Iterator[None]:
-    """Signals that end the program wait until the block is done: whom it starts, it can end."""
-    came: list[int] = []
-
-    def remember(number: int, frame: FrameType | None) -> None:
-        came.append(number)
-
-    with _answered(remember, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        yield
-    if came:
-        raise KeyboardInterrupt
-
-
-@contextmanager
-def _answered(
-    handler: Callable[[int, FrameType | None], None], *numbers: signal.Signals
-) -> Iterator[None]:
-    """Answer signals in this way meanwhile, but those that are ignored (nohup)."""
-    watched = [s for s in numbers if signal.getsignal(s) != signal.SIG_IGN]
-    before = {s: signal.signal(s, handler) for s in watched}
-    try:
-        yield
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
 
 
 @contextmanager

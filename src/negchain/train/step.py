@@ -174,7 +174,9 @@ class TrainStep:
     def _average(self, ranks: Ranks) -> None:
         """Gradients become their mean over the ranks: that of one process on the whole batch."""
         held = [p.grad for group in self.optimizer.param_groups for p in group["params"]]
-        grads = [grad for grad in held if grad is not None]
+        grads = [grad for grad in held if type(grad) is Tensor]  # FSDP has averaged the others
+        if not grads:
+            return
         flat = torch.cat([grad.flatten() for grad in grads])
         dist.all_reduce(flat, group=ranks.group)
         means = torch.split(flat.div_(ranks.world), [grad.numel() for grad in grads])

@@ -1,9 +1,12 @@
-"""How a run ends before its last step: asked to by a signal, or because it has diverged."""
+"""How a run ends before its last step: asked to by a signal, or because it has diverged.
+
+Signals are answered in one way (`_answered`), in a run and where runs are started.
+"""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Protocol
@@ -32,9 +35,48 @@ def stopping(run: Stoppable) -> Iterator[None]:
             raise KeyboardInterrupt
         run.stop = True
 
-    before = {s: signal.signal(s, ask) for s in (signal.SIGINT, signal.SIGTERM)}
+    # ignored ones too: a job in the background of a script ignores SIGINT, and is sent one on
+    # purpose only
+    with _answered(ask, signal.SIGINT, signal.SIGTERM, ignored=True):
+        yield
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP arrive as Ctrl-C does, so that what was started is ended."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    with _answered(interrupt, signal.SIGTERM, signal.SIGHUP):
+        yield
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Signals that end the program wait until the block is done: whom it starts, it can end."""
+    came: list[int] = []
+
+    def remember(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+
+    with _answered(remember, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        yield
+    if came:
+        raise KeyboardInterrupt
+
+
+@contextmanager
+def _answered(
+    handler: Callable[[int, FrameType | None], None],
+    *numbers: signal.Signals,
+    ignored: bool = False,
+) -> Iterator[None]:
+    """Answer signals in this way meanwhile; those that are ignored (nohup) only if told."""
+    watched = [s for s in numbers if ignored or signal.getsignal(s) != signal.SIG_IGN]
+    before = {s: signal.signal(s, handler) for s in watched}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, old in before.items():
+            signal.signal(number, old)

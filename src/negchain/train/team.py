@@ -52,7 +52,7 @@ class Team:
     ) -> None:
         self.rank, self.world = rank, world
         self._group = group
-        self._leading = False
+        self.leading = False  # others wait for what this rank does
 
     @property
     def leads(self) -> bool:
@@ -72,7 +72,7 @@ class Team:
 
     def first(self, work: Callable[[], T]) -> T:
         """What rank 0 finds, for all; it must be plain data. Within such work it is just called."""
-        if self.world == 1 or self._leading:
+        if self.world == 1 or self.leading:
             return work()
         import torch.distributed as dist
 
@@ -96,12 +96,12 @@ class Team:
                 lost.append(error)
 
         signs = threading.Thread(target=beat, daemon=True)
-        self._leading = True
+        self.leading = True
         signs.start()
         try:
             found = work()
         finally:
-            self._leading = False
+            self.leading = False
             over.set()
             signs.join()
         if lost:

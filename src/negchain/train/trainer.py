@@ -42,7 +42,7 @@ class Run:
 
     task: Task
     folder: RunFolder
-    encoder: Any  # the task's
+    encoder: Any  # the task's, which is judged and written
     step: TrainStep
     order: DataOrder
     judge: Judge
@@ -55,6 +55,7 @@ class Run:
     notes: list[str] = field(default_factory=list)  # what was chosen for the user
     stop: bool = False
     team: teams.Team = field(default_factory=teams.here)
+    shards: Any = None  # `sharded.Shards`, where ranks train parts of the encoder
     config: TrainConfig = field(init=False)
     device: torch.device = field(init=False)
     _reading: Reading | None = None  # logged, but not yet read from the device
@@ -73,7 +74,13 @@ class Run:
             progress.begin(self.total_steps, "steps", "training", self.done)
             baseline = self._before(progress)
             self._loop(progress)
-            return self.team.first(lambda: self._finish(progress, baseline))
+            return self._first(lambda: self._finish(progress, baseline))
+
+    def _first(self, work: Callable[[], teams.T]) -> teams.T:
+        """Rank 0's work on the whole encoder."""
+        if self.shards and not self.team.leading:
+            work = self.shards.collected(self.step.optimizer, work)
+        return self.team.first(work)
 
     def _finish(self, progress: Progress, baseline: dict[str, float]) -> dict[str, Any]:
         progress.say("evaluating")
@@ -119,7 +126,7 @@ class Run:
 
     def _before(self, progress: Progress) -> dict[str, float]:
         """Judge the encoder before the first step, once; returns what the result must beat."""
-        line = self.team.first(lambda: self._first_line(progress))
+        line = self._first(lambda: self._first_line(progress))
         if self.done == 0 and self.config.patience is not None:
             self._keep_best(line)  # what is kept in the end is never worse than the start
         return {} if line is None else self.judge.baselines(line)
@@ -182,10 +189,7 @@ class Run:
                 raise Interrupted(f"after step {last_saved} of {self.total_steps}")
 
     def _read(self, clock: Clock, progress: Progress) -> None:
-        """Log what the last logged step left on the device.
-
-        On a GPU this happens one interval later, so that the device never waits for the log.
-        """
+        """Log what the last step left; on a GPU an interval later, so that it never waits."""
         reading, self._reading = self._reading, None
         if reading is None:
             return
@@ -202,7 +206,7 @@ class Run:
         progress.at(self.done, f"{rate:,.0f} {noun}/s, loss {loss:.3f}")
 
     def _evaluate(self) -> None:
-        found = self.team.first(lambda: self.judge.quick(self.encoder))
+        found = self._first(lambda: self.judge.quick(self.encoder))
         self._log(found)
         self._keep_best(found)
 
@@ -263,20 +267,19 @@ class Run:
 
     def _save(self) -> None:
         """Write a checkpoint; no rank goes on before it is on the disk."""
-        self.team.first(self._write)
+        self._first(self._write)
 
     def _write(self) -> None:
         self.folder.sync()
-        cuda = torch.cuda.get_rng_state() if self.device.type == "cuda" else None
         state = {
             "step": self.done,
             "seconds": self.seconds,
             "fingerprint": self.task.fingerprint,
             **self._weights(),
             "loss": self.step.loss_fn.state_dict(),
-            "optimizer": self.step.optimizer.state_dict(),
+            "optimizer": self.shards.moments if self.shards else self.step.optimizer.state_dict(),
             "rng": torch.get_rng_state(),
-            "cuda_rng": cuda,
+            "cuda_rng": torch.cuda.get_rng_state() if self.device.type == "cuda" else None,
             "last_loss": float(self.step.loss),
             "evaluated": self.evaluated,
             "best": self.best,
@@ -298,26 +301,13 @@ class Run:
             if self.team.leads:
                 checkpoint.save_best(self.folder.checkpoints, self._weights(), self.done)
 
-    def restore(self, given: bool = False) -> list[str]:
-        """Continue from the newest whole checkpoint; returns what the user should know.
-
-        Args:
-            given: --pretrained was given again; without it a run that starts from other weights
-                needs its own checkpoint, for what a file says is never fetched.
-        """
+    def restore(self) -> list[str]:
+        """Continue from the newest whole checkpoint; returns what the user should know."""
         loaded = checkpoint.load_latest(self.folder.checkpoints)
         self.team.same("checkpoint", -1 if loaded is None else loaded.step)
         if loaded is None:
-            notes = ["no checkpoint was written yet: starting from the first step"]
-            if self.config.pretrained is not None:
-                if not given:
-                    raise ConfigError(
-                        "no checkpoint was written yet, and the run starts from --pretrained "
-                        f"{self.config.pretrained}; give --pretrained again, or start a new run"
-                    )
-                notes.append(self.task.start_from(self.encoder, self.config.pretrained))
             self.folder.truncate_after(0)
-            return notes
+            return ["no checkpoint was written yet: starting from the first step"]
         try:
             return self._restore(loaded)
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
@@ -336,9 +326,12 @@ class Run:
                 "--resident-gb keeps them at another size; restore what was, or start a new run in "
                 "another --out"
             )
-        self.encoder.load_state_dict(state["encoder"])
+        if self.shards:
+            self.shards.load(state["encoder"], self.step.optimizer, state["optimizer"])
+        else:
+            self.encoder.load_state_dict(state["encoder"])
+            load_optimizer(self.step.optimizer, state["optimizer"])
         self.step.loss_fn.load_state_dict(state["loss"])
-        load_optimizer(self.step.optimizer, state["optimizer"])
         for tensor, saved in zip(self.task.state_tensors(), state["task"], strict=True):
             tensor.copy_(saved)
         if self.team.leads:  # the others' dropout begins anew, by their seeds
@@ -373,9 +366,14 @@ def prepare(task: Task, open_folder: Callable[[], RunFolder], fresh: bool = True
         in_double(encoder)
     joint = join_norms(encoder) if team.world > 1 else 0
     loss_fn = build_loss(task, encoder).to(device)
-    if _graphed(task) and (joint or config.batch_size % team.world):
+    shards = None
+    if config.shard_encoder and team.world > 1:
+        from negchain.train.sharded import Shards
+
+        shards = Shards(encoder, task.towers(encoder), team, device)
+    if _graphed(task) and (shards or joint or config.batch_size % team.world):
         task.capturable = False
-        notes.append("several ranks with BatchNorm, or an uneven batch: steps are no CUDA graph")
+        notes.append("ranks with BatchNorm, uneven batches or parts: steps are no CUDA graph")
     if _graphed(task) and team.world > 1:
         loss_fn.gather = "even"
     optimizer = build_optimizer(
@@ -390,7 +388,8 @@ def prepare(task: Task, open_folder: Callable[[], RunFolder], fresh: bool = True
     path = team.first(lambda: opened and opened.path)
     folder = opened or RunFolder(Path(path or ""), None)
     folder.logger_settings = config
-    return Run(task, folder, encoder, step, order, task.judge(), total, notes=notes)
+    whole = shards.whole if shards else encoder
+    return Run(task, folder, whole, step, order, task.judge(), total, notes=notes, shards=shards)
 
 
 def _graphed(task: Task) -> bool:

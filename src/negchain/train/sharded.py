@@ -1,0 +1,116 @@
+"""An encoder in parts (`--shard-encoder`): a rank keeps 1/W of weights, gradients and moments.
+
+FSDP2 gathers the weights of a block when it runs and drops them afterwards; gradients arrive as
+means over the ranks, each rank's part alone. Rank 0, which evaluates and writes, has a whole copy
+in host memory; all ranks bring it up to date together. Checkpoints are those of any other run.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from negchain.optim import load_optimizer
+from negchain.train.team import Team
+
+BLOCK = 1 << 20  # parameters from which on a block is gathered by itself
+
+
+class Shards:
+    """The parts ranks train, beside the whole encoder.
+
+    Args:
+        encoder: whole, and alike on every rank.
+        towers: its modules that are cut, in place; what lies outside them stays whole.
+        team: the ranks.
+        device: where they train.
+    """
+
+    def __init__(
+        self, encoder: nn.Module, towers: Iterable[nn.Module], team: Team, device: torch.device
+    ) -> None:
+        self.parts, self.team, self.device = encoder, team, device
+        self.whole = copy.deepcopy(encoder).cpu() if team.leads else encoder
+        self.moments: dict[str, Any] = {}  # `state_dict` of the optimizer, whole, on rank 0
+        mesh = init_device_mesh(device.type, (team.world,))
+        for tower in dict.fromkeys(towers):
+            lists = [m for m in tower.modules() if isinstance(m, nn.Sequential | nn.ModuleList)]
+            scalars = {p for p in tower.parameters() if p.ndim == 0}  # FSDP2 takes none
+            for block in reversed([block for each in lists for block in each]):  # inner ones first
+                left = [p for p in block.parameters() if type(p) is nn.Parameter]
+                if sum(p.numel() for p in left) >= BLOCK and _can_be_cut(block):
+                    fully_shard(block, mesh=mesh, ignored_params=scalars)
+            fully_shard(tower, mesh=mesh, ignored_params=scalars)
+
+    def collected(
+        self, optimizer: torch.optim.Optimizer, work: Callable[[], Any]
+    ) -> Callable[[], Any]:
+        """`work` of rank 0 with the whole encoder as it is now, and its moments; all ranks call."""
+        full = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        weights = get_model_state_dict(self.parts, options=full)
+        # not get_optimizer_state_dict: before the first step it takes one, and Adam counts it
+        state = optimizer.state_dict()
+        state["state"] = {
+            number: {name: self._full(value) for name, value in moments.items()}
+            for number, moments in state["state"].items()
+        }
+
+        def on_the_device() -> Any:
+            self.whole.load_state_dict(weights)
+            self.moments = state
+            self.whole.to(self.device)
+            try:
+                return work()
+            finally:
+                self.whole.cpu()
+                self.moments = {}
+
+        return on_the_device
+
+    def _full(self, value: Any) -> Any:
+        if not isinstance(value, DTensor):
+            return value
+        full = value.full_tensor()
+        return full.cpu() if self.team.leads else None
+
+    def load(
+        self,
+        weights: dict[str, Any],
+        optimizer: torch.optim.Optimizer,
+        moments: dict[str, Any],
+    ) -> None:
+        """Take this rank's parts of a whole encoder and of its moments."""
+        set_model_state_dict(self.parts, weights, options=StateDictOptions(full_state_dict=True))
+        own = [p for group in optimizer.param_groups for p in group["params"]]
+
+        def part(value: Any, like: Tensor) -> Any:
+            if not isinstance(like, DTensor) or getattr(value, "shape", None) != like.shape:
+                return value
+            return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
+
+        state = {
+            number: {name: part(value, own[number]) for name, value in each.items()}
+            for number, each in moments["state"].items()
+        }
+        load_optimizer(optimizer, {**moments, "state": state})
+
+
+def _can_be_cut(module: nn.Module) -> bool:
+    """Whether FSDP2 can change a module's class, as it does; not sentence-transformers' own."""
+    try:
+        copy.copy(module).__class__ = type("Cut", (FSDPModule, type(module)), {})
+    except TypeError:
+        return False
+    return True
