@@ -13,8 +13,8 @@ Methods  dcl                    softmax over the batch
                                 copies of the batch are offered
          canonical mh, isir     the chain moves by the similarity of clean items, and what it visits
                                 is reweighted to the view at hand by exp(l_view - l_canonical)
-         canonical, view kept   the same over (item, view), the item's mean embedding as the canonical
-                                anchor; + 8: with eight draws, as in batch+8
+         canonical, view kept   the same over (item, view), with the item's mean embedding as the
+                                canonical anchor; + 8: with eight draws, as in batch+8
          informed n             n draws from a stale table (one old view per item), half of them
                                 uniform, corrected by log q, alone
          isir+informed 8        carried state and 8 such draws
