@@ -6,6 +6,7 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from negchain.data.named import named_sources
 from negchain.printable import show
 from negchain.train.presets import DATA_DEFAULTS, ConfigError, choose
 
@@ -18,9 +19,6 @@ LARGEST_BETA = 100.0
 
 def check(config: TrainConfig) -> TrainConfig:
     """Refuse a folder or an encoder that is not there; absolute folders."""
-    # Imported here because it takes seconds, and a mistyped name is told before.
-    from negchain.data.sources import named_sources
-
     check_encoder(config.encoder)
     data = config.data
     if data not in DATA_DEFAULTS:

@@ -280,9 +280,9 @@ def small_stem(config: TrainConfig, data: DataBundle) -> tuple[bool, list[str]]:
         why = f"they have {own} px" if own <= SMALL_IMAGE else f"{size} px are few"
         return True, [
             f"{config.encoder} keeps every pixel of the pictures at first ({why}); "
-            "--stem large takes about an eighth of the time and sees less"
+            "--stem large takes a quarter (32 px) to a sixteenth (64 px) of the time and sees less"
         ]
     return False, [
         f"{config.encoder} halves the pictures twice at first (they have {own} px and are shrunk "
-        f"to {size}); --stem small sees more and takes about eight times as long"
+        f"to {size}); --stem small sees more and takes 8 to 16 times as long"
     ]
