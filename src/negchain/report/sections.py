@@ -328,13 +328,13 @@ def settings(run: Run) -> str:
     )
     info = run.data_info
     counts = ", ".join(
-        f"{info[key]} {name}"
+        f"{count:,} {name}"
         for key, name in (
             ("num_samples", "to train on"),
             ("train", "labelled for training"),
             ("test", "for test"),
         )
-        if info.get(key) is not None
+        if isinstance(count := info.get(key), int)
     )
     said = [counts, *(str(note) for note in info.get("notes") or [])]
     data = f"<tr><th>{run.shown.noun}</th><td>{escape('; '.join(filter(None, said)))}</td></tr>"
