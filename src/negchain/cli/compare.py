@@ -83,6 +83,9 @@ def command(
         import_file(import_)
         first = ["--import", str(import_.absolute())]
     chosen = [method_named("--methods", name.strip()) for name in methods.split(",")]
+    if len(set(chosen)) < len(chosen):
+        twice = max(chosen, key=chosen.count)
+        raise ConfigError(f"--methods names {twice} twice, got {methods}; name every method once")
     if seeds < 1 or jobs < 0:
         raise ConfigError(f"--seeds must be at least 1 and --jobs at least 0, got {seeds}, {jobs}")
     folder = Path(settings.pop("out") or f"runs/{time.strftime('%Y-%m-%d_%H%M%S')}_compare")

@@ -23,7 +23,7 @@ def named_sources(data: str) -> list[str]:
                 continue
             raise ValueError(
                 f"--data needs a folder, .tar shards that are not compressed or a .csv with "
-                f"path,label, and {show(part)} is another file; unpack it first"
+                f"path,label, and {show(part)} is another file; name its folder, or unpack it"
             )
         near = difflib.get_close_matches(part, [*BUILT_IN, *_siblings(part)], 1)
         hint = f"did you mean {printable(near[0])}?" if near else "check the spelling of the path"

@@ -155,8 +155,7 @@ def _beside(run: Run, metric: Metric) -> str:
     if run.final(metric.key) is None:
         return "not measured"
     before = run.baseline(metric.key).get("untrained")
-    word = run.shown.baselines.get("untrained", "untrained").split()[0].lower()
-    return run.shown.tested if before is None else f"{number(before, metric.unit)} {word}"
+    return run.shown.tested if before is None else f"{number(before, metric.unit)} before"
 
 
 def standing(run: Run) -> str:

@@ -267,8 +267,8 @@ def small_stem(config: TrainConfig, data: DataBundle) -> tuple[bool, list[str]]:
     """Whether a ResNet keeps every pixel at first, and what to tell the user where we chose.
 
     torchvision's stem halves a picture twice before the first block, which throws too much away of
-    a picture of 32 px, and is what makes the network fast. Keeping every pixel costs about eight
-    times as much, so photographs that were only shrunk to 64 px do not get it unless asked for.
+    a picture of 32 px, and is what makes the network fast. Keeping every pixel costs 4 to 16 times
+    as much, so photographs that were only shrunk to 64 px do not get it unless asked for.
     """
     size = config.image_size or data.pretrain.size[0]
     if config.encoder not in ("resnet18", "resnet50") or config.stem != "auto":
