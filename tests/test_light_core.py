@@ -96,7 +96,9 @@ def test_importing_negchain_is_quick() -> None:
 
 
 @pytest.mark.parametrize(
-    "words", ["--help", "--version", "train --help", "train --metod emc2", "train --method ecm2"]
+    "words",
+    ["--help", "--version", "train --help", "train --metod emc2", "train --method ecm2"]
+    + ["train --data /nowhere", "compare --data /nowhere"],
 )
 def test_help_and_refusals_come_at_once(words: str) -> None:
     assert seconds(cli(words), enough=0.8) <= 0.8

@@ -105,8 +105,8 @@ def build_encoder(
         embedding_dim: width of the embeddings; None for the table's (512 for "linear", 128 for
             "mlp" when asked for by name).
         seed: of the initial weights; the global generator is left as it was.
-        small_stem: the ResNets begin with a 3x3 convolution that keeps every pixel, at eight times
-            the cost; None: up to 64 px.
+        small_stem: the ResNets begin with a 3x3 convolution that keeps every pixel, at 4 to 16
+            times the cost; None: up to 64 px.
 
     Example:
         >>> encoder = build_encoder("small-cnn", image_size=8, channels=1)

@@ -326,15 +326,15 @@ register(
 register(
     Method(
         "informed",
-        "informed importance",
+        "Informed importance",
         ("#7a5195", "#b99ad6"),
         _importance,
         options=("refresh",),
         reproduced="small",
     )
 )
-register(Method("topk", "top-k, uncorrected", ("#5b6b7a", "#a3b3c2"), _topk, options=("refresh",)))
-register(Method("logq", "corrected logQ", ("#2c7f86", "#6cc5cc"), _logq, denominator="all"))
+register(Method("topk", "Top-k, uncorrected", ("#5b6b7a", "#a3b3c2"), _topk, options=("refresh",)))
+register(Method("logq", "Corrected logQ", ("#2c7f86", "#6cc5cc"), _logq, denominator="all"))
 register(
     Method(
         "emc2-cached",

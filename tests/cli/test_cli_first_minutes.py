@@ -106,8 +106,8 @@ def test_the_stem_is_chosen_by_the_pictures(side: int, size: int, small: bool | 
     chosen, notes = small_stem(config, data)
     assert chosen is bool(small)
     said = " ".join(notes)
-    assert ("--stem large takes about an eighth" in said) is (small is True)
-    assert ("--stem small sees more" in said) is (small is False)
+    assert ("--stem large takes a quarter (32 px) to a sixteenth" in said) is (small is True)
+    assert ("--stem small sees more and takes 8 to 16 times" in said) is (small is False)
 
 
 def test_the_stem_is_said_and_built(tmp_path: Path, capsys: Capture) -> None:

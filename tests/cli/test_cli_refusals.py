@@ -78,6 +78,12 @@ def refusal(capsys: Capture, *arguments: object) -> str:
         ("embed nowhere --data digits --out a.npz", "nowhere holds no run"),
         ("embed nowhere --data digits", "--out"),
         ("compare --methods emc2,dlc", "did you mean 'dcl'"),
+        ("compare --methods infonce,simclr", "--methods names infonce twice"),
+        ("reproduce stl10 --data nowhere", "--data 'nowhere' is neither a folder"),
+        ("reproduce stationarity --seeds 0", "--seeds must be at least 1, got 0"),
+        ("reproduce stl10 --epochs 0", "--epochs must be at least 1, got 0"),
+        ("reproduce theory --methods foo", "--methods must be one of infonce"),
+        ("reproduce stationarity --settings foo", "--settings must be one of paper"),
         ("compare --seeds 0", "--seeds must be at least 1"),
         ("trian", "train"),
     ],
@@ -88,6 +94,18 @@ def test_a_wrong_word(
     monkeypatch.chdir(tmp_path)
     assert says in refusal(capsys, arguments)
     assert list(tmp_path.iterdir()) == []  # not even an empty folder stays behind
+
+
+def test_a_folder_as_encoder_of_pictures_and_a_file_as_data(
+    pictures: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    said = refusal(capsys, "train --encoder", tmp_path, "--data", pictures)
+    assert "is a folder, as texts take (captions: --text-encoder)" in said
+    (tmp_path / "corpus.jsonl").write_text("{}")
+    said = refusal(capsys, "train --encoder", tmp_path, "--data", tmp_path / "corpus.jsonl")
+    assert "is another file; name its folder" in said
+    (tmp_path / "config.json").write_text("[1")
+    assert f"--config {tmp_path / 'config.json'}: " in refusal(capsys, "train --config", tmp_path)
 
 
 def test_gpu_without_a_gpu(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

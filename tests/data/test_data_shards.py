@@ -149,7 +149,7 @@ REFUSED: dict[str, tuple[Members, str]] = {
     "a long class": ([("a.png", png(0)), ("a.cls", b"7" * 999)], "at most 256 bytes"),
     "a binary class": ([("a.png", png(0)), ("a.cls", b"\xff")], r"holds b'\\xff'"),
     "two classes": ([("a.cls", b"1"), ("a.cls", b"2")], "holds another one"),
-    "no picture": ([("a.txt", b"hello")], "needs at least 2 readable images"),
+    "no picture": ([("a.txt", b"hello")], "holds 0 readable images"),
 }
 
 

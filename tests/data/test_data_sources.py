@@ -193,5 +193,5 @@ def test_near_folders_files_and_commas(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="did you mean .*photos, 2024?"):
         load_data(str(tmp_path / "fotos 2024"))
     (tmp_path / "photos.zip").touch()
-    with pytest.raises(ValueError, match="is another file; unpack it first"):
+    with pytest.raises(ValueError, match="is another file; name its folder"):
         load_data(str(tmp_path / "photos.zip"))

@@ -175,9 +175,9 @@ def write_comparison(root: Path, seeds: int = 3) -> list[Path]:
     return paths
 
 
-def write_many(root: Path, count: int) -> Path:
+def write_many(root: Path, count: int, noun: str = "a rather long class name") -> Path:
     """A finished run with `count` classes of long names."""
-    made = many_classes(count)
+    made = many_classes(count, noun)
     info = {
         "num_samples": 9000,
         "train": 9000,

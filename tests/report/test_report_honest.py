@@ -21,7 +21,7 @@ from fabricate_runs import (
 from rich.console import Console
 from test_report_page import page_of
 
-from negchain.report import comparison_table, load_run
+from negchain.report import comparison_table, load_run, write_report
 from negchain.report.advice import advice, against_baselines
 from negchain.report.embedding_map import class_colours
 from negchain.report.runs import group_runs
@@ -48,6 +48,15 @@ def test_a_result_stands_beside_chance_pixels_and_the_untrained_encoder(tmp_path
     )
     run = load_run(finished(tmp_path, "close", 0.91))
     assert "within the noise of the test images" in against_baselines(run)[0]
+    run = load_run(finished(tmp_path, "unknown", 0.97, nothing=np.zeros(1)))
+    assert "7.0 points (how much of it is noise is not known)" in against_baselines(run)[0]
+
+
+def test_runs_of_two_tasks_are_not_compared(tmp_path: Path) -> None:
+    one = finished(tmp_path, "pictures", 0.9)
+    other = write_run(tmp_path / "texts", make_config(task="retrieval"), [{"step": 1, "loss": 1.0}])
+    with pytest.raises(ValueError, match="one --task, got pictures of images, texts of retrieval"):
+        write_report([one, other], tmp_path / "a.html")
 
 
 def test_an_interval_over_test_images_is_that_of_the_binomial(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from fabricate_runs import (
     make_config,
     make_metrics,
     write_comparison,
+    write_many,
     write_run,
 )
 
@@ -99,6 +100,18 @@ def test_label_agreement_is_said_in_words_and_marks_not_by_colour_alone(tmp_path
     assert f"{int((~wrong).sum())} of the {wrong.size} neighbours" in page.text
     alts = [a["alt"] or "" for t, a in page.tags if t == "img"]
     assert sum("other label" in alt for alt in alts) == int(wrong.sum())
+
+
+def test_long_names_keep_their_ends_under_pictures(tmp_path: Path) -> None:
+    """Names of a kind differ at their ends, which five lines under a small picture would hide."""
+    run = write_many(tmp_path / "run", 200, "a rather long class name of some animal")
+    page = page_of([run], tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    queries = re.findall(r'class="query" title="([^"]*)">.*?<figcaption>([^<]*)<', text)
+    assert len(queries) >= 16
+    for title, caption in queries[:16]:
+        assert len(caption) <= 36 < len(title) and caption.split()[-1] == title.split()[-1]
+    assert "9,000 to train on" in page.text
 
 
 def test_everything_is_escaped_and_nothing_is_fetched(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from fabricate_runs import make_config, make_metrics, write_run
 
 from negchain.report import charts, galleries, load_run, page, runs
-from negchain.report.charts import spaced, ticks
+from negchain.report.charts import Chart, Series, draw, spaced, ticks
 from negchain.report.runs import Curve, group_runs, mean_curve, thinned
 
 
@@ -162,3 +162,13 @@ def test_ticks_are_round_evenly_spaced_and_cover_the_range(seed: int) -> None:
     assert places[0] <= low + 1e-6 * (high - low) and places[-1] >= high - 1e-6 * (high - low)
     assert 3 <= len(places) <= 8
     np.testing.assert_allclose(np.diff(places), places[1] - places[0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("values", [[0.97, 0.97], [1.0, 1.0], [0.0], [0.91, 0.999], [0.2, 1.0]])
+def test_a_percentage_ends_at_100(values: list[float]) -> None:
+    points = np.arange(len(values), dtype=float)
+    line = Series("a", Curve(points, points, np.array(values)), None, "red")
+    drawn = draw(Chart("k", "1-NN", "", "percent", [line]), "samples")
+    assert drawn is not None
+    low, high = drawn[1]["y"]
+    assert 0 <= low <= min(values) and max(values) <= high <= 1 + 1e-9

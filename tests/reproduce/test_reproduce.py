@@ -6,9 +6,11 @@ import json
 import math
 import multiprocessing
 import os
+import re
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -246,3 +248,61 @@ def test_the_committed_records_can_be_redrawn(name: str, tmp_path: Path) -> None
     for source in read:
         for line in (records / f"{source}.jsonl").read_text().splitlines():
             json.loads(line)
+
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", reproduce.NAMES)
+def test_the_page_shows_what_the_record_says(name: str) -> None:
+    """`reproduce NAME --redraw` was run after the record changed."""
+    records, experiment = ROOT / "records" / "reproduce", reproduce.load(name)
+    (shown,) = re.findall(rf"<!-- table {name} -->\n(.*?)<!-- end -->", PAGE, re.S)
+    if not shown.strip() and name != "theory":  # said on the page: not yet measured
+        return
+    read = experiment.reads or (name,)
+    rows = [{**r, "record": of} for of in read for r in pages.read_rows(records / f"{of}.jsonl")]
+    assert shown.strip() == experiment.table(rows)
+
+
+def lines_of(record: str) -> list[dict[str, Any]]:
+    lines = (ROOT / "records" / record).read_text(encoding="utf-8").splitlines()
+    return [row for row in map(json.loads, lines) if "job" in row]
+
+
+def cells_under(head: str) -> list[list[str]]:
+    table = PAGE[PAGE.index(head) :].split("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+
+
+def test_tables_written_by_hand_are_those_of_their_records() -> None:
+    keys = ("cosine", "dcl", "view", "age", "all")
+    rows = lines_of("2026-11-16_error-in-training_cpu.jsonl")
+    known = {str(row["epoch"]): [f"{row[key]:.2f}" for key in keys] for row in rows}
+    shown = cells_under("| epoch | cosine of two views")
+    assert len(shown) == 7 and all(known[epoch] == cells for epoch, *cells in shown)
+
+    cases: dict[str, list[Any]] = {}
+    for row in lines_of("2026-11-16_hypotheses_cpu.jsonl"):
+        cases.setdefault(row["job"]["case"], []).append(row["curve"][-1])
+    keys = ("global_loss", "probe", "probe_10pct", "knn20")
+    said = {
+        (str(len(ends)), *(pages.spread([end[key] for end in ends]) for key in keys))
+        for ends in cases.values()
+    }
+    shown = cells_under("| case | seeds |")
+    assert len(shown) == len(said) == 24
+    for _, seeds, *cells in shown:
+        assert (seeds, *(re.sub(r"(^| )\.", r"\g<1>0.", cell) for cell in cells)) in said
+
+    by_cosine = sorted(lines_of("reproduce/differing-views.jsonl"), key=lambda r: -r["cosine"])
+    measured = [[row["errors"][name] for row in by_cosine] for name in by_cosine[0]["errors"]]
+    shown = cells_under("| | encodes beyond the batch")
+    assert len(shown) == len(measured)
+    for (_, _, *cells), errors in zip(shown, measured, strict=True):
+        for cell, error in zip(cells, errors, strict=True):
+            numbers = [float(text) for text in re.findall(r"[\d.]+", cell)]
+            wanted = [error["by_item"], error["by_view"], error["rms"]]
+            assert numbers[:2] == pytest.approx(wanted[:2], abs=0.0051), cell
+            assert numbers[2] == pytest.approx(wanted[2], abs=0.051), cell

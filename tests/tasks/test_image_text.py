@@ -18,6 +18,8 @@ from negchain import methods, tasks, train
 from negchain.cli import run as command_line
 from negchain.encoders import build_encoder
 from negchain.losses.request import Want
+from negchain.report.runs import group_runs, load_run
+from negchain.report.statistics import estimates
 from negchain.tasks.image_text import ImageTextTask, shared_captions
 from negchain.tasks.image_text_judge import Retrieval, distinct
 from negchain.tasks.text import read_text_tower, read_tokenizer, tokenise
@@ -89,6 +91,18 @@ def test_training_helps_and_is_said(run: Path) -> None:
     config = json.loads((run / "config.json").read_text())
     assert config["task"] == "image-text" and config["data_info"]["validation"] == 10
     assert config["data_info"]["captions"] == 2 * (48 - 10) and config["recipe"] == "mild"
+
+
+def test_the_mean_recall_is_a_mean_over_pictures_with_an_interval(run: Path) -> None:
+    """So the page can say what is within the noise, as it does for other tasks."""
+    summary, loaded_run = json.loads((run / "summary.json").read_text()), load_run(run)
+    for key in ("mean_recall", "test_mean_recall"):
+        answers = loaded_run.artifacts[f"right_{key}"]
+        assert answers.mean() == pytest.approx(summary[key], abs=1e-12)
+        (found,) = estimates(group_runs([loaded_run]), key)
+        assert found is not None and found.interval is not None
+        assert found.interval[0] < summary[key] < found.interval[1]
+    assert "% before" in (run / "report.html").read_text(encoding="utf-8")
 
 
 def test_the_page_shows_pictures_beside_captions(run: Path) -> None:

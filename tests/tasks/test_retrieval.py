@@ -20,7 +20,7 @@ from negchain.cli import run as command_line  # noqa: E402
 from negchain.losses.request import Want  # noqa: E402
 from negchain.report.runs import load_run  # noqa: E402
 from negchain.tasks.beir import read_beir  # noqa: E402
-from negchain.tasks.retrieval_judge import measured  # noqa: E402
+from negchain.tasks.retrieval_judge import _short, measured  # noqa: E402
 from negchain.train import trainer  # noqa: E402
 from negchain.train.config import ConfigError  # noqa: E402
 from negchain.train.progress import Progress  # noqa: E402
@@ -219,6 +219,11 @@ def test_a_folder_too_large_for_the_checkpoint_is_refused(folder: Path, tmp_path
     (tmp_path / "config.json").write_text(json.dumps({**config, "hidden_size": 2**20}))
     with pytest.raises(ValueError, match="bert has .* MB of weights and the file has 0 MB"):
         fits({"folder": str(tmp_path), "max_length": 16}, 10**6)
+
+
+def test_long_texts_are_cut_between_words() -> None:
+    assert _short("a " * 500) == ("a " * 200).rstrip() + "…"
+    assert _short("字" * 401) == "字" * 400 + "…" and _short("a") == "a"
 
 
 def test_measures_of_a_ranking_by_hand() -> None:

@@ -53,6 +53,47 @@ def test_what_a_method_does_not_know_is_not_tuned(launched: list[str], tmp_path:
 
 
 @pytest.mark.parametrize(
+    ("ends", "status", "words"),
+    [
+        ({"dcl": (2, "refused: too large; lower it"), "emc2": (2, "")}, 2, "refused: too large"),
+        ({"dcl": (2, "refused: too large; lower it"), "emc2": (1, "")}, 1, "exit status 1 (emc2-"),
+        ({"dcl": (-9, "")}, 1, "failed: exit status -9 (dcl-seed0, see"),
+    ],
+)
+def test_it_is_refused_where_all_that_failed_was_refused(
+    ends: dict, status: int, words: str, tmp_path: Path, capsys, monkeypatch
+) -> None:
+    """As `train` would have been; what a run said is said again, once, in its words."""
+
+    def launch(path: Path, config, given, environment, first) -> SimpleNamespace:
+        code, said = ends[config.method]
+        Path(f"{path}.log").write_text(f"note: x\n{said}\n")
+        return SimpleNamespace(poll=lambda: code, returncode=code)
+
+    monkeypatch.setattr(compare, "_launch", launch)
+    options = ["--methods", ",".join(ends), "--device", "cpu", "--quiet", "--out", str(tmp_path)]
+    assert command_line(["compare", *options]) == status
+    said = " ".join(capsys.readouterr().err.split())
+    assert words in said and said.count("dcl-seed0.log") == 1 and "failed: refused" not in said
+
+
+def test_what_cannot_be_judged_is_not_called_best(tmp_path: Path, capsys, monkeypatch) -> None:
+    started: list[str] = []
+
+    def launch(path: Path, *rest) -> SimpleNamespace:
+        started.append(path.name)
+        Path(f"{path}.log").write_text("refused: too large; lower it\n")
+        return SimpleNamespace(poll=lambda: 2, returncode=2)
+
+    monkeypatch.setattr(compare, "_launch", launch)
+    words = ["compare", "--methods", "dcl", "--tune", "lr=0.1,0.2", "--device", "cpu", "--quiet"]
+    assert command_line([*words, "--out", str(tmp_path)]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "dcl has no score to choose by: the first of 2 is taken" in said and "inf" not in said
+    assert started == ["dcl-lr=0.1-seed0", "dcl-lr=0.2-seed0"]  # none of them twice
+
+
+@pytest.mark.parametrize(
     "tune, message",
     [
         ("beta", "SETTING=VALUE,VALUE .* no value is named"),

@@ -84,6 +84,9 @@ def command(
         import_file(import_)
         first = ["--import", str(import_.absolute())]
     chosen = [method_named("--methods", name.strip()) for name in methods.split(",")]
+    if len(set(chosen)) < len(chosen):
+        twice = max(chosen, key=chosen.count)
+        raise ConfigError(f"--methods names {twice} twice, got {methods}; name every method once")
     if seeds < 1 or jobs < 0:
         raise ConfigError(f"--seeds must be at least 1 and --jobs at least 0, got {seeds}, {jobs}")
     folder = Path(settings.pop("out") or f"runs/{time.strftime('%Y-%m-%d_%H%M%S')}_compare")
@@ -107,14 +110,14 @@ def command(
 
     on_gpu = next(iter(tried.values()))[0][0][1].device != "cpu" and torch.cuda.is_available()
     jobs = jobs or (4 if on_gpu else 1)
-    failed: list[Path] = []
+    failed: dict[Path, int] = {}  # exit status
 
     def run_all(plans: list[Plan]) -> None:
-        waiting = [p for p in plans if not (p[0] / "summary.json").exists()]
+        waiting = [p for p in plans if not (p[0] / "summary.json").exists() and p[0] not in failed]
         if on_gpu:  # a run that cannot get it then fails; with "auto" it would train on the CPU
             waiting = [(path, config, {**g, "device": "cuda"}) for path, config, g in waiting]
         with _sharing(sharing, min(jobs, len(waiting)) * on_gpu) as environment:
-            failed.extend(_run_all(waiting, jobs, environment, first, show=not quiet))
+            failed.update(_run_all(waiting, jobs, environment, first, show=not quiet))
 
     try:
         with interruptible():
@@ -129,11 +132,11 @@ def command(
     if runs:
         Console(highlight=False).print(comparison_table(runs))
         result(f"report: {write_report(runs, folder / 'report.html')}")
-    for path in failed:
+    for path, status in failed.items():
         said = Path(f"{path}.log").read_text(encoding="utf-8", errors="replace").splitlines()
-        why = [line for line in said if line.startswith(("refused:", "failed:"))][-1:]
-        say(" ".join([f"failed: {path} (see {path}.log)", *why]))
-    return 1 if failed else 0
+        why = [line for line in said if line.startswith(("refused:", "failed:"))]
+        say(f"{[f'failed: exit status {status}', *why][-1]} ({path.name}, see {path}.log)")
+    return 0 if not failed else 2 if set(failed.values()) == {2} else 1
 
 
 def _best(method: str, several: list[list[Plan]]) -> list[Plan]:
@@ -142,6 +145,9 @@ def _best(method: str, several: list[list[Plan]]) -> list[Plan]:
         return several[0]
     best = max(several, key=lambda plans: score(plans[0][0]))
     path = best[0][0]
+    if score(path) == -math.inf:
+        say(f" has no score to choose by: the first of {len(several)} is taken", method)
+        return several[0]
     name = path.name.removeprefix(f"{method}-").removesuffix("-seed0")
     say(f" {name} is best of {len(several)} (score {score(path):.4f})", method)
     return best
@@ -170,10 +176,10 @@ def _refuse_another(path: Path, config: TrainConfig) -> None:
 
 def _run_all(
     waiting: list[Plan], jobs: int, environment: dict[str, str], first: list[str], show: bool
-) -> list[Path]:
-    """Run the plans, `jobs` at a time; returns those that failed."""
+) -> dict[Path, int]:
+    """Run the plans, `jobs` at a time; returns those that failed with their exit status."""
     running: dict[Path, subprocess.Popen[bytes]] = {}
-    failed: list[Path] = []
+    failed: dict[Path, int] = {}
     total, done = len(waiting), 0
     with Progress(show) as bar:
         bar.begin(total, "runs done")
@@ -190,7 +196,7 @@ def _run_all(
                         del running[path]
                         done += 1
                         if process.returncode != 0:
-                            failed.append(path)
+                            failed[path] = process.returncode
                 shares = {path.name: progress_of(path) for path in running}
                 text = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
                 bar.at(done + sum(shares.values()), text)

@@ -112,9 +112,11 @@ def export(
     config = load_run_config(run)
     encoder, loaded = load_trained(run, checkpoint)
     if not isinstance(encoder, Encoder):
+        model = run / "model"
+        use = f"{model} is a sentence-transformers model" if model.is_dir() else "use negchain.load"
         raise ConfigError(
             f"only encoders of --task images are exported, and {run} is of --task {config.task}; "
-            "negchain.load(run) encodes with it"
+            + use
         )
     for warning in loaded.warnings:
         say(f"note: {warning}; step {loaded.step} is used instead")
@@ -212,6 +214,8 @@ def duplicates(
         total=total, images=count, above=above, crowded=crowded,
     )  # fmt: skip
     result(f"{total:,} pairs of {count:,} images with a similarity of at least {above:g}")
+    for name, reason in found.skipped:
+        result(f"left out: {name} ({reason})")
     if crowded:
         result("that is so many that the encoder, not the images, is alike: raise --above")
     result(f"page: {out}")

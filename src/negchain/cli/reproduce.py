@@ -42,10 +42,13 @@ def command(
 ) -> int:
     """See `HELP`."""
     from negchain.cli.terminal import say
+    from negchain.data.named import named_sources
     from negchain.reproduce import common, load, pages
     from negchain.train.presets import choose
 
     chosen = [choose("NAME", name, NAMES) for name in names]
+    if data:
+        named_sources(data)
     options = common.Options(
         data or None, quick, seeds, epochs, _words(methods), _words(settings), device
     )

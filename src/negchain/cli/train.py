@@ -130,7 +130,11 @@ def _same_as_there(config: TrainConfig) -> bool:
 
 def _read_config(file: Path, settings: dict[str, Any]) -> TrainConfig:
     """The settings of another run; what it wrote to or fetched from is for the user to say."""
-    saved = from_json(read_text(file / "config.json" if file.is_dir() else file))
+    file = file / "config.json" if file.is_dir() else file
+    try:
+        saved = from_json(read_text(file))
+    except ConfigError as error:
+        raise ConfigError(f"--config {file}: {error}") from None
     if saved.pretrained is not None and settings.get("pretrained") is None:
         raise ConfigError(
             f"{file} starts from --pretrained {saved.pretrained}, which a file alone may not fetch "

@@ -1,6 +1,6 @@
 """Data: from digits, torchvision sets and folders of images to sets with stable positions.
 
-`negchain.data.indexed` needs torch only; the others, which are imported when they are first used,
+All of it is imported when it is first used: `negchain.data.indexed` needs torch only, the others
 what `negchain[train]` installs.
 """
 
@@ -9,11 +9,11 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from negchain.data.indexed import Indexed, Prefetched, prefetch
-
 if TYPE_CHECKING:
     from negchain.data.image_set import DataBundle, ImageSet, stream_batches
-    from negchain.data.sources import BUILT_IN, load_data
+    from negchain.data.indexed import Indexed, Prefetched, prefetch
+    from negchain.data.named import BUILT_IN
+    from negchain.data.sources import load_data
 
 __all__ = [
     "BUILT_IN",
@@ -26,7 +26,8 @@ __all__ = [
     "stream_batches",
 ]
 _WHERE = dict.fromkeys(("DataBundle", "ImageSet", "stream_batches"), "image_set")
-_WHERE |= dict.fromkeys(("BUILT_IN", "load_data"), "sources")
+_WHERE |= dict.fromkeys(("Indexed", "Prefetched", "prefetch"), "indexed")
+_WHERE |= {"BUILT_IN": "named", "load_data": "sources"}
 
 
 def __getattr__(name: str) -> Any:

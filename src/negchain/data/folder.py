@@ -31,7 +31,7 @@ def load_folder(
     ...     Scan("/nowhere", ()), [], Storage(8, 0, True), strict=False, workers=1, progress=False
     ... )
     Traceback (most recent call last):
-    ValueError: pretraining needs at least 2 readable images, and /nowhere holds 0; ...
+    ValueError: /nowhere holds 0 readable images; ...
     """
     files = scan.pretrain + scan.test
     name = printable(Path(scan.root).resolve().name)
@@ -117,12 +117,11 @@ def _require_images(
             f"strict reading allows no unreadable file, and {printable(root)} holds {len(skipped)} "
             f"({first}); repair or remove them, or leave out --strict"
         )
-    if count < 2:
+    if count == 0:
         unread = f" and {len(skipped)} unreadable ({first})" if skipped else ""
         raise ValueError(
-            f"pretraining needs at least 2 readable images, and {printable(root)} holds "
-            f"{count}{unread}; give a folder with files ending in "
-            f"{', '.join(sorted(IMAGE_SUFFIXES))}"
+            f"{printable(root)} holds 0 readable images{unread}; give a folder with files ending "
+            f"in {', '.join(sorted(IMAGE_SUFFIXES))}"
         )
 
 

@@ -11,8 +11,6 @@ Several     `A,B`: pretraining on all of them, positions running source after so
 A folder that has the name of a built-in set is reached by writing `./digits`.
 """
 
-import difflib
-import os
 import statistics
 import warnings
 from collections.abc import Callable, Sequence
@@ -37,13 +35,11 @@ from negchain.data.decode import Size, num_cores
 from negchain.data.files import read_sizes
 from negchain.data.folder import fingerprint, labelled_part, load_folder
 from negchain.data.image_set import DataBundle, ImageSet
+from negchain.data.named import BUILT_IN, named_sources
 from negchain.data.scan import Scan, scan_csv, scan_folder
 from negchain.data.shards import scan_shards, shards_of
 from negchain.data.storage import TIMES, choose
-from negchain.printable import printable, show
-
-BUILT_IN = {"digits": 8, "cifar10": 32, "stl10": 96}
-"""Built-in sets and the side in pixels they are stored at unless `image_size` says otherwise."""
+from negchain.printable import printable
 
 MIXED_SIDE = 96
 """Side for folders whose images differ in size, unless `image_size` says otherwise (STL-10's)."""
@@ -142,37 +138,6 @@ def _typical(sizes: Sequence[Size]) -> int:
     """The median of the shorter sides, 0 if none is known."""
     sides = [min(size) for size in sizes if size != (0, 0)]
     return int(statistics.median(sides)) if sides else 0
-
-
-def named_sources(data: str) -> list[str]:
-    """The sources `data` names; a folder or file whose own name has a comma is one source."""
-    parts = [data] if os.path.exists(data) else [part.strip() for part in data.split(",")]
-    names = ", ".join(BUILT_IN)
-    for part in parts:
-        if part in BUILT_IN or os.path.isdir(part) or shards_of(part):
-            continue
-        if os.path.isfile(part):  # no error where a name is too long to be one
-            if Path(part).suffix.lower() == ".csv":
-                continue
-            raise ValueError(
-                f"--data needs a folder, .tar shards that are not compressed or a .csv with "
-                f"path,label, and {show(part)} is another file; unpack it first"
-            )
-        near = difflib.get_close_matches(part, [*BUILT_IN, *_siblings(part)], 1)
-        hint = f"did you mean {printable(near[0])}?" if near else "check the spelling of the path"
-        raise ValueError(f"--data {show(part)} is neither a folder nor one of {names}; {hint}")
-    twice = sorted({part for part in parts if parts.count(part) > 1})
-    if twice:
-        raise ValueError(f"--data names {show(twice[0])} more than once; name every source once")
-    return parts
-
-
-def _siblings(part: str) -> list[str]:
-    """Folders beside the one that does not exist, spelled as the user would."""
-    parent = Path(part).parent
-    if not part or not parent.is_dir():
-        return []
-    return [str(parent / entry.name) for entry in parent.iterdir() if entry.is_dir()]
 
 
 def _default_side(entries: Sequence[str], sizes: Sequence[Size]) -> tuple[int, tuple[str, ...]]:

@@ -73,12 +73,14 @@ def against_baselines(run: Run) -> list[str]:
             continue
         best, text = max(known)
         (found,) = estimates([Group(run.name, "", 0, {}, [run])], key)
-        low = found.interval[0] if found is not None and found.interval else value
+        interval = None if found is None else found.interval
+        low = value if interval is None else interval[0]
         shown = f"{text} already reach{'' if text.endswith('s') else 'es'} "
         shown += number(best, metric.unit)
         if low > best:
-            gain = f"{100 * (value - best):.1f}"
-            said.append(f"{name}: training gained {gain} points; on this data {shown}.")
+            gain = f"{100 * (value - best):.1f} points"
+            gain += "" if interval else " (how much of it is noise is not known)"
+            said.append(f"{name}: training gained {gain}; on this data {shown}.")
         elif value > best:
             said.append(
                 f"{name}: the gain is within the noise of the {run.shown.tested}; "

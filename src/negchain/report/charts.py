@@ -208,14 +208,14 @@ def _y_ticks(unit: str, drawn: Sequence[tuple[Any, ...]]) -> FloatArray:
     lows = [np.min(y if spread is None else y - spread) for _, _, y, spread in drawn]
     highs = [np.max(y if spread is None else y + spread) for _, _, y, spread in drawn]
     low, high = float(min(lows)), float(max(highs))
-    if unit == "percent":
-        low, high = max(low, 0.0), min(high, 1.0)
     if unit == "count":
         low = 0.0
     if high - low <= 1e-9 * max(abs(low), abs(high), 1.0):
         middle = high
         pad = 0.05 if unit == "percent" else max(abs(middle) * 0.1, 1e-3)
         low, high = middle - pad, middle + pad
+    if unit == "percent":
+        low, high = max(low, 0.0), min(high, 1.0)
     return ticks(low, high, 4)
 
 

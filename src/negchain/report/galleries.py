@@ -124,7 +124,7 @@ def _query(run: Run, near: _Near, q: int) -> str:
     alt = ", ".join(text for text in (run.query_noun, name) if text)
     return (
         f'<figure class="query" title="{escape(name)}">{picture(near.queries[q], alt)}'
-        f"<figcaption>{escape(name)}</figcaption></figure>"
+        f"<figcaption>{escape(shortened(name, 36))}</figcaption></figure>"
     )
 
 

@@ -155,8 +155,7 @@ def _beside(run: Run, metric: Metric) -> str:
     if run.final(metric.key) is None:
         return "not measured"
     before = run.baseline(metric.key).get("untrained")
-    word = run.shown.baselines.get("untrained", "untrained").split()[0].lower()
-    return run.shown.tested if before is None else f"{number(before, metric.unit)} {word}"
+    return run.shown.tested if before is None else f"{number(before, metric.unit)} before"
 
 
 def standing(run: Run) -> str:
@@ -328,13 +327,13 @@ def settings(run: Run) -> str:
     )
     info = run.data_info
     counts = ", ".join(
-        f"{info[key]} {name}"
+        f"{count:,} {name}"
         for key, name in (
             ("num_samples", "to train on"),
             ("train", "labelled for training"),
             ("test", "for test"),
         )
-        if info.get(key) is not None
+        if isinstance(count := info.get(key), int)
     )
     said = [counts, *(str(note) for note in info.get("notes") or [])]
     data = f"<tr><th>{run.shown.noun}</th><td>{escape('; '.join(filter(None, said)))}</td></tr>"

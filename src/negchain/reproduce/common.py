@@ -27,7 +27,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from negchain.bench.record import commit, hardware
+from negchain.methods import METHODS
 from negchain.reproduce import load
+from negchain.train.presets import ConfigError, choose
 from negchain.train.run_folder import versions
 from negchain.train.sharing import shared_gpu
 
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 PACKAGES = ("negchain", "torch", "torchvision", "timm", "numpy", "scikit-learn")
 CONTEXT: Any = multiprocessing.get_context("spawn")
+FULL = "full gradient"  # instead of a method: the exact gradient
 GRACE = 30.0  # seconds after the deadline in which runs may hand over what they have
 
 
@@ -51,6 +54,13 @@ class Options:
     methods: tuple[str, ...] | None = None
     settings: tuple[str, ...] | None = None
     device: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name, value in (("seeds", self.seeds), ("epochs", self.epochs)):
+            if value is not None and value < 1:
+                raise ConfigError(f"--{name} must be at least 1, got {value}; leave it out")
+        for method in self.methods or ():
+            choose("--methods", method, [*METHODS, FULL])
 
     def on_gpu(self) -> bool:
         """Whether runs are on a GPU."""

@@ -25,6 +25,7 @@ from negchain.reproduce import accuracy, pages
 from negchain.reproduce.common import Experiment, Options, Row
 from negchain.reproduce.pages import colour, distinct, title, where
 from negchain.reproduce.runs import time_steps
+from negchain.train.presets import choose
 
 SIZES = (10_000, 100_000, 1_000_000)  # m of the state's size
 DIM = 128
@@ -42,7 +43,7 @@ def jobs(options: Options) -> list[Row]:
     step = []
     names = ("b32-none", "b32-batch", "b256-none", "b256-batch")
     for name in options.settings or (names[:2] if options.quick else names):
-        settings = accuracy.SETTINGS[name]
+        settings = accuracy.SETTINGS[choose("--settings", name, accuracy.SETTINGS)]
         if options.data is None:  # digits and the small encoder
             batch = 256 if "256" in name else 32
             settings = {"norm": settings.get("norm", "none"), "batch_size": batch, "device": "cpu"}

@@ -29,11 +29,11 @@ from negchain.encoders import build_encoder
 from negchain.exact import global_loss
 from negchain.methods import LossSettings, build_loss, reproduced
 from negchain.reproduce import pages
-from negchain.reproduce.common import Experiment, Options, Row
+from negchain.reproduce.common import FULL, Experiment, Options, Row
 from negchain.reproduce.pages import colour, distinct, spread, title, where
 from negchain.train.order import DataOrder
+from negchain.train.presets import choose
 
-FULL = "full gradient"
 METHODS = (*reproduced(), FULL)
 OPTIONS = {"burn_in": 3, "augmentations": 2, "gamma": 0.9, "refresh": 0.1}  # the paper's P and rho
 COLLAPSED = 0.01  # variance of unit embeddings
@@ -53,11 +53,12 @@ def jobs(options: Options) -> list[Row]:
         setup["size"] = 8
     if options.quick:
         setup |= {"images": 40, "steps": 40, "encoder": "mlp"}
+    given = [choose("--settings", name, SETTINGS) for name in options.settings or ()]
     return [
         {"seed": seed, **dict(zip(("beta", "lr"), SETTINGS[name], strict=True)), "method": method}
         | setup
         for seed in range(options.seeds or (1 if options.quick else 5))
-        for name in options.settings or (("sharp",) if options.quick else tuple(SETTINGS))
+        for name in given or (("sharp",) if options.quick else tuple(SETTINGS))
         for method in options.methods or METHODS
         if method != FULL or seed < FLOORS
     ]

@@ -6,6 +6,7 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from negchain.data.named import named_sources
 from negchain.printable import show
 from negchain.train.presets import DATA_DEFAULTS, ConfigError, choose
 
@@ -18,10 +19,6 @@ LARGEST_BETA = 100.0
 
 def check(config: TrainConfig) -> TrainConfig:
     """Refuse a folder or an encoder that is not there; absolute folders."""
-    # Imported here because it takes seconds, and a mistyped name is told before.
-    from negchain.data.sources import named_sources
-
-    check_encoder(config.encoder)
     data = config.data
     if data not in DATA_DEFAULTS:
         try:
@@ -29,6 +26,7 @@ def check(config: TrainConfig) -> TrainConfig:
         except ValueError as error:
             raise ConfigError(str(error)) from None
         data = ",".join(p if p in DATA_DEFAULTS else os.path.abspath(p) for p in parts)
+    check_encoder(config.encoder)
     return replace(config, data=data)
 
 
@@ -36,6 +34,11 @@ def check_encoder(name: str) -> None:
     """Refuse a name timm does not know; "resnet18.a1_in1k" names its weights after the dot."""
     if name in ("small-cnn", "resnet18", "resnet50"):
         return
+    if os.path.isdir(name):
+        raise ConfigError(
+            f"--encoder {show(name)} is a folder, as texts take (captions: --text-encoder); "
+            "pictures take small-cnn, resnet18, resnet50 or a name of timm"
+        )
     import timm
 
     base, _, tag = name.partition(".")

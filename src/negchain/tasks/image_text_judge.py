@@ -61,15 +61,22 @@ class ImageTextJudge(Judge):
                 continue
             part = self.task.held[split]
             found = Retrieval(*self.embed(encoder, part), *distinct(part))
-            recalls = []
+            recalls, shares = [], []
             for way, right in (("i2t", found.captions_right()), ("t2i", found.pictures_right())):
+                shares.append(torch.zeros(len(right.table), dtype=torch.double))
                 for k in RECALL_AT:
                     if k == 1 or k < right.candidates:
-                        answer = right.table[:, :k].any(1)
+                        answer = right.table[:, :k].any(1).cpu()
                         recalls.append(answer.double().mean().item())
                         numbers[f"{prefix}{way}_r{k}"] = recalls[-1]
-                        answers[f"right_{prefix}{way}_r{k}"] = answer.cpu().numpy()
+                        answers[f"right_{prefix}{way}_r{k}"] = answer.numpy()
+                        shares[-1] += answer
             numbers[f"{prefix}mean_recall"] = sum(recalls) / len(recalls)
+            # by picture: its own, and what its captions have in the mean over all captions
+            pairs = torch.unique(distinct(part)[1], dim=0)
+            each = shares[1] / pairs[:, 1].bincount() * len(shares[0]) / len(shares[1])
+            shares[0].index_add_(0, pairs[:, 0], each[pairs[:, 1]])
+            answers[f"right_{prefix}mean_recall"] = (shares[0] / len(recalls)).numpy()
         # what names the data, so that runs on the same are compared by the same pictures
         answers["test_labels"] = np.frombuffer(self.task.fingerprint.encode(), np.uint8)
         return numbers, answers

@@ -267,8 +267,8 @@ def small_stem(config: TrainConfig, data: DataBundle) -> tuple[bool, list[str]]:
     """Whether a ResNet keeps every pixel at first, and what to tell the user where we chose.
 
     torchvision's stem halves a picture twice before the first block, which throws too much away of
-    a picture of 32 px, and is what makes the network fast. Keeping every pixel costs about eight
-    times as much, so photographs that were only shrunk to 64 px do not get it unless asked for.
+    a picture of 32 px, and is what makes the network fast. Keeping every pixel costs 4 to 16 times
+    as much, so photographs that were only shrunk to 64 px do not get it unless asked for.
     """
     size = config.image_size or data.pretrain.size[0]
     if config.encoder not in ("resnet18", "resnet50") or config.stem != "auto":
@@ -280,9 +280,9 @@ def small_stem(config: TrainConfig, data: DataBundle) -> tuple[bool, list[str]]:
         why = f"they have {own} px" if own <= SMALL_IMAGE else f"{size} px are few"
         return True, [
             f"{config.encoder} keeps every pixel of the pictures at first ({why}); "
-            "--stem large takes about an eighth of the time and sees less"
+            "--stem large takes a quarter (32 px) to a sixteenth (64 px) of the time and sees less"
         ]
     return False, [
         f"{config.encoder} halves the pictures twice at first (they have {own} px and are shrunk "
-        f"to {size}); --stem small sees more and takes about eight times as long"
+        f"to {size}); --stem small sees more and takes 8 to 16 times as long"
     ]

@@ -28,6 +28,10 @@ SHOWN, PROPOSED, LETTERS = 12, 4, 400  # training queries in the report, texts o
 SPLITS = {"validation": "", "test": "test_"}  # before the name of a number
 
 
+def _short(text: str) -> str:
+    return text if len(text) <= LETTERS else f"{text[:LETTERS].rsplit(' ', 1)[0]}…"
+
+
 class RetrievalJudge(Judge):
     """Ranks all documents for validation queries, and at the ends for test queries as well."""
 
@@ -91,10 +95,10 @@ class RetrievalJudge(Judge):
         for row, own in zip(scores, known, strict=True):
             row[own[own >= 0]] = -2.0  # below every cosine
         top = scores.topk(min(PROPOSED, scores.shape[1]))
-        texts = [[data.documents[d][:LETTERS] for d in row] for row in top.indices.tolist()]
+        texts = [[_short(data.documents[d]) for d in row] for row in top.indices.tolist()]
         return {
-            "proposal_queries": np.array([data.train.texts[n][:LETTERS] for n in chosen]),
-            "proposal_positives": np.array([data.documents[d][:LETTERS] for d in best]),
+            "proposal_queries": np.array([_short(data.train.texts[n]) for n in chosen]),
+            "proposal_positives": np.array([_short(data.documents[d]) for d in best]),
             "proposal_positive_scores": positive.numpy(),
             "proposal_texts": np.array(texts),  # [Q, P]
             "proposal_scores": top.values.numpy(),

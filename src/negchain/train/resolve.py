@@ -216,12 +216,16 @@ def _refuse(name: str, owners: str, decider: str, actual: str, reason: str) -> N
 
 def _on_this_machine(config: TrainConfig) -> TrainConfig:
     """Refuse what is not there; return `config` with absolute folders."""
-    import torch  # takes seconds, and reading a config does not need it
-
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda needs a GPU and none is visible; use --device cpu or auto")
     config = replace(config, root=os.path.abspath(config.root))
-    return tasks.named(config.task).check(config)
+    config = tasks.named(config.task).check(config)
+    if config.device == "cuda":
+        import torch  # takes seconds, and reading a config does not need it
+
+        if not torch.cuda.is_available():
+            raise ConfigError(
+                "--device cuda needs a GPU and none is visible; use --device cpu or auto"
+            )
+    return config
 
 
 def _weights_path(start: str | None) -> str | None:

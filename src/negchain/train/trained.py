@@ -21,7 +21,7 @@ from torch import Tensor
 from negchain.augment import Augmentation
 from negchain.data import ImageSet
 from negchain.data.decode import num_cores, read_image
-from negchain.data.sources import BUILT_IN
+from negchain.data.named import BUILT_IN
 from negchain.encoders import Encoder
 from negchain.evaluation import embed_all
 from negchain.files import replacing

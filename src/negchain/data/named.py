@@ -1,0 +1,42 @@
+"""The sources that `--data` names, told without torch: a path is mistyped often."""
+
+import difflib
+import os
+from pathlib import Path
+
+from negchain.data.shards import shards_of
+from negchain.printable import printable, show
+
+BUILT_IN = {"digits": 8, "cifar10": 32, "stl10": 96}
+"""Built-in sets and the side in pixels they are stored at unless `image_size` says otherwise."""
+
+
+def named_sources(data: str) -> list[str]:
+    """The sources `data` names; a folder or file whose own name has a comma is one source."""
+    parts = [data] if os.path.exists(data) else [part.strip() for part in data.split(",")]
+    names = ", ".join(BUILT_IN)
+    for part in parts:
+        if part in BUILT_IN or os.path.isdir(part) or shards_of(part):
+            continue
+        if os.path.isfile(part):  # no error where a name is too long to be one
+            if Path(part).suffix.lower() == ".csv":
+                continue
+            raise ValueError(
+                f"--data needs a folder, .tar shards that are not compressed or a .csv with "
+                f"path,label, and {show(part)} is another file; name its folder, or unpack it"
+            )
+        near = difflib.get_close_matches(part, [*BUILT_IN, *_siblings(part)], 1)
+        hint = f"did you mean {printable(near[0])}?" if near else "check the spelling of the path"
+        raise ValueError(f"--data {show(part)} is neither a folder nor one of {names}; {hint}")
+    twice = sorted({part for part in parts if parts.count(part) > 1})
+    if twice:
+        raise ValueError(f"--data names {show(twice[0])} more than once; name every source once")
+    return parts
+
+
+def _siblings(part: str) -> list[str]:
+    """Folders beside the one that does not exist, spelled as the user would."""
+    parent = Path(part).parent
+    if not part or not parent.is_dir():
+        return []
+    return [str(parent / entry.name) for entry in parent.iterdir() if entry.is_dir()]
