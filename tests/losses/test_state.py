@@ -173,6 +173,7 @@ def test_a_first_call_under_inference_mode(build, training) -> None:
         DCLLoss,
         negchain.SogCLRLoss,
         negchain.EMC2Loss,
+        negchain.StreamingEMC2Loss,
         functools.partial(negchain.EMC2Loss, kernel="isir", denominator="all"),
         functools.partial(negchain.EMC2Loss, proposals=negchain.Uniform(3)),
         negchain.NegativeCacheLoss,
@@ -200,6 +201,9 @@ def test_torch_func(build) -> None:
     assert (got - torch.stack(expected)).abs().max() < 1e-12
     assert (torch.func.grad(value)(z[0]) - expected[0]).abs().max() < 1e-12
     assert (torch.func.vmap(value)(z) - torch.stack([value(p) for p in z])).abs().max() < 1e-12
+    other = torch.func.vmap(lambda second: value((z[0, 0], second)))(z[:, 1])  # a frozen tower
+    assert abs(other[0] - value(z[0])) < 1e-12
+    assert loss_fn.info["nonfinite_rows"] == 0
 
 
 @pytest.mark.slow  # 10 s of tracing

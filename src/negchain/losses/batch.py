@@ -73,7 +73,7 @@ def check_batch(
     num_positions = num_samples if num_keys is None else num_keys
     in_range = inside(index, num_samples) & inside(keys, num_positions)
     finite = torch.isfinite(z_a).all(1) & torch.isfinite(z_b).all(1)
-    if device.type == "cpu" and not is_traced(z_a):
+    if device.type == "cpu" and not is_traced(finite):
         _refuse(index, inside(index, num_samples), "index", num_samples)
         _refuse(keys, inside(keys, num_positions), "key_index", num_positions)
         if not bool(finite.all()):

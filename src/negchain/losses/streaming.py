@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from negchain.losses.batch import Call, Views
+from negchain.losses.batch import Call, Views, is_traced
 from negchain.losses.chains import Arrival, Carried
 from negchain.losses.emc2 import EMC2Loss
 from negchain.losses.ranks import Gather
@@ -89,6 +89,8 @@ class StreamingEMC2Loss(EMC2Loss):
 
     def visit(self, call: Call, requests: Sequence[Request], items: slice = slice(None)) -> Visit:
         """The visit of the whole batch, panel by panel; `total` carries the gradient."""
+        if is_traced(call.z_a) or is_traced(call.z_b):  # torch.func has no leaves to cut at
+            return super().visit(call, requests)
         size = len(call.z_a)
         tracks = torch.is_grad_enabled()
         leaves: list[tuple[Tensor, Tensor]] = []  # what the caller gave, and what stands for it
