@@ -67,10 +67,14 @@ def stream_key(seed: int, step: Tensor, stream: int) -> Tensor:  # step [] int64
 
 def seed_key(seed: int) -> int:
     """mix(seed), a 64-bit seed folded into int32; in plain integers, which a compiler follows."""
-    x = seed % 2**32
+    return _to_int32(_mix_int(seed)) ^ _to_int32(seed >> 32)
+
+
+def _mix_int(x: int) -> int:
+    x %= 2**32
     x = (x ^ (x >> 16)) * MIX_A % 2**32
     x = (x ^ (x >> 15)) * MIX_B % 2**32
-    return _to_int32(x ^ (x >> 15)) ^ _to_int32(seed >> 32)
+    return x ^ (x >> 15)
 
 
 def bits(
@@ -114,13 +118,13 @@ def _bits_numpy(
     seed: int, step: Tensor, stream: int, rows: Tensor, num_columns: int, first_column: int
 ) -> Tensor:
     """The same on a CPU, where torch takes several times as long over small integers."""
-    with np.errstate(over="ignore"):
-        key = np.asarray(step.numpy()).astype(np.uint32) + np.uint32(seed_key(seed) % 2**32)
-        key = _mix_numpy(_mix_numpy(key) + np.uint32(stream * GOLDEN % 2**32))
-        columns = np.arange(first_column, first_column + num_columns, dtype=np.uint32)
-        row_hash = _mix_numpy(rows.numpy().astype(np.uint32) + np.ravel(key))
-        column_hash = _mix_numpy((columns * np.uint32(GOLDEN % 2**32)) ^ np.ravel(key)[:, None])
-        x = _mix_numpy(row_hash[:, None] + column_hash)
+    first, more = seed_key(seed), stream * GOLDEN
+    keys = [_mix_int(_mix_int(number + first) + more) for number in step.reshape(-1).tolist()]
+    key = np.array(keys, dtype=np.uint32)
+    columns = np.arange(first_column, first_column + num_columns, dtype=np.uint32)
+    row_hash = _mix_numpy(rows.numpy().astype(np.uint32) + key)
+    column_hash = _mix_numpy((columns * np.uint32(GOLDEN % 2**32)) ^ key[:, None])
+    x = _mix_numpy(row_hash[:, None] + column_hash)
     return torch.from_numpy((x >> np.uint32(1)).view(np.int32))
 
 

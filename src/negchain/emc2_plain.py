@@ -68,8 +68,9 @@ class PlainEMC2:
         # The item's one chain goes on from the final state of one of its two rows, by a coin.
         first = self._bits(draws.STREAM_VIEW, rows[:size], 1)[:, 0] % 2 == 0
         last = torch.where(first, last[:size], last[size:])  # [B]
-        moved = last < size
-        self.states[index[moved]] = index[last[moved]]
+        new = torch.where(last < size, index[last % size], self.states[index])
+        for row in reversed(range(size)):  # the first row of an item that stands here twice decides
+            self.states[index[row]] = new[row]
         self.step += 1
         return self.beta * (negative - to_positive).mean()
 

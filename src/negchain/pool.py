@@ -207,7 +207,9 @@ def first_writer(slots: Tensor, allowed: Tensor) -> Tensor:  # [N] [N] bool -> [
     return torch.where(allowed[first], first, -1)
 
 
-def write_rows(table: Tensor, slots: Tensor, values: Tensor, allowed: Tensor) -> None:
+def write_rows(
+    table: Tensor, slots: Tensor, values: Tensor, allowed: Tensor, changed: Tensor | None = None
+) -> None:
     """table[slots] = values where allowed, in place, first writer wins; no host synchronisation.
 
     Args:
@@ -215,6 +217,8 @@ def write_rows(table: Tensor, slots: Tensor, values: Tensor, allowed: Tensor) ->
         slots: [N] rows of the table.
         values: [N, ...] new values.
         allowed: [N] bool.
+        changed: [N] bool: whether a writer has anything to write; the first one that has not still
+            keeps the others from it.
 
     Example:
         >>> table = torch.zeros(3)
@@ -224,11 +228,9 @@ def write_rows(table: Tensor, slots: Tensor, values: Tensor, allowed: Tensor) ->
         tensor([0., 7., 0.])
     """
     writer = first_writer(slots, allowed)
-    shape = [-1] + [1] * (values.dim() - 1)
-    new = torch.where(
-        (writer >= 0).view(shape), values[writer.clamp(min=0)].to(table.dtype), table[slots]
-    )
-    table[slots] = new
+    writes = writer >= 0 if changed is None else (writer >= 0) & changed[writer]
+    values = values[writer].to(table.dtype)
+    table[slots] = torch.where(writes.view(-1, *[1] * (values.dim() - 1)), values, table[slots])
 
 
 def write_view_mean(

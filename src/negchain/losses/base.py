@@ -350,7 +350,7 @@ class ContrastiveLoss(Reporting):
                 with_draw(side, *pair, self.num_ids, self.normalize)
                 for side, pair in zip(sides, drawn, strict=True)
             ]
-        if not quiet and not is_traced(batch.faults):
+        if batch.faults is not None and not quiet and not is_traced(batch.faults):
             self.faults[:2] += batch.faults
         return batch, sides
 

@@ -51,7 +51,7 @@ class Batch:
     key_index: Tensor  # [B] positions of z_b among the keys, clamped into range
     known: Tensor | None  # [B,L]
     valid: Tensor  # [B] bool: finite and in range
-    faults: Tensor  # [2] int64: samples non-finite, samples out of range
+    faults: Tensor | None  # [2] int64: samples non-finite, out of range; None: none, as was seen
 
 
 def check_batch(
@@ -71,19 +71,23 @@ def check_batch(
     if known is not None:
         known = as_ids("known", known, batch_size, device, dims=2)
     num_positions = num_samples if num_keys is None else num_keys
-    in_range = inside(index, num_samples) & inside(keys, num_positions)
+    in_range = own_range = inside(index, num_samples)
+    if keys is not index:
+        in_range = own_range & inside(keys, num_positions)
     finite = torch.isfinite(z_a).all(1) & torch.isfinite(z_b).all(1)
-    if device.type == "cpu" and not is_traced(finite):
-        _refuse(index, inside(index, num_samples), "index", num_samples)
+    valid = in_range & finite
+    looked = device.type == "cpu" and not is_traced(finite)
+    if looked and not bool(valid.all()):
+        _refuse(index, own_range, "index", num_samples)
         _refuse(keys, inside(keys, num_positions), "key_index", num_positions)
-        if not bool(finite.all()):
-            rows = torch.nonzero(~finite).flatten().tolist()[:5]
-            raise ValueError(
-                f"embeddings must be finite, but rows {rows} hold NaN or inf; lower the learning "
-                "rate, clip gradients, or skip the batch"
-            )
-    index = index if num_samples is None else index.clamp(0, num_samples - 1)
-    if key_index is not None and num_keys is not None:
+        rows = torch.nonzero(~finite).flatten().tolist()[:5]
+        raise ValueError(
+            f"embeddings must be finite, but rows {rows} hold NaN or inf; lower the learning "
+            "rate, clip gradients, or skip the batch"
+        )
+    if not looked and num_samples is not None:
+        index = index.clamp(0, num_samples - 1)
+    if not looked and key_index is not None and num_keys is not None:
         keys = keys.clamp(0, num_keys - 1)
     return Batch(
         z_a=z_a,
@@ -91,8 +95,8 @@ def check_batch(
         index=index,
         key_index=index if key_index is None else keys,
         known=known,
-        valid=in_range & finite,
-        faults=torch.stack([(~finite).sum(), (~in_range).sum()]),
+        valid=valid,
+        faults=None if looked else torch.stack([(~finite).sum(), (~in_range).sum()]),
     )
 
 

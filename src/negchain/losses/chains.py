@@ -153,16 +153,20 @@ class ChainTable(Stateful):
             raise ValueError(f"the chains hold embeddings of dimension {width}, got {dim}")
 
     def commit(self, side: int, slots: Tensor, arrival: Arrival, valid: Tensor) -> None:
-        """Store where the chains of the valid rows ended; the others stay as they are."""
-        allowed = valid & arrival.moved
-        self.rows.write(self.states[side], slots, arrival.ids, allowed)
+        """Store where the chains of the valid rows ended; the others stay as they are.
+
+        A chain with several rows goes on as the first of them says, moved or not: to ask the first
+        that moved would leave p (tests/losses/test_found.py).
+        """
+        valid = valid.repeat(len(slots) // max(len(valid), 1))
+        self.rows.write(self.states[side], slots, arrival.ids, valid, arrival.moved)
         if self.keep == "cached":
             assert arrival.key is not None
             if self.keys.shape[2] == 0:
                 shape = (*self.keys.shape[:2], arrival.key.shape[1])
                 with torch.inference_mode(False):
                     self.keys = self.keys.new_full(shape, math.nan)
-            self.rows.write(self.keys[side], slots, arrival.key, allowed)
+            self.rows.write(self.keys[side], slots, arrival.key, valid, arrival.moved)
 
     # ------------------------------------------------------------------ a table in a file
 

@@ -264,6 +264,7 @@ class EMC2Loss(ContrastiveLoss):
         for number, side in enumerate(sides):
             copies = side.num_rows // max(len(numbers), 1)
             mine = tuple(slot[items] for slot in slots[: self._views_per_item])
+            mine = mine if self.augmentations else mine[:1] * len(mine)  # the same ones
             similarity = side.similarities()
             beta = self._beta(similarity)
             logits = detached_logits(side, similarity, beta)
@@ -280,8 +281,8 @@ class EMC2Loss(ContrastiveLoss):
                 torch.cat([numbers + view * len(batch.index) for view in range(copies)]),
             )
             self._weigh(visit, number, side, similarity, logits, walk)
-            keep = self.carried == "cached"
-            visit.arrivals += [(number, *arrival) for arrival in walk.arrivals(side, keep)]
+            arrival = walk.arrival(side, keep_keys=self.carried == "cached")
+            visit.arrivals.append((number, walk.slots, arrival))
             visit.note(walk.report(batch.valid[items]))
         return visit
 

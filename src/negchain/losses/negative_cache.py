@@ -111,7 +111,7 @@ class NegativeCacheLoss(ContrastiveLoss):
 
     def _loss(self, call: Call, requests: Sequence[Request]) -> Tensor:
         batch = self._checked(call)
-        if not is_traced(batch.faults):
+        if batch.faults is not None and not is_traced(batch.faults):
             self.faults[:2] += batch.faults
         sides = self._sides(batch, use_batch=False)
         total: list[Tensor] = []

@@ -65,13 +65,21 @@ class Rows:
         found = self.ranks.all_to_all(table[asks - self.first], back, out)
         return torch.empty_like(found).index_copy_(0, order, found)
 
-    def write(self, table: Tensor, slots: Tensor, values: Tensor, allowed: Tensor) -> None:
-        """table[slots] = values where allowed, first writer wins; every rank keeps its own rows."""
+    def write(
+        self,
+        table: Tensor,
+        slots: Tensor,
+        values: Tensor,
+        allowed: Tensor,
+        changed: Tensor | None = None,
+    ) -> None:
+        """`negchain.pool.write_rows`; every rank keeps its own rows."""
         if self.ranks is None:
-            return write_rows(table, slots, values, allowed)
+            return write_rows(table, slots, values, allowed, changed)
         own = slots - self.first
         mine = allowed & (own >= 0) & (own < self.count)
-        return write_rows(table, own[mine], values[mine], mine[mine])
+        changed = None if changed is None else changed[mine]
+        return write_rows(table, own[mine], values[mine], mine[mine], changed)
 
     def every(self, value: Tensor) -> Tensor:  # [...] -> [W,...]
         """The same thing of every rank."""

@@ -21,7 +21,7 @@ Shapes: `B` chains, `N` rows, `K` columns, `D` embedding.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -71,13 +71,14 @@ class Walk:
     start: Start
     accepts: Tensor  # [N]
     num_steps: Tensor  # [N] moves each row could make: its proposals, or one for i-SIR
-    slots: tuple[Tensor, ...]  # per view [B], the chain of each row
-    finals: tuple[Tensor, ...]  # per view [B], row * K + column of the final state, -1 = unmoved
+    slots: Tensor  # [C] chains; one that stands here twice goes on as its first says
+    final: Tensor  # [C] row * K + column of each one's final state, -1 = unmoved
 
     def report(self, valid: Tensor) -> dict[str, Callable[[], Tensor]]:  # [B] bool
         """Numbers for `info`; see docs/diagnostics.md."""
         # Not `self`: its start holds the graph of the carried states.
-        weights, carried, final = self.weights, self.carried_weight, self.finals[-1]
+        weights, carried, final = self.weights, self.carried_weight, self.final
+        valid = valid.repeat(len(final) // max(len(valid), 1))
         accepts, num_steps, kind = self.accepts, self.num_steps, self.weights.dtype
 
         def age() -> Tensor:
@@ -91,17 +92,15 @@ class Walk:
             "effective_negatives": lambda: effective_negatives(weights, carried),
         }
 
-    def arrivals(self, side: Side, keep_keys: bool) -> Iterator[tuple[Tensor, Arrival]]:
-        """For each view its chains and where they ended, in the order in which to store them."""
+    def arrival(self, side: Side, keep_keys: bool) -> Arrival:
+        """Where the chains ended."""
         num_columns = self.weights.shape[1]
-        for slots, final in zip(self.slots, self.finals, strict=True):
-            at = final.clamp(min=0)
-            row, column = at // max(num_columns, 1), at % max(num_columns, 1)
-            if num_columns == 0:
-                yield slots, Arrival(final >= 0, self.start.ids[row], None)
-                continue
-            key = side.keys_at(row, column).detach() if keep_keys else None
-            yield slots, Arrival(final >= 0, side.ids_at(row, column), key)
+        at = self.final.clamp(min=0)
+        row, column = at // max(num_columns, 1), at % max(num_columns, 1)
+        if num_columns == 0:
+            return Arrival(self.final >= 0, self.start.ids[row], None)
+        key = side.keys_at(row, column).detach() if keep_keys else None
+        return Arrival(self.final >= 0, side.ids_at(row, column), key)
 
 
 @dataclass
@@ -155,14 +154,15 @@ def walk_chains(
         scan = _sweep(side, 0, logits, start.ids, held, skipped, sampler, stream, rows)
     # A chain that had nowhere to go may still sit on an excluded state: that has no weight.
     mass = torch.where(start.logit > -math.inf, scan.start_weight, 0.0)
+    chains, final = _finals(scan.last, logits.shape[1], slots, sampler, stream, rows)
     return Walk(
         weights=scan.weights,
         carried_weight=mass,
         start=start,
         accepts=scan.accepts,
         num_steps=num_steps,
-        slots=slots,
-        finals=_finals(scan.last, logits.shape[1], slots, sampler, stream, rows),
+        slots=chains,
+        final=final,
     )
 
 
@@ -329,15 +329,18 @@ def _finals(
     sampler: Sampler,
     stream: int,
     rows: Tensor,
-) -> tuple[Tensor, ...]:
-    """Per view, the row and column each chain is stored at; see `Walk.finals`."""
+) -> tuple[Tensor, Tensor]:
+    """Chains, and the row and column each is stored at; see `Walk`."""
     size = len(slots[0])
     here = torch.arange(len(last), device=last.device)
     flat = torch.where(last >= 0, here * num_columns + last, -1)
     if len(slots) == 1:
-        return (flat,)
-    first, second, shared = flat[:size], flat[size:], slots[0] == slots[1]
+        return slots[0], flat
     key = draws.STREAM_VIEW + stream
     coin = draws.bits(sampler.seed, sampler.step, key, rows[:size], 1)[:, 0] % 2 == 0
-    second = torch.where(shared & coin, first, second)
-    return torch.where(shared, -1, first), second  # a shared chain is stored once
+    first, second = flat.view(2, size)
+    chosen = torch.where(coin, first, second)
+    if slots[0] is slots[1]:  # one chain for both views
+        return slots[0], chosen
+    first = torch.where(slots[0] == slots[1], chosen, first)  # two views of one augmentation
+    return torch.cat(slots), torch.cat([first, second])

@@ -36,6 +36,8 @@ def scan_torch(
     count_every: int = 1,
 ) -> Scan:
     """Same signature and the same results as `scan_reference`."""
+    if count_every == 1 and fit_for_numpy(logits):
+        return _scan_numpy(logits, start_logit, log_u, burn_in)
     num_chains, num_columns = logits.shape
     threshold = logits - log_u
     states = _state_logits(threshold, logits, start_logit)  # [N,K+1], after 0 .. K steps
@@ -70,8 +72,6 @@ def scan_torch(
 
 def _state_logits(threshold: Tensor, logits: Tensor, start_logit: Tensor) -> Tensor:
     """Logit of the chain's state before the first step and after each, [N, K+1]."""
-    if fit_for_numpy(logits):
-        return _state_logits_numpy(threshold, logits, start_logit)
     level = torch.cat([start_logit[:, None], logits], 1)
     reach = torch.cat([torch.full_like(start_logit[:, None], math.inf), threshold], 1)
     distance = 1
@@ -86,13 +86,13 @@ def _state_logits(threshold: Tensor, logits: Tensor, start_logit: Tensor) -> Ten
     return level
 
 
-def _state_logits_numpy(threshold: Tensor, logits: Tensor, start_logit: Tensor) -> Tensor:
+def _scan_numpy(logits: Tensor, start_logit: Tensor, log_u: Tensor, burn_in: int | Tensor) -> Scan:
     """The same on a CPU, in place: numpy takes a fraction of torch's time over small arrays."""
     num_chains, num_columns = logits.shape
-    level = np.empty((num_chains, num_columns + 1), logits.numpy().dtype)
-    level[:, 0], level[:, 1:] = start_logit.numpy(), logits.numpy()
-    reach = np.empty_like(level)
-    reach[:, 0], reach[:, 1:] = math.inf, threshold.numpy()
+    columns = logits.numpy()
+    level = np.concatenate([start_logit.numpy()[:, None], columns], 1)
+    threshold = columns - log_u.numpy()
+    reach = np.concatenate([np.full_like(level[:, :1], math.inf), threshold], 1)
     distance = 1
     while distance <= num_columns:
         left = level[:, :-distance].copy()
@@ -100,4 +100,22 @@ def _state_logits_numpy(threshold: Tensor, logits: Tensor, start_logit: Tensor) 
         np.maximum(reach[:, :-distance].copy(), reach[:, distance:], out=reach[:, distance:])
         np.copyto(level[:, distance:], left, where=~moves)
         distance *= 2
-    return torch.from_numpy(level)
+    accepted = threshold > level[:, :-1]
+    slots = np.maximum.accumulate(accepted * np.arange(1, num_columns + 1), 1)
+    is_step = columns > -math.inf
+    limit = burn_in.numpy()[:, None] if isinstance(burn_in, Tensor) else burn_in
+    counted = is_step & (is_step.cumsum(1) > limit)
+    number = counted.sum(1, keepdims=True)
+    last = slots[:, -1] if num_columns else np.zeros(num_chains, dtype=np.int64)
+    # a flat histogram: row * (K + 1) + slot, slot 0 being the start state
+    flat = (slots + np.arange(num_chains)[:, None] * (num_columns + 1))[counted]
+    visits = np.bincount(flat, minlength=level.size).reshape(level.shape)
+    visits[np.flatnonzero(number == 0), last[number[:, 0] == 0]] = 1
+    weights = torch.from_numpy((visits / np.maximum(number, 1)).astype(columns.dtype))
+    return Scan(
+        weights=weights[:, 1:],
+        start_weight=weights[:, 0],
+        last=torch.from_numpy(last - 1),
+        last_logit=torch.from_numpy(level[:, -1]),
+        accepts=torch.from_numpy(accepted.sum(1)),
+    )

@@ -1,6 +1,6 @@
 """Store what the next visit needs: where the chains ended, and running averages.
 
-A program takes ITEMS items; of several items with one chain the first that may write does.
+A program takes ITEMS items; of several items with one chain the first valid one decides.
 
 Shapes: as in `layout_triton`.
 """
@@ -95,7 +95,7 @@ def commit_kernel(
         chain = tl.minimum(tl.maximum(index, 0), num_samples - 1)
         mean = _mean(running_ptr, item, there, num_items, VIEWS)
         writes = ok & (tl.abs(mean) < float("inf"))
-        # Of several items with one chain the first that may write does.
+        # Of several items with one chain the first valid one decides, of partitions a finite one.
         ahead = tl.minimum((tl.program_id(0) + 1) * ITEMS, num_items)
         if COUNTED:
             shared = tl.load(same_ptr + item, mask=there, other=1) > 1
@@ -106,8 +106,7 @@ def commit_kernel(
             same = (theirs[None, :] == index[:, None]) & (other[None, :] < item[:, None])
             if tl.sum(tl.sum(same.to(tl.int32), 1), 0) > 0:
                 good = tl.load(valid_ptr + other, mask=other < ahead, other=0) == 3
-                _, ends = _final(last_ptr, other, good, seed_key, step, num_items, SIDE, VIEWS)
-                moved = moved & ~_any(same & (good & (ends >= 0))[None, :])
+                moved = moved & ~_any(same & good[None, :])
                 if ALL:
                     known = tl.abs(_mean(running_ptr, other, good, num_items, VIEWS)) < float("inf")
                     writes = writes & ~_any(same & (good & known)[None, :])
