@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from battery_run import play, views_of
+from battery_run import plan_of, play
 from battery_settings import Setting
-from battery_world import batches
 
 import oracles
 from oracles.in_batch import SogCLR, batch_rows
@@ -17,13 +16,9 @@ def worst_difference(setting: Setting, steps: int) -> float:
     world, loss_fn, worst = setting.world, setting.build(0), 0.0
     table, generator = world.table.numpy(), torch.Generator().manual_seed(5)
     sogclr = SogCLR(setting.gamma, setting.beta, setting.denominator)
-    order, size = setting.order, setting.batch_size
-    for pick in batches(len(world.pairs), size, order, steps, generator):
-        twin = torch.Generator()
-        twin.set_state(generator.get_state())
-        leaf = world.table.clone().requires_grad_()
-        play(loss_fn, world, leaf, pick, generator).backward()
-        first, second = views_of(world, len(pick), twin)
+    for step in plan_of(world, setting.batch_size, setting.order, steps, 5):
+        leaf, (pick, first, second) = world.table.clone().requires_grad_(), step
+        play(loss_fn, world, leaf, step, generator).backward()
         ids, keys = world.pairs[pick].unbind(1)
         known = None if world.known is None else [set(row) for row in world.known[ids].tolist()]
         sides = batch_rows(

@@ -1,22 +1,18 @@
 """The whole constructor space of the losses: how to draw from it, and what is promised where.
 
-`refused` says which settings no loss accepts. `promise` says for each of the others what must hold
-of its long-run mean gradient: that it is the exact one, or how far it may be from it and why. A
-setting without a promise does not exist.
+`refused` says which settings no loss accepts. `is_exact` says of which others the long-run mean
+gradient is the exact one; of all others it is that of `oracles.simulated`. Nothing is allowed for.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import math
 import random
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from battery_world import Order, World, make_world
 from hypothesis import strategies as st
@@ -25,9 +21,7 @@ from torch import nn
 import negchain
 import oracles
 from negchain import ISIR, MH, Given, InBatch, Informed, Uniform
-from oracles import Exact, Row
-from oracles.exact import normalised, weighted
-from oracles.visit import SharedChain, shared_chain
+from oracles import Exact
 
 SIZE, KEYS, DIM = 48, 40, 5  # anchors of every world, keys of a corpus, embedding
 
@@ -102,74 +96,7 @@ class Setting:
         """Whether views that differ share a chain."""
         return self.num_views > 1 and self.augmentations is None
 
-    @property
-    def enumerated(self) -> bool:
-        """Whether the law of the chains is known where they do not settle at p, or lose gradient.
-
-        Metropolis-Hastings with uniform proposals, whose kernel is a matrix. An i-SIR step depends
-        on the whole set it is offered, and there are too many sets; draws beside a batch sweep
-        twice: `test_enumerated.py` has them with five items. A moving partition depends on the
-        whole past.
-        """
-        alone = isinstance(self.proposals, Uniform) and self.proposals.alone
-        return (
-            self.loss == "emc2"
-            and (self.kernel == "mh" or (isinstance(self.kernel, MH) and self.kernel.burn_in < 1))
-            and getattr(self.kernel, "count_every", 1) == 1
-            and (alone or (self.proposals in (None, "batch") and self.order != "repeats"))
-            and self.several != (self.carried == "cached")
-            and (self.denominator, self.corpus, self.augmentations) == ("negatives", False, None)
-        )
-
-    @functools.lru_cache(maxsize=2)  # noqa: B019 of a setting, for all its seeds
-    def chains_by_enumeration(self) -> list[tuple[int, int, list[Row], SharedChain]]:
-        """Per chain: its side, its number, its rows and the oracle's word on it."""
-        world, rows = self.world, {}
-        offset = world.num_anchors * world.num_views
-        for row in world.rows(self.both_ways, self.copies):
-            second = int(world.views == "paired" and row.anchor >= offset)
-            chain = (row.anchor - offset * second) // world.num_views
-            rows.setdefault((second, chain), []).append(row)
-        burn_in = self.kernel.burn_in if isinstance(self.kernel, MH) else 0.5
-        drawn = self.proposals.num if isinstance(self.proposals, Uniform) else None
-        found = []
-        for (side, chain), own in rows.items():
-            first = offset if world.views == "paired" and side == 0 else 0
-            others = len({z // world.num_views for z in own[0].negatives})
-            usable = others / (self.size if drawn else self.size - 1)
-            steps = self.num_steps(drawn, usable)
-            law = shared_chain(
-                own,
-                lambda z, first=first: (z - first) // world.num_views,
-                world.table.numpy(),
-                self.beta,
-                steps,
-                burn_in,
-            )
-            found.append((side, chain, own, law))
-        return found
-
-    def num_steps(self, drawn: int | None, usable: float) -> dict[int, float]:
-        """Numbers of proposals of a visit, with their probabilities."""
-        sizes = {self.batch_size: 1.0}
-        if drawn:
-            sizes = {drawn + 1: 1.0}
-        elif self.order == "epochs":  # the odd last batch
-            last = self.size % self.batch_size
-            sizes = {self.batch_size: 1 - last / self.size, last: last / self.size}
-        steps: dict[int, float] = {}
-        for size, share in sizes.items():
-            for count in range(size if share else 0):
-                chance = math.comb(size - 1, count) * usable**count
-                chance *= (1 - usable) ** (size - 1 - count)
-                steps[count] = steps.get(count, 0.0) + share * chance
-        return {count: share for count, share in steps.items() if share > 1e-12}
-
     def exact(self) -> Exact:
-        """What the mean gradient is measured against."""
-        return self._exact_of_shared_chains() if self.enumerated else self.exact_at_p()
-
-    def exact_at_p(self) -> Exact:
         """The gradient of the global loss itself."""
         rows, kept = self.world.rows(self.both_ways, self.copies), self.denominator
         if self.loss == "infonce":  # saturates against the sum of its own columns
@@ -177,25 +104,6 @@ class Setting:
             columns = MANY + copies * (self.batch_size - 1)
             rows = [row._replace(count=columns / len(row.negatives)) for row in rows]
         return oracles.exact(rows, self.world.table.numpy(), self.beta, kept)
-
-    def _exact_of_shared_chains(self) -> Exact:
-        table = self.world.table.numpy()
-        unit, norm = normalised(table)
-        rows, weights, lost, slope = [], [], np.zeros_like(table), 0.0
-        for _, _, own, law in self.chains_by_enumeration():
-            rows += own
-            weights += law.weights
-            for row, w, still in zip(own, law.weights, law.carried, strict=True):
-                s = unit[row.negatives] @ unit[row.anchor]
-                slope += row.share * (w @ s - unit[row.positive] @ unit[row.anchor])
-                if self.carried == "cached":  # no gradient for the carried negative
-                    back = (unit[row.anchor] - s[:, None] * unit[row.negatives]).T
-                    back = (row.share * self.beta * still * back / norm[row.negatives]).T
-                    np.add.at(lost, row.negatives, back)
-        none, ones = [0.0 * w for w in weights], [1.0] * len(rows)
-        positive = weighted(rows, table, self.beta, none, ones)
-        negative = weighted(rows, table, self.beta, weights, ones) - positive - lost
-        return Exact(0.0, positive, negative, float(slope))
 
     @property
     def deterministic(self) -> bool:
@@ -276,59 +184,25 @@ def broken(s: Setting) -> str | None:
 # ---------------------------------------------------------------- what is promised
 
 
-@dataclass(frozen=True)
-class Promise:
-    """What must hold of the mean gradient."""
+def is_exact(s: Setting) -> bool:
+    """Whether the mean gradient is that of the global loss itself; else it is the simulated one.
 
-    bound: float = 0.0  # how far it may be from the exact one along any direction, as a share
-    why: str = "exact"
-    anchors_only: bool = False  # only the gradient of the anchors' tower
-    never_longer: bool = False  # the bias makes the gradient of the negatives shorter
-
-
-def promise(s: Setting) -> Promise:
-    """For settings whose mean gradient is an estimate of the exact one."""
-    made = Promise()
-
-    def allow(bound: float, why: str) -> None:
-        nonlocal made
-        told = why if made.why == "exact" else f"{made.why}; {why}"
-        made = dataclasses.replace(made, bound=min(0.9, made.bound + bound), why=told)
-
-    proposals = s.proposals
-    alone = isinstance(proposals, (Uniform, Given)) and proposals.alone
-    mh = isinstance(s.kernel, MH) or s.kernel == "mh"
-    several = s.several
-    if s.loss == "cache":
-        if several:
-            allow(0.6, "the table holds one view of every item")
-        return made
+    Chains at stationarity, where an item's views are equal or have a chain each, carried states are
+    encoded, the positive is left out, and proposals are independent or a set that i-SIR knows to be
+    one. Negative Cache with nothing stale.
+    """
     if not s.chains:
-        allow(0.15, "hundreds of draws: what is left of the bias of a ratio")
-        if s.loss == "sogclr":
-            allow(0.1 / s.gamma, "a moving average of few visits")
-        return made
-    if s.enumerated:
-        if not alone:
-            allow(0.06, "batches without replacement against independent proposals, R/m = 1/6")
-        return made
-    if several:
-        allow(0.6, "views that differ share one chain")
-    if (mh or s.corpus) and not alone and s.order != "repeats":
-        allow(0.06, "a batch without replacement taken for independent draws, R/m = 1/6")
-    if isinstance(proposals, InBatch) and proposals.copies == 2:
-        allow(0.3, "both copies of an item are offered")
-    if s.denominator == "all":
-        allow(0.1 + 0.9 * s.partition_rate, "1 - p+ of a noisy partition is too small (Jensen)")
-        made = dataclasses.replace(made, never_longer=True)
-    if s.carried == "cached":
-        if s.views == "paired" and not s.both_ways and not several:
-            allow(0.0, "cached: gradient reaches the anchor only")
-            made = dataclasses.replace(made, anchors_only=True)
-        else:
-            allow(0.6, "cached: no gradient for the carried negative")
-            made = dataclasses.replace(made, never_longer=True)
-    return made
+        return s.loss == "cache" and s.num_views == 1
+    independent = s.order == "repeats" or (
+        isinstance(s.proposals, (Uniform, Given)) and s.proposals.alone
+    )
+    isir = s.kernel == "isir" or isinstance(s.kernel, ISIR)
+    return (
+        (independent or (isir and not s.corpus))
+        and not s.several
+        and s.proposals != InBatch(copies=2)
+        and (s.denominator, s.carried) == ("negatives", "encode")
+    )
 
 
 # ---------------------------------------------------------------- how settings are drawn

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 from battery_in_batch import worst_difference
-from battery_run import Verdict, directions, judge, run, start_at_target
+from battery_run import Verdict, directions, judge, plan_of, run, simulate, start_at_target
 from battery_settings import (
     Setting,
     broken,
-    promise,
+    is_exact,
     refused,
     settings_of_chains,
     settings_without_chains,
@@ -25,8 +25,6 @@ from battery_settings import (
 from battery_world import World
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from torch import Tensor
-
-from oracles import Exact
 
 
 def examples(count: int) -> settings:
@@ -41,49 +39,37 @@ def examples(count: int) -> settings:
     )
 
 
-def verdict_of(setting: Setting, seeds: int, steps: int, exact: Exact | None = None) -> Verdict:
-    """Run a setting on independent seeds and judge it by its promise (or another reference)."""
-    world, beta, held = setting.world, setting.beta, promise(setting)
-    exact = exact or setting.exact()
-    gradients, betas = [], []
+def verdicts_of(setting: Setting, seeds: int, steps: int) -> dict[str, Verdict]:
+    """Run a setting on independent seeds; how it compares with a simulation, and with exact."""
+    world, exact = setting.world, setting.exact()
+    found, twins = [], []
     for seed in range(seeds):
         loss_fn = setting.build(seed)
         if setting.chains:
-            start_at_target(loss_fn, world, beta, seed)
-        if setting.enumerated:
-            start_at_law(loss_fn, setting, seed)
+            start_at_target(loss_fn, world, setting.beta, seed)
         loss_fn.fill((stored_of(world, "anchors"), stored_of(world, "keys")))
-        gradient, slope = run(
-            loss_fn,
-            world,
-            batch_size=setting.batch_size,
-            order=setting.order,
-            steps=steps,
-            seed=seed,
-        )
-        gradients.append(gradient)
-        betas.append(slope)
-    return judge(
-        np.stack(gradients),
-        exact,
-        directions(world, beta, setting.both_ways, exact),
-        world.norm,
-        bound=held.bound,
-        never_longer=held.never_longer,
-        betas=np.array(betas) if setting.learned else None,
-        only=slice(0, world.num_anchors * world.num_views if held.anchors_only else None),
-    )
+        plan = plan_of(world, setting.batch_size, setting.order, steps, seed)
+        found.append(run(loss_fn, world, plan, seed))
+        twins.append(simulate(setting, plan, seed))
+    ours, theirs = (np.stack([gradient for gradient, _ in runs]) for runs in (found, twins))
+    slopes, others = (np.array([slope for _, slope in runs]) for runs in (found, twins))
+    along = directions(world, setting.beta, setting.both_ways, exact)
+
+    def verdict(gradients: np.ndarray, betas: np.ndarray) -> Verdict:
+        betas = betas if setting.learned else None
+        return judge(gradients, exact, along, world.norm, betas=betas)
+
+    return {
+        "simulated": verdict(ours - theirs + exact.gradient, slopes - others + exact.beta),
+        "exact": verdict(ours, slopes),
+    }
 
 
-def start_at_law(loss_fn: torch.nn.Module, setting: Setting, seed: int) -> None:
-    """Chains of several views where the oracle says they settle."""
-    rng = np.random.default_rng(seed + 2_000_003)
-    stored = stored_of(setting.world, "keys"), stored_of(setting.world, "anchors")
-    for side, chain, _, law in setting.chains_by_enumeration():
-        held = int(rng.choice(law.items, p=law.law / law.law.sum()))
-        loss_fn.chains.states[side, chain] = held
-        if setting.carried == "cached":
-            loss_fn.chains.keys[side, chain] = stored[side](torch.tensor([held]))[0]
+def faults_of(setting: Setting, seeds: int, steps: int) -> dict[str, Verdict]:
+    """Verdicts that do not hold, of those that should."""
+    told = verdicts_of(setting, seeds, steps)
+    asked = ["simulated", "exact"] if is_exact(setting) else ["simulated"]
+    return {name: told[name] for name in asked if not told[name].passes}
 
 
 def stored_of(world: World, tower: str) -> Callable[[Tensor], Tensor]:
@@ -96,8 +82,7 @@ def check(setting: Setting, seeds: int, steps: int) -> None:
     if setting.deterministic:
         assert worst_difference(setting, 4) < 1e-5, setting
         return
-    verdict = verdict_of(setting, seeds, steps)
-    assert verdict.passes, f"{setting}\npromised: {promise(setting)}\n{verdict}"
+    assert faults_of(setting, seeds, steps) == {}, setting
 
 
 @pytest.mark.statistical
@@ -105,7 +90,7 @@ def check(setting: Setting, seeds: int, steps: int) -> None:
 @given(settings_of_chains)
 def test_chains_keep_their_promise(setting) -> None:
     assume(not refused(setting) and not broken(setting))
-    check(setting, seeds=16, steps=8)
+    check(setting, seeds=12, steps=8)
 
 
 @pytest.mark.statistical
@@ -121,7 +106,7 @@ def test_other_losses_keep_their_promise(setting) -> None:
 @given(settings_of_chains)
 def test_chains_keep_their_promise_at_length(setting) -> None:
     assume(not refused(setting) and not broken(setting))
-    check(setting, seeds=24, steps=40)
+    check(setting, seeds=16, steps=24)
 
 
 @pytest.mark.slow
@@ -129,7 +114,7 @@ def test_chains_keep_their_promise_at_length(setting) -> None:
 @examples(80)
 @given(settings_without_chains)
 def test_other_losses_keep_their_promise_at_length(setting) -> None:
-    check(setting, seeds=24, steps=24)
+    check(setting, seeds=16, steps=16)
 
 
 # ---------------------------------------------------------------- what is refused

@@ -13,7 +13,7 @@ import functools
 import numpy as np
 import pytest
 import torch
-from battery_run import Verdict, directions, judge, run
+from battery_run import Verdict, directions, judge, plan_of, run
 from battery_settings import Setting
 from test_battery import stored_of
 
@@ -22,6 +22,7 @@ import negchain.losses.emc2 as emc2
 import negchain.losses.walk as walk
 import oracles
 from negchain import MH, Draw, EMC2Loss, Given, InBatch, Informed, Uniform
+from oracles.simulated import Simulated
 from oracles.small import Small, mean_gradient
 
 FIVE = Setting(size=5, batch_size=3, order="fresh", beta=4.0)
@@ -103,7 +104,7 @@ def verdict_of(s: Setting, seeds: int, steps: int) -> Verdict:
             if s.carried == "cached":
                 loss_fn.chains.keys[0, chain] = unit[at]
         gradient, slope = run(
-            loss_fn, world, batch_size=s.batch_size, order="fresh", steps=steps, seed=seed
+            loss_fn, world, plan_of(world, s.batch_size, "fresh", steps, seed), seed
         )
         gradients.append(gradient)
         betas.append(slope)
@@ -124,6 +125,34 @@ def verdict_of(s: Setting, seeds: int, steps: int) -> Verdict:
 )
 def test_the_mean_gradient_is_the_enumerated_one(setting) -> None:
     verdict = verdict_of(setting, 16, 24 if setting in QUICK else 60)
+    assert verdict.passes, verdict
+
+
+@pytest.mark.statistical
+@pytest.mark.parametrize(
+    "setting",
+    [pytest.param(s, marks=() if s in QUICK else pytest.mark.slow) for s in ENUMERATED],
+    ids=str,
+)
+def test_the_simulation_is_the_enumerated_one(setting) -> None:
+    """`oracles.simulated`, which the random battery is held to, started at the law."""
+    world, (expected, laws) = setting.world, enumerated(setting)
+    gradients, betas = [], []
+    for seed in range(16):
+        twin, rng = Simulated(setting, world, seed), np.random.default_rng(seed)
+        for chain, (held, law) in laws.items():
+            at = int(rng.choice(held, p=law.clip(0) / law.clip(0).sum()))
+            twin.held[0, chain] = (
+                at // setting.num_views - (5 if world.views == "paired" else 0),
+                at,
+            )
+        plan = plan_of(world, setting.batch_size, "fresh", 60, seed)
+        for pick, first, second in plan:
+            twin.play(pick.tolist(), list(zip(first.tolist(), second.tolist(), strict=True)))
+        gradients.append(twin.gradient / len(plan))
+        betas.append(twin.slope / len(plan))
+    along = directions(world, setting.beta, setting.both_ways, expected)
+    verdict = judge(np.stack(gradients), expected, along, world.norm, betas=np.array(betas))
     assert verdict.passes, verdict
 
 
