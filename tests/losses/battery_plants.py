@@ -11,6 +11,7 @@ import negchain.losses.base as base
 import negchain.losses.batch as batch
 import negchain.losses.walk as walk
 from negchain import EMC2Loss, StreamingEMC2Loss
+from negchain.losses.chains import ChainTable
 
 # ---------------------------------------------------------------- what an independent check found
 
@@ -108,6 +109,27 @@ def answers_of_an_earlier_visit(patch) -> None:
         return dataclasses.replace(start, logit=logit, similarity=similarity)
 
     patch.setattr(EMC2Loss, "_start", stale)
+
+
+def held_state_is_dropped_and_repeats_count(patch) -> None:
+    """Issue 6: i-SIR drops a held item that is in the batch, which holds some of them twice."""
+    right = walk._as_set
+
+    def once(side, kind, ids, start, logits):
+        return right(side, kind, ids, start, logits)[0], logits
+
+    patch.setattr(walk, "_as_set", once)
+
+
+def first_that_moved_is_stored(patch) -> None:
+    """Found with issue 6: of an item that stands twice in a batch the first *moved* row counts."""
+    right = ChainTable.commit
+
+    def moved_only(self, side, slots, arrival, valid):
+        valid = valid.repeat(len(slots) // len(valid)) & arrival.moved
+        return right(self, side, slots, arrival, valid)
+
+    patch.setattr(ChainTable, "commit", moved_only)
 
 
 # ---------------------------------------------------------------- what one gets wrong in a sampler

@@ -238,7 +238,8 @@ def test_mean_gradient_approaches_the_exact_one(batch_size, beta, denominator) -
     """What is wrong with the mean negative gradient beyond noise: nothing to be seen, unlike DCL's.
 
     Noise is that of independent steps; successive visits are correlated, so chains have up to twice
-    as much of it.
+    as much of it. With the positive kept in, 1 - p+ comes from a noisy partition, a bias of its own
+    (`test_enumerated.py` has its size): it is less than DCL's, no more.
     """
     z, _ = clusters()
 
@@ -255,7 +256,8 @@ def test_mean_gradient_approaches_the_exact_one(batch_size, beta, denominator) -
 
     long = run(4000)
     for method in ("emc2", "isir"):
-        assert long[method].relative_bias < min(2 * long[method].noise, long["dcl"].relative_bias)
+        noise = 2 * long[method].noise if denominator == "negatives" else math.inf
+        assert long[method].relative_bias < min(noise, long["dcl"].relative_bias)
         assert abs(long[method].norm_ratio - 1) < 0.05
     if (batch_size, beta) == (8, 14.28):
         assert 0.6 < long["dcl"].relative_bias < 0.75
