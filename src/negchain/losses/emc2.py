@@ -87,8 +87,9 @@ class EMC2Loss(ContrastiveLoss):
 
     `info` holds, beside what every loss reports: `acceptance_rate`, `carried_mass` (weight on
     carried states), `chain_age`, and a bracket of the global loss: `global_loss_low` and
-    `global_loss_high` lie below and above it on average (the latter at stationarity: it counts the
-    carried state too), `global_loss` between them is also the returned value.
+    `global_loss_high` lie below and above it on average (the latter at stationarity, with equal
+    views: tests/losses/test_long_run.py), `global_loss` between them is also the returned value.
+    Fresh views and small batches put all three far below.
 
     Example:
         >>> items, encoder = torch.randn(100, 5), torch.nn.Linear(5, 8)
@@ -281,8 +282,9 @@ class EMC2Loss(ContrastiveLoss):
                 torch.cat([numbers + view * len(batch.index) for view in range(copies)]),
             )
             self._weigh(visit, number, side, similarity, logits, walk)
-            arrival = walk.arrival(side, keep_keys=self.carried == "cached")
-            visit.arrivals.append((number, walk.slots, arrival))
+            visit.arrivals.append(
+                (number, walk.slots, walk.arrival(side, self.carried == "cached"))
+            )
             visit.note(walk.report(batch.valid[items]))
         return visit
 

@@ -36,10 +36,8 @@ VARIANCE = Metric(
 )
 ESTIMATED = Metric(
     "estimated_global_loss", "Global loss, from batches", "number",
-    "An estimate from the batches seen, on another scale than the exact loss"
+    "An estimate from the batches seen: small ones miss the hard negatives, and it is far too low"
 )  # fmt: skip
-LOW = Metric("estimated_global_loss_low", "", "number")
-HIGH = Metric("estimated_global_loss_high", "", "number")
 ACCEPTANCE = Metric(
     "acceptance_rate", "Acceptance rate", "percent", "Share of proposals the chains accept"
 )

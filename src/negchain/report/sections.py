@@ -6,14 +6,11 @@ Each function returns HTML text; `Page` gathers, beside it, the numbers for the 
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
 from typing import Any
-
-import numpy as np
 
 from .advice import advice, against_baselines
 from .charts import AXES, Chart, Series, draw, method_colour, number
@@ -23,9 +20,7 @@ from .measures import (
     EFFECTIVE,
     ESTIMATED,
     GLOBAL_LOSS,
-    HIGH,
     LOSS,
-    LOW,
     ONLINE,
     OWN_LOSS,
     RATE,
@@ -34,7 +29,7 @@ from .measures import (
     Metric,
     foreign,
 )
-from .runs import Curve, Group, Run, thinned
+from .runs import Group, Run, thinned
 from .statistics import estimates
 
 POINTS = 200  # a curve's points on a page
@@ -222,7 +217,6 @@ def curves(page: Page, run: Run) -> None:
     """One chart per metric the run recorded, and a sentence for those it did not."""
     colour = method_colour(str(run.config.get("method")))
     drawn, missing, strange = [], [], foreign(run.config.get("task", "images"))
-    bracket = _bracket(run)
     results = (
         f"Results on {run.shown.tested}",
         "The first point is before training",
@@ -233,8 +227,6 @@ def curves(page: Page, run: Run) -> None:
         longest = max((len(run.curve(metric.key)) for metric, _ in present), default=0)
         if longest > 1:  # a single point beside curves is the start of what only the end has
             present = [(m, label) for m, label in present if len(run.curve(m.key)) > 1]
-        if bracket is not None and (ESTIMATED, ESTIMATED.name) in lines:  # beside the exact loss
-            continue
         if not present:
             probed = title != "Global loss" or "probe_samples" not in strange  # a task may not
             if (title in _EXPECTED and probed) or (title == results[0] and run.classes):
@@ -245,31 +237,11 @@ def curves(page: Page, run: Run) -> None:
                    colour if i == 0 else "var(--second)", max(i - 1, 0), i)
             for i, (metric, label) in enumerate(present)
         ]  # fmt: skip
-        if bracket is not None and present[0][0] is GLOBAL_LOSS:
-            series.append(bracket)
-            note += "; band: lower and upper estimate from the batches, at the probe set’s size"
         key = "-".join(["run", present[0][0].key])
         drawn.append(Chart(key, title, note, present[0][0].unit, series))
     page.add(charts_section(page, drawn, ""))
     if missing:
         page.add(f'<p class="lead">Not recorded in this run: {", ".join(missing)}.</p>')
-
-
-def _bracket(run: Run) -> Series | None:
-    """Between the low and the high estimate, if there are both and an exact loss beside them.
-
-    Estimates are of all M images, the exact loss of n: its sum has that many fewer terms.
-    """
-    low, high = (thinned(run.curve(m.key), POINTS) for m in (LOW, HIGH))
-    if not len(low) or len(low) != len(high) or not len(run.curve(GLOBAL_LOSS.key)):
-        return None
-    total, probed = run.data_info.get("num_samples"), run.config.get("probe_samples")
-    shift = 0.0
-    if isinstance(total, int) and isinstance(probed, int) and 1 < probed < total:
-        shift = math.log((total - 1) / (probed - 1))
-    middle = Curve(low.samples, low.seconds, (low.values + high.values) / 2 - shift)
-    half = np.abs(high.values - low.values) / 2
-    return Series("from batches", middle, half, "var(--second)", 2, 1)
 
 
 def charts_section(page: Page, charts: Sequence[Chart], extra: str, look: str = "") -> str:
