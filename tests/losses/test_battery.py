@@ -18,12 +18,15 @@ from battery_settings import (
     Setting,
     broken,
     is_exact,
+    numbered,
+    numbered_without_chains,
     refused,
     settings_of_chains,
     settings_without_chains,
 )
 from battery_world import World
 from hypothesis import HealthCheck, Phase, assume, given, settings
+from hypothesis.strategies import integers
 from torch import Tensor
 
 
@@ -102,19 +105,27 @@ def test_other_losses_keep_their_promise(setting) -> None:
 
 @pytest.mark.slow
 @pytest.mark.statistical
-@examples(120)
-@given(settings_of_chains)
-def test_chains_keep_their_promise_at_length(setting) -> None:
-    assume(not refused(setting) and not broken(setting))
-    check(setting, seeds=16, steps=24)
+@pytest.mark.parametrize("part", range(5))
+def test_chains_keep_their_promise_at_length(part) -> None:
+    @examples(24)
+    @given(integers(part * 10**6, (part + 1) * 10**6 - 1).map(numbered))
+    def keep(setting: Setting) -> None:
+        assume(not refused(setting) and not broken(setting))
+        check(setting, seeds=16, steps=24)
+
+    keep()
 
 
 @pytest.mark.slow
 @pytest.mark.statistical
-@examples(80)
-@given(settings_without_chains)
-def test_other_losses_keep_their_promise_at_length(setting) -> None:
-    check(setting, seeds=16, steps=16)
+@pytest.mark.parametrize("part", range(2))
+def test_other_losses_keep_their_promise_at_length(part) -> None:
+    @examples(40)
+    @given(integers(part * 10**6, (part + 1) * 10**6 - 1).map(numbered_without_chains))
+    def keep(setting: Setting) -> None:
+        check(setting, seeds=16, steps=16)
+
+    keep()
 
 
 # ---------------------------------------------------------------- what is refused
