@@ -90,7 +90,7 @@ def global_loss(
     known: Tensor | None = None,
     normalize: bool = True,
 ) -> Tensor:
-    r"""Eq. (1) over whole-data-set embeddings, exact and differentiable.
+    r"""Eq. (1) over whole-data-set embeddings, all pairs, differentiable (tests/test_exact.py).
 
     $$ L = \frac1N \sum_i \Big[ -\beta s(x_i,y_i)
        + \log \sum_{z \in D_{neg}(x_i)} e^{\beta s(x_i,z)} \Big] $$

@@ -1,10 +1,10 @@
-"""Nearest neighbours among frozen features, exact: who they are, how they vote, who is twice there.
+"""Nearest neighbours among all frozen features: who they are, how they vote, who is twice there.
 
 Shapes: M training rows, Q query rows, F features, C classes.
 
 | function | question | protocol |
 |---|---|---|
-| `knn_accuracy` | are neighbours of the same class? | 1-NN, exact |
+| `knn_accuracy` | are neighbours of the same class? | 1-NN |
 | `knn_votes` | the k-NN other papers report | votes weighted by exp(cosine / 0.07) |
 | `similar_pairs` | which images are nearly the same? | cosine of all pairs |
 """
@@ -30,7 +30,7 @@ def nearest_neighbours(
 ) -> Tensor:
     """Positions of the k nearest training rows of each query, nearest first: -> [Q,k] int64.
 
-    Exact, `chunk` queries at a time, in float64: |q|^2 - 2 q.t + |t|^2 cancels badly in float32.
+    All pairs, `chunk` queries at once, in float64: |q|^2 - 2 q.t + |t|^2 cancels badly in float32.
 
     Example:
         >>> train = torch.tensor([[0.0, 1.0], [1.0, 0.0]])

@@ -193,7 +193,7 @@ def first_writer(slots: Tensor, allowed: Tensor) -> Tensor:  # [N] [N] bool -> [
     """For each row the first allowed row that writes to the same slot, -1 if none is allowed.
 
     An indexed assignment with repeated indices is undefined on a GPU; letting every repeat write
-    the same value makes it exact. Sorted by slot, allowed rows before others and otherwise in
+    the same value settles it. Sorted by slot, allowed rows before others and otherwise in
     order, the row looked for heads the rows of its slot: N log N instead of comparing all pairs,
     in two operations more.
 

@@ -56,7 +56,7 @@ def bits(row_hash, column_hash):  # uint32, uint32 -> int32 in [0, 2^31)
 
 @triton.jit
 def _log2(x):
-    """Base-2 logarithm; on a GPU one instruction, exact to 2^-22."""
+    """Base-2 logarithm; on a GPU one instruction, right to 2^-22."""
     if INTERPRETED:
         return tl.log2(x)
     return libdevice.fast_log2f(x)

@@ -99,7 +99,7 @@ class StaleTable(Stateful):
     def winners(
         self, num_rows: int, side: Side, beta: float | Tensor, key: Key
     ) -> tuple[Tensor, Tensor]:  # -> [num_rows], [num_rows]
-        """One exact draw from the stale softmax of each row (Gumbel-max), and its log partition."""
+        """A draw from the stale softmax of each row (Gumbel-max), and its log partition."""
         seed, step, number = key
         rows = torch.arange(num_rows, device=side.queries.device)
         best = side.queries.new_full((num_rows,), -math.inf)

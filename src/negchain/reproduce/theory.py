@@ -1,4 +1,4 @@
-"""The paper's lemmas and theorem against numbers, on problems small enough to be exact.
+"""The paper's lemmas and theorem against numbers, on problems whose kernels can be written down.
 
 mixing      Lemma 1: |P(xi_t = z) - pi(z)| <= (1 - BR / (2 m m_neg e^{2 beta}))^t, the joint kernel
             of m chains built as a matrix and worst start and state taken.
