@@ -91,7 +91,7 @@ def test_run_page_as_written_runs_under_its_own_policy(tmp_path: Path) -> None:
     run = write_run(tmp_path / "r", config, make_metrics(config), artifacts=digit_artifacts())
     text = dom(write_report([run], tmp_path / "one.html"), tmp_path / "profile", read=False)
     check(text)
-    assert text.count('<svg class="chart"') == 18 and text.count('<path class="line" d="M') == 22
+    assert text.count('<svg class="chart"') == 18 and text.count('<path class="line" d="M') == 20
 
 
 def test_reading_a_run_page(tmp_path: Path) -> None:
