@@ -388,6 +388,23 @@ def test_what_else_is_refused(made: Path, tmp_path: Path) -> None:
         Trained(encoder, config, torch.device("cpu")).encode_text(["a"])
 
 
+def test_captions_too_long_for_the_model_are_refused_before_the_first_step(
+    made: Path, tmp_path: Path
+) -> None:
+    """Where the tokenizer does not say what the model takes."""
+    bert = tiny_bert(tmp_path / "bert")
+    settled = json.loads((bert / "tokenizer_config.json").read_text())
+    (bert / "tokenizer_config.json").write_text(json.dumps(settled | {"model_max_length": 99}))
+    task = loaded(made, text_encoder=str(bert))
+    task.build()
+    captioned(tmp_path / "data")
+    with open(tmp_path / "data" / "train.csv", "a") as file:
+        file.write("000.png," + "red " * 60)
+    task = loaded(made, text_encoder=str(bert), data=str(tmp_path / "data"))
+    with pytest.raises(ConfigError, match=r"--text-encoder .*load and run, but .*size"):
+        task.build()
+
+
 COMMANDS = re.findall(r"^negchain .*?[^\\]$", PAGE.read_text(encoding="utf-8"), re.M | re.S)
 
 

@@ -5,7 +5,9 @@ The encoder is a BERT of 16 dimensions with random weights (tests/tasks/tiny_tex
 
 from __future__ import annotations
 
+import gzip
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -301,6 +303,58 @@ def test_what_is_missing_is_refused(folder: Path, tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "full" / "qrels")
     with pytest.raises(ConfigError, match="with a positive .* and has none"):
         read_beir(tmp_path / "full", 0.2)
+
+
+def test_a_pipe_is_not_waited_for_and_a_bomb_not_unpacked(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = shutil.copytree(folder / "beir", tmp_path / "beir")
+    monkeypatch.setattr("negchain.tasks.beir.LONGEST", 1 << 12)
+    read_beir(copy, 0.2)
+    lines = [b" " * 5000, b'{"_id": "d", "text": "a"}\n' + b"\n" * 10**5]
+    for content in map(gzip.compress, lines):
+        (copy / "corpus.jsonl.gz").write_bytes(content)
+        with pytest.raises(ConfigError, match="too long, or the file unpacks to too much; restore"):
+            read_beir(copy, 0.2)
+    shutil.copy(folder / "beir" / "corpus.jsonl.gz", copy)
+    (copy / "qrels" / "dev.tsv").symlink_to("train.tsv")  # a link is fine
+    assert len(read_beir(copy, 0.2).validation) == 31
+    (copy / "qrels" / "dev.tsv").unlink()
+    os.mkfifo(copy / "qrels" / "dev.tsv")
+    with pytest.raises(ConfigError, match="must be a plain file"):
+        read_beir(copy, 0.2)
+
+
+def test_a_folder_of_links_is_a_model(folder: Path, tmp_path: Path) -> None:
+    """As the cache of the hub has them."""
+    for file in (folder / "model").iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    fits = tasks.named("retrieval").fits
+    fits({"folder": str(tmp_path), "max_length": 16}, 10**6)
+    tasks.named("retrieval").rebuild({"folder": str(tmp_path), "max_length": 16})
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "said"),
+    [("config.json", {"hidden_size": 2**20}, "this bert has .* MB of weights and the file has 0"),
+     ("config.json", {"num_hidden_layers": 10**7}, "layers must be at most 1000, got 10000000"),
+     ("sentence_bert_config.json", {"max_seq_length": 64}, "can load and run, but .*size")],
+)  # fmt: skip
+def test_what_would_fail_later_is_refused_at_the_start(
+    name: str, changed: dict, said: str, folder: Path, tmp_path: Path
+) -> None:
+    """A model as large as its config asks, and texts too long for it."""
+    model = tmp_path / "model"
+    described = {"folder": str(folder / "model"), "max_length": 16}
+    tasks.named("retrieval").rebuild(described).model.save(str(model), create_model_card=False)
+    old = json.loads((model / name).read_text())
+    (model / name).write_text(json.dumps(old | changed))
+    data = write_beir(tmp_path / "beir", packed=False)
+    with open(data / "corpus.jsonl", "a") as file:
+        file.write(json.dumps({"_id": "long", "text": "the old " * 60}) + "\n")
+    given = settings(folder, encoder=str(model), data=str(data))
+    with pytest.raises(ConfigError, match=said):
+        tasks.load(resolve(None, given))
 
 
 def test_a_model_that_cannot_be_loaded_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -22,10 +22,15 @@ from typing import Any
 
 import numpy as np
 
+from negchain.files import open_plain
 from negchain.printable import show
 from negchain.train.presets import ConfigError
 
 Graded = dict[int, float]  # position of a document: its grade, above 0
+LONGEST = 64 << 20
+"""Bytes of a line, at most."""
+PACKED = 100
+"""How much larger than the file its text may be: a small file must not fill the memory."""
 
 
 @dataclass(frozen=True)
@@ -197,11 +202,18 @@ def _number(text: str) -> float | None:
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     """The lines of a text file that are not empty, with their numbers; unpacked where it is .gz."""
     try:
-        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-            for number, raw in enumerate(file, start=1):
+        with (
+            open_plain(path.resolve()) as plain,
+            gzip.open(plain) if path.suffix == ".gz" else plain as file,
+        ):
+            most = LONGEST + PACKED * os.fstat(plain.fileno()).st_size
+            for number, raw in enumerate(iter(lambda: file.readline(LONGEST), b""), start=1):
+                most -= len(raw)
+                if len(raw) == LONGEST or most < 0:
+                    raise ValueError(f"line {number} is too long, or the file unpacks to too much")
                 if line := raw.decode("utf-8-sig" if number == 1 else "utf-8").strip("\r\n"):
                     yield number, line
-    except (UnicodeDecodeError, EOFError, zlib.error, OSError) as error:
+    except (ValueError, EOFError, zlib.error, OSError) as error:
         raise ConfigError(
             f"{path} must be readable text (UTF-8), but {error}; restore the file"
         ) from None

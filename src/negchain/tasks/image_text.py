@@ -36,6 +36,7 @@ from negchain.tasks.image_text_towers import (
 )
 from negchain.tasks.images import ImageTask, small_stem
 from negchain.tasks.task import Batch, Task
+from negchain.tasks.text import explained, try_out
 
 if TYPE_CHECKING:
     from negchain.train.config import TrainConfig
@@ -114,7 +115,13 @@ class ImageTextTask(Task):
         """The towers the settings name."""
         data = self.pictures.data
         small, notes = small_stem(self.config, data)
-        encoder = build(self.config, self.augment.size, small).to(self.device)
+        encoder = build(self.config, self.augment.size, small)
+        if (folder := self.config.text_encoder) is not None:
+            with explained("--text-encoder", folder):
+                held = (tokens_of(self.config, p.flat()[0])[0] for p in self.held.values())
+                for tokens in (self.tokens, *held):
+                    try_out(encoder.text, tokens)
+        encoder = encoder.to(self.device)
         if self.device.type == "cuda":
             encoder.image.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
             torch.backends.cudnn.benchmark = True

@@ -28,7 +28,7 @@ from negchain.printable import show
 from negchain.tasks.beir import Beir, read_beir
 from negchain.tasks.retrieval_judge import RetrievalJudge
 from negchain.tasks.task import Batch, Task
-from negchain.tasks.text import TextEncoder, Texts, check_model_folder
+from negchain.tasks.text import TextEncoder, Texts, check_model_folder, explained
 from negchain.train.presets import ConfigError
 
 if TYPE_CHECKING:
@@ -66,9 +66,10 @@ class RetrievalTask(Task):
         self.loss_options = {**INFORMED, "draws": size, "k": config.draws}
         self.layout = {"views": "paired", "symmetric": False, "num_keys": len(data.documents)}
         self.encoder = TextEncoder(config.encoder, config.max_length)
-        self.documents = Texts(self.encoder, data.documents, "document")
         parts = {"train": data.train, "validation": data.validation, "test": data.test}
-        self.queries = {n: Texts(self.encoder, part.texts, "query") for n, part in parts.items()}
+        with explained("--encoder", config.encoder):
+            self.documents = Texts(self.encoder, data.documents, "document")
+            self.queries = {n: Texts(self.encoder, p.texts, "query") for n, p in parts.items()}
         positives, grades, known = [], [], []
         for graded in data.train.relevant:
             positives.append(torch.tensor(list(graded)))

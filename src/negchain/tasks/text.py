@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -57,12 +58,30 @@ def check_model_folder(folder: str | None, option: str = "--encoder") -> None:
         )
 
 
-def _unreadable(option: str, folder: str, error: Exception) -> ConfigError:
-    reason = str(error).split("\n")[0] or type(error).__name__
-    return ConfigError(
-        f"{option} {folder} must hold a model that transformers can load, but {reason}; restore "
-        "the folder or name another"
-    )
+@contextmanager
+def explained(option: str, folder: str) -> Iterator[None]:
+    """Refuse a model's folder for whatever libraries find wrong: they raise nearly every type."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        reason = str(error).split("\n")[0] or type(error).__name__
+        raise ConfigError(
+            f"{option} {folder} must hold a model that transformers can load and run, but "
+            f"{reason}; restore the folder or name another"
+        ) from error
+
+
+def _check_sizes(folder: str) -> None:
+    """Refuse sizes that are not in the files: missing weights are made up, as large as asked for.
+
+    Weights may be packed, eightfold at most.
+    """
+    files = [file.resolve() for file in Path(folder).rglob("*") if file.is_file()]
+    for file in Path(folder).rglob("config.json"):
+        if "model_type" in (config := read_object(file.resolve())):
+            refuse_larger(config, 8 * sum(found.stat().st_size for found in files))
 
 
 def refuse_larger(
@@ -119,10 +138,11 @@ class TextEncoder(nn.Module):
 
     def __init__(self, folder: str, max_length: int) -> None:
         super().__init__()
-        self.model = load_model(folder)
-        allowed = self.model.max_seq_length
-        self.model.max_seq_length = min(max_length, allowed) if allowed else max_length
-        self.embedding_dim = int(self.model.get_embedding_dimension())
+        with explained("--encoder", folder):
+            self.model = load_model(folder)
+            allowed = self.model.max_seq_length
+            self.model.max_seq_length = min(max_length, allowed) if allowed else max_length
+            self.embedding_dim = int(self.model.get_embedding_dimension())
         self.encoder_config = {"folder": folder, "max_length": max_length}
 
     @classmethod
@@ -133,7 +153,7 @@ class TextEncoder(nn.Module):
     @staticmethod
     def refuse_larger(described: Mapping[str, Any], num_bytes: int) -> None:
         """See `refuse_larger`: whoever wrote the file named the folder as well."""
-        file = Path(described.get("folder") or described["name"], "config.json")
+        file = Path(described.get("folder") or described["name"], "config.json").resolve()
         config = read_object(file) if file.is_file() else {}
         if "model_type" in config:
             refuse_larger(config, num_bytes)
@@ -159,12 +179,16 @@ def load_model(folder: str) -> SentenceTransformer:
 
     check_model_folder(folder)
     disable_progress_bar()  # the tool shows its own
-    try:
-        return SentenceTransformer(
-            folder, device="cpu", model_kwargs={"dtype": torch.float32}, **LOCAL
-        )
-    except Exception as error:  # whatever transformers finds wrong with its files
-        raise _unreadable("--encoder", folder, error) from error
+    _check_sizes(folder)
+    return SentenceTransformer(folder, device="cpu", model_kwargs={"dtype": torch.float32}, **LOCAL)
+
+
+def hardest(lengths: Tensor, largest: Tensor) -> Tensor:
+    """Places of the longest text and the largest token, of [N]: if any is too much, these are.
+
+    They are tried before the first step: the files of a folder may not suit each other.
+    """
+    return torch.stack([lengths.argmax(), largest.argmax()])
 
 
 class Texts:
@@ -192,6 +216,10 @@ class Texts:
             self.rows += [row[m > 0] for row, m in zip(ids, mask, strict=True)]
             self.more = {k: v for k, v in found.items() if not isinstance(v, Tensor)}
         self.lengths = torch.tensor([len(row) for row in self.rows], dtype=torch.int64)
+        if self.rows:
+            largest = torch.tensor([row.max(initial=0) for row in self.rows])
+            with torch.no_grad():
+                encoder(self.tokens(hardest(self.lengths, largest), model.device))
 
     def __len__(self) -> int:
         """N."""
@@ -243,6 +271,13 @@ class TextTower(nn.Module):
         return self.project(mean)  # type: ignore[no-any-return]
 
 
+@torch.no_grad()
+def try_out(tower: nn.Module, tokens: Mapping[str, Tensor]) -> None:
+    """Let a tower on the CPU encode the hardest of some texts."""
+    hard = hardest(tokens["attention_mask"].sum(1), tokens["input_ids"].amax(1))
+    tower({name: table[hard].cpu() for name, table in tokens.items()})
+
+
 def read_text_tower(folder: str, dim: int) -> TextTower:
     """The encoder a folder of transformers or sentence-transformers holds, with its weights."""
     check_model_folder(folder, "--text-encoder")
@@ -250,20 +285,19 @@ def read_text_tower(folder: str, dim: int) -> TextTower:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    try:
+    with explained("--text-encoder", folder):
+        _check_sizes(folder)
         config = AutoConfig.from_pretrained(folder, **LOCAL)
         for name, value in config.to_dict().items():
             if "dropout" in name and isinstance(value, float):
                 setattr(config, name, 0.0)
         model = AutoModel.from_pretrained(folder, config=config, **LOCAL).float()
-    except Exception as error:  # the library raises nearly every type on folders of other things
-        raise _unreadable("--text-encoder", folder, error) from error
-    if config.is_encoder_decoder or not hasattr(config, "hidden_size"):
-        raise ConfigError(
-            f"--text-encoder must be an encoder such as BERT, and {folder} holds "
-            f"{config.model_type}; choose another"
-        )
-    return TextTower(model, _pooling(Path(folder)), dim)
+        if config.is_encoder_decoder or not hasattr(config, "hidden_size"):
+            raise ConfigError(
+                f"--text-encoder must be an encoder such as BERT, and {folder} holds "
+                f"{config.model_type}; choose another"
+            )
+        return TextTower(model, _pooling(Path(folder)), dim)
 
 
 def read_tokenizer(folder: str) -> Any:
@@ -271,10 +305,8 @@ def read_tokenizer(folder: str) -> Any:
     check_model_folder(folder, "--text-encoder")
     from transformers import AutoTokenizer
 
-    try:
+    with explained("--text-encoder", folder):
         return AutoTokenizer.from_pretrained(folder, padding_side="right", **LOCAL)
-    except Exception as error:  # as above
-        raise _unreadable("--text-encoder", folder, error) from error
 
 
 def tokenise(tokenizer: Any, texts: Sequence[str]) -> tuple[dict[str, Tensor], int]:
@@ -292,7 +324,7 @@ def tokenise(tokenizer: Any, texts: Sequence[str]) -> tuple[dict[str, Tensor], i
 
 def _pooling(folder: Path) -> Pooling:
     """What sentence-transformers wrote beside the weights; the mean where it wrote nothing."""
-    file = folder / "1_Pooling" / "config.json"
+    file = (folder / "1_Pooling" / "config.json").resolve()  # a cache of the hub is full of links
     said = read_object(file) if file.is_file() else {}
     cls = said.get("pooling_mode_cls_token") or said.get("pooling_mode") == "cls"
     return "cls" if cls else "mean"
