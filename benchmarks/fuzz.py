@@ -283,13 +283,21 @@ def swapped(content: bytes, rng: random.Random) -> bytes:
     return content.replace(rng.choice(words), other, rng.choice((1, -1)))
 
 
+def unharmed(command: list[object], top: Path) -> list[object]:
+    """The command, which must work while nothing is damaged: then damage is what it refuses."""
+    status, text = attempt(command, top)
+    assert status == 0, text
+    shutil.rmtree(top / "out")
+    return command
+
+
 def damaged(content: bytes, rng: random.Random) -> bytes:
     return rng.choice((mutated, swapped))(content, rng)
 
 
 def texts(top: Path, rng: random.Random) -> Iterator[tuple[list[object], Path, bytes]]:
     data, model = write_texts(top / "beir"), write_bert(top / "bert")
-    command = [TEXTS, "--data", data, "--encoder", model, "--out", top / "out"]
+    command = unharmed([TEXTS, "--data", data, "--encoder", model, "--out", top / "out"], top)
     files = sorted(p for p in data.rglob("*") if p.is_file())
     for number in range(48):
         file = files[number % len(files)]
@@ -324,6 +332,8 @@ def captions(top: Path, rng: random.Random) -> Iterator[tuple[list[object], Path
         "--out",
         top / "out",
     ]
+    (data / "captions.csv").write_text(rows)
+    unharmed(command, top)
     for _ in range(40):
         yield command, data / "captions.csv", damaged(rows.encode(), rng)
 
@@ -347,6 +357,8 @@ def models(top: Path, rng: random.Random) -> Iterator[tuple[list[object], Path, 
         for command in ([TEXTS, "--data", data, "--encoder", folder], words):
             yield [*command, "--out", top / "out"]
 
+    for command in commands(model):
+        unharmed(command, top)
     for command in commands(pickles):
         yield command, pickles / "pytorch_model.bin", file.getvalue()
     config = json.loads((model / "config.json").read_text())

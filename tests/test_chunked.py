@@ -56,12 +56,11 @@ def test_every_loss_has_its_gradient(name: str) -> None:
         torch.testing.assert_close(mine, theirs)
 
 
-def test_without_dropout_it_is_the_gradient_of_the_whole_batch() -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_without_dropout_it_is_the_gradient_of_the_whole_batch(name: str) -> None:
     net, items = under_test.data()
-    whole = gradients("mh-paired-all", copy.deepcopy(net), items)
-    for mine, theirs in zip(
-        gradients("mh-paired-all", Chunked(net, SIZE), items), whole, strict=True
-    ):
+    whole = gradients(name, copy.deepcopy(net), items)
+    for mine, theirs in zip(gradients(name, Chunked(net, SIZE), items), whole, strict=True):
         torch.testing.assert_close(mine, theirs)
 
 

@@ -15,7 +15,8 @@ import torch
 from PIL import Image
 
 import negchain
-from negchain.data import DataBundle, Indexed, load_data, prefetch, stream_batches
+from negchain.data import DataBundle, Indexed, files, image_set, load_data, prefetch, stream_batches
+from negchain.data import sources as data_sources
 from negchain.data.shards import scan_shards
 
 COUNT = 12
@@ -106,6 +107,42 @@ def test_workers_read_shards(sources: dict[str, Any]) -> None:
     for row, batch in zip(positions, stream_batches(images, positions, 2), strict=True):
         pairs = zip(batch, images.pictures(row), strict=True)
         assert all(a.equal(b) for a, b in pairs)
+
+
+def test_all_cores_decode_unless_told_otherwise(
+    sources: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    pool, loader = files.ThreadPoolExecutor, image_set.DataLoader
+    monkeypatch.setattr(files, "ThreadPoolExecutor", lambda n: (asked.append(n), pool(1))[1])
+    for module in (data_sources, image_set):
+        monkeypatch.setattr(module, "num_cores", lambda: 3)
+    images = load_data(sources["folder"], image_size=8, resident_bytes=0, progress=False).pretrain
+    assert set(asked) == {3}
+
+    def alone(*given: Any, num_workers: int, **more: Any) -> Any:
+        asked.append(num_workers)
+        return loader(*given, **more)
+
+    monkeypatch.setattr(image_set, "DataLoader", alone)
+    assert len([*stream_batches(images, torch.arange(8).view(4, 2))]) == 4 and asked[-1] == 3
+
+
+def test_a_saved_data_set_is_mapped_and_not_read(tmp_path: Path) -> None:
+    datasets, arrow = pytest.importorskip("datasets"), pytest.importorskip("pyarrow")
+    datasets.disable_progress_bars()
+    padded = [png(n) + bytes(1 << 20) for n in range(4)]  # after its end a PNG may have anything
+    table = {"image": [{"bytes": content, "path": None} for content in padded]}
+    kinds = datasets.Features({"image": datasets.Image()})
+    datasets.Dataset.from_dict(table, features=kinds).save_to_disk(tmp_path / "saved")
+    before = arrow.default_memory_pool()
+    pool = arrow.proxy_memory_pool(before)
+    arrow.set_memory_pool(pool)
+    try:
+        assert len(load(str(tmp_path / "saved")).pretrain) == 4
+    finally:
+        arrow.set_memory_pool(before)
+    assert (pool.max_memory() or 0) < 1 << 18
 
 
 def test_held_out_and_test_shards(sources: dict[str, Any], tmp_path: Path) -> None:

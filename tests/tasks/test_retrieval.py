@@ -92,6 +92,19 @@ def test_the_model_is_sentence_transformers_own_and_as_good(finished: Path, fold
     assert f"| test ndcg10 | {summary['untrained_test_ndcg10']:.4f} |" in card
 
 
+def test_the_model_is_not_written_through_a_link(finished: Path, task, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "mine").write_text("mine")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "model").symlink_to(outside, target_is_directory=True)
+    summary = json.loads((finished / "summary.json").read_text())
+    with pytest.raises(ValueError, match="a folder of its own, and it is a link"):
+        task.finish(task.encoder, tmp_path / "run", summary)
+    assert [(p.name, p.read_text()) for p in outside.iterdir()] == [("mine", "mine")]
+    assert [p.name for p in (tmp_path / "run").iterdir()] == ["model"]
+
+
 def test_the_best_encoder_is_kept_and_patience_ends_the_run(folder: Path, tmp_path: Path) -> None:
     """With a rate that moves nothing, the encoder of the start is what is left."""
     given = settings(folder, out=str(tmp_path / "run"), lr=1e-7, patience=2, epochs=5)
