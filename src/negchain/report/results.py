@@ -195,12 +195,16 @@ def recommendation(groups: Sequence[Group], lead: Metric) -> str | None:
     best = int(np.argmax(means))
     low, high = np.quantile(gains[best], [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     gain = f"{100 * means[best]:.1f} points [{100 * low:.1f}, {100 * high:.1f}]"
-    name = known[best].label
+    name, test = known[best].label, f"test_{lead.key}"  # on queries that chose nothing
+    tested = ""
+    if f"before_{test}" in first.artifacts and len(values := known[best].finals(test)):
+        held = 100 * sign * (values.mean() - first.artifacts[f"before_{test}"].mean())
+        tested = f" ({held:.1f} on test {known[best].shown.noun})"
     if low <= 0:
         return (
             f"Recommended: none of these. The most is gained by {name}, {gain} of {lead.name} over "
-            "the encoder as it was, which is within the noise of queries and seeds: keep that one, "
-            "or look at the proposals for false negatives."
+            f"the encoder as it was{tested}, which is within the noise of queries and seeds: keep "
+            "that one, or look at the proposals for false negatives."
         )
     alike = [
         known[i].label
@@ -208,4 +212,4 @@ def recommendation(groups: Sequence[Group], lead: Metric) -> str | None:
         if i != best and np.quantile(gains[best] - other, (1 - LEVEL) / 2) <= 0
     ]
     more = f" Within the noise of it: {', '.join(alike)}." if alike else ""
-    return f"Recommended: {name}, {gain} of {lead.name} over the encoder as it was.{more}"
+    return f"Recommended: {name}, {gain} of {lead.name} over the encoder as it was{tested}.{more}"
