@@ -108,14 +108,11 @@ def _notes(
     if len(compared) < 2:
         return []
     if any(len(group.finals(lead.key)) < 2 for group in compared):
-        note = (
-            "One seed each says nothing about other seeds, so no winner is named: the intervals "
-            f"cover other {groups[0].shown.tested} only. Add --seeds 3 or more."
-        )
+        tested = groups[0].shown.tested
+        cover = f": the intervals cover other {tested} only" * (lead in groups[0].shown.lead)
         return [
-            note
-            if lead in groups[0].shown.lead
-            else note.split(": the")[0] + ". Add --seeds 3 or more."
+            f"One seed each says nothing about other seeds, so no winner is named{cover}. "
+            "Add --seeds 3 or more."
         ]
     if best is None:
         return [f"No winner by {lead.name}: the differences are within the noise."]
@@ -139,8 +136,7 @@ def comparison_table(paths: Sequence[Path]) -> Table:
         seeds = len(groups[place].runs)
         name = f"{groups[place].label} ({seeds} seed{'s' * (seeds > 1)})"
         table.add_row(
-            _plain(name),
-            *(f"{'*' * c.wins}{c.text}\n{_plain(c.spread)}".rstrip() for c in cells),
+            _plain(name), *(f"{'*' * c.wins}{c.text}\n{_plain(c.spread)}".rstrip() for c in cells)
         )
     for name, texts in found.baselines:
         table.add_row(name, *(texts[i] for i in shown), style="dim")
