@@ -11,6 +11,7 @@ import torch
 
 from negchain.encoders import Encoder, build_encoder
 from negchain.export import export_encoder
+from negchain.files import DiskFull
 from negchain.train.config import ConfigError, TrainConfig
 
 CASES = [
@@ -72,6 +73,18 @@ def test_the_card_loads_what_was_exported(
     assert "photos,more" in card and b"weights.pt" in files["config.json"]
     leaks = (b"/home", b"/mnt", b"/srv", b"site-packages", str(Path(__file__).parent).encode())
     assert [(n, leak) for n, text in files.items() for leak in leaks if leak in text] == []
+
+
+def test_a_full_disk_names_the_file_and_leaves_no_half(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(DiskFull, match=r"model.safetensors could not .*free some space"):
+        export_encoder(tmp_path, trained("small-cnn", "batch", 8), HOME, {}, "safetensors")
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_a_library_does_not_have_is_refused(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import pytest
 from negchain.files import (
     DiskFull,
     FileRefused,
+    naming,
     open_plain,
     read_arrays,
     read_object,
@@ -203,3 +204,12 @@ def test_no_space_left_in_the_middle(tmp_path: Path) -> None:
             file.write(b"half of it")
             raise OSError(28, "No space left on device")
     assert (tmp_path / "a").read_text() == "old" and os.listdir(tmp_path) == ["a"]
+
+
+def test_a_full_disk_in_the_words_of_safetensors(tmp_path: Path) -> None:
+    said = 'IoError(Os { code: 28, message: "No space left on device" })'
+    with pytest.raises(DiskFull, match=r"model could not be written \(No space"):
+        with naming(tmp_path / "model"):
+            raise RuntimeError(said)
+    with pytest.raises(RuntimeError, match="else"), naming(tmp_path / "model"):
+        raise RuntimeError("something else")

@@ -16,6 +16,8 @@ def main() -> None:
             raise
         print(f"refused: {install}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
     run()
 
 

@@ -20,11 +20,12 @@ from typing import Any, Literal, get_args
 
 import timm
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from negchain.augment import augmentation
 from negchain.encoders import Encoder
+from negchain.files import replacing
 from negchain.train.config import ConfigError, TrainConfig
 from negchain.train.loggers import for_others
 from negchain.train.presets import choose
@@ -60,17 +61,19 @@ def export_encoder(
         code = _ONNX_CODE
     else:
         content, code = _WEIGHTS[form](encoder)
-    folder.mkdir(parents=True, exist_ok=True)
-    if form == "onnx":
-        (folder / "model.onnx").write_bytes(content)
-    else:
-        save_file(content, folder / "model.safetensors", metadata={"format": "pt"})
     record = {"encoder": dict(encoder.encoder_config), "training": for_others(config)}
-    (folder / "config.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     inside = form == "onnx" or normalize is None
     scaled = "" if inside else f", less the mean {normalize[0]}, over {normalize[1]}"  # type: ignore[index]
     card = _card(encoder, record["training"], results, code, scaled)
-    (folder / "README.md").write_bytes(card.encode("utf-8", "backslashreplace"))
+    model = content if form == "onnx" else save(content, metadata={"format": "pt"})
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, data in (
+        (f"model.{'onnx' if form == 'onnx' else 'safetensors'}", model),
+        ("config.json", json.dumps(record, indent=2).encode() + b"\n"),
+        ("README.md", card.encode("utf-8", "backslashreplace")),
+    ):
+        with replacing(folder / name) as file:
+            file.write(data)
 
 
 def _weights(module: nn.Module) -> dict[str, Tensor]:

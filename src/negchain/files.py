@@ -45,11 +45,13 @@ def naming(path: Path) -> Iterator[None]:
     """Turn "no space left on device" into a sentence that names the file and what to do."""
     try:
         yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    except Exception as error:  # safetensors has one of its own
+        why = error.strerror if isinstance(error, OSError) else "No space left on device"
+        number = getattr(error, "errno", errno.ENOSPC if str(why) in str(error) else None)
+        if number not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         raise DiskFull(
-            f"the disk is full: {path} could not be written ({error.strerror}); free some space "
+            f"the disk is full: {path} could not be written ({why}); free some space "
             "and try again (a training run goes on with --resume)"
         ) from error
 

@@ -51,6 +51,33 @@ def test_the_terminal_speaks_in_words(probed: Path, capsys: Capture) -> None:
     assert "1-NN accuracy" in said and "Global loss, exact" in said
 
 
+@pytest.mark.parametrize("command", ["embed", "duplicates", "export", "evaluate", "train"])
+def test_ctrl_c_is_answered_with_a_word(
+    command: str,
+    probed: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Capture,
+) -> None:
+    """While reading, decoding, encoding or writing: nothing is left, and no traceback."""
+
+    def pressed(*args: object, **named: object) -> None:
+        raise KeyboardInterrupt
+
+    out = tmp_path / f"new.{'html' if command == 'duplicates' else 'npz'}"
+    given = [probed] if command != "train" else ["--encoder small-cnn --device cpu"]
+    given += ["--data", tmp_path] * (command in ("embed", "duplicates"))
+    given += ["--data digits"] * (command == "train") + ["--out", out] * (command != "evaluate")
+    given += ["--format onnx"] * (command == "export")
+    places = ("trained.load_run_encoder", "pretrained.load_trained", "start.load")
+    for place in places:
+        monkeypatch.setattr(f"negchain.train.{place}", pressed)
+    assert negchain(command, *given) == 130
+    said = capsys.readouterr().err.strip()
+    assert said == f"stopped before the {'next checkpoint' if command == 'train' else 'end'}"
+    assert not out.exists()
+
+
 def test_progress_is_alive_when_redirected(pictures: Path, tmp_path: Path, capsys: Capture) -> None:
     options = TINY.replace("--quiet", "") + " --steps 3 --data"
     assert negchain("train", options, pictures, "--out", tmp_path / "run") == 0

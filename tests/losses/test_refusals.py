@@ -154,6 +154,8 @@ def test_another_width_is_refused(options) -> None:
     [
         (lambda: InfoNCELoss(beta=0.0), "beta.*0.0"),
         (lambda: DCLLoss(beta=math.inf), "beta.*inf"),
+        (lambda: DCLLoss(beta=torch.tensor([3.0, 4.0])), r"beta.*one.*3., 4."),
+        (lambda: DCLLoss(beta=torch.nn.Parameter(torch.ones(2))), "(?s)beta.*one.*1., 1."),
         (lambda: InfoNCELoss(views="both"), "views.*both"),
         (lambda: InfoNCELoss(proposals=Uniform()), "num_samples="),
         (lambda: SogCLRLoss(1), "num_samples.*1"),
@@ -205,3 +207,9 @@ def test_a_draw_with_probabilities_needs_the_size_of_the_data_set() -> None:
 def test_streaming_offers_the_batch_alone() -> None:
     with pytest.raises(TypeError, match="proposals"):
         StreamingEMC2Loss(M, proposals=Uniform())
+
+
+def test_only_a_beta_with_a_gradient_is_learned() -> None:
+    given = torch.tensor(3.0)
+    assert "beta=3.0," in repr(DCLLoss(beta=given)) and not list(DCLLoss(beta=given).parameters())
+    assert "beta=3 (learned)" in repr(DCLLoss(beta=torch.nn.Parameter(given)))

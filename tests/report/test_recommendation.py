@@ -35,6 +35,15 @@ def test_the_best_is_recommended_with_its_interval(seeds: int) -> None:
     assert "Within the noise of it: " in str(recommendation(groups, LEAD))
 
 
+def test_the_gain_on_queries_that_chose_nothing_stands_beside_it() -> None:
+    tuned = group("good", 0.2)
+    tuned.runs[0].artifacts["before_test_ndcg10"] = np.full(9, 0.4)
+    tuned.runs[0].summary["test_ndcg10"], tuned.runs[0].config["task"] = 0.414, "retrieval"
+    said = str(recommendation([tuned], LEAD))
+    assert "over the encoder as it was (1.4 on test queries)." in said
+    assert "on test" not in str(recommendation([group("good", 0.2)], LEAD))
+
+
 def test_none_is_recommended_where_nothing_gains() -> None:
     for gain in (0.0, -0.1):
         said = recommendation([group("a", gain), group("b", gain)], LEAD)

@@ -53,6 +53,10 @@ root.dataset.again = document.querySelectorAll(".dim").length;
 root.dataset.wide = root.scrollWidth > root.clientWidth;
 const names = [...document.querySelectorAll(".confusion .name[text-anchor]")];
 root.dataset.name = Math.min(...names.map((name) => name.getBoundingClientRect().height));
+document.body.style.width = "390px";  // a phone: the window itself is 500 at least
+root.dataset.cut = [...document.querySelectorAll(".wide .frame text")].filter((text) =>
+  text.getBoundingClientRect().left < text.closest(".wide svg").parentNode
+    .getBoundingClientRect().left).length;
 </script></body>"""
 
 
@@ -116,7 +120,7 @@ def test_reading_a_comparison(tmp_path: Path) -> None:
     assert len(re.findall(r"% ± [\d.]+ %", tip)) == 7 and "SogCLR" in tip
     assert outcome(text, "before") == outcome(text, "after") == "true"
     assert int(outcome(text, "dimmed") or 0) > 7 and outcome(text, "again") == "0"
-    assert outcome(text, "wide") == "false"
+    assert outcome(text, "wide") == "false" and outcome(text, "cut") == "0"
 
 
 def test_names_beside_the_matrix_can_be_read_on_a_phone(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """The command line: `negchain train | evaluate | embed | export | duplicates | compare | report`,
 `reproduce`, `bench`.
 
-Exit status: 0 done, 1 failed, 2 refused before starting, 130 interrupted after a checkpoint.
+Exit status: 0 done, 1 failed, 2 refused before starting, 130 interrupted.
 Nothing here imports torch: a command does when it runs, so that help and refusals are quick.
 """
 
@@ -76,6 +76,8 @@ def run(arguments: list[str]) -> int:
     """Run the command line; returns the exit status."""
     try:
         status = typer.main.get_command(app)(arguments, prog_name="negchain", standalone_mode=False)
+        if status == 130:  # typer's word for Ctrl-C; older ones raise Abort
+            raise KeyboardInterrupt
         return int(status or 0)
     except typer.Exit as request:
         return request.exit_code
@@ -85,7 +87,8 @@ def run(arguments: list[str]) -> int:
     except (KeyboardInterrupt, typer.Abort) as stopped:
         if isinstance(stopped.__cause__, EOFError):  # typer takes it for the end of typing
             return _explain("failed", stopped.__cause__, 1)
-        say(" before the next checkpoint", "stopped", "bold yellow")
+        before = "next checkpoint" if arguments[:1] == ["train"] else "end"
+        say(f" before the {before}", "stopped", "bold yellow")
         return 130
     except UsageProblem as error:
         if not arguments:  # then the problem is that help was all there was to show

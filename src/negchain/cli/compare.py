@@ -126,7 +126,7 @@ def command(
             best = {method: _best(method, several) for method, several in tried.items()}
             run_all([plan for plans in best.values() for plan in plans])
     except KeyboardInterrupt:
-        raise Stopped(f"; the same command with --out {folder} continues the runs") from None
+        raise Stopped(f"early; the same command with --out {folder} continues the runs") from None
     every = [path for plans in best.values() for path, _, _ in plans]
     runs = [path for path in every if is_run(path) and read_metrics(path)]
     if runs:

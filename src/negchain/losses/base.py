@@ -90,10 +90,10 @@ class ContrastiveLoss(Reporting):
         super().__init__()
         one_of("views", views, ("shared", "paired"))
         one_of("denominator", denominator, ("negatives", "all"))
-        if isinstance(beta, Tensor) and not beta.requires_grad:
+        if isinstance(beta, Tensor) and beta.numel() == 1 and not beta.requires_grad:
             beta = float(beta)
-        if not isinstance(beta, Tensor) and not 0 < beta < math.inf:
-            raise ValueError(f"beta (1 / temperature) must be positive and finite, got {beta}")
+        if not (beta.numel() == 1 if isinstance(beta, Tensor) else 0 < beta < math.inf):
+            raise ValueError(f"beta (1 / temperature) must be one positive number, got {beta}")
         if num_samples is not None and num_samples < (2 if num_keys is None else 1):
             raise ValueError(
                 f"num_samples must be at least 2, got {num_samples}: one sample has no negative"
@@ -394,6 +394,5 @@ class ContrastiveLoss(Reporting):
 
     def extra_repr(self) -> str:
         """The settings, for `print(loss)`."""
-        learned = isinstance(self.beta, Tensor)
-        beta = f"{float(self.beta):g} (learned)" if learned else f"{self.beta}"
+        beta = self.beta if isinstance(self.beta, float) else f"{self.beta.item():g} (learned)"
         return f"beta={beta}, views={self.views!r}, denominator={self.denominator!r}"

@@ -13,15 +13,7 @@ from urllib.parse import quote
 
 from .charts import Chart, Series, dash, method_colour, number, strip
 from .galleries import side_by_side
-from .measures import (
-    ACCEPTANCE,
-    CARRIED,
-    EFFECTIVE,
-    GLOBAL_LOSS,
-    LOSS,
-    ONLINE,
-    THROUGHPUT,
-)
+from .measures import ACCEPTANCE, CARRIED, EFFECTIVE, GLOBAL_LOSS, LOSS, ONLINE, THROUGHPUT
 from .results import Cell, compare
 from .runs import Group, Run, mean_curve, method_title
 from .sections import POINTS, Page, charts_section, notices, pictures, settings, tiles

@@ -82,10 +82,7 @@ def _pictures_found(run: Run, rows: int) -> str:
             f'<figure class="{"same" if right else "other"}">{picture(image, "retrieved picture")}'
             f"<figcaption>{'✓' if right else '✗'} {similarity:.2f}</figcaption></figure>"
             for image, right, similarity in zip(
-                images,
-                art["found_images_right"][q],
-                art["found_images_similarity"][q],
-                strict=True,
+                images, art["found_images_right"][q], art["found_images_similarity"][q], strict=True
             )
         )
         cards.append(

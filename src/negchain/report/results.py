@@ -108,14 +108,11 @@ def _notes(
     if len(compared) < 2:
         return []
     if any(len(group.finals(lead.key)) < 2 for group in compared):
-        note = (
-            "One seed each says nothing about other seeds, so no winner is named: the intervals "
-            f"cover other {groups[0].shown.tested} only. Add --seeds 3 or more."
-        )
+        tested = groups[0].shown.tested
+        cover = f": the intervals cover other {tested} only" * (lead in groups[0].shown.lead)
         return [
-            note
-            if lead in groups[0].shown.lead
-            else note.split(": the")[0] + ". Add --seeds 3 or more."
+            f"One seed each says nothing about other seeds, so no winner is named{cover}. "
+            "Add --seeds 3 or more."
         ]
     if best is None:
         return [f"No winner by {lead.name}: the differences are within the noise."]
@@ -139,8 +136,7 @@ def comparison_table(paths: Sequence[Path]) -> Table:
         seeds = len(groups[place].runs)
         name = f"{groups[place].label} ({seeds} seed{'s' * (seeds > 1)})"
         table.add_row(
-            _plain(name),
-            *(f"{'*' * c.wins}{c.text}\n{_plain(c.spread)}".rstrip() for c in cells),
+            _plain(name), *(f"{'*' * c.wins}{c.text}\n{_plain(c.spread)}".rstrip() for c in cells)
         )
     for name, texts in found.baselines:
         table.add_row(name, *(texts[i] for i in shown), style="dim")
@@ -195,12 +191,16 @@ def recommendation(groups: Sequence[Group], lead: Metric) -> str | None:
     best = int(np.argmax(means))
     low, high = np.quantile(gains[best], [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     gain = f"{100 * means[best]:.1f} points [{100 * low:.1f}, {100 * high:.1f}]"
-    name = known[best].label
+    name, test = known[best].label, f"test_{lead.key}"  # on queries that chose nothing
+    tested = ""
+    if f"before_{test}" in first.artifacts and len(values := known[best].finals(test)):
+        held = 100 * sign * (values.mean() - first.artifacts[f"before_{test}"].mean())
+        tested = f" ({held:.1f} on test {known[best].shown.noun})"
     if low <= 0:
         return (
             f"Recommended: none of these. The most is gained by {name}, {gain} of {lead.name} over "
-            "the encoder as it was, which is within the noise of queries and seeds: keep that one, "
-            "or look at the proposals for false negatives."
+            f"the encoder as it was{tested}, which is within the noise of queries and seeds: keep "
+            "that one, or look at the proposals for false negatives."
         )
     alike = [
         known[i].label
@@ -208,4 +208,4 @@ def recommendation(groups: Sequence[Group], lead: Metric) -> str | None:
         if i != best and np.quantile(gains[best] - other, (1 - LEVEL) / 2) <= 0
     ]
     more = f" Within the noise of it: {', '.join(alike)}." if alike else ""
-    return f"Recommended: {name}, {gain} of {lead.name} over the encoder as it was.{more}"
+    return f"Recommended: {name}, {gain} of {lead.name} over the encoder as it was{tested}.{more}"

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from negchain import draws, methods
-from negchain.files import real_folder
+from negchain.files import naming, real_folder
 from negchain.losses.request import Want
 from negchain.printable import show
 from negchain.tasks.beir import Beir, read_beir
@@ -158,9 +158,10 @@ class RetrievalTask(Task):
         """Write `model/`, which `SentenceTransformer(...)` loads, with a card."""
         made = Path(tempfile.mkdtemp(dir=folder, prefix=".model-"))
         try:
-            encoder.model.save(str(made), create_model_card=False)
-            card = _card(self, encoder, summary)
-            (made / "README.md").write_text(card, encoding="utf-8", errors="backslashreplace")
+            with naming(folder / "model"):
+                encoder.model.save(str(made), create_model_card=False)
+                card = _card(self, encoder, summary)
+                (made / "README.md").write_text(card, encoding="utf-8", errors="backslashreplace")
             made.chmod(0o755)
             shutil.rmtree(real_folder(folder / "model"))
             os.replace(made, folder / "model")
