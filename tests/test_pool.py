@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from negchain import pool
 from negchain.pool import (
     Draw,
     Kind,
@@ -40,20 +41,27 @@ def test_first_writer(size, num_slots, share, rng) -> None:
         assert torch.equal(far, all_pairs(slots, allowed))
 
 
+@pytest.mark.parametrize("as_a_gpu", [False, True])
 @pytest.mark.parametrize("width", [(), (3,)])
-def test_write_rows_against_a_loop(width, rng) -> None:
+def test_write_rows_against_a_loop(width, as_a_gpu, rng, monkeypatch) -> None:
+    if as_a_gpu:
+        monkeypatch.setattr(pool, "fit_for_numpy", lambda table: False)
     size, num_slots = 4096, 700
     slots = torch.randint(0, num_slots, (size,), generator=rng)
-    allowed = torch.rand(size, generator=rng) < 0.3
+    allowed, changed = torch.rand(2, size, generator=rng) < 0.3
     values = torch.randn(size, *width, generator=rng)
     got = torch.zeros(num_slots, *width)
-    expected, written = got.clone(), set()
+    expected, moved, written = got.clone(), got.clone(), set()
     for row, slot in enumerate(slots.tolist()):
         if allowed[row] and slot not in written:
             expected[slot] = values[row]
+            moved[slot] = values[row] * changed[row]
             written.add(slot)
+    some = got.clone()
+    write_rows(some, slots, values, allowed, changed)
     write_rows(got, slots, values, allowed)
     assert torch.equal(got, expected) and 0 < len(written) < num_slots
+    assert torch.equal(some, moved)
     untouched = got.clone()
     write_rows(got, slots, values + 1, torch.zeros_like(allowed))
     assert torch.equal(got, untouched)

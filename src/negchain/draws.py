@@ -120,18 +120,22 @@ def _bits_numpy(
     """The same on a CPU, where torch takes several times as long over small integers."""
     first, more = seed_key(seed), stream * GOLDEN
     keys = [_mix_int(_mix_int(number + first) + more) for number in step.reshape(-1).tolist()]
-    key = np.array(keys, dtype=np.uint32)
+    key = np.array(keys, dtype=np.uint32)[:, None]
     columns = np.arange(first_column, first_column + num_columns, dtype=np.uint32)
-    row_hash = _mix_numpy(rows.numpy().astype(np.uint32) + key)
-    column_hash = _mix_numpy((columns * np.uint32(GOLDEN % 2**32)) ^ key[:, None])
-    x = _mix_numpy(row_hash[:, None] + column_hash)
-    return torch.from_numpy((x >> np.uint32(1)).view(np.int32))
+    columns *= np.uint32(GOLDEN % 2**32)
+    x = _mix_numpy(rows.numpy().astype(np.uint32)[:, None] + key) + _mix_numpy(columns ^ key)
+    x = _mix_numpy(x)
+    x >>= np.uint32(1)
+    return torch.from_numpy(x.view(np.int32))
 
 
 def _mix_numpy(x: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    x = (x ^ (x >> np.uint32(16))) * np.uint32(MIX_A)
-    x = (x ^ (x >> np.uint32(15))) * np.uint32(MIX_B)
-    return x ^ (x >> np.uint32(15))
+    x ^= x >> np.uint32(16)
+    x *= np.uint32(MIX_A)
+    x ^= x >> np.uint32(15)
+    x *= np.uint32(MIX_B)
+    x ^= x >> np.uint32(15)
+    return x
 
 
 def _bits_torch(

@@ -27,8 +27,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from negchain.draws import fit_for_numpy
 
 
 class Draw(NamedTuple):
@@ -115,8 +118,7 @@ class Side:
 
     def similarities(self) -> Tensor:  # [N, K+C], differentiable
         """Similarity of every row to every column, shared columns first."""
-        groups = self.queries.view(self.keys.shape[0], -1, self.queries.shape[1])
-        similarity = (groups @ self.keys.mT).flatten(0, 1)
+        similarity = products(self.queries, self.keys)
         if self.private_keys is None:
             return similarity
         private = torch.einsum("nd,ncd->nc", self.queries, self.private_keys)
@@ -170,6 +172,11 @@ class Side:
             terms.append(weight if kind.log_q is None else weight + kind.log_q(ids))
         total = self.counts().to(self.queries.dtype).log().view(shape)
         return torch.logsumexp(torch.stack(terms), 0) - total
+
+
+def products(queries: Tensor, keys: Tensor) -> Tensor:  # [N,D] [G,K,D] -> [N,K]
+    """Of every row with the columns of its group."""
+    return (queries.view(len(keys), -1, queries.shape[1]) @ keys.mT).flatten(0, 1)
 
 
 def num_distinct(known: Tensor, own: Tensor) -> Tensor:  # [N,L] [N] -> [N] int64
@@ -227,6 +234,12 @@ def write_rows(
         >>> table
         tensor([0., 7., 0.])
     """
+    if fit_for_numpy(table):  # the same, and less to do
+        rows = np.flatnonzero(allowed.numpy())
+        rows = rows[np.unique(slots.numpy()[rows], return_index=True)[1]]
+        first = torch.from_numpy(rows if changed is None else rows[changed.numpy()[rows]])
+        table[slots[first]] = values[first].to(table.dtype)
+        return
     writer = first_writer(slots, allowed)
     writes = writer >= 0 if changed is None else (writer >= 0) & changed[writer]
     values = values[writer].to(table.dtype)

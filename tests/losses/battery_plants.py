@@ -9,6 +9,7 @@ import torch
 
 import negchain.losses.base as base
 import negchain.losses.batch as batch
+import negchain.losses.emc2 as emc2
 import negchain.losses.walk as walk
 from negchain import EMC2Loss, StreamingEMC2Loss
 from negchain.losses.chains import ChainTable
@@ -64,20 +65,13 @@ def panels_count_shared_graphs_twice(patch) -> None:
 
 def lonely_rows_are_dropped(patch) -> None:
     """Issue 4: a row without a proposal loses its positive and its carried state too."""
-    right = base.ContrastiveLoss._value
+    right = emc2.bracket
 
-    def dropped(self, side, similarity, estimate, carried_similarity=None):
-        lonely = side.all_excluded().all(1)
-        log_partition = estimate.log_partition.masked_fill(lonely, -math.inf)
-        return right(
-            self,
-            side,
-            similarity,
-            estimate._replace(log_partition=log_partition),
-            carried_similarity,
-        )
+    def dropped(side, *given):
+        low, high, middle = right(side, *given)
+        return low, high, middle.masked_fill(side.all_excluded().all(1), -math.inf)
 
-    patch.setattr(base.ContrastiveLoss, "_value", dropped)
+    patch.setattr(emc2, "bracket", dropped)
 
 
 def labels_hold_both_ways_in_the_batch(patch) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from negchain.draws import fit_for_numpy
 from negchain.losses.batch import (
     Batch,
     Call,
@@ -31,6 +32,7 @@ from negchain.losses.batch import (
     check_batch,
     is_traced,
     lay_out,
+    without_autocast,
 )
 from negchain.losses.columns import first_counts, given_draws, popularity, uniform_ids, with_draw
 from negchain.losses.distributed import gathered, over_ranks, own_step, share_out, together
@@ -182,7 +184,7 @@ class ContrastiveLoss(Reporting):
                 call = Call(z_a, z_a if z_b is None else z_b, index, key_index, known, augmentation)
                 if ranks is not None and ranks.join and len(self.tables):
                     call, _ = gathered(self, call, (), self._turn, ranks)
-                with torch.autocast(z_a.device.type, enabled=False):
+                with without_autocast(z_a):
                     parts = self._parts_given(call, step)
         if ranks is not None:
             parts = [share_out(part, ranks) for part in parts]
@@ -282,7 +284,7 @@ class ContrastiveLoss(Reporting):
         call = Call(z_a, z_b, index, key_index, known, augmentation, draw, drawn)
         if encode is not None:  # under the caller's autocast, as the batch was
             requests = self._encoded(call, encode)
-        with torch.autocast(z_a.device.type, enabled=False):
+        with without_autocast(z_a):
             if call.draw is not None and not isinstance(self.proposals, Given):
                 raise ValueError("draw= goes with proposals=Given() at construction; leave it out")
             with over_ranks(self, call, requests, self._turn) as (whole, answers):
@@ -357,7 +359,9 @@ class ContrastiveLoss(Reporting):
     def _count_lonely(self, log_partition: Tensor) -> None:  # [N]
         """Note the rows without any negative (-inf), for `info`."""
         if not is_traced(log_partition):
-            self.faults[2] += (log_partition == -math.inf).sum()
+            lonely = log_partition == -math.inf
+            if not fit_for_numpy(lonely) or lonely.numpy().any():
+                self.faults[2] += lonely.sum()
 
     def _count(self, keys: Tensor, valid: Tensor | None = None) -> None:  # [B]
         """Remember which keys were positives; part of changing state."""

@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from negchain.draws import fit_for_numpy
 from negchain.objective import SHORTEST
 from negchain.pool import Draw, Kind, Side, matches
 
@@ -71,33 +74,31 @@ def check_batch(
     if known is not None:
         known = as_ids("known", known, batch_size, device, dims=2)
     num_positions = num_samples if num_keys is None else num_keys
-    in_range = own_range = inside(index, num_samples)
+    if fit_for_numpy(z_a) and fit_for_numpy(z_b):  # then everything can be looked at
+        _refuse(index, "index", num_samples)
+        if keys is not index:
+            _refuse(keys, "key_index", num_positions)
+        if not (all_finite(z_a) and all_finite(z_b)):
+            finite = torch.isfinite(z_a).all(1) & torch.isfinite(z_b).all(1)
+            rows = torch.nonzero(~finite).flatten().tolist()[:5]
+            raise ValueError(
+                f"embeddings must be finite, but rows {rows} hold NaN or inf; lower the learning "
+                "rate, clip gradients, or skip the batch"
+            )
+        valid = torch.ones(batch_size, dtype=torch.bool)
+        return Batch(z_a, z_b, index, keys, known, valid, None)
+    in_range = inside(index, num_samples)
     if keys is not index:
-        in_range = own_range & inside(keys, num_positions)
+        in_range = in_range & inside(keys, num_positions)
     finite = torch.isfinite(z_a).all(1) & torch.isfinite(z_b).all(1)
-    valid = in_range & finite
-    looked = device.type == "cpu" and not is_traced(finite)
-    if looked and not bool(valid.all()):
-        _refuse(index, own_range, "index", num_samples)
-        _refuse(keys, inside(keys, num_positions), "key_index", num_positions)
-        rows = torch.nonzero(~finite).flatten().tolist()[:5]
-        raise ValueError(
-            f"embeddings must be finite, but rows {rows} hold NaN or inf; lower the learning "
-            "rate, clip gradients, or skip the batch"
-        )
-    if not looked and num_samples is not None:
+    faults = torch.stack([(~finite).sum(), (~in_range).sum()])
+    if num_samples is not None:
         index = index.clamp(0, num_samples - 1)
-    if not looked and key_index is not None and num_keys is not None:
+    if key_index is None:
+        keys = index
+    elif num_keys is not None:
         keys = keys.clamp(0, num_keys - 1)
-    return Batch(
-        z_a=z_a,
-        z_b=z_b,
-        index=index,
-        key_index=index if key_index is None else keys,
-        known=known,
-        valid=valid,
-        faults=None if looked else torch.stack([(~finite).sum(), (~in_range).sum()]),
-    )
+    return Batch(z_a, z_b, index, keys, known, in_range & finite, faults)
 
 
 def check_shapes(z_a: Tensor, z_b: Tensor, key_index: object, num_keys: int | None) -> None:
@@ -152,20 +153,25 @@ def lay_out(
     anchors, size = index[items], index.shape[0]
     mask = None
     if use_batch:
-        mask = matches(own, own[items], row_known) | ~batch.valid[None, :]
+        mask = matches(own, own[items], row_known)
+        mask = mask if batch.faults is None else mask | ~batch.valid[None, :]
 
-    def side(rows: Tensor, positives: Tensor, keys: Tensor, ids: Tensor, own: Tensor) -> Side:
+    def side(
+        rows: Tensor, positives: Tensor, keys: Tensor, ids: Tensor, own: Tensor, **more: Any
+    ) -> Side:
         copies = rows.shape[0] // anchors.shape[0]
+        anchor_ids = repeated(anchors, copies)
         excluded = batch.valid.new_zeros(rows.shape[0], 0) if mask is None else mask
         if mask is None:
             keys, ids = keys[:, :0], ids[:, :0]
         elif excluded.shape != (rows.shape[0], keys.shape[1]):
             excluded = excluded.repeat(copies, keys.shape[1] // size)
+        uniform = Kind(0, keys.shape[1], (~excluded).sum(1), None)  # over the row's negatives
         made = Side(
             queries=rows,
             positives=positives,
-            anchor_ids=anchors if copies == 1 else anchors.repeat(copies),
-            positive_ids=own[items] if copies == 1 else own[items].repeat(copies),
+            anchor_ids=anchor_ids,
+            positive_ids=anchor_ids if own is index else repeated(own[items], copies),
             known=None if row_known is None else row_known.repeat(copies, 1),
             keys=keys,
             key_ids=ids,
@@ -173,13 +179,14 @@ def lay_out(
             multiplicity=multiplicity,
             ids_per_item=ids_per_item,
             num_keys=num_positions,
+            kinds=() if mask is None else (uniform,),
+            **more,
         )
-        return made if mask is None else dataclasses.replace(made, kinds=(_batch_kind(made),))
+        if mask is None or popularity is None:
+            return made
+        return dataclasses.replace(made, kinds=(by_popularity(made, popularity),))
 
-    def _batch_kind(made: Side) -> Kind:
-        width = made.keys.shape[1]
-        if popularity is None:  # uniform over the row's negatives
-            return Kind(0, width, (~made.excluded).sum(1), None)
+    def by_popularity(made: Side, popularity: Popularity) -> Kind:
         others = batch.valid.sum() - batch.valid[items].long()  # the row's own column is no draw
         log_m = made.log_num_negatives()
         assert log_m is not None
@@ -187,26 +194,24 @@ def lay_out(
         def log_q(ids: Tensor) -> Tensor:
             return popularity(ids) + log_m.view(-1, *[1] * (ids.dim() - 1))
 
-        return Kind(0, width, others, log_q)
+        return Kind(0, made.keys.shape[1], others, log_q)
 
     if views == "shared":
         names = (index, index) if key_ids is None else key_ids
-        both, swapped = [z_a[items], z_b[items]], [z_b[items], z_a[items]]
-        rows, positives = torch.cat(both), torch.cat(swapped)
-        if not symmetric:
-            rows, positives = both
+        pairs = (z_a, z_b), (z_b, z_a)
+        if items != slice(None) or not symmetric:
+            pairs = (z_a[items], z_b[items]), (z_b[items], z_a[items])
+        rows, positives = (torch.cat(pair) for pair in pairs) if symmetric else pairs[0]
         if coin is None:
             columns = torch.cat([z_a, z_b])[None]
-            offered = side(rows, positives, columns, torch.cat(names)[None], own)
-            return [dataclasses.replace(offered, copies=2)]
-        groups = [coin, ~coin][: 2 if symmetric else 1]
-        keys = torch.stack([torch.where(first[:, None], z_a, z_b) for first in groups])
-        ids = torch.stack([torch.where(first, names[0], names[1]) for first in groups])
-        hidden = keys.flip(0)
+            return [side(rows, positives, columns, torch.cat(names)[None], own, copies=2)]
+        first = torch.stack([coin, ~coin]) if symmetric else coin[None]
+        keys = torch.stack([torch.where(f[:, None], z_a, z_b) for f in first])
+        ids = torch.where(first, names[0], names[1])
+        hidden = keys.detach().flip(0)
         if not symmetric:
-            hidden = torch.where(coin[:, None], z_b, z_a)[None]
-        offered = side(rows, positives, keys, ids, own)
-        return [dataclasses.replace(offered, hidden_keys=hidden if use_batch else None)]
+            hidden = torch.where(coin[:, None], z_b, z_a)[None].detach()
+        return [side(rows, positives, keys, ids, own, hidden_keys=hidden if use_batch else None)]
     sides = [side(z_a[items], z_b[items], z_b[None], own[None], own)]
     if symmetric:
         sides.append(side(z_b[items], z_a[items], z_a[None], index[None], index))
@@ -219,10 +224,23 @@ def as_embedding(z: Tensor, normalize: bool) -> Tensor:
     if not normalize:
         return z
     norm = torch.linalg.vector_norm(z, dim=-1, keepdim=True)
-    if z.device.type == "cpu" and not is_traced(z) and bool((norm > SHORTEST).all()):
+    if fit_for_numpy(z) and bool((norm.detach().numpy() > SHORTEST).all()):
         unit: Tensor = z / norm  # the same in fewer operations
         return unit
     return torch.where(norm > SHORTEST, z / norm.clamp_min(SHORTEST), z.detach() * 0)
+
+
+def without_autocast(like: Tensor) -> AbstractContextManager[Any]:
+    """Products in the precision of their factors; nothing to do where autocast is off."""
+    kind = like.device.type
+    if torch.is_autocast_enabled(kind):
+        return torch.autocast(kind, enabled=False)
+    return nullcontext()
+
+
+def all_finite(z: Tensor) -> bool:
+    """Whether everything is seen to be finite; False too where looking is not free."""
+    return fit_for_numpy(z) and bool(np.isfinite(z.detach().numpy()).all())
 
 
 def is_traced(z: Tensor) -> bool:
@@ -238,6 +256,11 @@ def as_ids(name: str, ids: Ids, rows: int, device: torch.device, dims: int = 1) 
         raise ValueError(f"{name} must be integers {shape}, got {ids.dtype} {tuple(ids.shape)}")
     # contiguous: kernels read them one after another
     return ids.to(device=device, dtype=torch.int64, non_blocking=True).contiguous()
+
+
+def repeated(ids: Tensor, copies: int) -> Tensor:  # [B] -> [copies * B]
+    """Ids of a batch's rows, view after view."""
+    return ids if copies == 1 else ids.repeat(copies)
 
 
 def inside(ids: Tensor, size: int | None) -> Tensor:
@@ -266,15 +289,15 @@ def check_answer(z: Tensor, like: Tensor, normalize: bool) -> Tensor:
             f"an answer must hold embeddings [R, D] with D = {like.shape[1]}, got {tuple(z.shape)}"
         )
     z = as_embedding(z, normalize).to(like.dtype)
-    if z.device.type == "cpu" and not is_traced(z) and not bool(torch.isfinite(z).all()):
+    if fit_for_numpy(z) and not all_finite(z):
         raise ValueError("embeddings that answer a request must be finite, got NaN or inf")
     return z
 
 
-def _refuse(ids: Tensor, ok: Tensor, name: str, size: int | None) -> None:
-    if not bool(ok.all()):
-        bad = ids[~ok].tolist()[:5]
+def _refuse(ids: Tensor, name: str, size: int | None) -> None:
+    bad = [] if size is None else [i for i in ids.tolist() if not 0 <= i < size]
+    if bad:
         raise ValueError(
-            f"{name} must hold data set positions in [0, {size}), got {bad}; "
+            f"{name} must hold data set positions in [0, {size}), got {bad[:5]}; "
             "was the loss built for another data set?"
         )

@@ -158,7 +158,7 @@ class ChainTable(Stateful):
         A chain with several rows goes on as the first of them says, moved or not: to ask the first
         that moved would leave p (tests/losses/test_found.py).
         """
-        valid = valid.repeat(len(slots) // max(len(valid), 1))
+        valid = valid if len(valid) == len(slots) else valid.repeat(len(slots) // len(valid))
         self.rows.write(self.states[side], slots, arrival.ids, valid, arrival.moved)
         if self.keep == "cached":
             assert arrival.key is not None

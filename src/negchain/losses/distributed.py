@@ -60,7 +60,7 @@ def own_step(loss_fn: ContrastiveLoss, ahead: int = 0) -> Tensor:  # []
     """The step whose draws this rank uses; ranks with pools of their own draw differently."""
     ranks = Ranks.of(loss_fn)
     if ranks is None or ranks.join:
-        return loss_fn.step + ahead
+        return loss_fn.step + ahead if ahead else loss_fn.step
     return loss_fn.step + (ahead * ranks.world + ranks.rank)
 
 

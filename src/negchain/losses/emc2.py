@@ -27,7 +27,7 @@ from negchain.losses import fused
 from negchain.losses.base import ContrastiveLoss
 from negchain.losses.batch import Batch, Call, Ids, Views, as_ids, check_answer
 from negchain.losses.chains import Carried, ChainTable, check_augmentations, stored_slots
-from negchain.losses.partition import bracket, constant, detached_logits, mean_loss
+from negchain.losses.partition import bracket, constant, detached_logits, mean_loss, usable
 from negchain.losses.ranks import Gather
 from negchain.losses.request import Part, Request, Want, answered, tower_of
 from negchain.losses.settings import (
@@ -39,7 +39,7 @@ from negchain.losses.settings import (
     one_of,
 )  # fmt: skip
 from negchain.losses.walk import Sampler, Start, Visit, Walk, walk_chains
-from negchain.objective import Denominator, Estimate
+from negchain.objective import Denominator, Estimate, contrastive_objective
 from negchain.pool import Side, write_view_mean
 from negchain.weights.metropolis import Backend
 from negchain.weights.sogclr import moving_log_mean
@@ -261,11 +261,12 @@ class EMC2Loss(ContrastiveLoss):
         if self.streams:  # tiles meet one copy of every item, and so do their readable twins
             sides = [dataclasses.replace(side, hidden_keys=None) for side in sides]
         visit = Visit(batch, sides)
-        numbers = torch.arange(len(batch.index), device=batch.index.device)[items]
+        copies, size = self._views_per_item, len(batch.index)
+        rows = torch.arange(copies * size, device=batch.index.device)
+        rows = rows.view(copies, size)[:, items].flatten()
         for number, side in enumerate(sides):
-            copies = side.num_rows // max(len(numbers), 1)
-            mine = tuple(slot[items] for slot in slots[: self._views_per_item])
-            mine = mine if self.augmentations else mine[:1] * len(mine)  # the same ones
+            mine = tuple(slot[items] for slot in (slots if self.augmentations else slots[:1]))
+            mine = mine[:copies] if self.augmentations else mine * copies  # the same ones
             similarity = side.similarities()
             beta = self._beta(similarity)
             logits = detached_logits(side, similarity, beta)
@@ -279,7 +280,7 @@ class EMC2Loss(ContrastiveLoss):
                 mine,
                 sampler,
                 number,
-                torch.cat([numbers + view * len(batch.index) for view in range(copies)]),
+                rows,
             )
             self._weigh(visit, number, side, similarity, logits, walk)
             visit.arrivals.append(
@@ -292,18 +293,21 @@ class EMC2Loss(ContrastiveLoss):
         self, visit: Visit, number: int, side: Side, similarity: Tensor, logits: Tensor, walk: Walk
     ) -> None:
         """The value of a side, with the bracket of the global loss its columns allow."""
-        start = walk.start
-        low, high, middle = bracket(side, logits, self._beta(logits), start.ids, start.logit)
+        start, beta = walk.start, self._beta(similarity)
+        low, high, middle = bracket(side, logits, beta, start.ids, start.logit)
         self._count_lonely(high)
         running = self._running_partition(number, side, low)
         saturation = None if running is None else torch.where(running > -math.inf, running, high)
         estimate = Estimate(walk.weights, middle, saturation, walk.carried_weight)
-        value = self._value(side, similarity, estimate, walk.start.similarity)
-        visit.total.append(value)
+        positive = torch.linalg.vecdot(side.queries, side.positives)
+        visit.total.append(
+            contrastive_objective(
+                positive, similarity, estimate, beta, self.denominator, start.similarity
+            )
+        )
         if running is not None:
             visit.runnings.append((number, running))
-        positive = torch.linalg.vecdot(side.queries.detach(), side.positives.detach())
-        mean = partial(mean_loss, positive * constant(self._beta(similarity)), self.denominator)
+        mean = partial(mean_loss, positive.detach(), constant(beta), self.denominator)
         ends = {"global_loss_low": low, "global_loss_high": high, "global_loss": middle}
         visit.note({name: partial(mean, log_partition) for name, log_partition in ends.items()})
 
@@ -317,7 +321,7 @@ class EMC2Loss(ContrastiveLoss):
         items: slice,
     ) -> Start:
         """Where the chains of a side's rows stand."""
-        unusable: Tensor | bool = False
+        unusable: Tensor | None = None
         if self.carried == "encode":
             part = answered(requests, "carried", number)
             assert part.embeddings is not None
@@ -337,8 +341,8 @@ class EMC2Loss(ContrastiveLoss):
         similarity = torch.linalg.vecdot(side.queries, keys)
         beta = self._beta(similarity)
         logit = similarity.detach() * constant(beta)
-        unusable = side.excludes(ids) | unusable | ~torch.isfinite(logit)
-        return Start(ids, logit.masked_fill(unusable, -math.inf), similarity)
+        excluded = side.excludes(ids) if unusable is None else side.excludes(ids) | unusable
+        return Start(ids, usable(logit, excluded), similarity)
 
     def _store(self, visit: Visit, requests: Sequence[Request]) -> None:
         """Where the chains ended, and what else the next visit needs."""

@@ -5,15 +5,15 @@ Shapes: `N` rows, `K` shared and `C` private columns.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from negchain.losses.batch import all_finite
 from negchain.objective import Denominator
-from negchain.pool import Side
+from negchain.pool import Side, products
 
 
 def constant(beta: float | Tensor) -> float | Tensor:
@@ -24,10 +24,17 @@ def constant(beta: float | Tensor) -> float | Tensor:
 def detached_logits(side: Side, similarity: Tensor, beta: float | Tensor) -> Tensor:
     """Corrected logits beta * s - log(q m_neg), [N, K+C]; -inf where excluded or not finite."""
     logits = similarity.detach() * constant(beta)
-    correction = None if len(side.kinds) == 0 else side.correction(side.column_ids())
-    if correction is not None:
+    if any(kind.log_q is not None for kind in side.kinds):
+        correction = side.correction(side.column_ids())
+        assert correction is not None
         logits = logits - correction
-    return logits.masked_fill(side.all_excluded() | ~torch.isfinite(logits), -math.inf)
+    return usable(logits, side.all_excluded())
+
+
+def usable(logits: Tensor, excluded: Tensor) -> Tensor:
+    """Logits with -inf where excluded or not finite."""
+    excluded = excluded if all_finite(logits) else excluded | ~torch.isfinite(logits)
+    return logits.masked_fill(excluded, -math.inf)
 
 
 def global_log_partition(
@@ -51,9 +58,8 @@ def log_sum_and_count(
     """log sum_j exp(l_ij) over all columns at hand, and how many draws they stand for."""
     log_sum, counts = torch.logsumexp(logits, 1), side.counts()
     if side.hidden_keys is not None and len(side.kinds) == 1:
-        hidden = dataclasses.replace(side, keys=side.hidden_keys.detach())
-        others = hidden.similarities().detach() * constant(beta)
-        others = others.masked_fill(side.excluded | ~torch.isfinite(others), -math.inf)
+        others = products(side.queries.detach(), side.hidden_keys) * constant(beta)
+        others = usable(others, side.excluded)
         log_sum, counts = torch.logaddexp(log_sum, torch.logsumexp(others, 1)), 2 * counts
     return log_sum, counts
 
@@ -68,16 +74,18 @@ def bracket(
     low = log_sum + log_m - count.clamp(min=1).to(log_m.dtype).log()
     # With the carried state, a draw from p, among the columns E[1 / mean] = m_neg / Z (the
     # identity behind i-SIR), so that the logarithm of this mean lies above log Z on average.
-    correction = side.correction(held_ids[:, None])
-    held = held_logit if correction is None else held_logit - correction[:, 0]
+    correction = side.correction(held_ids)
+    held = held_logit if correction is None else held_logit - correction
     high = torch.logaddexp(log_sum, held) + log_m - (count + 1).to(log_m.dtype).log()
     high = torch.where(held > -math.inf, high, low)
     return low, high, torch.where(low > -math.inf, (low + high) / 2, high)
 
 
-def mean_loss(positive: Tensor, denominator: Denominator, log_partition: Tensor) -> Tensor:  # [N]
-    """Mean of log_partition - positive (both in logits) over the rows that have negatives, []."""
-    gap = log_partition - positive
+def mean_loss(
+    positive: Tensor, beta: float | Tensor, denominator: Denominator, log_partition: Tensor
+) -> Tensor:  # [N] [N] -> []
+    """Mean of log_partition - beta * positive over the rows that have negatives."""
+    gap = log_partition - positive * beta
     gap = F.softplus(gap) if denominator == "all" else gap
     return torch.where(log_partition > -math.inf, gap, 0.0).mean()
 

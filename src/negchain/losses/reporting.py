@@ -37,7 +37,7 @@ class Reporting(Stateful):
         """The mean loss over sides; the other numbers stay on the device for `info`."""
         if not is_traced(total[0]):
             self._info = {name: _mean_of(v) for name, v in report.items() if v}
-        return sum(total[1:], total[0]) / len(total)
+        return total[0] if len(total) == 1 else sum(total[1:], total[0]) / len(total)
 
     @property
     def info(self) -> dict[str, float]:

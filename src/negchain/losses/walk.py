@@ -78,12 +78,12 @@ class Walk:
         """Numbers for `info`; see docs/diagnostics.md."""
         # Not `self`: its start holds the graph of the carried states.
         weights, carried, final = self.weights, self.carried_weight, self.final
-        valid = valid.repeat(len(final) // max(len(valid), 1))
         accepts, num_steps, kind = self.accepts, self.num_steps, self.weights.dtype
 
         def age() -> Tensor:
-            moved = ((final >= 0) & valid).sum()
-            return (valid.sum() - moved).to(kind) / moved.clamp(min=1)
+            good = valid.repeat(len(final) // max(len(valid), 1))
+            moved = ((final >= 0) & good).sum()
+            return (good.sum() - moved).to(kind) / moved.clamp(min=1)
 
         return {
             "acceptance_rate": lambda: accepts.sum().to(kind) / num_steps.sum().clamp(min=1),
@@ -239,11 +239,11 @@ def _sweep(
     if number > 0:  # draws come in a random order as they are
         return mh_scan(logits, start, log_u, burn_in, sampler.backend, kernel.count_every)
     order = draws.permutation(seed, step, draws.STREAM_ORDER + stream, num_columns)
-    scan = mh_scan(logits[:, order], start, log_u, burn_in, sampler.backend, kernel.count_every)
-    weights = torch.empty_like(scan.weights)
-    weights[:, order] = scan.weights
-    last = torch.where(scan.last >= 0, order[scan.last.clamp(min=0)], -1)
-    return scan._replace(weights=weights, last=last)
+    met = logits.index_select(1, order)
+    scan = mh_scan(met, start, log_u, burn_in, sampler.backend, kernel.count_every)
+    weights = scan.weights.index_select(1, torch.argsort(order))  # back into place
+    names = torch.nn.functional.pad(order, (0, 1), value=-1)  # no column, -1, is the last of them
+    return scan._replace(weights=weights, last=names[scan.last])
 
 
 def _sweeps(
@@ -332,8 +332,9 @@ def _finals(
 ) -> tuple[Tensor, Tensor]:
     """Chains, and the row and column each is stored at; see `Walk`."""
     size = len(slots[0])
-    here = torch.arange(len(last), device=last.device)
-    flat = torch.where(last >= 0, here * num_columns + last, -1)
+    step = max(num_columns, 1)
+    here = torch.arange(0, len(last) * step, step, device=last.device)
+    flat = (here + last).masked_fill_(last < 0, -1)
     if len(slots) == 1:
         return slots[0], flat
     key = draws.STREAM_VIEW + stream
