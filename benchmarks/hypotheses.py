@@ -26,10 +26,9 @@ from torch import Tensor
 
 from negchain import EMC2Loss, InfoNCELoss
 from negchain.losses import ImportanceLoss, Informed
-from negchain.losses.partition import global_log_partition
 from negchain.losses.weighted import Learn
 from negchain.methods import LossSettings, Method, register
-from negchain.objective import Estimate
+from negchain.objective import Estimate, global_log_partition
 from negchain.pool import Side
 from negchain.reproduce.common import Options, append, provenance, read_rows
 from negchain.reproduce.pages import distinct, markdown, spread, where

@@ -20,8 +20,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from negchain import EMC2Loss
-from negchain.losses.ranks import Ranks
-from negchain.losses.shards import Rows
+from negchain.losses.distributed import Ranks
+from negchain.losses.state import Rows
 
 M, D, B = 10**6, 128, int(os.environ.get("B", "512"))
 CPU = torch.device("cpu")

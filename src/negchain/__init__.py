@@ -39,7 +39,7 @@ if TYPE_CHECKING:
         Want,
         WeightedLoss,
     )
-    from negchain.losses.partition import effective_negatives
+    from negchain.objective import effective_negatives
     from negchain.pool import Draw
     from negchain.train.trained import Trained
     from negchain.weights.metropolis import Scan, mh_scan
@@ -110,7 +110,7 @@ _MODULES = {
         "InBatch", "InfoNCELoss", "Informed", "NegativeCacheLoss", "Request", "SogCLRLoss",
         "StreamingEMC2Loss", "TopKLoss", "Uniform", "Want", "WeightedLoss",
     ),
-    "losses.partition": ("effective_negatives",),
+    "objective": ("effective_negatives",),
     "methods": (),
     "pool": ("Draw",),
     "weights": (),

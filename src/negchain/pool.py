@@ -179,6 +179,17 @@ def products(queries: Tensor, keys: Tensor) -> Tensor:  # [N,D] [G,K,D] -> [N,K]
     return (queries.view(len(keys), -1, queries.shape[1]) @ keys.mT).flatten(0, 1)
 
 
+def usable(logits: Tensor, excluded: Tensor) -> Tensor:
+    """Logits with -inf where excluded or not finite."""
+    excluded = excluded if all_finite(logits) else excluded | ~torch.isfinite(logits)
+    return logits.masked_fill(excluded, -math.inf)
+
+
+def all_finite(z: Tensor) -> bool:
+    """Whether everything is seen to be finite; False too where looking is not free."""
+    return fit_for_numpy(z) and bool(np.isfinite(z.detach().numpy()).all())
+
+
 def num_distinct(known: Tensor, own: Tensor) -> Tensor:  # [N,L] [N] -> [N] int64
     """How many different ids, other than padding (-1) and `own`, each row of `known` names."""
     ordered = known.sort(1).values

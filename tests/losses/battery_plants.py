@@ -119,9 +119,9 @@ def first_that_moved_is_stored(patch) -> None:
     """Found with issue 6: of an item that stands twice in a batch the first *moved* row counts."""
     right = ChainTable.commit
 
-    def moved_only(self, side, slots, arrival, valid):
-        valid = valid.repeat(len(slots) // len(valid)) & arrival.moved
-        return right(self, side, slots, arrival, valid)
+    def moved_only(self, side, arrival, valid):
+        valid = valid.repeat(len(arrival.slots) // len(valid)) & arrival.moved
+        return right(self, side, arrival, valid)
 
     patch.setattr(ChainTable, "commit", moved_only)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 import negchain.losses.chains as chains_module
 from negchain import EMC2Loss, draws
 from negchain.losses.chains import ChainTable, state_dtype
-from negchain.losses.shards import Rows
+from negchain.losses.state import Rows
 from negchain.pool import write_rows
 
 SOURCE = Path(chains_module.__file__).parents[2]

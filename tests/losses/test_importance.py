@@ -11,7 +11,7 @@ from torch import Tensor
 
 from negchain import Draw, Given, ImportanceLoss, InBatch, Informed, TopKLoss, Uniform
 from negchain.losses.batch import Call
-from negchain.losses.partition import detached_logits, global_log_partition
+from negchain.objective import detached_logits, global_log_partition
 
 M, D, BETA = 5, 4, 4.0
 

@@ -17,8 +17,8 @@ from test_distributed import batches, built, same, steps, whole_state
 from torch import Tensor
 
 from negchain import EMC2Loss, Informed, NegativeCacheLoss
-from negchain.losses.ranks import Ranks
-from negchain.losses.shards import Rows
+from negchain.losses.distributed import Ranks
+from negchain.losses.state import Rows
 
 NAMES = [
     "mh-shared-all", "mh-cached-paired-all", "mh-informed-paired-all", "mh-five-shared-negatives",

@@ -259,8 +259,7 @@ def only_the_first_panel_is_stored(monkeypatch) -> None:
         whole = joined(parts, shares)
         first = torch.arange(B) < 3
         whole.arrivals = [
-            (side, chain, arrival._replace(moved=arrival.moved & first))
-            for side, chain, arrival in whole.arrivals
+            arrival._replace(moved=arrival.moved & first) for arrival in whole.arrivals
         ]
         return whole
 
@@ -272,7 +271,7 @@ def views_of_the_partition_are_mixed_up(monkeypatch) -> None:
 
     def mixed(parts, shares):
         whole = joined(parts, shares)
-        whole.runnings = [(side, running.flip(0)) for side, running in whole.runnings]
+        whole.runnings = [running.flip(0) for running in whole.runnings]
         return whole
 
     monkeypatch.setattr(streaming, "_joined", mixed)

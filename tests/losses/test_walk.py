@@ -69,8 +69,7 @@ def two_kinds(kernel) -> tuple[float, float]:
     slots = (torch.arange(ROWS),)
     rows = torch.arange(ROWS)
     done = walk.walk_chains(side, similarity, start, 1.0, logits, slots, sampler, 0, rows)
-    final = done.final
-    ended = torch.where(final >= 0, ids.flatten()[final.clamp(min=0)], start_ids)
+    ended = torch.where(done.arrival.moved, done.arrival.ids, start_ids)
     counts = torch.bincount(ended, minlength=5)
     assert counts[0] == 0 and (done.weights[ids == 0] == 0).all()
     ending = stats.chisquare(counts[1:].numpy(), (TARGET * ROWS).numpy()).pvalue

@@ -12,10 +12,13 @@
 | `weighted.py` | `WeightedLoss`, base of a method of your own |
 | `settings.py` | how chains move, where proposals come from |
 | `request.py` | what a loss wants encoded |
-| `distributed.py`, `ranks.py` | several ranks: one joined batch, equal state |
-| `shards.py` | state in blocks, each with the rank that owns it |
-| `table.py` | the stale table of informed proposals and Negative Cache |
 | `base.py`, `batch.py`, `state.py` | what all of them share |
+| `columns.py`, `table.py` | draws from beyond the batch, and the stale table they may come from |
+| `distributed.py` | several ranks: one joined batch, equal state |
+| `fused.py` | what a loss hands the kernels of `negchain.fast` |
+
+To read EMC² on a CPU: `emc2.py`, `walk.py` and `chains.py`, then `base.py` and `batch.py`. The last
+three lines are other paths.
 """
 
 from negchain.losses.base import ContrastiveLoss

@@ -18,9 +18,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from negchain.draws import fit_for_numpy
+from negchain.losses import columns, distributed
 from negchain.losses.batch import (
     Batch,
     Call,
@@ -33,22 +35,21 @@ from negchain.losses.batch import (
     is_traced,
     lay_out,
     without_autocast,
-)
-from negchain.losses.columns import first_counts, given_draws, popularity, uniform_ids, with_draw
-from negchain.losses.distributed import gathered, over_ranks, own_step, share_out, together
-from negchain.losses.ranks import Gather, Ranks, check_gather
-from negchain.losses.reporting import Reporting
-from negchain.losses.request import Encode, Part, Request, Want, answered, tower_of
+)  # fmt: skip
+from negchain.losses.distributed import Ranks
+from negchain.losses.request import Encodes, Part, Request, Want, check_requests, tower_of
 from negchain.losses.settings import (
+    Gather,
     Given,
     InBatch,
     Informed,
     Proposals,
     Uniform,
+    check_gather,
     check_proposals,
     one_of,
 )  # fmt: skip
-from negchain.losses.shards import Rows
+from negchain.losses.state import Reporting, Rows
 from negchain.losses.table import Tables
 from negchain.objective import Denominator, Estimate, contrastive_objective
 from negchain.pool import Draw, Side
@@ -121,15 +122,18 @@ class ContrastiveLoss(Reporting):
         self._turn = 0
         self.gather = check_gather(gather, shard_state)
         self.bytes_sent = 0  # to other ranks, so far
-        self.rows = Rows(num_samples or 0, Ranks.of(self) if shard_state else None)
+        self.rows = Rows(num_samples or 0, self.ranks() if shard_state else None)
         self.add_state("step", torch.zeros((), dtype=torch.int64))
         sizes = [num_samples or 0, num_keys or 0, ids_per_item]
         self.add_state("sizes", torch.tensor(sizes, dtype=torch.int64))
         self._counts_keys = num_keys is not None and key_counts is None
         if num_keys is not None:
-            self.add_state("key_counts", first_counts(key_counts, num_keys))
-        count = self.num_sides if isinstance(self.proposals, Informed) else 0
-        self.tables = Tables(count, self.num_ids or 0, dim, self.rows.ranks)
+            self.add_state("key_counts", columns.first_counts(key_counts, num_keys))
+        self.tables: Tables | tuple[()] = ()
+        self.refresh_fraction = 0.0  # of the tables, encoded anew per step
+        if isinstance(self.proposals, Informed):
+            self.refresh_fraction = self.proposals.refresh
+            self.tables = Tables(self.num_sides, self.num_ids or 0, dim, self.rows.ranks)
 
     # ------------------------------------------------------------------ sizes
 
@@ -152,6 +156,19 @@ class ContrastiveLoss(Reporting):
     def multiplicity(self) -> int:
         """Negatives of the target that share one position: the two views of an item."""
         return 2 if self.views == "shared" else 1
+
+    def ranks(self) -> Ranks | None:
+        """The processes this loss works with; None where it is alone."""
+        if getattr(self, "_is_replica", False):
+            raise RuntimeError(
+                "nn.DataParallel calls copies of the loss and throws them away, and its chains "
+                "with them; use torchrun and DistributedDataParallel, or keep the loss outside"
+            )
+        if not (dist.is_available() and dist.is_initialized()):
+            return None
+        group = self.gather if isinstance(self.gather, dist.ProcessGroup) else None
+        world = dist.get_world_size(group)
+        return Ranks(dist.get_rank(group), world, group, self) if world > 1 else None
 
     # ------------------------------------------------------------------ what to encode
 
@@ -176,18 +193,20 @@ class ContrastiveLoss(Reporting):
             ahead: calls that come before the one this is for (a loader that prefetches).
         """
         index = as_ids("index", index, len(index), self.step.device)
-        ranks, step = Ranks.of(self), own_step(self, ahead)
+        ranks, step = self.ranks(), self.step + ahead if ahead else self.step
+        if ranks is not None and not ranks.join:  # ranks with pools of their own draw differently
+            step = self.step + (ahead * ranks.world + ranks.rank)
         with torch.no_grad():
             if z_a is None:
                 parts = self._parts(index, augmentation, step)
             else:
                 call = Call(z_a, z_a if z_b is None else z_b, index, key_index, known, augmentation)
                 if ranks is not None and ranks.join and len(self.tables):
-                    call, _ = gathered(self, call, (), self._turn, ranks)
+                    call, _ = distributed.gathered(ranks, call, ())
                 with without_autocast(z_a):
                     parts = self._parts_given(call, step)
         if ranks is not None:
-            parts = [share_out(part, ranks) for part in parts]
+            parts = [distributed.share_out(part, ranks) for part in parts]
         return Request(self, index, self._turn + ahead, parts, given=z_a is not None)
 
     def _parts(
@@ -199,27 +218,23 @@ class ContrastiveLoss(Reporting):
             per_row = int(self.proposals.num is None)
             for side in range(self.num_sides):
                 key = (self.seed, step, side)
-                ids = uniform_ids(index, self.proposals.num, self.num_ids or 0, key)
+                ids = columns.uniform_ids(index, self.proposals.num, self.num_ids or 0, key)
                 want = Want(ids, tower_of(side))
                 parts.append(Part("draw", side, want, Draw(ids), per_row=per_row))
         for side, table in enumerate(self.tables):
-            ids = table.next_ids(self._refreshed())
+            ids = table.next_ids(math.ceil(self.refresh_fraction * table.size))
             if len(ids):
                 parts.append(Part("refresh", side, Want(ids, tower_of(side), gradient=False)))
         return parts
-
-    def _refreshed(self) -> int:
-        """Keys of a table that are encoded anew per step."""
-        share = self.proposals.refresh if isinstance(self.proposals, Informed) else 0.0
-        return math.ceil(share * (self.num_ids or 0))
 
     def _parts_given(self, call: Call, step: Tensor) -> list[Part]:
         """Once the batch is encoded: informed draws."""
         if not isinstance(self.proposals, Informed):
             return []
         parts = []
-        for number, side in enumerate(self._sides(self._checked(call), use_batch=False)):
-            table, beta = self.tables[number], self._beta(side.queries)
+        sides = self._sides(self._checked(call), use_batch=False)
+        for number, (side, table) in enumerate(zip(sides, self.tables, strict=True)):
+            beta = self._beta(side.queries)
             draw = table.informed_rows if self.proposals.per_row else table.informed
             count = self.proposals.num or (1 if self.proposals.per_row else len(call.z_a))
             ids, log_q = draw(count, side, beta, self.proposals, (self.seed, step, number))
@@ -234,18 +249,10 @@ class ContrastiveLoss(Reporting):
         return ()
 
     @torch.no_grad()
-    def fill(self, encode: Encode | tuple[Encode, Encode], chunk: int = 256) -> None:
+    def fill(self, encode: Encodes, chunk: int = 256) -> None:
         """Encode every key once into the stale tables; nothing to do for a loss without one."""
-        ranks = Ranks.of(self)
-        for number, table in enumerate(self.tables):
-            whole = torch.arange(table.size, device=self.step.device)
-            for ids in torch.split(whole, chunk * (1 if ranks is None else ranks.world)):
-                part = Part("refresh", number, Want(ids, tower_of(number), gradient=False))
-                request = Request(self, ids, 0, [part if ranks is None else share_out(part, ranks)])
-                z = request.encode(encode).parts[0].embeddings
-                assert z is not None
-                z = z if ranks is None else together(z, len(ids), ranks)
-                table.refresh(ids, z, normalize=self.normalize)
+        if self.tables:
+            self.tables.fill(self, encode, chunk)
 
     # ------------------------------------------------------------------ the call
 
@@ -255,7 +262,7 @@ class ContrastiveLoss(Reporting):
         z_b: Tensor,
         index: Ids | None = None,
         *requests: Request,
-        encode: Encode | tuple[Encode, Encode] | None = None,
+        encode: Encodes | None = None,
         key_index: Ids | None = None,
         known: Ids | None = None,
         augmentation: tuple[Tensor, Tensor] | None = None,
@@ -282,44 +289,33 @@ class ContrastiveLoss(Reporting):
             [] scalar with the value of an estimate of the global loss, and the method's gradient.
         """
         call = Call(z_a, z_b, index, key_index, known, augmentation, draw, drawn)
-        if encode is not None:  # under the caller's autocast, as the batch was
-            requests = self._encoded(call, encode)
+        if encode is not None and index is not None:  # under the caller's autocast, as the batch
+            first = self.request(index, augmentation=augmentation)
+            second = self.request(
+                index, z_a, z_b, key_index=key_index, known=known, augmentation=augmentation
+            )
+            requests = first.encode(encode), second.encode(encode)
         with without_autocast(z_a):
             if call.draw is not None and not isinstance(self.proposals, Given):
                 raise ValueError("draw= goes with proposals=Given() at construction; leave it out")
-            with over_ranks(self, call, requests, self._turn) as (whole, answers):
-                total = self._loss(whole, answers)
+            ranks = self.ranks()
+            if ranks is None:
+                check_requests(self, self._turn, index, requests)
+                total = self._loss(call, requests)
+            else:
+                with distributed.over_ranks(ranks, call, requests) as (whole, answers):
+                    total = self._loss(whole, answers)
         if z_a.device.type == "cpu" and not is_traced(z_a):
             self._warn(self.faults[2].item())
         if self.training:
             self._turn += 1
         return total
 
-    def _encoded(self, call: Call, encode: Encode | tuple[Encode, Encode]) -> tuple[Request, ...]:
-        """Both requests of a call, answered by `encode`."""
-        if call.index is None:
-            return ()
-        named = {"known": call.known, "augmentation": call.augmentation}
-        first = self.request(call.index, **named).encode(encode)  # type: ignore[arg-type]
-        second = self.request(
-            call.index,
-            call.z_a,
-            call.z_b,
-            key_index=call.key_index,
-            **named,  # type: ignore[arg-type]
-        )
-        return first, second.encode(encode)
-
     def _loss(self, call: Call, requests: Sequence[Request]) -> Tensor:
         raise NotImplementedError
 
     def _checked(self, call: Call) -> Batch:
-        return check_batch(
-            call,
-            num_samples=self.num_samples,
-            num_keys=self.num_keys,
-            normalize=self.normalize,
-        )
+        return check_batch(call, self.num_samples, self.num_keys, self.normalize)
 
     def _sides(self, batch: Batch, **layout: Any) -> list[Side]:
         return lay_out(
@@ -331,7 +327,7 @@ class ContrastiveLoss(Reporting):
             ids_per_item=self.ids_per_item,
             popularity=None
             if self.num_keys is None
-            else popularity(self.key_counts, batch, self.num_samples, self._counts_keys),
+            else columns.popularity(self.key_counts, batch, self.num_samples, self._counts_keys),
             **layout,
         )
 
@@ -340,16 +336,12 @@ class ContrastiveLoss(Reporting):
     ) -> tuple[Batch, list[Side]]:
         """The batch and its sides, with drawn columns appended."""
         batch = self._checked(call)
-        alone = not isinstance(self.proposals, InBatch) and self.proposals.alone
-        sides = self._sides(batch, use_batch=not alone, **layout)
+        sides = self._sides(batch, use_batch=not self.proposals.alone, **layout)
         if not isinstance(self.proposals, InBatch):
-            if isinstance(self.proposals, Given):
-                drawn = given_draws(call.draw, call.drawn, self.num_sides)
-            else:
-                parts = [answered(requests, "draw", side) for side in range(self.num_sides)]
-                drawn = [(part.draw, part.embeddings) for part in parts]  # type: ignore[misc]
+            given = isinstance(self.proposals, Given)
+            drawn = columns.drawn_for(call, None if given else requests, self.num_sides)
             sides = [
-                with_draw(side, *pair, self.num_ids, self.normalize)
+                columns.with_draw(side, *pair, self.num_ids, self.normalize)
                 for side, pair in zip(sides, drawn, strict=True)
             ]
         if batch.faults is not None and not quiet and not is_traced(batch.faults):
@@ -362,6 +354,12 @@ class ContrastiveLoss(Reporting):
             lonely = log_partition == -math.inf
             if not fit_for_numpy(lonely) or lonely.numpy().any():
                 self.faults[2] += lonely.sum()
+
+    def _remember(self, batch: Batch, sides: Sequence[Side], requests: Sequence[Request]) -> None:
+        """Change what any loss may keep: stale tables, and which keys were positives."""
+        if self.tables:
+            self.tables.remember(sides, requests, batch.z_a, self.normalize)
+        self._count(batch.key_index, batch.valid)
 
     def _count(self, keys: Tensor, valid: Tensor | None = None) -> None:  # [B]
         """Remember which keys were positives; part of changing state."""
@@ -376,7 +374,7 @@ class ContrastiveLoss(Reporting):
         """State by rows [M, ...], and the rows this call may have changed; for other ranks."""
         keys = index if call.key_index is None else call.key_index
         keys = as_ids("key_index", keys, len(index), index.device)
-        return self.tables.touched(index, keys, requests)
+        return self.tables.touched(index, keys, requests) if self.tables else iter(())
 
     # ------------------------------------------------------------------ value and report
 

@@ -15,13 +15,12 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from negchain.draws import fit_for_numpy
 from negchain.objective import SHORTEST
-from negchain.pool import Draw, Kind, Side, matches
+from negchain.pool import Draw, Kind, Side, all_finite, matches
 
 Views = Literal["shared", "paired"]
 Draws = Draw | tuple[Draw, Draw]
@@ -58,7 +57,7 @@ class Batch:
 
 
 def check_batch(
-    call: Call, *, num_samples: int | None, num_keys: int | None, normalize: bool
+    call: Call, num_samples: int | None, num_keys: int | None, normalize: bool
 ) -> Batch:
     """Refuse what is wrong, convert what is right; see the module's header."""
     index, key_index, known = call.index, call.key_index, call.known
@@ -236,11 +235,6 @@ def without_autocast(like: Tensor) -> AbstractContextManager[Any]:
     if torch.is_autocast_enabled(kind):
         return torch.autocast(kind, enabled=False)
     return nullcontext()
-
-
-def all_finite(z: Tensor) -> bool:
-    """Whether everything is seen to be finite; False too where looking is not free."""
-    return fit_for_numpy(z) and bool(np.isfinite(z.detach().numpy()).all())
 
 
 def is_traced(z: Tensor) -> bool:

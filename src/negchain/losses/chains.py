@@ -34,10 +34,9 @@ from torch import Tensor
 from negchain import draws
 from negchain.files import replacing
 from negchain.losses.batch import Views, as_ids
-from negchain.losses.ranks import Ranks
+from negchain.losses.distributed import Ranks
 from negchain.losses.settings import Informed, Proposals
-from negchain.losses.shards import Rows, check_width_known
-from negchain.losses.state import Stateful
+from negchain.losses.state import Rows, Stateful, check_width_known
 
 Carried = Literal["encode", "cached"]
 NOT_MOVED = -1  # in `ChainTable.states`: the chain is still at its initial draw
@@ -47,6 +46,7 @@ CHUNK = 1 << 20  # states of a table that are copied at a time when it is writte
 class Arrival(NamedTuple):
     """Where the chains of a batch ended."""
 
+    slots: Tensor  # [B] chains; one that stands here twice goes on as its first says
     moved: Tensor  # [B] bool: the state is a new one
     ids: Tensor  # [B] id of the new state
     key: Tensor | None  # [B,D] its embedding, where it is kept
@@ -152,12 +152,13 @@ class ChainTable(Stateful):
         if width != dim:
             raise ValueError(f"the chains hold embeddings of dimension {width}, got {dim}")
 
-    def commit(self, side: int, slots: Tensor, arrival: Arrival, valid: Tensor) -> None:
+    def commit(self, side: int, arrival: Arrival, valid: Tensor) -> None:
         """Store where the chains of the valid rows ended; the others stay as they are.
 
         A chain with several rows goes on as the first of them says, moved or not: to ask the first
         that moved would leave p (tests/losses/test_found.py).
         """
+        slots = arrival.slots
         valid = valid if len(valid) == len(slots) else valid.repeat(len(slots) // len(valid))
         self.rows.write(self.states[side], slots, arrival.ids, valid, arrival.moved)
         if self.keep == "cached":

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,13 +15,13 @@ from torch import Tensor
 from negchain import draws
 from negchain.losses.batch import (
     Batch,
-    Drawn,
-    Draws,
+    Call,
     Popularity,
     check_answer,
     is_traced,
     per_side,
 )
+from negchain.losses.request import Request, answered
 from negchain.pool import Draw, Kind, Side, matches
 
 Key = tuple[int, Tensor, int]  # seed, step, side number: what random draws are a function of
@@ -78,10 +78,14 @@ def uniform_ids(index: Tensor, num: int | None, num_ids: int, key: Key) -> Tenso
     return draws.integers_below(torch.full_like(u, num_ids, dtype=torch.int64), u)
 
 
-def given_draws(
-    draw: Draws | None, drawn: Drawn | None, num_sides: int
+def drawn_for(
+    call: Call, requests: Sequence[Request] | None, num_sides: int
 ) -> list[tuple[Draw, Tensor]]:
-    """The caller's draws and their embeddings, side by side."""
+    """Draws and their embeddings, side by side: those asked for, or the caller's (None)."""
+    if requests is not None:
+        parts = [answered(requests, "draw", side) for side in range(num_sides)]
+        return [(part.draw, part.embeddings) for part in parts]  # type: ignore[misc]
+    draw, drawn = call.draw, call.drawn
     if draw is None or drawn is None:
         raise ValueError(
             "proposals=Given() needs draw= (ids and their probabilities) and drawn= (their "

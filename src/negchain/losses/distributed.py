@@ -17,22 +17,98 @@ Shapes: `W` ranks, `V` copies, `n` rows of a rank, `B` batch, `D` embedding.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from negchain.losses.batch import Call, Ids, as_ids, check_shapes, per_side
-from negchain.losses.ranks import Piece, Ranks, joined
 from negchain.losses.request import Part, Request, check_requests
 from negchain.pool import Draw, write_rows
 
 if TYPE_CHECKING:
     from negchain.losses.base import ContrastiveLoss
+
+
+class Ranks(NamedTuple):
+    """This process among those that train together, and who counts what it sends."""
+
+    rank: int
+    world: int
+    group: dist.ProcessGroup | None
+    loss_fn: ContrastiveLoss
+
+    @property
+    def join(self) -> bool:
+        """Whether their batches are one; else only what is done to the state is done together."""
+        return self.loss_fn.gather is not False
+
+    def all_gather(self, flat: Tensor) -> Tensor:  # [n] -> [W,n]
+        """The same-sized tensors of all ranks."""
+        found = flat.new_empty(self.world, len(flat))
+        dist.all_gather_into_tensor(found.view(-1), flat.contiguous(), group=self.group)
+        self.loss_fn.bytes_sent += flat.nbytes * (self.world - 1)
+        return found
+
+    def all_to_all(self, rows: Tensor, out: list[int], back: list[int]) -> Tensor:
+        """Rows [n, ...] in the order of their ranks, `out` to each; `back` come from each."""
+        found = rows.new_empty(sum(back), *rows.shape[1:])
+        dist.all_to_all_single(found, rows.contiguous(), back, out, group=self.group)
+        sent = sum(out) - out[self.rank]
+        self.loss_fn.bytes_sent += sent * rows[:1].nbytes if len(rows) else 0
+        return found
+
+
+class _Gather(torch.autograd.Function):
+    """`Ranks.all_gather`, whose backward keeps this rank's share, times W."""
+
+    @staticmethod
+    def forward(ctx: Any, flat: Tensor, ranks: Ranks) -> Tensor:
+        ctx.ranks = ranks
+        return ranks.all_gather(flat)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad[ctx.ranks.rank] * ctx.ranks.world, None
+
+
+class Piece(NamedTuple):
+    """Something every rank has rows of."""
+
+    rows: Tensor  # [V,n,...]
+    counts: Sequence[int]  # n of every rank
+
+
+def joined(pieces: Mapping[Any, Piece], ranks: Ranks) -> dict[Any, Tensor]:
+    """Pieces of all ranks, joined along their rows in rank order; one message, differentiable."""
+    if not pieces:
+        return {}
+    units = [p.rows.shape[0] * math.prod(p.rows.shape[2:]) for p in pieces.values()]
+    lengths = [
+        [unit * p.counts[rank] for unit, p in zip(units, pieces.values(), strict=True)]
+        for rank in range(ranks.world)
+    ]
+    flat = torch.cat([p.rows.reshape(-1) for p in pieces.values()])
+    flat = F.pad(flat, (0, max(map(sum, lengths)) - len(flat)))
+    gathered: Tensor = _Gather.apply(flat, ranks)  # type: ignore[no-untyped-call]
+    parts = [row[: sum(each)].split(each) for row, each in zip(gathered, lengths, strict=True)]
+    return {
+        name: torch.cat(
+            [
+                parts[rank][number].view(piece.rows.shape[0], count, *piece.rows.shape[2:])
+                for rank, count in enumerate(piece.counts)
+            ],
+            1,
+        )
+        for number, (name, piece) in enumerate(pieces.items())
+    }
+
 
 # ---------------------------------------------------------------------- what to encode
 
@@ -56,33 +132,22 @@ def together(z: Tensor, count: int, ranks: Ranks) -> Tensor:  # [n,D] -> [count,
     return joined({0: Piece(z[None], [len(z)] * ranks.world)}, ranks)[0][0, :count]
 
 
-def own_step(loss_fn: ContrastiveLoss, ahead: int = 0) -> Tensor:  # []
-    """The step whose draws this rank uses; ranks with pools of their own draw differently."""
-    ranks = Ranks.of(loss_fn)
-    if ranks is None or ranks.join:
-        return loss_fn.step + ahead if ahead else loss_fn.step
-    return loss_fn.step + (ahead * ranks.world + ranks.rank)
-
-
 # ---------------------------------------------------------------------- the call
 
 
 @contextmanager
 def over_ranks(
-    loss_fn: ContrastiveLoss, call: Call, requests: Sequence[Request], turn: int
+    ranks: Ranks, call: Call, requests: Sequence[Request]
 ) -> Iterator[tuple[Call, Sequence[Request]]]:
     """The call a loss computes, given what this rank was called with; state ends equal on all."""
-    ranks = Ranks.of(loss_fn)
-    if ranks is None:
-        check_requests(loss_fn, turn, call.index, requests)
-        yield call, requests
-    elif ranks.join:
-        yield gathered(loss_fn, call, requests, turn, ranks)
+    loss_fn = ranks.loss_fn
+    if ranks.join:
+        yield gathered(ranks, call, requests)
     else:
-        check_requests(loss_fn, turn, call.index, requests)
+        check_requests(loss_fn, loss_fn._turn, call.index, requests)
         requests = _renewed_together(requests, ranks)
         before = loss_fn.step.clone()
-        loss_fn.step.copy_(own_step(loss_fn))
+        loss_fn.step.copy_(before + ranks.rank)
         moved: Tensor | int = 0
         try:
             yield call, requests
@@ -90,16 +155,17 @@ def over_ranks(
         finally:
             loss_fn.step.copy_(before + moved * ranks.world)
         if loss_fn.training:
-            _tell(loss_fn, call, requests, ranks)
+            _tell(ranks, call, requests)
 
 
 def gathered(
-    loss_fn: ContrastiveLoss, call: Call, requests: Sequence[Request], turn: int, ranks: Ranks
+    ranks: Ranks, call: Call, requests: Sequence[Request]
 ) -> tuple[Call, Sequence[Request]]:
     """The call and the answers of all ranks as one."""
-    draws: list[Any] = [] if call.draw is None else per_side("draw", call.draw, loss_fn.num_sides)
+    sides = ranks.loss_fn.num_sides
+    draws: list[Any] = [] if call.draw is None else per_side("draw", call.draw, sides)
     drawn: list[Any] = per_side("drawn", call.drawn, len(draws)) if draws else []
-    heads = _heads(loss_fn, call, requests, turn, draws, ranks)
+    heads = _heads(ranks, call, requests, draws)
     sizes, widest = [head["batch"] for head in heads], max(head["known"] for head in heads)
     size, (dim, device) = sizes[ranks.rank], (call.z_a.shape[1], call.z_a.device)
 
@@ -183,14 +249,10 @@ _Head = dict[str, int]
 
 
 def _heads(
-    loss_fn: ContrastiveLoss,
-    call: Call,
-    requests: Sequence[Request],
-    turn: int,
-    draws: Sequence[Draw],
-    ranks: Ranks,
+    ranks: Ranks, call: Call, requests: Sequence[Request], draws: Sequence[Draw]
 ) -> list[_Head]:
     """Every rank's sizes; what is wrong on one rank is refused on all, instead of waiting."""
+    loss_fn, turn = ranks.loss_fn, ranks.loss_fn._turn
     refusal, size, device = None, 0, call.z_a.device
     hashed = torch.tensor(ranks.rank)
     try:
@@ -252,8 +314,9 @@ def _renewed_together(requests: Sequence[Request], ranks: Ranks) -> list[Request
     return new
 
 
-def _tell(loss_fn: ContrastiveLoss, call: Call, requests: Sequence[Request], ranks: Ranks) -> None:
+def _tell(ranks: Ranks, call: Call, requests: Sequence[Request]) -> None:
     """Send the rows of the state this rank changed, and take those of the others."""
+    loss_fn = ranks.loss_fn
     if call.index is None:
         return
     index = as_ids("index", call.index, len(call.z_a), loss_fn.step.device)

@@ -27,10 +27,9 @@ from negchain.losses import fused
 from negchain.losses.base import ContrastiveLoss
 from negchain.losses.batch import Batch, Call, Ids, Views, as_ids, check_answer
 from negchain.losses.chains import Carried, ChainTable, check_augmentations, stored_slots
-from negchain.losses.partition import bracket, constant, detached_logits, mean_loss, usable
-from negchain.losses.ranks import Gather
 from negchain.losses.request import Part, Request, Want, answered, tower_of
 from negchain.losses.settings import (
+    Gather,
     InBatch,
     Kernel,
     Proposals,
@@ -39,8 +38,16 @@ from negchain.losses.settings import (
     one_of,
 )  # fmt: skip
 from negchain.losses.walk import Sampler, Start, Visit, Walk, walk_chains
-from negchain.objective import Denominator, Estimate, contrastive_objective
-from negchain.pool import Side, write_view_mean
+from negchain.objective import (
+    Denominator,
+    Estimate,
+    bracket,
+    constant,
+    contrastive_objective,
+    detached_logits,
+    mean_loss,
+)
+from negchain.pool import Side, usable, write_view_mean
 from negchain.weights.metropolis import Backend
 from negchain.weights.sogclr import moving_log_mean
 
@@ -188,7 +195,7 @@ class EMC2Loss(ContrastiveLoss):
             augmentations one per view.
         """
         index = as_ids("index", index, len(index), self.step.device)
-        if augmentation is None and fused.applies(self, index):
+        if augmentation is None and self._fuses(index):
             return tuple(fused.carried_ids(self, side, index) for side in range(self.num_sides))
         slots = self._slots(index, augmentation)
         if self.augmentations:
@@ -214,7 +221,8 @@ class EMC2Loss(ContrastiveLoss):
 
     def _loss(self, call: Call, requests: Sequence[Request]) -> Tensor:
         self._check_held(call, requests)
-        if fused.applies(self, call.z_a) and call.known is None and call.augmentation is None:
+        plain = call.known is None and call.augmentation is None
+        if plain and self._fuses(call.z_a):
             carried = [
                 answered(requests, "carried", side).embeddings if self.carried == "encode" else None
                 for side in range(self.num_sides)
@@ -246,7 +254,8 @@ class EMC2Loss(ContrastiveLoss):
         """Loss and arrivals of the rows of some items against all columns; changes no chain."""
         index = as_ids("index", call.index, len(call.z_a), call.z_a.device)  # type: ignore[arg-type]
         slots = self._slots(index, call.augmentation)
-        sampler = self._sampler()
+        backend: Backend = "auto" if self.backend == "fused" else self.backend
+        sampler = Sampler(self.kernel, backend, self.seed, self.step, self.carried == "cached")
         one_copy = self.views == "shared" and not (
             isinstance(self.proposals, InBatch) and self.proposals.copies == 2
         )
@@ -264,36 +273,30 @@ class EMC2Loss(ContrastiveLoss):
         copies, size = self._views_per_item, len(batch.index)
         rows = torch.arange(copies * size, device=batch.index.device)
         rows = rows.view(copies, size)[:, items].flatten()
+        mine = tuple(slot[items] for slot in slots[:copies])  # the chains of these rows
         for number, side in enumerate(sides):
-            mine = tuple(slot[items] for slot in (slots if self.augmentations else slots[:1]))
-            mine = mine[:copies] if self.augmentations else mine * copies  # the same ones
             similarity = side.similarities()
             beta = self._beta(similarity)
             logits = detached_logits(side, similarity, beta)
             start = self._start(number, side, mine, batch, requests, items)
-            walk = walk_chains(
-                side,
-                similarity,
-                start,
-                beta,
-                logits,
-                mine,
-                sampler,
-                number,
-                rows,
-            )
-            self._weigh(visit, number, side, similarity, logits, walk)
-            visit.arrivals.append(
-                (number, walk.slots, walk.arrival(side, self.carried == "cached"))
-            )
+            walk = walk_chains(side, similarity, start, beta, logits, mine, sampler, number, rows)
+            self._weigh(visit, number, side, similarity, logits, start, walk)
+            visit.arrivals.append(walk.arrival)
             visit.note(walk.report(batch.valid[items]))
         return visit
 
     def _weigh(
-        self, visit: Visit, number: int, side: Side, similarity: Tensor, logits: Tensor, walk: Walk
+        self,
+        visit: Visit,
+        number: int,
+        side: Side,
+        similarity: Tensor,
+        logits: Tensor,
+        start: Start,
+        walk: Walk,
     ) -> None:
         """The value of a side, with the bracket of the global loss its columns allow."""
-        start, beta = walk.start, self._beta(similarity)
+        beta = self._beta(similarity)
         low, high, middle = bracket(side, logits, beta, start.ids, start.logit)
         self._count_lonely(high)
         running = self._running_partition(number, side, low)
@@ -306,7 +309,7 @@ class EMC2Loss(ContrastiveLoss):
             )
         )
         if running is not None:
-            visit.runnings.append((number, running))
+            visit.runnings.append(running)
         mean = partial(mean_loss, positive.detach(), constant(beta), self.denominator)
         ends = {"global_loss_low": low, "global_loss_high": high, "global_loss": middle}
         visit.note({name: partial(mean, log_partition) for name, log_partition in ends.items()})
@@ -327,12 +330,12 @@ class EMC2Loss(ContrastiveLoss):
             assert part.embeddings is not None
             keys = check_answer(part.embeddings, batch.z_a, self.normalize)
             views = keys.view(-1, len(batch.index), keys.shape[1])[:, items]
-            keys = views.expand(len(slots), -1, -1).flatten(0, 1)
+            keys = views.expand(self._views_per_item, -1, -1).flatten(0, 1)
             # what was asked for, not the table again: on all ranks the state of the one that asked
             ids = part.want.ids.view(-1, len(batch.index))[:, items]
-            ids = ids.expand(len(slots), -1).flatten()
+            ids = ids.expand(self._views_per_item, -1).flatten()
         else:
-            slot = slots[0] if len(slots) == 1 else torch.cat(slots)
+            slot = slots[0].repeat(self._views_per_item) if len(slots) == 1 else torch.cat(slots)
             ids = self.chains.ids(number, slot)
             keys = self.chains.cached_keys(number, slot, side.queries.shape[1])
             keys = keys.to(side.queries.dtype)
@@ -347,11 +350,10 @@ class EMC2Loss(ContrastiveLoss):
     def _store(self, visit: Visit, requests: Sequence[Request]) -> None:
         """Where the chains ended, and what else the next visit needs."""
         batch = visit.batch
-        self.tables.remember(visit.sides, requests, batch.z_a, self.normalize)
-        self._count(batch.key_index, batch.valid)
-        for number, chain, arrival in visit.arrivals:
-            self.chains.commit(number, chain, arrival, batch.valid)
-        for number, running in visit.runnings:
+        self._remember(batch, visit.sides, requests)
+        for number, arrival in enumerate(visit.arrivals):
+            self.chains.commit(number, arrival, batch.valid)
+        for number, running in enumerate(visit.runnings):
             table = self.log_partition[number]
             write_view_mean(table, batch.index, running, batch.valid, self.rows.write)
 
@@ -372,9 +374,9 @@ class EMC2Loss(ContrastiveLoss):
 
     # ------------------------------------------------------------------ parts of a step
 
-    def _sampler(self) -> Sampler:
-        backend: Backend = "auto" if self.backend == "fused" else self.backend
-        return Sampler(self.kernel, backend, self.seed, self.step)
+    def _fuses(self, like: Tensor) -> bool:
+        """Whether the kernels of `fused` take such a batch; on a CPU only where asked for."""
+        return (like.is_cuda or self.backend == "fused") and fused.applies(self, like)
 
     @property
     def _views_per_item(self) -> int:
@@ -383,7 +385,7 @@ class EMC2Loss(ContrastiveLoss):
     def _slots(
         self, index: Tensor, augmentation: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, ...]:
-        """Chains of each view's rows: one per item, or one per (item, augmentation)."""
+        """Chains of a batch: [B], one per item; or [B] per view, of (item, augmentation)."""
         assert self.num_samples is not None
         index = index.clamp(0, self.num_samples - 1)  # out of range: refused or reported
         if (augmentation is None) != (self.augmentations is None):
@@ -392,7 +394,7 @@ class EMC2Loss(ContrastiveLoss):
                 f"at construction, got augmentations={self.augmentations}"
             )
         if augmentation is None or self.augmentations is None:
-            return (index,) * self._views_per_item
+            return (index,)
         return stored_slots(index, augmentation, self.augmentations)
 
     def _running_partition(self, number: int, side: Side, log_partition: Tensor) -> Tensor | None:

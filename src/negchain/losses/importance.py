@@ -26,8 +26,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from negchain.losses.batch import Views
-from negchain.losses.ranks import Gather
-from negchain.losses.settings import Informed, Proposals
+from negchain.losses.settings import Gather, Informed, Proposals
 from negchain.losses.weighted import WeightedLoss
 from negchain.objective import Denominator
 from negchain.weights.softmax import softmax_weights

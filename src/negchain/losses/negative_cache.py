@@ -9,7 +9,6 @@ Bias        staleness of the table (tests/losses/test_planted.py); none if nothi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import partial
 
@@ -18,13 +17,11 @@ from torch import Tensor
 
 from negchain.losses.base import ContrastiveLoss
 from negchain.losses.batch import Call, Views, check_answer, is_traced
-from negchain.losses.partition import effective_negatives
-from negchain.losses.ranks import Gather
-from negchain.losses.reporting import Report, keep
 from negchain.losses.request import Part, Request, Want, answered, tower_of
-from negchain.losses.settings import check_refresh
+from negchain.losses.settings import Gather, check_refresh
+from negchain.losses.state import Report, keep
 from negchain.losses.table import Tables
-from negchain.objective import Denominator, Estimate
+from negchain.objective import Denominator, Estimate, effective_negatives
 from negchain.pool import Draw
 
 
@@ -94,17 +91,13 @@ class NegativeCacheLoss(ContrastiveLoss):
         """Every item is one negative."""
         return 1
 
-    def _refreshed(self) -> int:
-        return math.ceil(self.refresh_fraction * (self.num_ids or 0))
-
     def _parts_given(self, call: Call, step: Tensor) -> list[Part]:
         """One draw per row from its stale softmax."""
         parts = []
-        for number, side in enumerate(self._sides(self._checked(call), use_batch=False)):
+        sides = self._sides(self._checked(call), use_batch=False)
+        for number, (side, table) in enumerate(zip(sides, self.tables, strict=True)):
             key = (self.seed, step, number)
-            ids, log_partition = self.tables[number].winners(
-                side.num_rows, side, self._beta(side.queries), key
-            )
+            ids, log_partition = table.winners(side.num_rows, side, self._beta(side.queries), key)
             want = Want(ids, tower_of(number))
             parts.append(Part("draw", number, want, Draw(ids), log_partition=log_partition))
         return parts
@@ -116,7 +109,7 @@ class NegativeCacheLoss(ContrastiveLoss):
         sides = self._sides(batch, use_batch=False)
         total: list[Tensor] = []
         report: Report = {"global_loss": [], "effective_negatives": []}
-        for number, side in enumerate(sides):
+        for number, (side, table) in enumerate(zip(sides, self.tables, strict=True)):
             part = answered(requests, "draw", number)
             assert part.embeddings is not None and part.log_partition is not None
             keys = check_answer(part.embeddings, batch.z_a, self.normalize)
@@ -128,7 +121,6 @@ class NegativeCacheLoss(ContrastiveLoss):
             report["global_loss"].append(keep(total[-1]))
             report["effective_negatives"].append(partial(effective_negatives, weights))
             if self.training:
-                table = self.tables[number]
                 table.write(
                     *((batch.key_index, batch.z_b) if number == 0 else (batch.index, batch.z_a))
                 )

@@ -28,6 +28,7 @@ from negchain.pool import Draw
 Tower = Literal["keys", "anchors"]
 Purpose = Literal["carried", "draw", "refresh"]
 Encode = Callable[[Tensor], Tensor]
+Encodes = Encode | tuple[Encode, Encode]  # of keys and anchors, or (anchors', keys')
 
 
 def tower_of(side: int) -> Tower:
@@ -125,7 +126,7 @@ class Request:
             part.embeddings = z
         return self
 
-    def encode(self, encode: Encode | tuple[Encode, Encode]) -> Request:
+    def encode(self, encode: Encodes) -> Request:
         """Answer every want with `encode(ids)`; a pair (anchors', keys') where there are two."""
         of_anchors, of_keys = encode if isinstance(encode, tuple) else (encode, encode)
         answers = []

@@ -1,9 +1,11 @@
-"""The settings of a chain, by question: how it moves, and where its proposals come from."""
+"""Settings by question: how a chain moves, where proposals come from, whose batches are one."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
+
+import torch.distributed as dist
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,8 @@ class InBatch:
         >>> InBatch(copies=2)         # both views of every item to each row
         InBatch(copies=2)
     """
+
+    alone: ClassVar[bool] = False
 
     copies: int = 1
     """Shared views: copies of every item a row is offered, 1 (one of the two views) or 2 (both)."""
@@ -139,6 +143,10 @@ class Given:
     """Instead of the batch, not beside it."""
 
 
+Gather = bool | Literal["even"] | dist.ProcessGroup
+"""True: ranks gather; "even": so, and all their batches are of one size (nothing is checked, so
+nothing waits for the device and a CUDA graph can record it); a process group: among its ranks only.
+False: every rank has a pool of its own."""
 Kernel = MH | ISIR
 Proposals = InBatch | Uniform | Informed | Given
 
@@ -201,6 +209,15 @@ def check_proposals(proposals: Proposals, num_samples: int | None, views: str) -
             "use InBatch()"
         )
     return proposals
+
+
+def check_gather(gather: Gather, shard_state: bool) -> Gather:
+    """Refuse what is none."""
+    if shard_state and gather is False:
+        raise ValueError("shard_state=True needs gather=True: its ranks work on one batch")
+    if not isinstance(gather, (bool, dist.ProcessGroup)) and gather != "even":
+        raise ValueError(f"gather must be True, False, 'even' or a process group, got {gather!r}")
+    return gather
 
 
 def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from negchain.losses import fused
 from negchain.losses.batch import Batch, Call, Views
-from negchain.losses.ranks import Gather
 from negchain.losses.request import Request
-from negchain.losses.settings import InBatch, Proposals, as_proposals, one_of
+from negchain.losses.settings import Gather, InBatch, Proposals, as_proposals, one_of
 from negchain.losses.weighted import WeightedLoss
 from negchain.objective import Denominator
 from negchain.pool import Side

@@ -17,12 +17,10 @@ from torch import Tensor
 
 from negchain.losses import fused
 from negchain.losses.batch import Call, Views
-from negchain.losses.partition import global_log_partition
-from negchain.losses.ranks import Gather
 from negchain.losses.request import Request
-from negchain.losses.settings import InBatch, Proposals, Uniform, as_proposals, one_of
+from negchain.losses.settings import Gather, InBatch, Proposals, Uniform, as_proposals, one_of
 from negchain.losses.weighted import Learn, WeightedLoss
-from negchain.objective import Denominator, Estimate
+from negchain.objective import Denominator, Estimate, global_log_partition
 from negchain.pool import Side, write_view_mean
 from negchain.weights.sogclr import sogclr_weights
 

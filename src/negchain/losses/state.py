@@ -1,4 +1,4 @@
-"""State of a loss: tensors that are saved and moved like buffers, and that nobody else may touch.
+"""What a loss keeps: its state, by position and in `state_dict`, and numbers about its last call.
 
 A registered buffer is not safe for state: DistributedDataParallel broadcasts all of them from rank
 0 at every forward pass (chains of the other ranks would vanish), and `.to(torch.bfloat16)` casts
@@ -8,18 +8,152 @@ them (an average of many values then stands still). So state is kept beside the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from negchain.losses.shards import Rows
+from negchain.losses.batch import is_traced
+from negchain.pool import write_rows
+from negchain.weights.cache import draw_from
 
+if TYPE_CHECKING:
+    from negchain.losses.distributed import Ranks
+
+Number = Callable[[], Tensor]  # computed when somebody looks
+Report = dict[str, list[Number]]
 OTHER_STATE = (
     "this is the state of a loss for another data set, or with other settings; build the loss as "
     "it was built when the state was saved, or start without it (loss_fn.skip_saved_state())"
 )
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Which of M rows of a state lie here: all (`ranks=None`), or this rank's block.
+
+    Rows are read from their owners by all_to_all (positions go out, rows come back) and written
+    without a message: all ranks know the joined batch, and each keeps what it owns. Blocks are
+    those of `DTensor` (`torch.chunk`'s), so that `torch.distributed.checkpoint` saves them as they
+    lie and loads them into any number of ranks.
+
+    Shapes: `M` rows in all, `m` rows of this rank, `W` ranks, `n` positions.
+
+    Example:
+        >>> rows = Rows(3)
+        >>> table = torch.tensor([5, 6, 7])
+        >>> rows.write(table, torch.tensor([2]), torch.tensor([9]), torch.tensor([True]))
+        >>> rows.read(table, torch.tensor([2, 0]))
+        tensor([9, 5])
+    """
+
+    total: int  # M
+    ranks: Ranks | None = None
+
+    @property
+    def block(self) -> int:
+        """Rows of every rank but the last ones."""
+        return self.total if self.ranks is None else -(-self.total // self.ranks.world)
+
+    @property
+    def first(self) -> int:
+        """Position of the first row here."""
+        return 0 if self.ranks is None else min(self.block * self.ranks.rank, self.total)
+
+    @property
+    def count(self) -> int:
+        """m."""
+        return min(self.block, self.total - self.first)
+
+    def read(self, table: Tensor, slots: Tensor) -> Tensor:  # [m,...] [n] -> [n,...]
+        """Rows at some positions, from their owners; all ranks read at the same time."""
+        if self.ranks is None:
+            return table[slots]
+        owner = slots // self.block
+        order = torch.argsort(owner, stable=True)
+        wanted = torch.bincount(owner, minlength=self.ranks.world)
+        asked = self.ranks.all_gather(wanted).tolist()  # [of whom][by whom], transposed below
+        out, back = asked[self.ranks.rank], [row[self.ranks.rank] for row in asked]
+        asks = self.ranks.all_to_all(slots[order], out, back)
+        found = self.ranks.all_to_all(table[asks - self.first], back, out)
+        return torch.empty_like(found).index_copy_(0, order, found)
+
+    def write(
+        self,
+        table: Tensor,
+        slots: Tensor,
+        values: Tensor,
+        allowed: Tensor,
+        changed: Tensor | None = None,
+    ) -> None:
+        """`negchain.pool.write_rows`; every rank keeps its own rows."""
+        if self.ranks is None:
+            return write_rows(table, slots, values, allowed, changed)
+        own = slots - self.first
+        mine = allowed & (own >= 0) & (own < self.count)
+        changed = None if changed is None else changed[mine]
+        return write_rows(table, own[mine], values[mine], mine[mine], changed)
+
+    def every(self, value: Tensor) -> Tensor:  # [...] -> [W,...]
+        """The same thing of every rank."""
+        if self.ranks is None:
+            return value[None]
+        return self.ranks.all_gather(value.reshape(-1)).view(-1, *value.shape)
+
+    def draw(self, log_q: Tensor, uniforms: Tensor) -> Tensor:  # [m], [n] in (0,1] -> [n]
+        """i.i.d. draws from exp(log_q) over all rows: an owner by its mass, then a row within."""
+        if self.ranks is None:
+            return draw_from(log_q, uniforms)
+        ends = self.every(log_q.double().exp().sum()).cumsum(0)
+        points = uniforms.double() * ends[-1]
+        owner = torch.searchsorted(ends, points).clamp_(max=self.ranks.world - 1)
+        begin = ends[self.ranks.rank] - log_q.double().exp().sum()
+        cumulative = log_q.double().exp().cumsum(0)
+        found = torch.searchsorted(cumulative, points - begin).clamp_(max=max(self.count - 1, 0))
+        return self.every(torch.where(owner == self.ranks.rank, found + self.first, 0)).sum(0)
+
+    def values(self, table: Tensor, ids: Tensor) -> Tensor:  # [m,...] any shape -> of that shape
+        """`read` for many positions that are few: each is asked for once."""
+        if self.ranks is None:
+            return table[ids]
+        each, place = torch.unique(ids, return_inverse=True)
+        return self.read(table, each)[place]
+
+    def look_up(self, table: Tensor) -> Tensor | Callable[[Tensor], Tensor]:
+        """`table` as it is where all of it is here, else a function from positions to values."""
+        return table if self.ranks is None else partial(self.values, table)
+
+    def outward(self, local: Tensor, dim: int) -> Tensor:
+        """A state as the outside sees it: a DTensor where ranks own parts of it."""
+        if self.ranks is None:
+            return local
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.tensor import DTensor, Shard
+
+        group = self.ranks.group or torch.distributed.group.WORLD
+        assert group is not None
+        mesh = DeviceMesh.from_group(group, local.device.type)
+        shape = torch.Size([*local.shape[:dim], self.total, *local.shape[dim + 1 :]])
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(local, mesh, [Shard(dim)], shape=shape, stride=stride)
+
+    def inward(self, saved: Tensor, dim: int) -> Tensor:
+        """The rows of a saved state that lie here."""
+        if self.ranks is None:
+            return saved
+        if hasattr(saved, "to_local"):
+            return saved.to_local()  # type: ignore[no-any-return]
+        return saved.narrow(dim, self.first, self.count)
+
+
+def check_width_known(dim: int | None, ranks: Ranks | None) -> None:
+    """Refuse a sharded table that waits for its first batch: a checkpoint needs its shape."""
+    if ranks is not None and dim is None:
+        raise ValueError("shard_state=True needs dim=, the dimension of the embeddings it keeps")
 
 
 class Stateful(nn.Module):
@@ -170,3 +304,82 @@ class Stateful(nn.Module):
             return True
         waiting = name in self._lazy and 0 in (saved.shape[-1], mine.shape[-1])
         return waiting and saved.shape[:-1] == mine.shape[:-1]
+
+
+def keep(value: Tensor) -> Number:
+    """A number that is known already, without the graph it came from."""
+    value = value.detach()
+    return lambda: value
+
+
+class Reporting(Stateful):
+    """A module that counts faults and tells numbers about its last call."""
+
+    faults: Tensor  # [3] samples not finite, samples out of range, rows without negatives
+    num_samples: int | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._info: Mapping[str, Number] = {}
+        self._warned = False
+        self.add_state("faults", torch.zeros(3, dtype=torch.int64), saved=False)
+
+    def _finish(self, total: list[Tensor], report: Report) -> Tensor:
+        """The mean loss over sides; the other numbers stay on the device for `info`."""
+        if not is_traced(total[0]):
+            self._info = {name: _mean_of(v) for name, v in report.items() if v}
+        return total[0] if len(total) == 1 else sum(total[1:], total[0]) / len(total)
+
+    @property
+    def info(self) -> dict[str, float]:
+        """Numbers about the last call as Python floats; reading them waits for the device.
+
+        Every loss reports `effective_negatives` (mean over rows of 1 / sum of squared weights) and,
+        since it was built, `nonfinite_rows` and `rows_without_negatives` (these train nothing).
+        Where the size of the data set is known also an estimate of the global loss, eq. (1):
+        `global_loss_low` lies below it on average (the logarithm of a noisy mean); see each loss.
+
+        Raises:
+            ValueError: samples had an index out of range. (On a CPU such a batch is refused at
+                once; on a GPU its rows change no state and are reported here.)
+        """
+        names, values = self.take_info()
+        return self.read_info(names, values.tolist())
+
+    def take_info(self) -> tuple[list[str], Tensor]:
+        """What `info` will say, still on the device: names, and values for `read_info`."""
+        with torch.no_grad():
+            values = [number() for number in self._info.values()]
+        kind = values[0].dtype if values else torch.float32
+        return list(self._info), torch.stack([*self.faults.to(kind), *(v.detach() for v in values)])
+
+    def read_info(self, names: list[str], values: list[float]) -> dict[str, float]:
+        """`info` from what `take_info` gave."""
+        nonfinite, out_of_range, lonely = map(float, values[:3])
+        if out_of_range:
+            raise ValueError(
+                f"index must hold data set positions below {self.num_samples}, but "
+                f"{out_of_range:.0f} did not; was the loss built for another data set?"
+            )
+        self._warn(lonely)
+        return {
+            **dict(zip(names, values[3:], strict=True)),
+            "nonfinite_rows": nonfinite,
+            "rows_without_negatives": lonely,
+        }
+
+    def _warn(self, lonely: float) -> None:
+        """Say once that rows train nothing: at the call on a CPU, on a GPU when `info` is read."""
+        if lonely and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{lonely:.0f} rows had no negatives: their loss is 0 and they train nothing, as "
+                "all others of their batch have their id or are `known`; give batches of "
+                "different ids (info['rows_without_negatives'] goes on counting)",
+                stacklevel=5,
+            )
+
+
+def _mean_of(numbers: Sequence[Number]) -> Number:
+    """The mean over sides, as late as each of them."""
+    return lambda: torch.stack([number().detach() for number in numbers]).mean()

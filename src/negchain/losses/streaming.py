@@ -21,9 +21,8 @@ from torch import Tensor
 from negchain.losses.batch import Call, Views, is_traced
 from negchain.losses.chains import Arrival, Carried
 from negchain.losses.emc2 import EMC2Loss
-from negchain.losses.ranks import Gather
 from negchain.losses.request import Request
-from negchain.losses.settings import MH, Kernel
+from negchain.losses.settings import MH, Gather, Kernel
 from negchain.losses.walk import Visit
 from negchain.objective import Denominator
 from negchain.weights.metropolis import Backend
@@ -167,17 +166,15 @@ def _joined(panels: list[Visit], shares: list[float]) -> Visit:
     """Panels as one visit: chains in the batch's order, means weighted by the panels' sizes."""
     first = panels[0]
     arrivals = []
-    for number, (side, _, _) in enumerate(first.arrivals):
-        chains = torch.cat([panel.arrivals[number][1] for panel in panels])
-        parts = [panel.arrivals[number][2] for panel in panels]
-        moved, ids = (torch.cat([part[field] for part in parts]) for field in (0, 1))  # type: ignore[misc]
+    for parts in zip(*(panel.arrivals for panel in panels), strict=True):
+        slots, moved, ids = (torch.cat([part[field] for part in parts]) for field in range(3))
         keys = [part.key for part in parts if part.key is not None]
-        arrivals.append((side, chains, Arrival(moved, ids, torch.cat(keys) if keys else None)))
+        arrivals.append(Arrival(slots, moved, ids, torch.cat(keys) if keys else None))
     runnings = []
-    for number, (side, value) in enumerate(first.runnings):
-        views = value.shape[0] // len(first.arrivals[0][1])
-        values = [panel.runnings[number][1].view(views, -1) for panel in panels]
-        runnings.append((side, torch.cat(values, 1).flatten()))
+    for number, value in enumerate(first.runnings):
+        views = value.shape[0] // len(first.arrivals[0].slots)
+        values = [panel.runnings[number].view(views, -1) for panel in panels]
+        runnings.append(torch.cat(values, 1).flatten())
     return Visit(
         batch=first.batch,
         sides=[],

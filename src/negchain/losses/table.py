@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -23,13 +24,15 @@ from torch import Tensor, nn
 from negchain import draws
 from negchain.losses.batch import as_embedding, check_answer
 from negchain.losses.columns import Key
-from negchain.losses.partition import constant
-from negchain.losses.ranks import Ranks
-from negchain.losses.request import Request
+from negchain.losses.distributed import Ranks, share_out, together
+from negchain.losses.request import Encodes, Part, Request, Want, tower_of
 from negchain.losses.settings import Informed
-from negchain.losses.shards import Rows, check_width_known
-from negchain.losses.state import Stateful
+from negchain.losses.state import Rows, Stateful, check_width_known
+from negchain.objective import constant
 from negchain.pool import Side
+
+if TYPE_CHECKING:
+    from negchain.losses.base import ContrastiveLoss
 
 CHUNK_ELEMENTS = 1 << 22  # logits held at a time: 16 MiB in float32
 
@@ -260,6 +263,20 @@ class Tables(nn.ModuleList):
         """
         for table in self:
             table.embeddings = table.embeddings.to(dtype)
+
+    def fill(self, loss_fn: ContrastiveLoss, encode: Encodes, chunk: int) -> None:
+        """Encode every key once, `chunk` at a time; ranks share the work."""
+        ranks = loss_fn.ranks()
+        world = 1 if ranks is None else ranks.world
+        for number, table in enumerate(self):
+            whole = torch.arange(table.size, device=loss_fn.step.device)
+            for ids in torch.split(whole, chunk * world):
+                part = Part("refresh", number, Want(ids, tower_of(number), gradient=False))
+                part = part if ranks is None else share_out(part, ranks)
+                z = Request(loss_fn, ids, 0, [part]).encode(encode).parts[0].embeddings
+                assert z is not None
+                z = z if ranks is None else together(z, len(ids), ranks)
+                table.refresh(ids, z, normalize=loss_fn.normalize)
 
     def remember(
         self, sides: Sequence[Side], requests: Sequence[Request], like: Tensor, normalize: bool

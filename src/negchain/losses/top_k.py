@@ -21,9 +21,8 @@ from torch import Tensor
 
 from negchain import draws
 from negchain.losses.batch import Batch, Call, Views
-from negchain.losses.ranks import Gather
 from negchain.losses.request import Part, Request, Want, tower_of
-from negchain.losses.settings import Informed
+from negchain.losses.settings import Gather, Informed
 from negchain.losses.softmax import without_probabilities
 from negchain.losses.weighted import WeightedLoss
 from negchain.objective import Denominator
@@ -97,8 +96,9 @@ class TopKLoss(WeightedLoss):
     def _parts_given(self, call: Call, step: Tensor) -> list[Part]:
         """`num` of the `top` of every row."""
         parts = []
-        for number, side in enumerate(self._sides(self._checked(call), use_batch=False)):
-            nearest = self.tables[number].top(self.top, side)
+        sides = self._sides(self._checked(call), use_batch=False)
+        for number, (side, table) in enumerate(zip(sides, self.tables, strict=True)):
+            nearest = table.top(self.top, side)
             row = torch.arange(side.num_rows, device=nearest.device)
             stream = draws.STREAM_PROPOSE + 16 * number
             lot = draws.bits(self.seed, step, stream, row, nearest.shape[1])

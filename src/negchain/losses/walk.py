@@ -30,9 +30,9 @@ from torch import Tensor
 from negchain import draws
 from negchain.losses.batch import Batch
 from negchain.losses.chains import Arrival
-from negchain.losses.partition import constant, effective_negatives
-from negchain.losses.reporting import Number, Report
 from negchain.losses.settings import ISIR, Kernel
+from negchain.losses.state import Number, Report
+from negchain.objective import constant, effective_negatives
 from negchain.pool import Kind, Side, first_writer
 from negchain.weights.isir import isir_weights
 from negchain.weights.metropolis import Backend, Scan, mh_scan
@@ -46,6 +46,7 @@ class Sampler:
     backend: Backend
     seed: int
     step: Tensor  # []
+    keep_keys: bool = False  # whether embeddings of final states are wanted
 
     def coin(self, num_items: int) -> Tensor:  # [B] bool
         """Which copy of each item rows of the first view are offered."""
@@ -68,51 +69,39 @@ class Walk:
 
     weights: Tensor  # [N,K]
     carried_weight: Tensor  # [N] weight on the carried state
-    start: Start
     accepts: Tensor  # [N]
     num_steps: Tensor  # [N] moves each row could make: its proposals, or one for i-SIR
-    slots: Tensor  # [C] chains; one that stands here twice goes on as its first says
-    final: Tensor  # [C] row * K + column of each one's final state, -1 = unmoved
+    arrival: Arrival
 
     def report(self, valid: Tensor) -> dict[str, Callable[[], Tensor]]:  # [B] bool
         """Numbers for `info`; see docs/diagnostics.md."""
-        # Not `self`: its start holds the graph of the carried states.
-        weights, carried, final = self.weights, self.carried_weight, self.final
-        accepts, num_steps, kind = self.accepts, self.num_steps, self.weights.dtype
+        kind, moved = self.weights.dtype, self.arrival.moved
 
         def age() -> Tensor:
-            good = valid.repeat(len(final) // max(len(valid), 1))
-            moved = ((final >= 0) & good).sum()
-            return (good.sum() - moved).to(kind) / moved.clamp(min=1)
+            good = valid.repeat(len(moved) // max(len(valid), 1))
+            number = (moved & good).sum()
+            return (good.sum() - number).to(kind) / number.clamp(min=1)
 
         return {
-            "acceptance_rate": lambda: accepts.sum().to(kind) / num_steps.sum().clamp(min=1),
-            "carried_mass": lambda: carried.mean(),
+            "acceptance_rate": lambda: (
+                self.accepts.sum().to(kind) / self.num_steps.sum().clamp(min=1)
+            ),
+            "carried_mass": lambda: self.carried_weight.mean(),
             "chain_age": age,
-            "effective_negatives": lambda: effective_negatives(weights, carried),
+            "effective_negatives": lambda: effective_negatives(self.weights, self.carried_weight),
         }
-
-    def arrival(self, side: Side, keep_keys: bool) -> Arrival:
-        """Where the chains ended."""
-        num_columns = self.weights.shape[1]
-        at = self.final.clamp(min=0)
-        row, column = at // max(num_columns, 1), at % max(num_columns, 1)
-        if num_columns == 0:
-            return Arrival(self.final >= 0, self.start.ids[row], None)
-        key = side.keys_at(row, column).detach() if keep_keys else None
-        return Arrival(self.final >= 0, side.ids_at(row, column), key)
 
 
 @dataclass
 class Visit:
-    """What a call found, before anything is stored."""
+    """What a call found, before anything is stored; lists have an entry per side."""
 
     batch: Batch
     sides: list[Side]
     total: list[Tensor] = field(default_factory=list)
     report: Report = field(default_factory=dict)
-    arrivals: list[tuple[int, Tensor, Arrival]] = field(default_factory=list)
-    runnings: list[tuple[int, Tensor]] = field(default_factory=list)
+    arrivals: list[Arrival] = field(default_factory=list)
+    runnings: list[Tensor] = field(default_factory=list)  # of denominator="all"
 
     def note(self, numbers: dict[str, Number]) -> None:
         """Numbers of one side for `info`."""
@@ -139,7 +128,7 @@ def walk_chains(
         start: where the chains stand.
         beta: inverse temperature.
         logits: [N, K] corrected by the mixture of all kinds, -inf = excluded.
-        slots: per view, the chain of each row, [B].
+        slots: the chains: one [B] for all views, or one [B] for each.
         sampler: how to move.
         side_number: which direction, for the random draws.
         rows: [N] numbers of the rows in the whole batch, for their draws.
@@ -154,16 +143,8 @@ def walk_chains(
         scan = _sweep(side, 0, logits, start.ids, held, skipped, sampler, stream, rows)
     # A chain that had nowhere to go may still sit on an excluded state: that has no weight.
     mass = torch.where(start.logit > -math.inf, scan.start_weight, 0.0)
-    chains, final = _finals(scan.last, logits.shape[1], slots, sampler, stream, rows)
-    return Walk(
-        weights=scan.weights,
-        carried_weight=mass,
-        start=start,
-        accepts=scan.accepts,
-        num_steps=num_steps,
-        slots=chains,
-        final=final,
-    )
+    arrival = _arrival(side, start, scan.last, slots, sampler, stream, rows)
+    return Walk(scan.weights, mass, scan.accepts, num_steps, arrival)
 
 
 def _corrected(start: Start, kind: Kind) -> Tensor:  # [N]
@@ -322,26 +303,27 @@ def _repeated(side: Side, kind: Kind) -> Tensor:  # [N,K] bool
     return torch.stack(masks).view(groups, width).repeat_interleave(side.num_rows // groups, 0)
 
 
-def _finals(
+def _arrival(
+    side: Side,
+    start: Start,
     last: Tensor,
-    num_columns: int,
     slots: tuple[Tensor, ...],
     sampler: Sampler,
     stream: int,
     rows: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Chains, and the row and column each is stored at; see `Walk`."""
-    size = len(slots[0])
-    step = max(num_columns, 1)
-    here = torch.arange(0, len(last) * step, step, device=last.device)
-    flat = (here + last).masked_fill_(last < 0, -1)
-    if len(slots) == 1:
-        return slots[0], flat
-    key = draws.STREAM_VIEW + stream
-    coin = draws.bits(sampler.seed, sampler.step, key, rows[:size], 1)[:, 0] % 2 == 0
-    first, second = flat.view(2, size)
-    chosen = torch.where(coin, first, second)
-    if slots[0] is slots[1]:  # one chain for both views
-        return slots[0], chosen
-    first = torch.where(slots[0] == slots[1], chosen, first)  # two views of one augmentation
-    return torch.cat(slots), torch.cat([first, second])
+) -> Arrival:
+    """Where the chains ended: where their row did, or one of their two rows, by a coin."""
+    size, row = len(slots[0]), torch.arange(len(last), device=last.device)
+    if len(last) > size:
+        key = draws.STREAM_VIEW + stream
+        coin = draws.bits(sampler.seed, sampler.step, key, rows[:size], 1)[:, 0] % 2 == 0
+        first, second = row.view(2, size)
+        row = torch.where(coin, first, second)
+        if len(slots) == 2:  # a chain per view, unless both views are of one augmentation
+            row = torch.cat([torch.where(slots[0] == slots[1], row, first), second])
+    column, chains = last[row], slots[0] if len(slots) == 1 else torch.cat(slots)
+    moved, column = column >= 0, column.clamp(min=0)
+    if side.kinds[-1].last == 0:
+        return Arrival(chains, moved, start.ids[row], None)
+    keys = side.keys_at(row, column).detach() if sampler.keep_keys else None
+    return Arrival(chains, moved, side.ids_at(row, column), keys)

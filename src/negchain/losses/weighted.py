@@ -12,10 +12,9 @@ from torch import Tensor
 
 from negchain.losses.base import ContrastiveLoss
 from negchain.losses.batch import Batch, Call
-from negchain.losses.partition import detached_logits, effective_negatives, global_log_partition
-from negchain.losses.reporting import Report
 from negchain.losses.request import Request
-from negchain.objective import Estimate
+from negchain.losses.state import Report
+from negchain.objective import Estimate, detached_logits, effective_negatives, global_log_partition
 from negchain.pool import Side
 
 Learn = Callable[[Batch], None]
@@ -84,8 +83,7 @@ class WeightedLoss(ContrastiveLoss):
             report["effective_negatives"].append(partial(effective_negatives, estimate.weights))
             learned.append(learn)
         if self.training:
-            self.tables.remember(sides, requests, batch.z_a, self.normalize)
-            self._count(batch.key_index, batch.valid)
+            self._remember(batch, sides, requests)
             for learn in learned:
                 learn(batch)
             self.step += int(self._counts_steps)

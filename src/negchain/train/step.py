@@ -33,7 +33,7 @@ from negchain.chunked import statistics_kept
 from negchain.fast import encoder as fast_encoder
 from negchain.fast.streams import forked, join, new_stream
 from negchain.losses import ContrastiveLoss
-from negchain.losses.ranks import Piece, Ranks, joined
+from negchain.losses.distributed import Piece, Ranks, joined
 from negchain.losses.request import Request, Tower, Want
 from negchain.tasks.task import Task
 
@@ -98,7 +98,7 @@ class TrainStep:
         size = task.config.batch_size
         self._inputs = torch.zeros(size + 1, dtype=torch.int64, device=self.device)
         self.index, self.step = self._inputs[:size], self._inputs[size]  # [B], []
-        self.ranks = Ranks.of(loss_fn)
+        self.ranks = loss_fn.ranks()
         self.rows = own_rows(size, self.ranks)
         self.loss = torch.zeros((), dtype=torch.float64, device=self.device)
         self.plain = self._towers(lambda tower: fast_encoder.PlainEncoder(tower, self.autocast))

@@ -8,7 +8,7 @@ function here keeps state, draws random numbers or knows about encoders, ids or 
 |---|---|
 | `softmax.py` | softmax over the pool (InfoNCE, DCL) |
 | `sogclr.py` | exponentials over a moving average |
-| `metropolis.py`, `scan_torch.py`, `scan_triton.py` | visits of a Metropolis-Hastings chain |
+| `metropolis.py` | visits of a Metropolis-Hastings chain |
 | `isir.py` | softmax over the carried state and the pool |
 | `cache.py` | draws from a stale table's distribution |
 """

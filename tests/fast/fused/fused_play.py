@@ -27,7 +27,7 @@ from negchain import (
     StreamingEMC2Loss,
 )
 from negchain.losses import walk
-from negchain.weights import scan_torch
+from negchain.weights import metropolis
 
 NEAR = 1e-5  # of a tie: logits and log u are exact to about 3e-6
 MAX_TIES = 0.03  # share of rows that may be that near; 0.025 at 4,096 columns in bf16
@@ -152,7 +152,7 @@ def near_ties(size: int, device: str) -> Iterator[Tensor]:
 
     def watched_scan(logits: Tensor, start: Tensor, log_u: Tensor, *rest: Any) -> Any:
         threshold = logits - log_u
-        before = scan_torch._state_logits(threshold, logits, start)[:, :-1]
+        before = metropolis._state_logits(threshold, logits, start)[:, :-1]
         near.logical_or_(((threshold - before).abs() < NEAR).any(1).view(-1, size).any(0))
         return scan(logits, start, log_u, *rest)
 

@@ -2,7 +2,7 @@
 
 A program owns a block of rows and walks over the columns, a tile at a time, as flash attention
 does: products of one tile, acceptance thresholds t = logit - log u, and then only what the tile
-does to a chain is kept. With the pairs (t, l) of `weights.scan_torch` that is one composition of
+does to a chain is kept. With the pairs (t, l) of `scan_torch` that is one composition of
 all the tile's steps, made by a tree of pairwise compositions. States inside a tile are never known:
 states are counted at ends of tiles only, which is `count_every` = a multiple of the tile's width.
 
