@@ -188,7 +188,7 @@ class ContrastiveLoss(Reporting):
                     parts = self._parts_given(call, step)
         if ranks is not None:
             parts = [share_out(part, ranks) for part in parts]
-        return Request(self, index, self._turn + ahead, parts, given=z_a is not None)
+        return Request(self, index, self._turn + ahead, parts, z_a is not None, augmentation)
 
     def _parts(
         self, index: Tensor, augmentation: tuple[Tensor, Tensor] | None, step: Tensor

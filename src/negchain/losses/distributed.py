@@ -74,12 +74,12 @@ def over_ranks(
     """The call a loss computes, given what this rank was called with; state ends equal on all."""
     ranks = Ranks.of(loss_fn)
     if ranks is None:
-        check_requests(loss_fn, turn, call.index, requests)
+        check_requests(loss_fn, turn, call, requests)
         yield call, requests
     elif ranks.join:
         yield gathered(loss_fn, call, requests, turn, ranks)
     else:
-        check_requests(loss_fn, turn, call.index, requests)
+        check_requests(loss_fn, turn, call, requests)
         requests = _renewed_together(requests, ranks)
         before = loss_fn.step.clone()
         loss_fn.step.copy_(own_step(loss_fn))
@@ -196,7 +196,7 @@ def _heads(
     try:
         check_shapes(call.z_a, call.z_b, call.key_index, loss_fn.num_keys)
         size = len(call.z_a)
-        check_requests(loss_fn, turn, call.index, requests)
+        check_requests(loss_fn, turn, call, requests)
         if call.index is not None:
             index = as_ids("index", call.index, size, device)
             hashed = ((index + 1) * torch.arange(1, size + 1, device=device)).sum()
