@@ -88,7 +88,8 @@ class WeightedLoss(ContrastiveLoss):
             self._count(batch.key_index, batch.valid)
             for learn in learned:
                 learn(batch)
-            self.step += int(self._counts_steps)
+            if self._counts_steps:
+                self.step += 1
         return self._finish(values, report)
 
 
