@@ -106,9 +106,10 @@ def bits(
 
 
 def fit_for_numpy(tensor: Tensor) -> bool:
-    """Whether numpy can read it: on the CPU, and neither torch.compile nor torch.func at work."""
+    """Whether numpy can read it: on a CPU, known to it, neither torch.compile nor func at work."""
     return (
         tensor.device.type == "cpu"
+        and tensor.dtype != torch.bfloat16
         and not torch.compiler.is_compiling()
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     )

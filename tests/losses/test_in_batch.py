@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from negchain import DCLLoss, InfoNCELoss, SogCLRLoss
+from negchain import DCLLoss, InBatch, InfoNCELoss, SogCLRLoss, Uniform
 from negchain.weights import moving_log_mean, sogclr_weights
 from oracles import contrastive_dense, contrastive_loops, unit
 
@@ -207,3 +207,26 @@ def test_relative_sogclr_has_the_value_and_saturation_of_the_other() -> None:
     torch.testing.assert_close(found[0], found[1])
     with pytest.raises(ValueError, match="fused"):
         SogCLRLoss(20, relative=True, backend="fused")
+
+
+@pytest.mark.parametrize("proposals", [Uniform(32), Uniform(32, alone=True), InBatch()], ids=str)
+def test_sogclr_at_rate_one_saturates_against_the_partition_of_its_value(proposals) -> None:
+    """Excluded columns are draws too: left out, the partition was up to 1.7 times too large."""
+    counts, positive = torch.tensor([3, 1, 1, 1, 1, 1, 0, 0]), torch.tensor([0, 0, 0, 1, 2, 3])
+    loss_fn = SogCLRLoss(
+        8, 3.0, 1.0, views="paired", num_keys=8, key_counts=counts, proposals=proposals,
+        denominator="all",
+    )  # fmt: skip
+    queries, keys = torch.randn(6, 4), torch.randn(8, 4)
+    found, estimate = [], loss_fn._estimate
+
+    def watched(*args):
+        found.append(estimate(*args))
+        return found[-1]
+
+    loss_fn._estimate = watched
+    known = torch.tensor([[4, 5]]).expand(6, -1)
+    call = {"key_index": positive, "known": known, "encode": lambda ids: keys[ids]}
+    loss_fn(queries, keys[positive], torch.arange(6), **call)
+    ((made, _),) = found
+    assert torch.allclose(made.log_saturation, made.log_partition, atol=1e-5)

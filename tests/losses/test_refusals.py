@@ -78,6 +78,7 @@ WRONG_BATCHES = {
     "index negative": (lambda c: {"index": INDEX - 1}, "index must"),
     "index too short": (lambda c: {"index": INDEX[:4]}, "(index|augmentation) must"),
     "index of floats": (lambda c: {"index": INDEX.float()}, "index must"),
+    "index as a mask": (lambda c: {"index": INDEX > 0}, "index must"),
     "z_b of another size": (lambda c: {"z_b": c["z_b"][:4]}, "one shape"),
     "z_b of another width": (lambda c: {"z_b": c["z_b"][:, :4]}, "one shape"),
     "three dimensions": (
@@ -89,6 +90,7 @@ WRONG_BATCHES = {
     "inf in z_b": (lambda c: {"z_b": c["z_b"] / 0.0}, "finite"),
     "known of one dimension": (lambda c: {"known": INDEX}, "known must"),
     "known of floats": (lambda c: {"known": torch.zeros(5, 1)}, "known must"),
+    "known too large": (lambda c: {"known": torch.full((5, 1), 10**6)}, "known must"),
     "key_index without keys": (lambda c: {"key_index": INDEX}, "key_index"),
 }
 
@@ -207,6 +209,13 @@ def test_a_draw_with_probabilities_needs_the_size_of_the_data_set() -> None:
 def test_streaming_offers_the_batch_alone() -> None:
     with pytest.raises(TypeError, match="proposals"):
         StreamingEMC2Loss(M, proposals=Uniform())
+
+
+@pytest.mark.parametrize("build", [DCLLoss, EMC2Loss, StreamingEMC2Loss])
+def test_an_empty_batch(build) -> None:
+    empty, loss_fn = torch.zeros(0, 4), build(M)
+    call = {"z_a": empty, "z_b": empty, "index": INDEX[:0], "encode": lambda ids: empty}
+    refused(loss_fn, call, "at least one sample")
 
 
 def test_only_a_beta_with_a_gradient_is_learned() -> None:

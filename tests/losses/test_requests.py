@@ -126,6 +126,17 @@ def test_requests_of_another_call_are_refused() -> None:
     assert torch.isfinite(loss_fn(z, z, INDEX, answered(loss_fn)))
 
 
+def test_a_request_for_other_augmentations_is_refused() -> None:
+    """Their chains are others: each would go on from a state it does not hold."""
+    loss_fn, z = EMC2Loss(M, 5.0, augmentations=2), table_of()
+    which = 0 * INDEX, 0 * INDEX + 1
+    request = loss_fn.request(INDEX, augmentation=which)
+    request.answer(z[request.ids])
+    with pytest.raises(ValueError, match="another batch: its index .or augmentation"):
+        loss_fn(z[:5], z[5:10], INDEX, request, augmentation=which[::-1])
+    assert torch.isfinite(loss_fn(z[:5], z[5:10], INDEX, request, augmentation=which))
+
+
 @pytest.mark.parametrize("views", ["shared", "paired"])
 def test_a_chain_that_moved_since_is_refused(views) -> None:
     """Asked before another visit of the same items: the negatives encoded are not those held."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import io
+import pickle
 
 import pytest
 import torch
@@ -204,6 +205,23 @@ def test_torch_func(build) -> None:
     other = torch.func.vmap(lambda second: value((z[0, 0], second)))(z[:, 1])  # a frozen tower
     assert abs(other[0] - value(z[0])) < 1e-12
     assert loss_fn.info["nonfinite_rows"] == 0
+
+
+@pytest.mark.parametrize("build", [negchain.InfoNCELoss, negchain.DCLLoss])
+def test_torch_func_in_training(build) -> None:
+    """A loss without state changes none, in training mode neither."""
+    z, loss_fn = torch.randn(2, 6, 4), build()
+    grad = torch.func.grad(lambda first: loss_fn(first, z[1]))(z[0])
+    assert torch.isfinite(grad).all() and grad.any()
+
+
+def test_a_loss_that_was_called_is_saved_whole() -> None:
+    """torch.save of a model, or a process that is spawned: numbers of the last call stay behind."""
+    loss_fn, items = EMC2Loss(20, 5.0), torch.randn(20, 4)
+    loss_fn(items[:6], items[6:12], torch.arange(6), encode=lambda ids: items[ids])
+    other = pickle.loads(pickle.dumps(loss_fn))
+    assert torch.equal(other.chains.states, loss_fn.chains.states) and other.step == 1
+    assert "carried_mass" in loss_fn.info and "carried_mass" not in other.info
 
 
 @pytest.mark.slow  # 10 s of tracing

@@ -305,3 +305,14 @@ def test_a_planted_bug_is_caught(small_panels, monkeypatch, plant) -> None:
     plant(monkeypatch)
     with pytest.raises((AssertionError, RuntimeError)):
         assert_equal_steps(whole, steps(build(True, **options)))
+
+
+def test_a_learned_beta_may_be_frozen_for_a_while() -> None:
+    beta = torch.nn.Parameter(torch.tensor(5.0))
+    loss_fn, items = StreamingEMC2Loss(20, beta), torch.randn(20, 4)
+    z = torch.randn(2, 6, 4).requires_grad_()
+    for learns in (False, True):
+        beta.requires_grad_(learns)
+        loss_fn(z[0], z[1], torch.arange(6), encode=lambda ids: items[ids]).backward()
+        assert (beta.grad is not None) == learns
+    assert torch.isfinite(z.grad).all()

@@ -179,3 +179,21 @@ def test_expected_weights_by_quadrature(burn_in) -> None:
         weights, start_weight = expected_visits(eighths.log(), start.item(), burn_in)
         assert (scan.weights.mean(0) - weights).abs().max() < 1e-12
         assert abs(scan.start_weight.mean().item() - start_weight) < 1e-12
+
+
+def test_whatever_the_logits_are_a_scan_is_the_loop() -> None:
+    """Half precision, which numpy may not know, and tensors with a graph behind them."""
+    logits, start, log_u = torch.randn(4, 9), torch.randn(4), torch.rand(4, 9).log()
+    for kind in (torch.float16, torch.bfloat16, torch.float64):
+        given = [t.to(kind) for t in (logits, start, log_u)]
+        loop, scan = (mh_scan(*given, 3, backend=b) for b in ("reference", "torch"))
+        assert all(
+            torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(loop, scan, strict=True)
+        )
+    plain = mh_scan(logits, start, log_u, 3)
+    for learned in (logits.clone().requires_grad_(), logits * torch.ones(1).requires_grad_()):
+        assert torch.equal(plain.weights, mh_scan(learned, start, log_u, 3).weights)
+    assert torch.equal(plain.weights, mh_scan(logits, start.requires_grad_(), log_u, 3).weights)
+    starts = torch.randn(2, 4)  # torch.func, through the carried states alone
+    got = torch.vmap(lambda one: mh_scan(logits, one, log_u, 3).weights)(starts)
+    assert torch.equal(got, torch.stack([mh_scan(logits, s, log_u, 3).weights for s in starts]))

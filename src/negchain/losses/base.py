@@ -207,7 +207,7 @@ class ContrastiveLoss(Reporting):
                     parts = self._parts_given(call, step)
         if ranks is not None:
             parts = [distributed.share_out(part, ranks) for part in parts]
-        return Request(self, index, self._turn + ahead, parts, given=z_a is not None)
+        return Request(self, index, self._turn + ahead, parts, z_a is not None, augmentation)
 
     def _parts(
         self, index: Tensor, augmentation: tuple[Tensor, Tensor] | None, step: Tensor
@@ -300,7 +300,7 @@ class ContrastiveLoss(Reporting):
                 raise ValueError("draw= goes with proposals=Given() at construction; leave it out")
             ranks = self.ranks()
             if ranks is None:
-                check_requests(self, self._turn, index, requests)
+                check_requests(self, self._turn, call, requests)
                 total = self._loss(call, requests)
             else:
                 with distributed.over_ranks(ranks, call, requests) as (whole, answers):

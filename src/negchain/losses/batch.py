@@ -27,6 +27,7 @@ Draws = Draw | tuple[Draw, Draw]
 Drawn = Tensor | tuple[Tensor, Tensor]
 Ids = Tensor | Sequence[int]
 Popularity = Callable[[Tensor], Tensor]  # key ids -> log-probability as somebody's positive
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,8 @@ def check_batch(
     check_shapes(call.z_a, call.z_b, key_index, num_keys)
     z_a, z_b = as_embedding(call.z_a, normalize), as_embedding(call.z_b, normalize)
     batch_size, device = z_a.shape[0], z_a.device
+    if batch_size == 0:
+        raise ValueError("a batch must hold at least one sample, got none; skip an empty batch")
     if index is None:
         if num_samples is not None:
             raise ValueError("index= is missing: pass the data set positions of the batch, [B]")
@@ -77,6 +80,8 @@ def check_batch(
         _refuse(index, "index", num_samples)
         if keys is not index:
             _refuse(keys, "key_index", num_positions)
+        if known is not None:
+            _refuse(known[known >= 0], "known", num_positions)
         if not (all_finite(z_a) and all_finite(z_b)):
             finite = torch.isfinite(z_a).all(1) & torch.isfinite(z_b).all(1)
             rows = torch.nonzero(~finite).flatten().tolist()[:5]
@@ -245,7 +250,7 @@ def is_traced(z: Tensor) -> bool:
 def as_ids(name: str, ids: Ids, rows: int, device: torch.device, dims: int = 1) -> Tensor:
     """Integer ids as int64 on the embeddings' device."""
     ids = ids if isinstance(ids, Tensor) else torch.as_tensor(ids)
-    if ids.dim() != dims or ids.shape[0] != rows or ids.is_floating_point():
+    if ids.dim() != dims or ids.shape[0] != rows or ids.dtype not in INTEGERS:
         shape = f"[{rows}]" if dims == 1 else f"[{rows}, L], padded with -1"
         raise ValueError(f"{name} must be integers {shape}, got {ids.dtype} {tuple(ids.shape)}")
     # contiguous: kernels read them one after another

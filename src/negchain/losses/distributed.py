@@ -144,7 +144,7 @@ def over_ranks(
     if ranks.join:
         yield gathered(ranks, call, requests)
     else:
-        check_requests(loss_fn, loss_fn._turn, call.index, requests)
+        check_requests(loss_fn, loss_fn._turn, call, requests)
         requests = _renewed_together(requests, ranks)
         before = loss_fn.step.clone()
         loss_fn.step.copy_(before + ranks.rank)
@@ -258,7 +258,7 @@ def _heads(
     try:
         check_shapes(call.z_a, call.z_b, call.key_index, loss_fn.num_keys)
         size = len(call.z_a)
-        check_requests(loss_fn, turn, call.index, requests)
+        check_requests(loss_fn, turn, call, requests)
         if call.index is not None:
             index = as_ids("index", call.index, size, device)
             hashed = ((index + 1) * torch.arange(1, size + 1, device=device)).sum()

@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from negchain.losses.batch import Ids, as_ids
+from negchain.losses.batch import Call, Ids, as_ids
 from negchain.pool import Draw
 
 Tower = Literal["keys", "anchors"]
@@ -85,6 +85,7 @@ class Request:
     turn: int  # number of the call it is for
     parts: list[Part] = field(default_factory=list)
     given: bool = False  # made with the batch's embeddings
+    augmentation: tuple[Tensor, Tensor] | None = None  # [B] each, of stored ones
 
     @property
     def wants(self) -> tuple[Want, ...]:
@@ -154,17 +155,16 @@ def answered(requests: Sequence[Request], purpose: Purpose, side: int) -> Part:
     )
 
 
-def check_requests(
-    owner: object, turn: int, index: Ids | None, requests: Sequence[Request]
-) -> None:
+def check_requests(owner: object, turn: int, call: Call, requests: Sequence[Request]) -> None:
     """Refuse requests that are not those of this loss, batch and call."""
     for request in requests:
         if request.owner is not owner:
             raise ValueError("this request was made by another loss; ask this one")
-        if index is None or not _same(request.index, index):
+        views = zip(request.augmentation or (), call.augmentation or (), strict=False)
+        if call.index is None or not all(_same(*p) for p in ((request.index, call.index), *views)):
             raise ValueError(
-                "this request was made for another batch: its index is not the index of this "
-                "call; ask again with the positions you pass here"
+                "this request was made for another batch: its index (or augmentation) is not that "
+                "of this call; ask again with the positions you pass here"
             )
         if any(part.embeddings is None for part in request.parts):
             raise ValueError(

@@ -126,8 +126,7 @@ class SogCLRLoss(WeightedLoss):
             alike = (self._beta(alike) * alike).detach()
             logits, positive = logits - alike[:, None], alike
         log_u = self.rows.read(table, side.anchor_ids).to(logits.dtype)
-        counts = None if len(side.kinds) == 1 else side.counts()
-        weights, log_u = sogclr_weights(logits, log_u, self.gamma, counts)
+        weights, log_u = sogclr_weights(logits, log_u, self.gamma, side.counts())
         log_partition, log_m = global_log_partition(side, logits), side.log_num_negatives()
         assert log_partition is not None and log_m is not None
         estimate = Estimate(weights, log_partition + positive, log_u + log_m + positive)

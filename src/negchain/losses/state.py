@@ -324,6 +324,10 @@ class Reporting(Stateful):
         self._warned = False
         self.add_state("faults", torch.zeros(3, dtype=torch.int64), saved=False)
 
+    def __getstate__(self) -> dict[str, object]:
+        """All but the numbers of the last call, which no copy has made."""
+        return self.__dict__ | {"_info": {}}
+
     def _finish(self, total: list[Tensor], report: Report) -> Tensor:
         """The mean loss over sides; the other numbers stay on the device for `info`."""
         if not is_traced(total[0]):

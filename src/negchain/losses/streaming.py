@@ -107,7 +107,7 @@ class StreamingEMC2Loss(EMC2Loss):
         whole = _joined(panels, shares)
         whole.total = [sum(whole.total[1:], whole.total[0]) / len(whole.total)]
         given = [z for z, _ in leaves]
-        if isinstance(self.beta, Tensor) and tracks:
+        if isinstance(self.beta, Tensor) and self.beta.requires_grad and tracks:
             given.append(self.beta)
         for z, grad in zip(given, grads, strict=True):
             surrogate = torch.dot(z.flatten(), grad.flatten())
@@ -122,15 +122,15 @@ class StreamingEMC2Loss(EMC2Loss):
         leaves: list[tuple[Tensor, Tensor]],
     ) -> tuple[list[Visit], list[float], list[Tensor]]:
         inputs = [leaf for _, leaf in leaves]
-        if isinstance(self.beta, Tensor) and torch.is_grad_enabled():
+        if isinstance(self.beta, Tensor) and self.beta.requires_grad and torch.is_grad_enabled():
             inputs.append(self.beta)
         grads = [torch.zeros_like(z) for z in inputs]
         panels, shares = [], []
-        step = max(1, PANEL_ELEMENTS // (2 * size))
-        for begin in range(0, size, step):
+        step = max(1, PANEL_ELEMENTS // max(2 * size, 1))
+        for begin in range(0, max(size, 1), step):  # an empty batch has one too, which refuses it
             items = slice(begin, min(begin + step, size))
-            share = (items.stop - begin) / size
             visit = super().visit(call, requests, items)
+            share = (items.stop - begin) / size
             value = torch.stack(visit.total).mean() * share
             if inputs:
                 for total, grad in zip(grads, torch.autograd.grad(value, inputs), strict=True):

@@ -86,7 +86,8 @@ class WeightedLoss(ContrastiveLoss):
             self._remember(batch, sides, requests)
             for learn in learned:
                 learn(batch)
-            self.step += int(self._counts_steps)
+            if self._counts_steps:
+                self.step += 1
         return self._finish(values, report)
 
 

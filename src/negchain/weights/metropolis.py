@@ -159,8 +159,8 @@ def scan_torch(
     elementwise operations on the [N, K] matrix. Only comparisons are made, so results equal the
     loop's to the bit, whatever the acceptance rate, and the host never looks at a value.
     """
-    if count_every == 1 and fit_for_numpy(logits):
-        return _scan_numpy(logits, start_logit, log_u, burn_in)
+    if count_every == 1 and fit_for_numpy(logits) and fit_for_numpy(start_logit):
+        return _scan_numpy(logits.detach(), start_logit.detach(), log_u.detach(), burn_in)
     num_chains, num_columns = logits.shape
     threshold = logits - log_u
     states = _state_logits(threshold, logits, start_logit)  # [N,K+1], after 0 .. K steps
@@ -179,7 +179,7 @@ def scan_torch(
         is_end = (columns % count_every == 0) | (columns == num_columns)
         counted = (is_end & (columns > burn_in)).expand(num_chains, -1)
     num_counted = counted.sum(1)
-    visits = logits.new_zeros(num_chains, num_columns + 1)  # slot 0 is the start state
+    visits = torch.zeros_like(states)  # slot 0 is the start state
     visits.scatter_add_(1, slots[:, 1:], counted.to(logits.dtype))
     last = slots[:, -1:]
     visits.scatter_add_(1, last, (num_counted == 0).to(logits.dtype)[:, None])
