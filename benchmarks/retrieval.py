@@ -72,12 +72,11 @@ def load(folder: str, model_folder: str) -> dict[str, Any]:
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     data = read_beir(Path(folder), holdout=0.2)
     splits = {"train": data.train, "validation": data.validation, "test": data.test}
-    known = [sorted({c for d in graded for c in data.copies[d]}) for graded in data.train.relevant]
     return {
         "documents": Texts(tokenizer, data.documents),
         "queries": {n: Texts(tokenizer, s.texts) for n, s in splits.items() if len(s)},
         "relevant": {n: [list(graded) for graded in s.relevant] for n, s in splits.items()},
-        "known": known,  # a query's positives and their copies
+        "known": data.known,  # a query's positives and their copies
     }
 
 

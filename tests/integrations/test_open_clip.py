@@ -138,10 +138,40 @@ def test_their_loop_trains_on_a_csv(table, build, more) -> None:
     loss = IndexedClipLoss(build(len(positions)))
     before = {name: p.detach().clone() for name, p in net.named_parameters()}
     run(net, loss.watch(info, positions, net), loss, args)
-    assert int(loss.loss_fn.step) == 3
+    assert int(loss.loss_fn.step) == 3 // args.accum_freq
     moved = {name for name, p in net.named_parameters() if not torch.equal(p, before[name])}
     assert {"logit_scale", "visual.proj", "text_projection"} <= moved
     assert loss.loss_fn.info["nonfinite_rows"] == 0
+
+
+@pytest.mark.parametrize("build", [emc2, importance])
+def test_accumulated_batches_are_one_step_of_the_whole(table, build, monkeypatch) -> None:
+    """Weights and state after it: carried and drawn items get their gradient once."""
+    monkeypatch.setattr(CsvPositions, "texts", lambda self, ids: tokenizer(
+        [f"picture {i}" for i in ids.tolist()]))  # fmt: skip
+
+    def one_step(size: int, freq: int) -> tuple[dict, dict]:
+        args = arguments(table, batch_size=size, accum_freq=freq)
+        info, net = csv_data(args), model()
+        net.logit_scale.requires_grad_(False)  # gets its gradient once per call, as with ClipLoss
+        positions = CsvPositions(info.dataloader.dataset)
+        loss = IndexedClipLoss(build(len(positions)))
+        run(net, loss.watch(info, positions, net), loss, args)
+        return snapshot(net), snapshot(loss)
+
+    for whole, parts in zip(one_step(12, 1), one_step(4, 3), strict=True):
+        assert_same(whole, parts, atol=1e-4)
+
+
+def test_batches_left_over_by_an_epoch_are_forgotten(table) -> None:
+    args = arguments(table, accum_freq=2)  # three batches
+    info, net = csv_data(args), model()
+    positions = CsvPositions(info.dataloader.dataset)
+    loss = IndexedClipLoss(SogCLRLoss(NUM, views="paired"))
+    watched = loss.watch(info, positions)
+    for _ in range(2):
+        run(net, watched, loss, args)
+    assert int(loss.loss_fn.step) == 2
 
 
 def test_positions_belong_to_the_pictures(table) -> None:
@@ -155,7 +185,7 @@ def test_positions_belong_to_the_pictures(table) -> None:
     for images, _ in watched.dataloader:
         index = loss._recent[-1]
         torch.testing.assert_close(images, positions.images(index))
-        loss._used = True
+        loss.forget()
         seen += index.tolist()
     assert sorted(seen) == sorted([*range(NUM), 3, 7])
     texts = torch.stack([positions.texts(torch.tensor([3]))[0] for _ in range(20)])
@@ -184,7 +214,7 @@ def test_their_loop_trains_on_shards(shards, monkeypatch) -> None:
     expected = torch.stack([preprocess(picture(n)) for n in range(NUM)])
     for images, _ in watched.dataloader:
         torch.testing.assert_close(images, expected[loss._recent[-1]])
-        loss._used = True
+        loss.forget()
     run(net, watched, loss, args)
     assert int(loss.loss_fn.step) == watched.dataloader.num_batches
     del watched, info

@@ -28,7 +28,7 @@ from negchain.train.config import ConfigError  # noqa: E402
 from negchain.train.progress import Progress  # noqa: E402
 from negchain.train.resolve import resolve  # noqa: E402
 from negchain.train.run_folder import RunFolder, read_metrics  # noqa: E402
-from tasks.tiny_texts import write_beir, write_model  # noqa: E402
+from tasks.tiny_texts import ASKED, FACTS, write_beir, write_model  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -258,9 +258,55 @@ def test_validation_queries_are_dev_tsv_where_there_is_one(folder: Path, tmp_pat
     assert (len(data.train), len(data.validation), len(data.test)) == (25, 6, 8)
     assert not set(data.train.ids) & set(data.validation.ids) and "q2" not in data.train.ids
     copy = shutil.copytree(folder / "beir", tmp_path / "beir")
-    (copy / "qrels" / "dev.tsv").write_text("q4\td4\t1\n")  # a header may be missing
+    (copy / "qrels" / "dev.tsv").write_text("q6\td6\t1\n")  # a header may be missing
     data = read_beir(copy, 0.2)
-    assert (len(data.train), data.validation.ids) == (31, ["q4"])
+    assert (len(data.train), data.validation.ids) == (30, ["q6"])
+
+
+def add(folder: Path, name: str, *lines: dict | str) -> None:
+    with open(folder / name, "a") as file:
+        file.writelines((x if isinstance(x, str) else json.dumps(x)) + "\n" for x in lines)
+
+
+def test_no_query_is_in_two_splits(folder: Path, tmp_path: Path) -> None:
+    """By id or word for word: test before validation before training."""
+    copy = shutil.copytree(folder / "beir", tmp_path / "beir")
+    asked = {n: f"what {FACTS[n % 5]} the {ASKED[n // 5]}" for n in (4, 6)}
+    add(copy, "queries.jsonl", *({"_id": f"again{n}", "text": t} for n, t in asked.items()))
+    add(copy, "qrels/train.tsv", "q9\td9\t1", "again4\td3\t1", "again6\td8\t1")
+    add(copy, "qrels/dev.tsv", "q4\td4\t1", "q6\td6\t1")
+    data = read_beir(copy, 0.2)
+    assert data.validation.ids == ["q6"] and len(data.test) == 8
+    assert len(data.train) == 30 and not {"q6", "q9", "again4", "again6"} & set(data.train.ids)
+    said = "queries are held-out ones word for word, and left out"
+    assert f"1 validation {said}" in data.notes and f"4 training {said}" in data.notes
+    shutil.copy(copy / "qrels" / "test.tsv", copy / "qrels" / "dev.tsv")  # then some are held out
+    data = read_beir(copy, 0.2)
+    splits = (data.train, data.validation, data.test)
+    assert all(len(part) for part in splits)
+    assert len({t for part in splits for t in part.texts}) == sum(
+        len(set(part.texts)) for part in splits
+    )
+    shutil.copy(copy / "qrels" / "test.tsv", copy / "qrels" / "train.tsv")
+    with pytest.raises(ConfigError, match=r"and has none that dev.tsv or test.tsv does not ask"):
+        tasks.load(resolve(None, settings(folder, data=str(copy))))
+
+
+def test_what_reads_as_a_query_or_answers_its_twin_is_no_negative(
+    folder: Path, tmp_path: Path
+) -> None:
+    """A query that is a document itself, and two queries of one text with different positives."""
+    copy = shutil.copytree(folder / "beir", tmp_path / "beir")
+    (copy / "qrels" / "dev.tsv").write_text("q6\td6\t1\n")
+    text = f"what {FACTS[3]} the {ASKED[0]}"  # q3's
+    add(copy, "queries.jsonl", {"_id": "twin", "text": text})
+    add(copy, "qrels/train.tsv", "twin\td0\t1")
+    with gzip.open(copy / "corpus.jsonl.gz", "at") as file:
+        file.write(json.dumps({"_id": "asked", "title": "", "text": text}) + "\n")
+    data = read_beir(copy, 0.2)
+    for name in ("q3", "twin"):  # d3, d0, its copy, and the document that reads so
+        assert set(data.known[data.train.ids.index(name)]) == {3, 0, 40, 41}
+    assert set(data.known[data.train.ids.index("q1")]) == {0, 1, 40}
 
 
 BROKEN = {

@@ -47,8 +47,8 @@ class IndexedClipLoss(nn.Module):
             )
         self.loss_fn = loss_fn
         self._encode: Any = None
-        self._recent: list[Tensor] = []  # positions of the batches since the last call
-        self._used = False
+        self._recent: list[Tensor] = []  # positions of the batches of this step
+        self._calls = 0  # with them
 
     def watch(
         self, info: Any, positions: CsvPositions | ShardPositions, model: nn.Module | None = None
@@ -75,10 +75,14 @@ class IndexedClipLoss(nn.Module):
 
     def remember(self, index: Tensor) -> None:
         """Positions of the batch that is handed out now."""
-        if self._used:
-            self._recent.clear()
-        self._used = False
+        if self._calls:
+            self.forget()
         self._recent.append(index)
+
+    def forget(self) -> None:
+        """Begin a new step: an epoch may end between two, with accum_freq."""
+        self._recent.clear()
+        self._calls = 0
 
     def forward(
         self,
@@ -88,7 +92,11 @@ class IndexedClipLoss(nn.Module):
         logit_bias: Tensor | None = None,
         output_dict: bool = False,
     ) -> Tensor | dict[str, Tensor]:
-        """The loss of a batch, or with `accum_freq` of the batches since the last step."""
+        """The loss of a batch, or with `accum_freq` of the batches since the last step.
+
+        Their loop then calls once per batch, and all batches but one are without gradient. These
+        calls are one step: only the last moves the state and trains what the loss asked for.
+        """
         if logit_bias is not None:
             raise ValueError("logit_bias belongs to SigLIP's loss; train a model without it")
         known = sum(len(part) for part in self._recent)
@@ -98,11 +106,15 @@ class IndexedClipLoss(nn.Module):
                 "must be the one loss.watch(data['train'], positions) made, used by this loss alone"
             )
         index = torch.cat(self._recent).to(image_features.device, torch.int64)
-        self._used = True
-        if len(self.loss_fn.tables) and self._encode and not int(self.loss_fn.step):
-            self.loss_fn.fill(self._encode)
+        encode, self._calls = self._encode, self._calls + 1
+        last = self._calls == len(self._recent)
+        if encode and not last:
+            encode = tuple(map(torch.no_grad(), encode))
+        if len(self.loss_fn.tables) and encode and self._calls == 1 and not int(self.loss_fn.step):
+            self.loss_fn.fill(encode)
         self.loss_fn.beta = logit_scale
-        value: Tensor = self.loss_fn(image_features, text_features, index, encode=self._encode)
+        self.loss_fn.train(self.training and last)
+        value: Tensor = self.loss_fn(image_features, text_features, index, encode=encode)
         self.loss_fn.beta = logit_scale.detach()  # not its graph
         return {"contrastive_loss": value} if output_dict else value
 
@@ -119,6 +131,7 @@ class _Watched:
         return int(self.num_batches)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        self.loss.forget()
         for images, texts, index in self.loader:
             self.loss.remember(torch.as_tensor(index))
             yield images, texts

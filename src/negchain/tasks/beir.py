@@ -57,14 +57,15 @@ class Beir:
 
     Attributes:
         documents: title and text of each.
-        copies: per document the positions of all that have its text, itself among them.
-        train, validation, test: queries; empty where there are none.
+        known: per training query the documents that are never its negatives: its positives, those
+            of queries that ask the same, all that read as one of these, and all that read as it.
+        train, validation, test: queries; empty where there are none. No text is in two of them.
         fingerprint: a hash of everything.
         notes: what was decided for the user.
     """
 
     documents: list[str]
-    copies: list[list[int]]
+    known: list[list[int]]
     train: Queries
     validation: Queries
     test: Queries
@@ -102,24 +103,44 @@ def read_beir(folder: Path, holdout: float, subset: int | None = None) -> Beir:
             f"{folder / 'qrels'} must hold train.tsv, dev.tsv or test.tsv with a positive (a score "
             "above 0), and has none; write one line per pair: query-id, corpus-id, score"
         )
-    train, validation = splits["train"], splits["dev"]
+    train, test = splits["train"], splits["test"]
+    validation = _apart(splits["dev"], "validation", test.texts, notes)
     if not len(validation) and len(train):
         order = np.random.default_rng(0).permutation(len(train)).tolist()
         held = set(order[: int(len(train) * holdout)])
-        validation = train.take(sorted(held))
+        validation = _apart(train.take(sorted(held)), "validation", test.texts, notes)
         train = train.take([n for n in range(len(train)) if n not in held])
         notes.append(f"{len(held):,} training queries are held out for validation (--holdout)")
+    train = _apart(train, "training", [*validation.texts, *test.texts], notes)
     if subset is not None:
         train = train.take(list(range(len(train)))[:subset])
     alike: dict[str, list[int]] = {}
     for number, text in enumerate(documents):
         alike.setdefault(text, []).append(number)
-    copies = [alike[text] for text in documents]
     if (more := len(documents) - len(alike)) > 0:
         notes.append(f"{more:,} documents repeat another's text: never negatives of its queries")
+    known = _known(train, documents, alike)
     everything = [documents, *([s.ids, s.texts, s.relevant] for s in (train, validation))]
     digest = hashlib.sha256(json.dumps(everything).encode()).hexdigest()[:16]
-    return Beir(documents, copies, train, validation, splits["test"], digest, tuple(notes))
+    return Beir(documents, known, train, validation, test, digest, tuple(notes))
+
+
+def _apart(queries: Queries, name: str, held: list[str], notes: list[str]) -> Queries:
+    """Those that are not asked, word for word, in a split that is held out of theirs."""
+    taken = set(held)
+    kept = [n for n, text in enumerate(queries.texts) if text not in taken]
+    if gone := len(queries) - len(kept):
+        notes.append(f"{gone:,} {name} queries are held-out ones word for word, and left out")
+    return queries.take(kept)
+
+
+def _known(queries: Queries, documents: list[str], alike: dict[str, list[int]]) -> list[list[int]]:
+    """See `Beir.known`."""
+    asked: dict[str, dict[int, None]] = {}
+    for text, graded in zip(queries.texts, queries.relevant, strict=True):
+        own = asked.setdefault(text, dict.fromkeys(alike.get(text, ())))
+        own.update(dict.fromkeys(copy for place in graded for copy in alike[documents[place]]))
+    return [list(asked[text]) for text in queries.texts]
 
 
 def _entries(folder: Path, name: str) -> dict[str, dict[str, str]]:

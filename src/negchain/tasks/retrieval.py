@@ -1,7 +1,8 @@
 """Dense retrieval: queries and the documents that answer them, through one encoder of texts.
 
 Anchors are training queries, keys the whole corpus. A step shows a query one of its positives, by
-lot (of grade 2 twice as often as of grade 1); the others, and copies of any, are never negatives.
+lot (of grade 2 twice as often as of grade 1); the others, and copies of any, are never negatives
+(`Beir.known`).
 
 Shapes: `Q` training queries, `B` batch, `L` known positives, `R` texts of a pass.
 """
@@ -70,12 +71,11 @@ class RetrievalTask(Task):
         with explained("--encoder", config.encoder):
             self.documents = Texts(self.encoder, data.documents, "document")
             self.queries = {n: Texts(self.encoder, p.texts, "query") for n, p in parts.items()}
-        positives, grades, known = [], [], []
+        positives, grades = [], []
         for graded in data.train.relevant:
             positives.append(torch.tensor(list(graded)))
             grades.append(torch.tensor(list(graded.values()), dtype=torch.float64).cumsum(0))
-            alike = dict.fromkeys(copy for place in graded for copy in data.copies[place])
-            known.append(torch.tensor(list(alike)))
+        known = [torch.tensor(own) for own in data.known]
         self.positives, self.known, self.grades = (
             pad_sequence(rows, batch_first=True, padding_value=-1) if rows else torch.empty(0)
             for rows in (positives, known, grades)
@@ -93,7 +93,8 @@ class RetrievalTask(Task):
         if encoder_config is None and not len(data.train):
             raise ConfigError(
                 f"{config.data} must hold qrels/train.tsv with positives to train on, and has "
-                "none; write one, or use negchain evaluate RUN --data for test.tsv"
+                "none that dev.tsv or test.tsv does not ask; write one, or use negchain evaluate "
+                "RUN --data for test.tsv"
             )
         if encoder_config is None and not len(data.validation):
             raise ConfigError(
@@ -134,7 +135,7 @@ class RetrievalTask(Task):
         )
 
     def batch(self, index: Tensor, step: Tensor) -> Batch:
-        """Queries, one positive of each, and all its positives with their copies as known."""
+        """Queries, one positive of each, and what is known to be no negative."""
         stream = draws.STREAM_POSITIVE
         u = draws.uniform(self.config.seed, step, stream, index, 1, torch.float64)  # [B, 1]
         grades = self.grades[index]
