@@ -116,6 +116,13 @@ def test_stl10(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert bundle.train.labels is not None and bundle.train.labels.tolist() == [9, 0, 1, 9]
     assert bundle.test.labels is not None and bundle.test.labels.tolist() == [1, 0]
     assert bundle.pretrain.names[3:5] == ("stl10/train/3", "stl10/unlabeled/0")
+    paper = load_data("stl10-unlabeled", root=tmp_path)  # its 100,000; probes as with 105,000
+    assert paper.pretrain.names == bundle.pretrain.names[4:] and paper.train is not None
+    assert paper.train.names == bundle.train.names and paper.test is not None
+    assert paper.fingerprint != bundle.fingerprint
+    both = load_data("stl10-unlabeled,digits", root=tmp_path, image_size=96)
+    assert both.train is not None and both.train.names == bundle.train.names
+    assert both.test is not None and both.test.names == bundle.test.names
     small = load_data("stl10", root=tmp_path, image_size=24)
     assert small.pretrain.size == (24, 24) and small.fingerprint != bundle.fingerprint
 
@@ -173,8 +180,8 @@ def test_digits_beside_colour_pictures(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ("cifar-10", "--data 'cifar-10' is neither a folder nor one of digits, cifar10, stl10; "
-         "did you mean cifar10?"),
+        ("cifar-10", "--data 'cifar-10' is neither a folder nor one of digits, cifar10, stl10, "
+         "stl10-unlabeled; did you mean cifar10?"),
         ("nothing like it", "check the spelling of the path"),
         ("", "--data '' is neither a folder"),
         ("digits,", "--data '' is neither a folder"),

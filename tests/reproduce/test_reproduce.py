@@ -20,6 +20,7 @@ from torch.nn.functional import normalize
 
 from negchain import reproduce
 from negchain.cli import run
+from negchain.data import ImageSet
 from negchain.losses import walk
 from negchain.methods import METHODS, LossSettings, build_loss
 from negchain.reproduce import accuracy, common, pages, stationarity, theory
@@ -58,6 +59,14 @@ def test_the_subset_preset_has_the_papers_proposals_and_burn_in(scans: list) -> 
     encoder = SimpleNamespace(embedding_dim=8)
     visit(trainers_loss(task, encoder), config.batch_size, stored=True)
     assert set(scans) == {(6, 3)}  # R = 2b - 2 and P = b - 1 at b = 4
+
+
+def test_with_fresh_views_presets_propose_one_copy_which_is_ours(scans: list) -> None:
+    """The paper's R = 62 and P = 31 are `paper_chain`'s; see docs/results.md."""
+    config = resolve("stl10-b32", {"data": "digits", "method": "emc2"})
+    task = ImageTask(config, load_images(config))
+    visit(trainers_loss(task, SimpleNamespace(embedding_dim=8)), config.batch_size)
+    assert set(scans) == {(31, 15)}
 
 
 def test_stationarity_has_the_papers_proposals_and_burn_in(scans: list) -> None:
@@ -114,6 +123,14 @@ def test_first_images_are_in_the_data_sets_order(tmp_path: Path) -> None:
                 Image.new("RGB", (8, 8), (10 * number,) * 3).save(folder / f"{number:06d}.png")
     images = stationarity.first_images(str(tmp_path), 3, 8)
     assert images[:, 0, 0, 0].tolist() == [0, 10, 20]
+
+
+def test_first_images_of_a_built_in_set_are_its_labelled_ones(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    names = [f"stl10/train/{i}" for i in range(12)] + [f"stl10/unlabeled/{i}" for i in range(9)]
+    pixels = torch.arange(21, dtype=torch.uint8).view(21, 1, 1, 1)
+    data = SimpleNamespace(pretrain=ImageSet(tuple(names), None, pixels))
+    monkeypatch.setattr(stationarity, "load_data", lambda *args, **options: data)
+    assert stationarity.first_images("stl10", 14, 1).flatten().tolist() == list(range(14))
 
 
 def test_collapse_is_no_convergence() -> None:

@@ -25,7 +25,7 @@ from negchain.train.presets import PRESETS
 from negchain.train.resolve import resolve, resume
 
 HINTS = get_type_hints(TrainConfig)
-BUILT_IN_DATA = ("digits", "cifar10", "stl10")
+BUILT_IN_DATA = ("digits", "cifar10", "stl10", "stl10-unlabeled")
 
 
 def refusal(preset: Any = None, **overrides: Any) -> str:

@@ -53,6 +53,7 @@ def test_table_matches_the_paper_source() -> None:
 def test_recipe_beyond_the_table(tmp_path: Path) -> None:
     adam, lars = resolve("stl10-b32", {}), resolve("imagenet100-b256", {"data": str(tmp_path)})
     sgd = resolve("stl10-subset", {})
+    assert (adam.data, sgd.data) == ("stl10-unlabeled", "stl10")  # 100,000 images; the first 500
     assert (adam.optimizer, adam.epochs, adam.warmup_epochs) == ("adam", 100, 10.0)
     assert (lars.optimizer, lars.momentum, lars.epochs, lars.projector) == ("lars", 0.9, 800, "mlp")
     assert (sgd.optimizer, sgd.momentum, sgd.subset, sgd.augmentations) == ("sgd", 0.0, 500, 2)

@@ -7,7 +7,7 @@ from pathlib import Path
 from negchain.data.shards import shards_of
 from negchain.printable import printable, show
 
-BUILT_IN = {"digits": 8, "cifar10": 32, "stl10": 96}
+BUILT_IN = {"digits": 8, "cifar10": 32, "stl10": 96, "stl10-unlabeled": 96}
 """Built-in sets and the side in pixels they are stored at unless `image_size` says otherwise."""
 
 

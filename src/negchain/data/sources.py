@@ -1,6 +1,7 @@
 """`load_data`: from what the user writes after `--data` to image sets.
 
-Built in    digits (scikit-learn, nothing to download), cifar10, stl10 (torchvision).
+Built in    digits (scikit-learn, nothing to download), cifar10, stl10 (torchvision; 105,000
+            images, and stl10-unlabeled without the 5,000 that probes are fitted on).
 A folder    see `negchain.data.scan` for the layouts.
 A table     a CSV file with the columns `path` and `label`.
 Shards      .tar files: one, `a-{0000..0009}.tar`, or a folder of them (`negchain.data.shards`).
@@ -82,7 +83,7 @@ def load_data(
     (1438, 359, 1, (8, 8))
     >>> load_data("digit")
     Traceback (most recent call last):
-    ValueError: --data 'digit' is neither a folder nor one of digits, cifar10, stl10; did you mean digits?
+    ValueError: --data 'digit' is neither a folder nor one of digits, cifar10, stl10, stl10-unlabeled; did you mean digits?
     """  # noqa: E501
     workers = num_cores() if num_workers is None else max(1, num_workers)
     if isinstance(data, str):
@@ -262,10 +263,19 @@ def _stl10(side: int, root: Path, download: bool) -> DataBundle:
     return _built_in("stl10", part("train", train), part("test", test), train.classes, side)
 
 
+def _stl10_unlabeled(side: int, root: Path, download: bool) -> DataBundle:
+    whole = _stl10(side, root, download)
+    assert whole.pretrain.labels is not None
+    pretrain = whole.pretrain.select((whole.pretrain.labels < 0).nonzero().flatten())
+    own = fingerprint([("unlabeled", int(whole.fingerprint, 16))], [], pretrain.size)
+    return replace(whole, name="stl10-unlabeled", pretrain=pretrain, fingerprint=own)
+
+
 _LOADERS: dict[str, Callable[[int, Path, bool], DataBundle]] = {
     "digits": _digits,
     "cifar10": _cifar10,
     "stl10": _stl10,
+    "stl10-unlabeled": _stl10_unlabeled,
 }
 
 
@@ -280,20 +290,22 @@ def _combine(entries: Sequence[str], bundles: Sequence[DataBundle]) -> DataBundl
     ranked = sorted(bundles, key=lambda bundle: not bundle.labelled)  # stable: the first stays so
     probed = next((bundle for bundle in ranked if bundle.train is not None), None)
     channels = max(bundle.pretrain.channels for bundle in bundles)
-    test = None
+    train = test = None
     parts = list[ImageSet]()
     for bundle, prefix in zip(bundles, prefixes, strict=True):
         part = _adapt(bundle.pretrain, prefix, channels)
         parts.append(part if bundle is probed else replace(part, labels=None))
-        if bundle is probed and bundle.test is not None:
-            test = _adapt(bundle.test, prefix, channels)
+        if bundle is probed:
+            train, test = (
+                part and _adapt(part, prefix, channels) for part in (bundle.train, bundle.test)
+            )
     pretrain = _concatenate(parts)
     prints = [(t, int(b.fingerprint, 16)) for t, b in zip(titles, bundles, strict=True)]
     pairs = list(zip(bundles, prefixes, strict=True))
     return DataBundle(
         name="+".join(titles),
         pretrain=pretrain,
-        train=labelled_part(pretrain),
+        train=train,
         test=test,
         classes=() if probed is None else probed.classes,
         skipped=tuple((f"{prefix}{file}", why) for b, prefix in pairs for file, why in b.skipped),

@@ -68,16 +68,17 @@ def jobs(options: Options) -> list[Row]:
 def first_images(data: str, count: int, size: int) -> Tensor:
     """The first images in the data set's own order, uint8 [M,C,size,size].
 
-    Folders are sorted by class, and the files in them are named by their number.
+    Folders are sorted by class, and the files in them are named by their number; a built-in set
+    counts what is labelled and what is not apart, and begins with the labelled.
     """
     images = load_data(data, image_size=size, progress=False).pretrain
     order = sorted(range(len(images)), key=lambda i: _number(images.names[i]))
     return images.fetch(torch.tensor(order[:count]))
 
 
-def _number(name: str) -> tuple[int, str]:
-    stem = Path(name).stem
-    return (int(stem) if stem.isdigit() else 0), name
+def _number(name: str) -> tuple[bool, int, str]:
+    path = Path(name)
+    return "unlabeled" in path.parts, int(path.stem) if path.stem.isdigit() else 0, name
 
 
 def build(name: str, images: Tensor, seed: int) -> nn.Module:

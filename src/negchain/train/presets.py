@@ -5,7 +5,8 @@ nothing else is said. Both are plain dictionaries of `TrainConfig` fields; `conf
 them over each other. It also holds the error every unknown name ends in.
 
 Sources. [T] the paper's table of hyper-parameters (appendix "Experiment Details"); [D] its table
-of data sets; [R] the recipe of the authors' README and defaults, where the paper is silent.
+of data sets; [P] its text; [R] the recipe of the authors' README and defaults, where the paper is
+silent.
 """
 
 import difflib
@@ -44,16 +45,18 @@ did you mean 'emc2'?
 
 _PAPER: dict[str, Value] = {
     "norm": "none",  # [R] every BatchNorm replaced by the identity
-    "burn_in": 0.5,  # [T] P = b - 1 of R = 2b - 2 proposals, at every batch size
-    "carried": "encode",  # Algorithm 1: the carried state is scored by the current encoder
-    "denominator": "negatives",  # eq. (1)
+    # [T] P = b - 1 of R = 2b - 2. With fresh augmentations R is b - 1 here, one copy of every other
+    # image, and P half of it; `reproduce burn-in` has the paper's R and P as numbers of steps.
+    "burn_in": 0.5,
+    "carried": "encode",  # [P] Algorithm 1: the carried state is scored by the current encoder
+    "denominator": "negatives",  # [P] eq. (1)
     "proposal": "batch",
     "gamma": 0.9,  # [R] SogCLR
 }
 
 _STL10: dict[str, Value] = {
     **_PAPER,
-    "data": "stl10",
+    "data": "stl10-unlabeled",  # [D] 100,000 images; `stl10` has the 5,000 labelled ones too
     "encoder": "resnet18",  # [T]
     "embedding_dim": 512,  # [T]
     "image_size": 96,  # [D]
@@ -66,17 +69,17 @@ PRESETS: dict[str, dict[str, Value]] = {
         **_STL10,
         "batch_size": 32,  # [T]
         "beta": 14.28,  # [T]
-        "optimizer": "adam",  # [R]
+        "optimizer": "adam",  # [P] section 4.2
         "lr": 1e-4,  # [T]
         "refresh": 0.01024,  # [T]
-        "epochs": 100,  # caption of the paper's STL-10 figures
+        "epochs": 100,  # [P] captions of its figures against time
         "warmup_epochs": 10.0,  # [R] linear from 0, then cosine to 0, per step
     },
     "stl10-b256": {
         **_STL10,
         "batch_size": 256,  # [T]
         "beta": 5.0,  # [T]
-        "optimizer": "adam",  # [R]
+        "optimizer": "adam",  # [P] section 4.2
         "lr": 1e-3,  # [T]
         "refresh": 0.1,  # [T]
         "epochs": 100,  # [R]
@@ -93,7 +96,7 @@ PRESETS: dict[str, dict[str, Value]] = {
         "recipe": "simclr-imagenet",  # [R]
         "batch_size": 256,  # [T]
         "beta": 14.28,  # [T]
-        "optimizer": "lars",  # [R] trust 0.001; no scaling and no decay for 1-D parameters
+        "optimizer": "lars",  # [P]; [R] trust 0.001, no scaling or decay of 1-D parameters
         "lr": 1.2,  # [T] = 0.075 * sqrt(256)
         "momentum": 0.9,  # [R]
         "weight_decay": 1e-6,  # [T]
@@ -102,11 +105,14 @@ PRESETS: dict[str, dict[str, Value]] = {
     },
     "stl10-subset": {
         **_STL10,
-        "subset": 500,  # section "Convergence": the first 500 images ...
-        "augmentations": 2,  # ... with two pre-computed augmentations each
+        # What the trainer does otherwise than the paper: a pair is two different views, and the
+        # rate decays. `reproduce stationarity` has pairs of equal views too, and a constant rate.
+        "data": "stl10",  # in whose order the labelled images come first
+        "subset": 500,  # [P] "the first 500 images ...
+        "augmentations": 2,  # ... and using two pre-computed augmentations"
         "batch_size": 4,  # [T]
         "beta": 5.0,  # [T]
-        "optimizer": "sgd",  # caption of the figure
+        "optimizer": "sgd",  # [P] caption of the figure
         "momentum": 0.0,  # [R]
         "lr": 1e-3,  # [T]
         "refresh": 0.1,  # [T]
@@ -137,6 +143,7 @@ DATA_DEFAULTS: dict[str, dict[str, Value]] = {
     "digits": {},
     "cifar10": {**_PICTURES, "recipe": "cifar", "image_size": 32},
     "stl10": {**_PICTURES, "recipe": "simclr-stl10", "image_size": 96},
+    "stl10-unlabeled": {**_PICTURES, "recipe": "simclr-stl10", "image_size": 96},
 }
 FOLDER_DEFAULTS: dict[str, Value] = {
     **_PICTURES,

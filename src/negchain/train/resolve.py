@@ -29,11 +29,12 @@ from negchain.train.config import (
 )
 from negchain.train.presets import choose
 
+_STORED = ("cifar10", "stl10", "stl10-unlabeled")
 # Which choices an option belongs to: option, deciding field, values it goes with, what it is.
 _BELONGS: tuple[tuple[str, str, tuple[str | None, ...], str], ...] = (
     ("momentum", "optimizer", ("sgd", "lars"), "Adam has its own"),
-    ("download", "data", ("cifar10", "stl10"), "nothing else can be downloaded"),
-    ("root", "data", ("cifar10", "stl10"), "other data is not stored there"),
+    ("download", "data", _STORED, "nothing else can be downloaded"),
+    ("root", "data", _STORED, "other data is not stored there"),
 )
 
 

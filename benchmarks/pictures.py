@@ -1,0 +1,110 @@
+"""Do features follow the better estimate where there is room? CIFAR-10, b = 8, through the trainer.
+
+Data     1,000 training pictures of CIFAR-10 (the first 100 of each class), seen at 16 px, which is
+         what two shared cores can train in an hour; augmented afresh. Probes are fitted on the
+         same 1,000 and tested on 2,000 others (200 a class).
+Encoder  the trainer's small CNN with BatchNorm, Adam 1e-3, beta 14.28 unless a case says another.
+Cases    the methods; `untrained`: the same network, its BatchNorm's averages and nothing else
+         moved; `beta`: a lower and a higher one.
+Prints   exact loss on the 1,000 pictures (at the case's own beta), linear probe, probe from a tenth of
+         the labels, 20-NN and seconds of a step: mean and deviation over seeds.
+
+    unpack.py cifar10.npz DATA        # /work/shared/data; or any folder of train/CLASS, test/CLASS
+    OMP_NUM_THREADS=1 PYTHONPATH=src python benchmarks/pictures.py --data DATA --out FILE.jsonl
+
+The same command goes on with what is missing; `--redraw` only prints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from negchain.methods import METHODS
+from negchain.reproduce.common import Options, append, provenance, read_rows
+from negchain.reproduce.pages import distinct, markdown, spread, where
+from negchain.reproduce.runs import train
+
+PER_CLASS = {"train": 100, "test": 200}
+BASE = {
+    "recipe": "cifar", "image_size": 16, "encoder": "small-cnn", "lr": 1e-3, "batch_size": 8,
+    "epochs": 30, "device": "cpu", "probe_samples": 1000,
+}  # fmt: skip
+CHAINS = [name for name, method in METHODS.items() if "proposal" in method.options]
+FIRST = ("infonce", "dcl", "sogclr")
+INFORMED = {"proposal": "informed"}
+CASES: list[tuple[str, str, dict[str, Any]]] = [
+    ("untrained", FIRST[0], {"epochs": 1, "lr": 1e-12}),
+    *((name, name, {}) for name in FIRST),
+    (CHAINS[0], CHAINS[0], {}),
+    (f"{CHAINS[1]}, informed", CHAINS[1], INFORMED),
+    (CHAINS[1], CHAINS[1], {}),
+    (f"{CHAINS[0]}, informed", CHAINS[0], INFORMED),
+]
+
+
+def chosen(data: Path, out: Path) -> Path:
+    """The first pictures of each class, copied: a folder's own order is by class."""
+    for split, number in PER_CLASS.items():
+        for folder in sorted((data / split).iterdir()):
+            (out / split / folder.name).mkdir(parents=True, exist_ok=True)
+            for file in sorted(folder.iterdir())[:number]:
+                shutil.copy(file, out / split / folder.name)
+    return out
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Mean and deviation over seeds."""
+    lines = []
+    for case in distinct(rows, "case"):
+        last = [row["curve"][-1] for row in where(rows, case=case)]
+        keys = ("global_loss", "probe", "probe_10pct", "knn20")
+        lines.append([case, len(last), *(spread((p[k] for p in last), 3) for k in keys)])
+    return markdown(["case", "seeds", "exact loss", "probe", "probe, 10 %", "20-NN"], lines)
+
+
+def main() -> None:
+    """Run what is missing and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, default=Path("cifar10"))
+    parser.add_argument("--out", type=Path, default=Path("records/2026-11-16_pictures_cpu.jsonl"))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--cases", nargs="+", help="only these")
+    parser.add_argument("--betas", type=float, nargs="+", default=[14.28])
+    parser.add_argument("--redraw", action="store_true")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    if not given.redraw:
+        folder = chosen(given.data, Path("/tmp/negchain-pictures/cifar10-1000"))
+        append(given.out, {"record": "pictures", **provenance(Options(device="cpu"))})
+        done = [row["job"] for row in read_rows(given.out)]
+        for seed in given.seeds:
+            for case, method, more in CASES:
+                for beta in given.betas:
+                    settings = {**BASE, **more, "beta": beta}
+                    name = case if beta == 14.28 else f"{case}, β {beta:g}"
+                    job = {"case": name, "method": method, "seed": seed, "settings": settings}
+                    if job in done or case not in (given.cases or [case]):
+                        continue
+                    begin = time.time(), time.process_time()
+                    run = {
+                        **job,
+                        "settings": {**settings, "data": str(folder)},
+                        "points": [1.0],
+                    }
+                    found = train(run, time.time() + 1e6)
+                    cpu = time.process_time() - begin[1]
+                    wall = round(time.time() - begin[0], 1)
+                    append(given.out, {"job": job, **found, "wall": wall, "cpu": round(cpu, 1)})
+                    last = found["curve"][-1]
+                    print(name, seed, last["global_loss"], last["probe"], wall, cpu, flush=True)
+    print(table(read_rows(given.out)))
+
+
+if __name__ == "__main__":
+    main()
