@@ -27,7 +27,7 @@ from negchain import (
     NegativeCacheLoss,
     Uniform,
 )
-from negchain.losses import ranks as ranks_module
+from negchain.losses import distributed as ranks_module
 from negchain.losses.base import ContrastiveLoss
 
 # Sizes of the ranks' batches, step by step: even, then uneven, with one rank that has none.
