@@ -215,11 +215,7 @@ class EMC2Loss(ContrastiveLoss):
         self._check_held(call, requests)
         plain = call.known is None and call.augmentation is None
         if plain and self._fuses(call.z_a):
-            carried = [
-                answered(requests, "carried", side).embeddings if self.carried == "encode" else None
-                for side in range(self.num_sides)
-            ]
-            total, self._info = fused.emc2(self, call, carried)
+            total, self._info = fused.emc2(self, call, requests)
             return total
         if self.backend == "fused":
             raise fused.not_applicable(call.z_a)
