@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import sys
+from pathlib import Path
+from types import FrameType
+
 import pytest
 import torch
 
+import negchain
 from negchain import EMC2Loss
 from negchain.emc2_plain import PlainEMC2
 
@@ -31,3 +37,26 @@ def test_gradients_and_chains_are_the_library_s(batch_size: int, beta: float) ->
         moved += int((plain.carried(index) != held).sum())
     assert torch.equal(plain.states, loss_fn.held(torch.arange(40))[0])
     assert moved > 0  # the comparison was of chains that do something
+
+
+def test_a_call_on_a_cpu_stays_within_twelve_files() -> None:
+    """What docs/design.md draws under "Reading EMC² on a CPU", and nothing else."""
+    root, found = Path(negchain.__file__).parent, set()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(root):
+            found.add(str(path.relative_to(root)))
+
+    items, encoder, index = torch.randn(50, 3), torch.nn.Linear(3, 8), torch.tensor([4, 7, 9])
+    kept = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        loss_fn = EMC2Loss(50)
+        encode = lambda ids: encoder(items[ids])  # noqa: E731
+        loss_fn(encode(index), encode(index), index, encode=encode).backward()
+    finally:
+        sys.setprofile(kept)
+    page = (root.parents[1] / "docs/design.md").read_text()
+    drawn = page.split("### Reading EMC² on a CPU")[1].split("```")[1]
+    assert found == set(re.findall(r"[\w/]+\.py", drawn)) and len(found) == 12

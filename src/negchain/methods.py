@@ -165,6 +165,14 @@ def build_loss(name: str, settings: LossSettings) -> ContrastiveLoss:
     return named(name).build(settings)
 
 
+def _loss(kind: str, s: LossSettings, *given: Any, **more: Any) -> ContrastiveLoss:
+    """A loss by the name of its class, imported now: torch takes seconds."""
+    from negchain import losses
+
+    loss: ContrastiveLoss = getattr(losses, kind)(s.num_samples, s.beta, *given, **more)
+    return loss
+
+
 def _uniform(num: int | None) -> Any:
     """Random items beside the batch; 0: the batch alone; None: as the loss would have it."""
     from negchain.losses import InBatch, Uniform
@@ -172,75 +180,51 @@ def _uniform(num: int | None) -> Any:
     return InBatch() if num == 0 else num and Uniform(num)
 
 
-def _in_batch(s: LossSettings, name: str) -> ContrastiveLoss:
-    from negchain import losses
-
-    proposals = _uniform(s.option("draws", None)) or "batch"
-    kind: Any = getattr(losses, name)
-    loss: ContrastiveLoss = kind(
-        s.num_samples, s.beta, proposals=proposals, seed=s.seed, **s.common
-    )
-    return loss
-
-
-def _sogclr(s: LossSettings) -> ContrastiveLoss:
-    from negchain.losses import SogCLRLoss
-
-    return SogCLRLoss(
-        s.num_samples,
-        s.beta,
-        s.option("gamma", 0.9),
-        proposals=_uniform(s.option("draws", None)),
-        denominator=s.denominator,
-        seed=s.seed,
-        **s.common,
-    )
-
-
-def _negcache(s: LossSettings) -> ContrastiveLoss:
-    from negchain.losses import NegativeCacheLoss
-
-    return NegativeCacheLoss(s.num_samples, s.beta, s.option("refresh", 0.01), **s.chosen)
-
-
-def _topk(s: LossSettings) -> ContrastiveLoss:
-    from negchain.losses import TopKLoss
-
-    numbers = s.option("k", 2), s.option("top", 20), s.option("refresh", 0.01)
-    return TopKLoss(s.num_samples, s.beta, *numbers, **s.chosen)
-
-
 def _informed(s: LossSettings, num: int | None, **more: Any) -> Any:
     from negchain.losses import Informed
 
+    defaults = {"share": 0.5, "sharpness": 1.0, "refresh": 0.01}
     return Informed(
-        num=num,
-        share=s.option("share", 0.5),
-        sharpness=s.option("sharpness", 1.0),
-        refresh=s.option("refresh", 0.01),
-        **more,
+        num, **{name: s.option(name, value) for name, value in defaults.items()}, **more
     )
 
 
-def _importance(s: LossSettings) -> ContrastiveLoss:
-    from negchain.losses import ImportanceLoss
+def _in_batch(s: LossSettings, kind: str) -> ContrastiveLoss:
+    proposals = _uniform(s.option("draws", None)) or "batch"
+    return _loss(kind, s, proposals=proposals, seed=s.seed, **s.common)
 
+
+def _sogclr(s: LossSettings) -> ContrastiveLoss:
+    proposals = _uniform(s.option("draws", None))
+    return _loss("SogCLRLoss", s, s.option("gamma", 0.9), proposals=proposals, **s.chosen)
+
+
+def _negcache(s: LossSettings) -> ContrastiveLoss:
+    return _loss("NegativeCacheLoss", s, s.option("refresh", 0.01), **s.chosen)
+
+
+def _topk(s: LossSettings) -> ContrastiveLoss:
+    numbers = s.option("k", 2), s.option("top", 20), s.option("refresh", 0.01)
+    return _loss("TopKLoss", s, *numbers, **s.chosen)
+
+
+def _importance(s: LossSettings) -> ContrastiveLoss:
     informed = _informed(s, s.option("draws", None), alone=True)
-    return ImportanceLoss(s.num_samples, s.beta, informed, **s.chosen)
+    return _loss("ImportanceLoss", s, informed, **s.chosen)
 
 
 def _logq(s: LossSettings) -> ContrastiveLoss:
-    from negchain.losses import ImportanceLoss, Uniform
+    from negchain.losses import Uniform
 
     proposals = _uniform(s.option("draws", None)) or Uniform()
-    return ImportanceLoss(s.num_samples, s.beta, proposals, **{**s.chosen, "denominator": "all"})
+    return _loss("ImportanceLoss", s, proposals, **{**s.chosen, "denominator": "all"})
 
 
 def _emc2(s: LossSettings, isir: bool = False) -> ContrastiveLoss:
-    from negchain.losses import ISIR, MH, EMC2Loss, InBatch
+    from negchain.losses import ISIR, MH, InBatch
 
     kernel = ISIR() if isir else MH(burn_in=s.option("burn_in", 0.5))
-    stored = s.option("augmentations", None)
+    stored, carried = s.option("augmentations", None), s.option("carried", "encode")
     num, k = s.option("draws", None), s.option("k", None)
     if num and k:
         num -= num // k  # each sample encodes a carried one as well
@@ -248,15 +232,8 @@ def _emc2(s: LossSettings, isir: bool = False) -> ContrastiveLoss:
     proposals: Any = InBatch(copies=2) if stored else _uniform(num)
     if s.option("proposal", "batch") == "informed":
         proposals = _informed(s, num or None)
-    return EMC2Loss(
-        s.num_samples,
-        s.beta,
-        kernel,
-        proposals=proposals,
-        carried=s.option("carried", "encode"),
-        augmentations=stored,
-        **s.chosen,
-    )
+    chain = {"proposals": proposals, "carried": carried, "augmentations": stored}
+    return _loss("EMC2Loss", s, kernel, **chain, **s.chosen)
 
 
 _CHAIN = ("carried", "proposal", "refresh")

@@ -25,6 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -54,11 +55,9 @@ class Draw(NamedTuple):
 
     def log_q_of(self, ids: Tensor) -> Tensor | None:
         """Log-probability of ids, of their shape."""
-        return (
-            self.log_q
-            if self.log_q is None
-            else (self.log_q(ids) if callable(self.log_q) else self.log_q.to(ids.device)[ids])
-        )
+        if self.log_q is None or not callable(self.log_q):
+            return None if self.log_q is None else self.log_q.to(ids.device)[ids]
+        return self.log_q(ids)
 
 
 @dataclass(frozen=True)
@@ -115,6 +114,12 @@ class Side:
             own, known = own[:, None], None if known is None else known[:, None, :]
         mask = ids == own
         return mask if known is None else mask | (ids[..., None] == known).any(-1)
+
+    @cached_property
+    def to_positives(self) -> Tensor:  # [N], differentiable
+        """Similarity of every row to its positive."""
+        similarity: Tensor = torch.linalg.vecdot(self.queries, self.positives)
+        return similarity
 
     def similarities(self) -> Tensor:  # [N, K+C], differentiable
         """Similarity of every row to every column, shared columns first."""

@@ -7,8 +7,8 @@ import math
 
 import torch
 
-import negchain.losses.base as base
 import negchain.losses.batch as batch
+import negchain.losses.columns as columns
 import negchain.losses.emc2 as emc2
 import negchain.losses.walk as walk
 from negchain import EMC2Loss, StreamingEMC2Loss
@@ -23,7 +23,7 @@ def keys_counted_as_uniform(patch) -> None:
     def uniform(counts, *_):
         return lambda ids: torch.full(ids.shape, -math.log(len(counts) - 1), dtype=torch.float64)
 
-    patch.setattr(base, "popularity", uniform)
+    patch.setattr(columns, "popularity", uniform)
 
 
 def held_state_keeps_its_old_q(patch) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import negchain.losses.base as base
+import negchain.losses.columns as columns
 from negchain import DCLLoss, EMC2Loss, InBatch, SogCLRLoss, Uniform
 
 ANCHORS, KEYS, DIM, BETA = 40, 80, 8, 5.0
@@ -73,7 +73,8 @@ def test_chains_reach_every_key_with_its_probability(kernel, counted) -> None:
 @pytest.mark.parametrize("kernel", ["mh", pytest.param("isir", marks=pytest.mark.slow)])
 def test_batch_columns_taken_for_uniform_are_caught(monkeypatch, kernel) -> None:
     uniform = -math.log(KEYS)
-    monkeypatch.setattr(base, "popularity", lambda *_: lambda ids: torch.full(ids.shape, uniform))
+    flat = lambda ids: torch.full(ids.shape, uniform)  # noqa: E731
+    monkeypatch.setattr(columns, "popularity", lambda *_: flat)
     loss_fn = EMC2Loss(ANCHORS, BETA, kernel, views="paired", num_keys=KEYS)
     assert abs(nobodys_mass(loss_fn, 600, 50)) > 5
 

@@ -318,18 +318,19 @@ class ContrastiveLoss(Reporting):
         return check_batch(call, self.num_samples, self.num_keys, self.normalize)
 
     def _sides(self, batch: Batch, **layout: Any) -> list[Side]:
-        return lay_out(
+        sides = lay_out(
             batch,
             views=self.views,
             symmetric=self.symmetric,
             num_positions=self.num_positions,
             multiplicity=self.multiplicity,
             ids_per_item=self.ids_per_item,
-            popularity=None
-            if self.num_keys is None
-            else columns.popularity(self.key_counts, batch, self.num_samples, self._counts_keys),
             **layout,
         )
+        if self.num_keys is None or not sides[0].kinds:
+            return sides
+        log_q = columns.popularity(self.key_counts, batch, self.num_samples, self._counts_keys)
+        return [columns.by_popularity(side, batch, log_q, layout.get("items")) for side in sides]
 
     def _begin(
         self, call: Call, requests: Sequence[Request], quiet: bool = False, **layout: Any
@@ -388,10 +389,9 @@ class ContrastiveLoss(Reporting):
         estimate: Estimate,
         carried_similarity: Tensor | None = None,
     ) -> Tensor:
-        positive = torch.linalg.vecdot(side.queries, side.positives)
         beta = self._beta(similarity)
         return contrastive_objective(
-            positive, similarity, estimate, beta, self.denominator, carried_similarity
+            side.to_positives, similarity, estimate, beta, self.denominator, carried_similarity
         )
 
     def extra_repr(self) -> str:

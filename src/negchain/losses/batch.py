@@ -9,8 +9,7 @@ Shapes: `B` batch, `N` rows, `D` embedding, `L` known positives per sample, `R` 
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -26,7 +25,6 @@ Views = Literal["shared", "paired"]
 Draws = Draw | tuple[Draw, Draw]
 Drawn = Tensor | tuple[Tensor, Tensor]
 Ids = Tensor | Sequence[int]
-Popularity = Callable[[Tensor], Tensor]  # key ids -> log-probability as somebody's positive
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -131,7 +129,6 @@ def lay_out(
     ids_per_item: int = 1,
     key_ids: tuple[Tensor, ...] | None = None,
     coin: Tensor | None = None,
-    popularity: Popularity | None = None,
     use_batch: bool = True,
     items: slice = slice(None),
 ) -> list[Side]:
@@ -148,7 +145,6 @@ def lay_out(
             augmentations of an item have ids of their own.
         coin: [B] bool: with shared views a row is offered one copy of every item, rows of the
             first view z_a's where the coin is True, rows of the second view the other.
-        popularity: how likely each key is as somebody's positive, where keys are a corpus.
         use_batch: False leaves the batch's own columns out.
         items: whose rows; all items are columns.
     """
@@ -171,7 +167,7 @@ def lay_out(
         elif excluded.shape != (rows.shape[0], keys.shape[1]):
             excluded = excluded.repeat(copies, keys.shape[1] // size)
         uniform = Kind(0, keys.shape[1], (~excluded).sum(1), None)  # over the row's negatives
-        made = Side(
+        return Side(
             queries=rows,
             positives=positives,
             anchor_ids=anchor_ids,
@@ -186,19 +182,6 @@ def lay_out(
             kinds=() if mask is None else (uniform,),
             **more,
         )
-        if mask is None or popularity is None:
-            return made
-        return dataclasses.replace(made, kinds=(by_popularity(made, popularity),))
-
-    def by_popularity(made: Side, popularity: Popularity) -> Kind:
-        others = batch.valid.sum() - batch.valid[items].long()  # the row's own column is no draw
-        log_m = made.log_num_negatives()
-        assert log_m is not None
-
-        def log_q(ids: Tensor) -> Tensor:
-            return popularity(ids) + log_m.view(-1, *[1] * (ids.dim() - 1))
-
-        return Kind(0, made.keys.shape[1], others, log_q)
 
     if views == "shared":
         names = (index, index) if key_ids is None else key_ids

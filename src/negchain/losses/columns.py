@@ -16,7 +16,6 @@ from negchain import draws
 from negchain.losses.batch import (
     Batch,
     Call,
-    Popularity,
     check_answer,
     is_traced,
     per_side,
@@ -24,6 +23,7 @@ from negchain.losses.batch import (
 from negchain.losses.request import Request, answered
 from negchain.pool import Draw, Kind, Side, matches
 
+Popularity = Callable[[Tensor], Tensor]  # key ids -> log-probability as somebody's positive
 Key = tuple[int, Tensor, int]  # seed, step, side number: what random draws are a function of
 
 
@@ -166,3 +166,17 @@ def popularity(counts: Tensor, batch: Batch, num_samples: int | None, counting: 
         return ((counts[ids] + here) / total).log().to(kind)
 
     return of
+
+
+def by_popularity(side: Side, batch: Batch, log_q: Popularity, items: slice | None) -> Side:
+    """A side whose columns, the batch's, are draws by popularity; its rows are those of `items`."""
+    mine = batch.valid if items is None else batch.valid[items]
+    others = batch.valid.sum() - mine.long()  # the row's own column is no draw
+    log_m = side.log_num_negatives()
+    assert log_m is not None
+
+    def corrected(ids: Tensor) -> Tensor:
+        return log_q(ids) + log_m.view(-1, *[1] * (ids.dim() - 1))
+
+    kind = Kind(0, side.keys.shape[1], others, corrected)
+    return dataclasses.replace(side, kinds=(kind,))

@@ -36,17 +36,9 @@ from negchain.losses.settings import (
     as_kernel,
     for_corpus,
     one_of,
-)  # fmt: skip
-from negchain.losses.walk import Sampler, Start, Visit, Walk, walk_chains
-from negchain.objective import (
-    Denominator,
-    Estimate,
-    bracket,
-    constant,
-    contrastive_objective,
-    detached_logits,
-    mean_loss,
 )
+from negchain.losses.walk import Sampler, Start, Visit, Walk, walk_chains
+from negchain.objective import Denominator, Estimate, bracket, constant, detached_logits, mean_loss
 from negchain.pool import Side, usable, write_view_mean
 from negchain.weights.metropolis import Backend
 from negchain.weights.sogclr import moving_log_mean
@@ -223,11 +215,7 @@ class EMC2Loss(ContrastiveLoss):
         self._check_held(call, requests)
         plain = call.known is None and call.augmentation is None
         if plain and self._fuses(call.z_a):
-            carried = [
-                answered(requests, "carried", side).embeddings if self.carried == "encode" else None
-                for side in range(self.num_sides)
-            ]
-            total, self._info = fused.emc2(self, call, carried)
+            total, self._info = fused.emc2(self, call, requests)
             return total
         if self.backend == "fused":
             raise fused.not_applicable(call.z_a)
@@ -302,15 +290,10 @@ class EMC2Loss(ContrastiveLoss):
         running = self._running_partition(number, side, low)
         saturation = None if running is None else torch.where(running > -math.inf, running, high)
         estimate = Estimate(walk.weights, middle, saturation, walk.carried_weight)
-        positive = torch.linalg.vecdot(side.queries, side.positives)
-        visit.total.append(
-            contrastive_objective(
-                positive, similarity, estimate, beta, self.denominator, start.similarity
-            )
-        )
+        visit.total.append(self._value(side, similarity, estimate, start.similarity))
         if running is not None:
             visit.runnings.append(running)
-        mean = partial(mean_loss, positive.detach(), constant(beta), self.denominator)
+        mean = partial(mean_loss, side.to_positives.detach(), constant(beta), self.denominator)
         ends = {"global_loss_low": low, "global_loss_high": high, "global_loss": middle}
         visit.note({name: partial(mean, log_partition) for name, log_partition in ends.items()})
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from negchain.fast.backends import prefers_triton, triton_error
 from negchain.fast.fused import MAX_COLUMNS
 from negchain.losses.batch import Call, as_ids, check_shapes
+from negchain.losses.request import Request, answered
 from negchain.losses.settings import ISIR, MH, InBatch
 
 if TYPE_CHECKING:
@@ -88,8 +89,12 @@ def carried_ids(loss_fn: EMC2Loss, side: int, index: Tensor) -> Tensor:  # [B] -
     return forward.carried_ids(loss_fn.chains.states[side], side, index, loss_fn.seed)
 
 
-def emc2(loss_fn: EMC2Loss, call: Call, carried: Sequence[Tensor | None]) -> tuple[Tensor, Numbers]:
+def emc2(loss_fn: EMC2Loss, call: Call, requests: Sequence[Request]) -> tuple[Tensor, Numbers]:
     """The EMC² loss of a batch, [], and its numbers for `info`; in training the chains move."""
+    carried: list[Tensor | None] = [None] * loss_fn.num_sides
+    if loss_fn.carried == "encode":
+        sides = range(loss_fn.num_sides)
+        carried = [answered(requests, "carried", side).embeddings for side in sides]
     kernel, chains, beta = loss_fn.kernel, loss_fn.chains, loss_fn.beta
     if loss_fn.carried == "cached":
         chains.check_width(call.z_a.shape[1])

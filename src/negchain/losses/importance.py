@@ -23,12 +23,12 @@ positive is there with certainty and takes no correction; the older logQ correct
 
 from __future__ import annotations
 
+from typing import Unpack
+
 from torch import Tensor
 
-from negchain.losses.batch import Views
-from negchain.losses.settings import Gather, Informed, Proposals
+from negchain.losses.settings import Informed, Proposals, Shared
 from negchain.losses.weighted import WeightedLoss
-from negchain.objective import Denominator
 from negchain.weights.softmax import softmax_weights
 
 
@@ -69,32 +69,11 @@ class ImportanceLoss(WeightedLoss):
         beta: float | Tensor = 14.28,
         proposals: Proposals | None = None,
         *,
-        views: Views = "shared",
-        symmetric: bool = True,
-        denominator: Denominator = "negatives",
-        num_keys: int | None = None,
         key_counts: Tensor | None = None,
-        dim: int | None = None,
-        normalize: bool = True,
-        seed: int = 0,
-        gather: Gather = True,
-        shard_state: bool = False,
+        **shared: Unpack[Shared],
     ) -> None:
-        super().__init__(
-            num_samples,
-            beta,
-            views=views,
-            symmetric=symmetric,
-            denominator=denominator,
-            proposals=proposals or Informed(alone=True),
-            num_keys=num_keys,
-            key_counts=key_counts,
-            dim=dim,
-            normalize=normalize,
-            seed=seed,
-            gather=gather,
-            shard_state=shard_state,
-        )
+        proposals = proposals or Informed(alone=True)
+        super().__init__(num_samples, beta, proposals=proposals, key_counts=key_counts, **shared)
 
     def weigh(self, logits: Tensor, ids: Tensor) -> tuple[Tensor, None]:
         """Self-normalised importance weights; the partition is the global one."""

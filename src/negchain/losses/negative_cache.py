@@ -11,17 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from negchain.losses.base import ContrastiveLoss
-from negchain.losses.batch import Call, Views, check_answer, is_traced
+from negchain.losses.batch import Call, check_answer, is_traced
 from negchain.losses.request import Part, Request, Want, answered, tower_of
-from negchain.losses.settings import Gather, check_refresh
+from negchain.losses.settings import Shared, check_refresh
 from negchain.losses.state import Report, keep
 from negchain.losses.table import Tables
-from negchain.objective import Denominator, Estimate, effective_negatives
+from negchain.objective import Estimate, effective_negatives
 from negchain.pool import Draw
 
 
@@ -59,32 +60,12 @@ class NegativeCacheLoss(ContrastiveLoss):
         num_samples: int,
         beta: float | Tensor = 14.28,
         refresh: float = 0.01,
-        *,
-        dim: int | None = None,
-        views: Views = "shared",
-        symmetric: bool = True,
-        denominator: Denominator = "negatives",
-        num_keys: int | None = None,
-        normalize: bool = True,
-        seed: int = 0,
-        gather: Gather = True,
-        shard_state: bool = False,
+        **shared: Unpack[Shared],
     ) -> None:
-        super().__init__(
-            num_samples,
-            beta,
-            views=views,
-            symmetric=symmetric,
-            denominator=denominator,
-            num_keys=num_keys,
-            normalize=normalize,
-            seed=seed,
-            gather=gather,
-            shard_state=shard_state,
-        )
+        super().__init__(num_samples, beta, **shared)
         check_refresh(refresh)
         self.refresh_fraction = refresh
-        self.tables = Tables(self.num_sides, self.num_ids or 0, dim, self.rows.ranks)
+        self.tables = Tables(self.num_sides, self.num_ids or 0, shared.get("dim"), self.rows.ranks)
 
     @property
     def multiplicity(self) -> int:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, TypedDict
 
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from negchain.losses.batch import Views
+    from negchain.objective import Denominator
 
 
 @dataclass(frozen=True)
@@ -148,6 +152,22 @@ Gather = bool | Literal["even"] | dist.ProcessGroup
 nothing waits for the device and a CUDA graph can record it); a process group: among its ranks only.
 False: every rank has a pool of its own."""
 Kernel = MH | ISIR
+
+
+class Shared(TypedDict, total=False):
+    """What every loss takes, by name; `InfoNCELoss` says what it means."""
+
+    views: Views
+    symmetric: bool
+    denominator: Denominator
+    num_keys: int | None
+    dim: int | None
+    normalize: bool
+    seed: int
+    gather: Gather
+    shard_state: bool
+
+
 Proposals = InBatch | Uniform | Informed | Given
 
 

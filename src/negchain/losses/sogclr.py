@@ -10,17 +10,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor
 
 from negchain.losses import fused
-from negchain.losses.batch import Call, Views
+from negchain.losses.batch import Call
 from negchain.losses.request import Request
-from negchain.losses.settings import Gather, InBatch, Proposals, Uniform, as_proposals, one_of
+from negchain.losses.settings import (
+    InBatch,
+    Proposals,
+    Shared,
+    Uniform,
+    as_proposals,
+    one_of,
+)
 from negchain.losses.weighted import Learn, WeightedLoss
-from negchain.objective import Denominator, Estimate, global_log_partition
+from negchain.objective import Estimate, global_log_partition
 from negchain.pool import Side, write_view_mean
 from negchain.weights.sogclr import sogclr_weights
 
@@ -63,38 +70,17 @@ class SogCLRLoss(WeightedLoss):
         *,
         relative: bool = False,
         proposals: Proposals | Literal["batch"] | None = None,
-        views: Views = "shared",
-        symmetric: bool = True,
-        denominator: Denominator = "negatives",
-        num_keys: int | None = None,
         key_counts: Tensor | None = None,
-        dim: int | None = None,
-        normalize: bool = True,
-        seed: int = 0,
-        gather: Gather = True,
-        shard_state: bool = False,
         backend: Literal["auto", "torch", "fused"] = "auto",
+        **shared: Unpack[Shared],
     ) -> None:
         one_of("backend", backend, ("auto", "torch", "fused"))
         if relative and backend == "fused":
             raise ValueError("backend='fused' does not know relative=True; use backend='auto'")
         if proposals is None:
-            proposals = InBatch() if num_keys is None else Uniform()
-        super().__init__(
-            num_samples,
-            beta,
-            views=views,
-            symmetric=symmetric,
-            denominator=denominator,
-            proposals=as_proposals(proposals),
-            num_keys=num_keys,
-            key_counts=key_counts,
-            dim=dim,
-            normalize=normalize,
-            seed=seed,
-            gather=gather,
-            shard_state=shard_state,
-        )
+            proposals = InBatch() if shared.get("num_keys") is None else Uniform()
+        proposals = as_proposals(proposals)
+        super().__init__(num_samples, beta, proposals=proposals, key_counts=key_counts, **shared)
         if not 0 < gamma <= 1:
             raise ValueError(f"gamma (share of the new value) must be in (0, 1], got {gamma}")
         self.gamma = gamma
@@ -122,7 +108,7 @@ class SogCLRLoss(WeightedLoss):
         table = self.log_u[number]
         positive: Tensor | float = 0.0
         if self.relative:
-            alike = torch.linalg.vecdot(side.queries, side.positives).detach()
+            alike = side.to_positives.detach()
             alike = (self._beta(alike) * alike).detach()
             logits, positive = logits - alike[:, None], alike
         log_u = self.rows.read(table, side.anchor_ids).to(logits.dtype)
@@ -137,7 +123,6 @@ class SogCLRLoss(WeightedLoss):
 
     def _value(self, side: Side, similarity: Tensor, estimate: Estimate, *carried: Any) -> Tensor:
         if self.relative:  # the positive pulls with sum W: 1 - (1 - sum W)
-            own = torch.linalg.vecdot(side.queries, side.positives)
             estimate = estimate._replace(carried_weight=1 - estimate.weights.sum(1))
-            return super()._value(side, similarity, estimate, own)
+            return super()._value(side, similarity, estimate, side.to_positives)
         return super()._value(side, similarity, estimate, *carried)

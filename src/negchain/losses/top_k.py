@@ -14,18 +14,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
 from negchain import draws
-from negchain.losses.batch import Batch, Call, Views
+from negchain.losses.batch import Batch, Call
 from negchain.losses.request import Part, Request, Want, tower_of
-from negchain.losses.settings import Gather, Informed
+from negchain.losses.settings import Informed, Shared
 from negchain.losses.softmax import without_probabilities
 from negchain.losses.weighted import WeightedLoss
-from negchain.objective import Denominator
 from negchain.pool import Draw, Side
 from negchain.weights.softmax import softmax_weights
 
@@ -62,35 +61,15 @@ class TopKLoss(WeightedLoss):
         num: int = 2,
         top: int = 20,
         refresh: float = 0.01,
-        *,
-        views: Views = "shared",
-        symmetric: bool = True,
-        denominator: Denominator = "all",
-        num_keys: int | None = None,
-        dim: int | None = None,
-        normalize: bool = True,
-        seed: int = 0,
-        gather: Gather = True,
-        shard_state: bool = False,
+        **shared: Unpack[Shared],
     ) -> None:
         if not 1 <= num <= top:
             raise ValueError(
                 f"num (keys a row adds) must be from 1 to top={top} (drawn from these), got {num}"
             )
-        super().__init__(
-            num_samples,
-            beta,
-            views=views,
-            symmetric=symmetric,
-            denominator=denominator,
-            proposals=Informed(num=num, refresh=refresh),  # for its table
-            num_keys=num_keys,
-            dim=dim,
-            normalize=normalize,
-            seed=seed,
-            gather=gather,
-            shard_state=shard_state,
-        )
+        shared = {"denominator": "all", **shared}
+        table = Informed(num=num, refresh=refresh)
+        super().__init__(num_samples, beta, proposals=table, **shared)
         self.num, self.top = num, top
 
     def _parts_given(self, call: Call, step: Tensor) -> list[Part]:
