@@ -6,12 +6,14 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from negchain import __version__
+from negchain.cli import run
 from negchain.data import DataBundle, ImageSet
 from negchain.tasks.image_judge import ImageJudge
 from negchain.tasks.images import small_stem
@@ -106,10 +108,16 @@ def test_progress_is_alive_when_redirected(
     assert said[2] == "training: 1/3 steps, 2 s left"
 
 
-@pytest.mark.slow
 def test_compare_says_which_run_of_how_many_and_repeats_none(
-    pictures: Path, tmp_path: Path, capsys: Capture
+    pictures: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Its runs in this process; in processes of their own in test_cli_outputs.py."""
+
+    def launch(arguments: list[str], log: Path, environment: object) -> Any:
+        status = run(["train", *arguments])
+        return SimpleNamespace(returncode=status, poll=lambda: status)
+
+    monkeypatch.setattr("negchain.cli.compare.launch", launch)
     options = TINY.replace("--quiet", "") + " --methods simclr,dcl --steps 2 --data"
     page = tmp_path / "duel" / "report.html"
     assert negchain("compare", options, pictures, "--out", page.parent) == 0
