@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from negchain import __version__
+from negchain.cli import run
 from negchain.data import DataBundle, ImageSet
+from negchain.tasks.image_judge import ImageJudge
 from negchain.tasks.images import small_stem
 from negchain.train.pretrained import load_trained
+from negchain.train.progress import Progress
 from negchain.train.resolve import resolve
+from negchain.train.step import TrainStep
 from tool_runs import TINY, class_folder, metrics_of, negchain, picture_folder, state_of
 
 Capture = pytest.CaptureFixture[str]
@@ -78,18 +85,39 @@ def test_ctrl_c_is_answered_with_a_word(
     assert not out.exists()
 
 
-def test_progress_is_alive_when_redirected(pictures: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_progress_is_alive_when_redirected(
+    pictures: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An evaluation of 100 s before the first step is not taken for the speed of steps, 1 s."""
+    now = [0.0]
+
+    def takes(seconds: float, what: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any) -> Any:
+            now[0] += seconds
+            return what(*arguments)
+
+        return timed
+
+    monkeypatch.setattr(ImageJudge, "before", takes(100.0, ImageJudge.before))
+    monkeypatch.setattr(TrainStep, "__call__", takes(1.0, TrainStep.__call__))
+    monkeypatch.setattr("negchain.cli.train.Progress", lambda show: Progress(show, lambda: now[0]))
     options = TINY.replace("--quiet", "") + " --steps 3 --data"
     assert negchain("train", options, pictures, "--out", tmp_path / "run") == 0
-    said = capsys.readouterr().err
-    assert "training: 0/3 steps" in said and "training: 1/3 steps" in said
-    assert "evaluating" in said
+    said = [line for line in capsys.readouterr().err.splitlines() if "/3 steps" in line]
+    assert said[:2] == ["evaluating: 0/3 steps", "training: 0/3 steps"]
+    assert said[2] == "training: 1/3 steps, 2 s left"
 
 
-@pytest.mark.slow
 def test_compare_says_which_run_of_how_many_and_repeats_none(
-    pictures: Path, tmp_path: Path, capsys: Capture
+    pictures: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Its runs in this process; in processes of their own in test_cli_outputs.py."""
+
+    def launch(arguments: list[str], log: Path, environment: object) -> Any:
+        status = run(["train", *arguments])
+        return SimpleNamespace(returncode=status, poll=lambda: status)
+
+    monkeypatch.setattr("negchain.cli.compare.launch", launch)
     options = TINY.replace("--quiet", "") + " --methods simclr,dcl --steps 2 --data"
     page = tmp_path / "duel" / "report.html"
     assert negchain("compare", options, pictures, "--out", page.parent) == 0
@@ -146,6 +174,15 @@ def test_the_stem_is_said_and_built(tmp_path: Path, capsys: Capture) -> None:
     assert load_trained(tmp_path / "run")[0].encoder_config["small_stem"] is False
 
 
+def test_a_tag_alone_loads_no_weights_and_that_is_said(tmp_path: Path, capsys: Capture) -> None:
+    data = picture_folder(tmp_path / "pictures", count=4, side=32)
+    options = "--encoder resnet10t.c3_in1k --recipe none --batch-size 2 --steps 1 --probe-samples 2"
+    options += " --quiet --device cpu --workers 0 --eval-every 0 --data"
+    assert negchain("train", options, data, "--out", tmp_path / "run") == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert "resnet10t.c3_in1k names weights, which only --pretrained timm loads" in said
+
+
 # ---- going on from what exists ----------------------------------------------------------------
 
 
@@ -182,7 +219,9 @@ def test_a_run_starts_from_another(pictures: Path, tmp_path: Path, capsys: Captu
     options = ("--steps 1 --lr 1e-9 --weight-decay 0 --method dcl --data", pictures)
     arguments = (*options, "--pretrained", first, "--out", second)
     assert negchain("train", TINY, *arguments) == 0
-    assert "weights from" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "weights from" in said.err and "pretrained encoder" in said.out
+    assert "Pretrained encoder" not in (first / "report.html").read_text()
     a, b = (load_trained(path)[0].backbone.state_dict() for path in (first, second))
     weights = [name for name in a if a[name].is_floating_point() and "running" not in name]
     assert all(torch.allclose(a[name], b[name], atol=1e-6) for name in weights)

@@ -147,6 +147,9 @@ def test_pages_and_features_into_a_file_in_the_way(
         said = refusal(capsys, *words)
         assert "cannot be read or written" in said and "choose another" in said, command
     assert (tmp_path / "file").read_text() == "mine"
+    (tmp_path / "folder.html").mkdir()
+    said = refusal(capsys, "report", run, "--out", tmp_path / "folder.html")
+    assert f"{tmp_path / 'folder.html'} cannot be read or written (Is a directory)" in said
 
 
 @pytest.mark.parametrize(

@@ -77,12 +77,15 @@ def theirs(originals: Path) -> tuple[dict[str, np.ndarray], Tensor]:
 
 
 def shares(boxes: Tensor) -> Tensor:
-    """top, left, height, width, H, W -> centre, height and width as shares, area, log ratio."""
+    """top, left, height, width, H, W -> place, height and width as shares, area, log ratio.
+
+    A place is 0 at one border of the picture and 1 at the other.
+    """
     top, left, height, width, full_height, full_width = boxes.unbind(1)
     return torch.stack(
         [
-            (top + height / 2) / full_height,
-            (left + width / 2) / full_width,
+            top / (full_height - height).clamp_min(1),
+            left / (full_width - width).clamp_min(1),
             height / full_height,
             width / full_width,
             height * width / (full_height * full_width),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import shutil
 import subprocess
 from pathlib import Path
@@ -16,8 +17,11 @@ from fabricate_runs import (
     write_many,
     write_run,
 )
+from PIL import Image
 
 from negchain.report import write_report
+
+ROOT = Path(__file__).resolve().parents[2]
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
@@ -129,3 +133,15 @@ def test_names_beside_the_matrix_can_be_read_on_a_phone(tmp_path: Path) -> None:
     check(text)
     assert outcome(text, "wide") == "false"
     assert float(outcome(text, "name") or 0) >= 11  # px
+
+
+def test_the_pictures_of_readme_are_made_by_their_command(tmp_path: Path) -> None:
+    write_comparison(tmp_path / "runs", seeds=1)
+    gallery = runpy.run_path(str(ROOT / "docs/gallery.py"))
+    gallery["main"].__globals__["IMAGES"] = tmp_path
+    gallery["main"](tmp_path / "runs")
+    shown = re.findall(r"\(docs/img/(report-\w+\.png)\)", (ROOT / "README.md").read_text())
+    assert sorted(path.name for path in tmp_path.glob("*.png")) == sorted(shown) and shown
+    for name in shown:
+        with Image.open(tmp_path / name) as image, Image.open(ROOT / "docs/img" / name) as kept:
+            assert image.width == kept.width and len(image.convert("RGB").getcolors(10**6)) > 20

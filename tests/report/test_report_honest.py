@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,26 @@ def test_a_result_stands_beside_chance_pixels_and_the_untrained_encoder(tmp_path
     assert "within the noise of the test images" in against_baselines(run)[0]
     run = load_run(finished(tmp_path, "unknown", 0.97, nothing=np.zeros(1)))
     assert "7.0 points (how much of it is noise is not known)" in against_baselines(run)[0]
+
+
+def test_a_pretrained_start_is_not_called_untrained(tmp_path: Path) -> None:
+    fresh, tuned = finished(tmp_path, "emc2-seed0", 0.97), finished(tmp_path, "tuned", 0.98)
+    config = json.loads((tuned / "config.json").read_text())
+    (tuned / "config.json").write_text(json.dumps(config | {"pretrained": "timm"}))
+    page = page_of([tuned], tmp_path / "a.html")
+    assert "Pretrained encoder70.0 %" in page.text and "Untrained" not in page.text
+    page = page_of([fresh, tuned], tmp_path / "b.html")
+    assert "Pretrained encoder70.0 %" in page.text and "Untrained encoder70.0 %" in page.text
+
+
+def test_brackets_are_for_intervals_over_test_images(tmp_path: Path) -> None:
+    """Of the probe with few labels no answers are kept: its spread is that of seeds."""
+    paths = duel(tmp_path, [0.97, 0.975, 0.97], [0.90, 0.905, 0.90])
+    for place, path in enumerate(paths):
+        summary = json.loads((path / "summary.json").read_text())
+        (path / "summary.json").write_text(json.dumps(summary | {"probe_10pct": 0.8 + place / 50}))
+    page = page_of(paths, tmp_path / "a.html")
+    assert re.search(r"97\.2 % \[", page.text) and re.search(r"82\.0 % ± 2\.00", page.text)
 
 
 def test_runs_of_two_tasks_are_not_compared(tmp_path: Path) -> None:

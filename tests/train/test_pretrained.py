@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import save_file
 
 from negchain.encoders import Encoder, build_encoder
-from negchain.train.config import ConfigError
+from negchain.export import export_encoder
+from negchain.train.config import ConfigError, TrainConfig
 from negchain.train.pretrained import start_from
 
 
@@ -61,7 +62,9 @@ def test_of_a_large_file_only_what_is_wanted_is_read(
         start_from(target, str(tmp_path / "pipe.safetensors"))
 
 
-@pytest.mark.parametrize("kind", ["plain", "lightning", "module", "whole", "safetensors"])
+@pytest.mark.parametrize(
+    "kind", ["plain", "lightning", "module", "whole", "safetensors", "exported"]
+)
 def test_files_as_people_have_them(kind: str, tmp_path: Path) -> None:
     source, target = encoder(1), encoder(2)
     weights = source.backbone.state_dict()
@@ -75,6 +78,9 @@ def test_files_as_people_have_them(kind: str, tmp_path: Path) -> None:
         torch.save({"model": {f"module.{k}": v for k, v in weights.items()}}, path)
     elif kind == "whole":
         torch.save(source.state_dict(), path)
+    elif kind == "exported":
+        path = tmp_path / "model"
+        export_encoder(path, source, TrainConfig(), {}, "safetensors")
     else:
         path = tmp_path / "weights.safetensors"
         save_file(dict(weights), path)

@@ -66,6 +66,26 @@ def test_paths_images_and_tensors_give_the_same_features(run: Path, photos: Path
         torch.testing.assert_close(trained.encode(second), expected[1:])
 
 
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "CMYK", "I;16", "turned"])
+def test_an_open_image_is_read_as_its_file_is(run: Path, tmp_path: Path, mode: str) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (14, 10, 4), dtype=np.uint8)
+    image, options, path = Image.fromarray(pixels), {}, tmp_path / "a.png"
+    if mode == "turned":
+        exif = Image.Exif()
+        exif[0x0112] = 6
+        image, options = image.convert("RGB"), {"exif": exif}
+    elif mode == "I;16":
+        image = Image.fromarray(pixels[..., 0].astype(np.uint16) * 16)  # 12 bits
+    elif mode == "CMYK":
+        image, path = image.convert("RGB").convert(mode), tmp_path / "a.tiff"
+    else:
+        image = image.convert(mode)
+    image.save(path, **options)
+    trained = negchain.load(run, device="cpu")
+    with Image.open(path) as opened:
+        torch.testing.assert_close(trained.encode(opened), trained.encode(path))
+
+
 def test_a_folder_a_list_and_a_file_of_paths(run: Path, photos: Path, tmp_path: Path) -> None:
     trained = negchain.load(run, device="cpu")
     whole = trained.embed(photos)
@@ -107,10 +127,11 @@ def test_embed_takes_files_and_names_the_unreadable(
     broken = tmp_path / "broken.png"
     broken.write_bytes(b"no picture")
     good, out = photos / "train/cat/0.png", tmp_path / "a.npz"
-    options = ("--data", good, "--data", broken, "--out", out)
+    options = ("--data", good, "--data", broken, "--data", tmp_path / "gone.png", "--out", out)
     assert command("embed", run, *options) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "1 embeddings" in text and re.search(r"left out: \S*broken\.png", text)
+    assert "1 embeddings" in text and re.search(r"\S*broken\.png \(not an image of a known", text)
+    assert re.search(r"left out: \S*gone\.png \(no such file", text)
     assert command("embed", run, "--data", broken, "--out", out) == 2
     assert "no image could be read" in capsys.readouterr().err
     assert command("embed", run, "--data", good, "--out", tmp_path / "a.xlsx") == 2

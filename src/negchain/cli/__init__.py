@@ -118,7 +118,8 @@ def _value(error: Any, arguments: list[str]) -> str:
 def _explain(word: str, error: BaseException | str, status: int) -> int:
     text = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
-        text = f"{error.filename} cannot be read or written ({error.strerror}); "
+        path = error.filename2 or error.filename  # of two, the first is a file not yet in place
+        text = f"{path} cannot be read or written ({error.strerror}); "
         text += "check the path, or choose another"
     say(f" {text}", f"{word}:", "bold red")
     if os.environ.get("NEGCHAIN_DEBUG") and isinstance(error, BaseException):

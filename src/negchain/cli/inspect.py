@@ -43,6 +43,7 @@ def evaluate(
         negchain evaluate runs/photos --data ./other-photos
     """
     from negchain.report import summary_table
+    from negchain.report.measures import shown
 
     task, encoder, step = _judge(run, data, device, root, checkpoint)
     if data is not None and task.unjudged is not None:
@@ -51,7 +52,7 @@ def evaluate(
     fresh = tasks.named(task.config.task).rebuild(encoder.encoder_config).to(task.device)
     numbers |= judge.baselines(judge.before(fresh)) | judge.thorough(encoder)[0]
     result(f"step {step:,}, {task.config.data}")
-    Console(highlight=False).print(summary_table(numbers, task.config.task))
+    Console(highlight=False).print(summary_table(numbers, shown(task.config.task)))
     with replacing(run / "evaluation.json") as file:
         file.write(json.dumps(numbers, indent=2).encode() + b"\n")
     return 0

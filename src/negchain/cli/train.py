@@ -217,9 +217,13 @@ def _announce(run: Run, notes: list[str]) -> None:
 
 
 def _show(run: Run, summary: dict[str, Any]) -> None:
-    from negchain.report import summary_table
+    from negchain.report import load_run, summary_table
+    from negchain.report.advice import against_baselines
 
-    Console(highlight=False).print(summary_table(summary, run.config.task))
+    written = load_run(run.folder.path)
+    Console(highlight=False).print(summary_table(summary, written.shown))
+    for sentence in against_baselines(written):
+        result(sentence)
     if "best_step" in summary:
         result(f"kept: the encoder of step {summary['best_step']:,} of {run.total_steps:,}")
     if run.task.unjudged is not None:

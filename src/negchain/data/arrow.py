@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 
 from negchain.data.places import Place, Row
-from negchain.data.scan import ImageFile, Scan
-from negchain.data.shards import SPLITS, divide
+from negchain.data.scan import SPLITS, ImageFile, Scan, divide
 from negchain.files import FileRefused, read_object
 from negchain.printable import printable
 

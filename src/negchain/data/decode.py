@@ -161,6 +161,15 @@ class _Decoded(NamedTuple):
     turn: Image.Transpose | None
 
 
+def square_of(image: Image.Image, side: int) -> Bytes:  # -> [3,side,side]
+    """`read_image` of an image that is open already."""
+    return _square(_Decoded(_to_rgb(image), image.size, _turn(image)), side)
+
+
+def _turn(image: Image.Image) -> Image.Transpose | None:
+    return _TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
+
+
 @contextmanager
 def _decoded(place: Where | str, enough: int) -> Iterator[_Decoded]:
     """The file in RGB, a JPEG at 1/2, 1/4 or 1/8 if that leaves twice `enough` pixels a side."""
@@ -170,8 +179,7 @@ def _decoded(place: Where | str, enough: int) -> Iterator[_Decoded]:
         copies = 1 if image.mode == "RGB" else 2
         with _room.take(4 * image.width * image.height * copies):  # PIL has 4 bytes a pixel
             image.load()
-            turn = _TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
-            yield _Decoded(_to_rgb(image), size, turn)
+            yield _Decoded(_to_rgb(image), size, _turn(image))
 
 
 def _upright(image: Image.Image, turn: Image.Transpose | None) -> Bytes:  # -> [3,h,w]

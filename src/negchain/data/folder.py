@@ -119,10 +119,10 @@ def _require_images(
         )
     if count == 0:
         unread = f" and {len(skipped)} unreadable ({first})" if skipped else ""
-        raise ValueError(
-            f"{printable(root)} holds 0 readable images{unread}; give a folder with files ending "
-            f"in {', '.join(sorted(IMAGE_SUFFIXES))}"
-        )
+        remedy = f"give a folder with files ending in {', '.join(sorted(IMAGE_SUFFIXES))}"
+        if root.lower().endswith(".csv"):
+            remedy = "name images by paths that are relative to the table"
+        raise ValueError(f"{printable(root)} holds 0 readable images{unread}; {remedy}")
 
 
 def _labels(files: Sequence[ImageFile], classes: Sequence[str]) -> Tensor | None:

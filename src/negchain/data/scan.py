@@ -1,12 +1,13 @@
-"""What a folder or a table of images holds, by names alone: files, classes and splits.
+"""What a folder of images holds, by names alone: files, classes and splits.
 
 Layouts, the first that fits:
 
 train/ ...    with `unlabeled/`, and `test/` (or `val/`, `valid/`, `validation/`: the first that has
               class folders). Two or more folders in `train/` are classes: `train/cat/any/1.jpg`.
+              `Train/` and `Testing/` are splits too where there are no other folders.
 cat/ dog/     all images lie in two or more folders: they are the classes.
+pets/ ...     a folder in which everything lies is passed through.
 a heap        images at any depth without labels.
-a table       `path,label` in a CSV file; paths are relative to it, an empty label is none.
 
 Where there are classes and no test split, a share of every class is held out: see `hold_out`.
 
@@ -19,7 +20,6 @@ folder around the data (to `/`, say) is not followed, and one to elsewhere is na
 Order: names are POSIX paths relative to the root, sorted by code point: the same on every machine.
 """
 
-import csv
 import hashlib
 import os
 import stat
@@ -33,6 +33,8 @@ from negchain.data.places import Where, whole_file
 from negchain.printable import printable
 
 TEST_FOLDERS = ("test", "val", "valid", "validation")
+SPLITS = ("train", "unlabeled", *TEST_FOLDERS)
+_CALLED = {"training": "train", "testing": "test", "unlabelled": "unlabeled"}
 
 LEAST_TRAIN = 3
 """Training pictures that a class must have for a probe to set some aside to tune itself."""
@@ -153,35 +155,89 @@ def scan_folder(root: str | Path, holdout: float = 0.2) -> Scan:
     >>> [file.name for file in scan.pretrain], scan.pretrain[2].class_name
     (['train/cat/a.png', 'train/cat/b.png', 'train/dog/c.PNG'], 'dog')
     """
-    top = os.fspath(root)
-    if any(os.path.isdir(os.path.join(top, split)) for split in ("train", "unlabeled")):
-        return _scan_splits(top, holdout)
+    top, inside = os.fspath(root), ""
+    while (only := _only_folder(os.path.join(top, inside))) is not None:
+        inside += f"{only}/"
+    scan = _scan_here(os.path.join(top, inside), holdout)
+    if not inside:
+        return scan
+
+    def placed(files: Iterable[ImageFile]) -> tuple[ImageFile, ...]:
+        return tuple(replace(file, name=printable(inside) + file.name) for file in files)
+
+    notes = scan.notes
+    if not classes_of(scan.pretrain):
+        notes += (f"all images lie in {printable(inside)}, and one folder labels nothing",)
+    return replace(
+        scan, root=top, pretrain=placed(scan.pretrain), test=placed(scan.test), notes=notes,
+        unreadable=tuple((printable(inside) + name, why) for name, why in scan.unreadable),
+    )  # fmt: skip
+
+
+def _only_folder(top: str) -> str | None:
+    """The one folder in which everything lies; None where there is another, or an image."""
+    try:
+        entries = [entry for entry in os.scandir(top) if not entry.name.startswith(".")]
+    except OSError:
+        return None
+    folders = [entry.name for entry in entries if entry.is_dir()]
+    if len(folders) != 1 or _called(folders[0]) in SPLITS or any(map(_is_image, entries)):
+        return None
+    return None if os.path.islink(os.path.join(top, folders[0])) else folders[0]
+
+
+def _is_image(entry: os.DirEntry[str]) -> bool:
+    return os.path.splitext(entry.name)[1].lower() in IMAGE_SUFFIXES
+
+
+def _called(folder: str) -> str:
+    """A folder's name as we write it, where it is that of a split."""
+    return _CALLED.get(folder.lower(), folder.lower())
+
+
+def _split_folders(top: str) -> dict[str, str]:
+    """Split: its folder. Of other folders beside, only names written as ours are splits."""
+    folders = [e.name for e in os.scandir(top) if e.is_dir() and not e.name.startswith(".")]
+    named = {_called(folder): folder for folder in sorted(folders)}
+    if len(named) < len(folders) or not set(named) <= set(SPLITS):
+        named = {folder: folder for folder in folders}
+    return {split: named[split] for split in SPLITS if split in named}
+
+
+def _scan_here(top: str, holdout: float) -> Scan:
+    splits = _split_folders(top)
+    if "train" in splits or "unlabeled" in splits:
+        return _scan_splits(top, splits, holdout)
     walk = _Walk(top).enter(top, "")
     files = walk.labelled(0)
     folders = classes_of(files)
-    loose = any(file.class_name is None for file in files)
-    notes = [*walk.notes, *ignored(walk.other)]
-    if loose or len(folders) < 2 or set(folders) & set(TEST_FOLDERS):
+    loose = sum(file.class_name is None for file in files)
+    notes, unprobed = [*walk.notes, *ignored(walk.other)], Scan.unprobed
+    if loose or len(folders) < 2 or {_called(name) for name in folders} & set(TEST_FOLDERS):
         files = [replace(file, class_name=None) for file in files]
-        if not loose and len(folders) == 1:
-            notes.append(f"all images lie in {folders[0]}/, and one folder labels nothing")
-    scan = Scan(top, tuple(files), (), tuple(sorted(walk.unreadable)), tuple(notes))
+        if loose and len(folders) > 1:
+            unprobed = f"{loose:,} images lie beside {folders[0]}/ and {folders[1]}/, which are "
+            unprobed += "classes only if every image lies in one of them"
+            notes.append(f"nothing is probed: {unprobed}")
+    scan = Scan(
+        top, tuple(files), (), tuple(sorted(walk.unreadable)), tuple(notes), unprobed=unprobed
+    )
     return hold_out(scan, holdout)
 
 
-def _scan_splits(top: str, holdout: float) -> Scan:
+def _scan_splits(top: str, splits: dict[str, str], holdout: float) -> Scan:
     def walked(split: str) -> _Walk:
-        return _Walk(top).enter(os.path.join(top, split), f"{split}/")
+        return _Walk(top).enter(os.path.join(top, splits[split]), f"{splits[split]}/")
 
-    present = [s for s in TEST_FOLDERS if os.path.isdir(os.path.join(top, s))]
-    for_training = {s: walked(s) for s in ("train", "unlabeled") if os.path.isdir(f"{top}/{s}")}
+    present = [split for split in TEST_FOLDERS if split in splits]
+    for_training = {split: walked(split) for split in ("train", "unlabeled") if split in splits}
     pretrain = [
         file if split == "train" else replace(file, class_name=None)
         for split, walk in for_training.items()
         for file in walk.labelled(1)
     ]
     walks, test, notes = list(for_training.values()), list[ImageFile](), list[str]()
-    read = [*for_training]
+    read: list[str] = [*for_training]
     classes = classes_of(pretrain)
     for split in present if len(classes) >= 2 else ():
         walk = walked(split)
@@ -193,7 +249,8 @@ def _scan_splits(top: str, holdout: float) -> Scan:
             read.append(split)
             require_known_classes(classes, classes_of(test))
             break
-    unread = [split for split in present if split not in read]
+    unread = [splits[split] for split in present if split not in read]
+    read = [splits[split] for split in read]
     notes += [note for walk in walks for note in walk.notes] + _beside(top, read, unread)
     unprobed = Scan.unprobed
     if len(classes) < 2:
@@ -230,7 +287,7 @@ def _beside(top: str, read: Sequence[str], unread: Sequence[str]) -> list[str]:
         for entry in os.scandir(top)
         if not entry.name.startswith(".")
         and entry.name not in read
-        and (entry.is_dir() or os.path.splitext(entry.name)[1].lower() in IMAGE_SUFFIXES)
+        and (entry.is_dir() or _is_image(entry))
     )
     if not beside:
         return []
@@ -287,6 +344,28 @@ def hold_out(scan: Scan, share: float) -> Scan:
     return replace(scan, pretrain=rest, test=held, notes=(*scan.notes, note), held_out=True)
 
 
+def divide(
+    source: str, splits: dict[str, list[ImageFile]], holdout: float, notes: Sequence[str]
+) -> Scan:
+    """Files by the name of their split as what is pretrained on and what probes are tested on."""
+    pretrain = list(splits.get("train", ()))
+    pretrain += [replace(file, class_name=None) for file in splits.get("unlabeled", ())]
+    present = [split for split in TEST_FOLDERS if splits.get(split)]
+    classes, test, unprobed = classes_of(pretrain), list[ImageFile](), Scan.unprobed
+    if len(classes) < 2:
+        if classes or present:
+            unprobed = f"probes need 2 classes to train on, and there are {len(classes)}"
+            notes = [*notes, f"nothing is probed: {unprobed}"]
+        pretrain = [replace(file, class_name=None) for file in pretrain]
+    elif present:
+        test = [file for file in splits[present[0]] if file.class_name is not None]
+        require_known_classes(classes, classes_of(test))
+    unread = present[1:] if test else present
+    notes = [*notes, *(f"the split {split} is not read" for split in unread)]
+    scan = Scan(source, tuple(pretrain), tuple(test), (), tuple(notes), unprobed=unprobed)
+    return scan if test else hold_out(scan, holdout)
+
+
 def too_few(train: Iterable[ImageFile]) -> str:
     """Why a probe cannot be fitted on `train`; empty if it can."""
     counts = Counter(file.class_name for file in train if file.class_name is not None)
@@ -297,61 +376,3 @@ def too_few(train: Iterable[ImageFile]) -> str:
         f"a probe needs 2 classes and {LEAST_TRAIN} training images in one of them, and there are "
         f"{len(counts)} with at most {most}"
     )
-
-
-def scan_csv(path: str | Path, holdout: float = 0.2) -> Scan:
-    r"""The image files that a table with the columns `path` and `label` names.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     table = Path(folder, "pets.csv")
-    ...     _ = table.write_text("path,label\nb.png,dog\na.png,cat\n")
-    ...     scan = scan_csv(table)
-    >>> scan.unreadable
-    (('a.png', 'no such file'), ('b.png', 'no such file'))
-    """
-    table = os.fspath(path)
-    folder = os.path.dirname(table)
-    files, unreadable = dict[str, ImageFile](), list[tuple[str, str]]()
-    for written, label in _rows(table):
-        name, where = printable(os.path.normpath(written)), os.path.join(folder, written)
-        if name in files:
-            raise ValueError(
-                f"{printable(table)} must name every image once, and {name} is there twice; "
-                "remove one of the rows"
-            )
-        try:
-            status = os.stat(where)
-        except (OSError, ValueError):
-            unreadable.append((name, "no such file"))
-            continue
-        if not stat.S_ISREG(status.st_mode):
-            unreadable.append((name, "not a regular file"))
-            continue
-        files[name] = ImageFile(name, whole_file(where, status), printable(label) or None)
-    ordered = sorted(files.values(), key=_name)
-    notes = []
-    if len(classes_of(ordered)) == 1:
-        notes.append("all labels are the same, and probes need 2: nothing is probed")
-        ordered = [replace(file, class_name=None) for file in ordered]
-    scan = Scan(table, tuple(ordered), (), tuple(sorted(unreadable)), tuple(notes))
-    return hold_out(scan, holdout)
-
-
-def _rows(table: str) -> list[tuple[str, str]]:
-    """(path, label) of every row."""
-    shown = printable(table)
-    try:
-        with open(table, encoding="utf-8-sig", newline="") as file:
-            reader = csv.DictReader(file)
-            columns = reader.fieldnames or []
-            if "path" not in columns or "label" not in columns:
-                raise ValueError(
-                    f"{shown} must begin with a line that names the columns path and label, got "
-                    f"{printable(', '.join(columns)[:80]) or 'nothing'}; add `path,label` on top"
-                )
-            return [((row["path"] or "").strip(), (row["label"] or "").strip()) for row in reader]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(
-            f"{shown} must be a CSV file in UTF-8, but {error}; save it as such"
-        ) from error

@@ -14,24 +14,15 @@ import os
 import re
 import tarfile
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from negchain.data.decode import IMAGE_SUFFIXES
 from negchain.data.places import Place
-from negchain.data.scan import (
-    TEST_FOLDERS,
-    ImageFile,
-    Scan,
-    classes_of,
-    hold_out,
-    ignored,
-    require_known_classes,
-)
+from negchain.data.scan import SPLITS, ImageFile, Scan, divide, ignored
 from negchain.printable import printable
 
-SPLITS = ("train", "unlabeled", *TEST_FOLDERS)
 MOST_SHARDS = 1_000_000  # of a pattern
 LONGEST_CLASS = 256  # bytes of a .cls
 
@@ -196,24 +187,3 @@ class _Shard:
 
 class _Refused(ValueError):
     """A sentence for the user."""
-
-
-def divide(
-    source: str, splits: dict[str, list[ImageFile]], holdout: float, notes: Sequence[str]
-) -> Scan:
-    """Files by the name of their split as what is pretrained on and what probes are tested on."""
-    pretrain = list(splits.get("train", ()))
-    pretrain += [replace(file, class_name=None) for file in splits.get("unlabeled", ())]
-    present = [split for split in TEST_FOLDERS if splits.get(split)]
-    classes, test, unprobed = classes_of(pretrain), list[ImageFile](), Scan.unprobed
-    if len(classes) < 2:
-        if classes or present:
-            unprobed = f"probes need 2 classes to train on, and there are {len(classes)}"
-        pretrain = [replace(file, class_name=None) for file in pretrain]
-    elif present:
-        test = [file for file in splits[present[0]] if file.class_name is not None]
-        require_known_classes(classes, classes_of(test))
-    unread = present[1:] if test else present
-    notes = [*notes, *(f"the split {split} is not read" for split in unread)]
-    scan = Scan(source, tuple(pretrain), tuple(test), (), tuple(notes), unprobed=unprobed)
-    return scan if test else hold_out(scan, holdout)

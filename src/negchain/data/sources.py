@@ -37,9 +37,10 @@ from negchain.data.files import read_sizes
 from negchain.data.folder import fingerprint, labelled_part, load_folder
 from negchain.data.image_set import DataBundle, ImageSet
 from negchain.data.named import BUILT_IN, named_sources
-from negchain.data.scan import Scan, scan_csv, scan_folder
+from negchain.data.scan import Scan, scan_folder
 from negchain.data.shards import scan_shards, shards_of
 from negchain.data.storage import TIMES, choose
+from negchain.data.table import scan_csv
 from negchain.printable import printable
 
 MIXED_SIDE = 96

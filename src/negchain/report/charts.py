@@ -25,7 +25,7 @@ Axis = Literal["samples", "seconds"]
 AXES: tuple[Axis, ...] = ("samples", "seconds")
 
 _DASHES = ("", "7 4", "2 3", "10 3 2 3")
-_TOP, _BOTTOM, _LEFT, _RIGHT = 14.0, 38.0, 50.0, 16.0
+_TOP, _BOTTOM, _LEFT, _RIGHT = 14.0, 38.0, 56.0, 16.0
 _LABEL_GAP = 15.0  # px between two direct labels
 _MAX_DIRECT_LABELS = 8  # more lines than that are told apart by the legend above the charts
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from negchain.tasks import TASKS, options
@@ -83,10 +83,14 @@ def foreign(task: object) -> set[str]:
     return options() - set(TASKS[str(task)].options) if str(task) in TASKS else set()
 
 
-def shown(task: object) -> Shown:
+def shown(task: object, pretrained: bool = False) -> Shown:
     """What is shown of runs of a task; of one nobody registered, what every run has.
 
     >>> shown("images").lead[0].name
     '1-NN accuracy'
+    >>> [shown("images", pretrained).baselines["untrained"] for pretrained in (False, True)]
+    ['Untrained encoder', 'Pretrained encoder']
     """
-    return TASKS[str(task)].shown() if str(task) in TASKS else Shown()
+    found = TASKS[str(task)].shown() if str(task) in TASKS else Shown()
+    names = {k: v.replace("Untrained", "Pretrained") for k, v in found.baselines.items()}
+    return replace(found, baselines=names) if pretrained else found

@@ -16,7 +16,7 @@ import numpy as np
 from rich.table import Table
 
 from .charts import number
-from .measures import GLOBAL_LOSS, THROUGHPUT, TIME, Metric, Shown, shown
+from .measures import GLOBAL_LOSS, THROUGHPUT, TIME, Metric, Shown
 from .runs import Group, group_runs, load_run
 from .statistics import LEVEL, Estimate, estimates, winner
 
@@ -74,7 +74,7 @@ def _cell(estimate: Estimate | None, values: np.ndarray, metric: Metric, wins: b
     if estimate is None:
         return Cell("–")
     spread = ""
-    if metric.unit == "percent" and estimate.interval is not None:
+    if metric.unit == "percent" and estimate.images and estimate.interval is not None:
         low, high = (100 * min(max(end, 0.0), 1.0) for end in estimate.interval)
         spread = f"[{low:.1f}, {high:.1f}]"
     elif estimate.seeds > 1:
@@ -88,12 +88,14 @@ def _baselines(groups: Sequence[Group], columns: Sequence[Metric]) -> list[tuple
     """Means over all runs: (name, one text per column), where any is known."""
     runs = [run for group in groups for run in group.counted]
     rows = []
-    lead = groups[0].shown.lead
-    for prefix, name in groups[0].shown.baselines.items():
+    lead, prefixes = groups[0].shown.lead, list(groups[0].shown.baselines)
+    named = {(prefix, run.shown.baselines[prefix]) for run in runs for prefix in prefixes}
+    for prefix, name in sorted(named, key=lambda pair: (prefixes.index(pair[0]), pair)):
+        alike = [run for run in runs if run.shown.baselines[prefix] == name]
         texts = []
         for metric in columns:
             own = metric in lead or (metric is GLOBAL_LOSS and prefix == "untrained")
-            found = [run.baseline(metric.key) for run in runs] if own else []
+            found = [run.baseline(metric.key) for run in alike] if own else []
             values = [base[prefix] for base in found if prefix in base]
             texts.append(number(float(np.mean(values)), metric.unit) if values else "")
         if any(texts):
@@ -143,9 +145,8 @@ def comparison_table(paths: Sequence[Path]) -> Table:
     return table
 
 
-def summary_table(summary: Mapping[str, Any], task: str) -> Table:
-    """The numbers of one run of a task for the terminal, each beside what it must beat."""
-    shows = shown(task)
+def summary_table(summary: Mapping[str, Any], shows: Shown) -> Table:
+    """The numbers of one run for the terminal, each beside what it must beat."""
     table = Table(box=None)
     table.add_column("")
     every = (*shows.lead, *shows.secondary, GLOBAL_LOSS)

@@ -99,7 +99,7 @@ class Run:
     @property
     def shown(self) -> Shown:
         """What is shown of runs of its task; of old runs, which name none, that of images."""
-        return shown(self.config.get("task", "images"))
+        return shown(self.config.get("task", "images"), bool(self.config.get("pretrained")))
 
     @property
     def finished(self) -> bool:

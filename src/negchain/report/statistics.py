@@ -33,6 +33,7 @@ class Estimate:
     mean: float
     seeds: int
     draws: FloatArray
+    images: bool = True  # whether the draws are over test images too
 
     @property
     def interval(self) -> tuple[float, float] | None:
@@ -58,7 +59,7 @@ def estimates(groups: Sequence[Group], key: str) -> list[Estimate | None]:
         if seeds > 1:
             spread = float(values.std(ddof=1)) / math.sqrt(seeds)
             draws = draws + spread * generator.standard_t(seeds - 1, DRAWS)
-        found.append(Estimate(mean, seeds, draws))
+        found.append(Estimate(mean, seeds, draws, i in resampled))
     return found
 
 

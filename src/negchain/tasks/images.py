@@ -125,7 +125,13 @@ class ImageTask(Task):
         if self.device.type == "cuda":
             encoder = encoder.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
             torch.backends.cudnn.benchmark = True
-        return encoder, small_stem(self.config, self.data)[1]
+        notes = small_stem(self.config, self.data)[1]
+        if "." in self.config.encoder and self.config.pretrained is None:
+            notes.append(
+                f"{self.config.encoder} names weights, which only --pretrained timm loads: the "
+                "encoder starts from fresh ones"
+            )
+        return encoder, notes
 
     def start_from(self, encoder: Encoder, pretrained: str) -> str:
         """Weights of timm, another run, or a file."""

@@ -72,10 +72,14 @@ def start_from(encoder: Encoder, source: str) -> str:
     Args:
         encoder: on the CPU, with fresh weights.
         source: "timm" (the weights timm publishes for the encoder's name; may download), a run
-            folder, or a file: .safetensors, or what `torch.save` wrote.
+            folder, one that `negchain export` wrote, or a file: .safetensors, or what `torch.save`
+            wrote.
     """
+    exported = Path(source) / "model.safetensors"
     if source == "timm":
         weights = _from_timm(encoder)
+    elif exported.is_file():
+        weights = read_weights(exported, encoder)
     elif is_run(source):
         weights = dict(load_trained(Path(source))[0].state_dict())
     else:

@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 from torch import Tensor
 
 from negchain.augment import Augmentation
 from negchain.data import ImageSet
-from negchain.data.decode import num_cores, read_image
+from negchain.data.decode import num_cores, read_image, square_of, why_unreadable
 from negchain.data.named import BUILT_IN
 from negchain.encoders import Encoder
 from negchain.evaluation import embed_all
@@ -229,12 +229,10 @@ class Trained:
         try:
             return self._channels(torch.from_numpy(read_image(path, self.side).copy()))
         except Exception as error:  # PIL's readers raise nearly every type on damaged files
-            return str(error) or type(error).__name__
+            return why_unreadable(path, error)
 
     def _square(self, picture: Image.Image) -> Tensor:
-        rgb = ImageOps.exif_transpose(picture).convert("RGB")
-        cut = ImageOps.fit(rgb, (self.side, self.side), Image.Resampling.BILINEAR)
-        return self._channels(torch.from_numpy(np.array(cut)).permute(2, 0, 1))
+        return self._channels(torch.from_numpy(square_of(picture, self.side).copy()))
 
     def _channels(self, pixels: Tensor) -> Tensor:
         """RGB as the encoder wants it: as it is, or in grey."""

@@ -71,8 +71,9 @@ class Run:
         with stopping(self), progress:
             if self.done == 0:
                 self._fill(progress)
-            progress.begin(self.total_steps, "steps", "training", self.done)
+            progress.begin(self.total_steps, "steps", done=self.done)
             baseline = self._before(progress)
+            progress.begin(self.total_steps, "steps", "training", self.done)
             self._loop(progress)
             return self._first(lambda: self._finish(progress, baseline))
 
@@ -140,7 +141,6 @@ class Run:
             self._log(line)
             self._keep_arrays(self.judge.previews())
             self._page()
-            progress.say("training")
         return line
 
     def _keep_arrays(self, arrays: dict[str, Any]) -> None:
