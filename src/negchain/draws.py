@@ -108,7 +108,7 @@ def bits(
 def fit_for_numpy(tensor: Tensor) -> bool:
     """Whether numpy can read it: on a CPU, known to it, neither torch.compile nor func at work."""
     return (
-        tensor.device.type == "cpu"
+        tensor.is_cpu
         and tensor.dtype != torch.bfloat16
         and not torch.compiler.is_compiling()
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
@@ -121,21 +121,21 @@ def _bits_numpy(
     """The same on a CPU, where torch takes several times as long over small integers."""
     first, more = seed_key(seed), stream * GOLDEN
     keys = [_mix_int(_mix_int(number + first) + more) for number in step.reshape(-1).tolist()]
-    key = np.array(keys, dtype=np.uint32)[:, None]
+    key, count = np.array(keys, dtype=np.uint32), rows.shape[0]
     columns = np.arange(first_column, first_column + num_columns, dtype=np.uint32)
-    columns *= np.uint32(GOLDEN % 2**32)
-    x = _mix_numpy(rows.numpy().astype(np.uint32)[:, None] + key) + _mix_numpy(columns ^ key)
-    x = _mix_numpy(x)
-    x >>= np.uint32(1)
+    columns = columns * np.uint32(GOLDEN % 2**32) ^ key[:, None]
+    x = _mix_numpy(np.concatenate([rows.numpy().astype(np.uint32) + key, columns.ravel()]))
+    x = _mix_numpy(x[:count, None] + x[count:].reshape(columns.shape))
+    x >>= 1
     return torch.from_numpy(x.view(np.int32))
 
 
 def _mix_numpy(x: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    x ^= x >> np.uint32(16)
-    x *= np.uint32(MIX_A)
-    x ^= x >> np.uint32(15)
-    x *= np.uint32(MIX_B)
-    x ^= x >> np.uint32(15)
+    x ^= x >> 16
+    x *= MIX_A
+    x ^= x >> 15
+    x *= MIX_B
+    x ^= x >> 15
     return x
 
 

@@ -134,12 +134,13 @@ def bracket(
     log_m = side.log_num_negatives()
     assert log_m is not None
     log_sum, count = log_sum_and_count(side, logits, beta)
-    low = log_sum + log_m - count.clamp(min=1).to(log_m.dtype).log()
+    count = count.to(log_m.dtype)
+    low = log_sum + log_m - count.clamp(min=1).log()
     # With the carried state, a draw from p, among the columns E[1 / mean] = m_neg / Z (the
     # identity behind i-SIR), so that the logarithm of this mean lies above log Z on average.
     correction = side.correction(held_ids)
     held = held_logit if correction is None else held_logit - correction
-    high = torch.logaddexp(log_sum, held) + log_m - (count + 1).to(log_m.dtype).log()
+    high = torch.logaddexp(log_sum, held) + log_m - (count + 1).log()
     high = torch.where(held > -math.inf, high, low)
     return low, high, torch.where(low > -math.inf, (low + high) / 2, high)
 

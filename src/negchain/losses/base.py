@@ -359,7 +359,7 @@ class ContrastiveLoss(Reporting):
     def _remember(self, batch: Batch, sides: Sequence[Side], requests: Sequence[Request]) -> None:
         """Change what any loss may keep: stale tables, and which keys were positives."""
         if self.tables:
-            self.tables.remember(sides, requests, batch.z_a, self.normalize)
+            self.tables.remember(sides, requests, batch.both, self.normalize)
         self._count(batch.key_index, batch.valid)
 
     def _count(self, keys: Tensor, valid: Tensor | None = None) -> None:  # [B]

@@ -46,8 +46,7 @@ class Call:
 class Batch:
     """B pairs of embeddings with their data set positions."""
 
-    z_a: Tensor  # [B,D]
-    z_b: Tensor  # [B,D]
+    both: Tensor  # [2,B,D] z_a and z_b: one operation does for the two
     index: Tensor  # [B] positions among the anchors, clamped into range
     key_index: Tensor  # [B] positions of z_b among the keys, clamped into range
     known: Tensor | None  # [B,L]
@@ -61,8 +60,8 @@ def check_batch(
     """Refuse what is wrong, convert what is right; see the module's header."""
     index, key_index, known = call.index, call.key_index, call.known
     check_shapes(call.z_a, call.z_b, key_index, num_keys)
-    z_a, z_b = as_embedding(call.z_a, normalize), as_embedding(call.z_b, normalize)
-    batch_size, device = z_a.shape[0], z_a.device
+    both = as_embedding(torch.stack([call.z_a, call.z_b]), normalize)
+    batch_size, device = both.shape[1], both.device
     if batch_size == 0:
         raise ValueError("a batch must hold at least one sample, got none; skip an empty batch")
     if index is None:
@@ -74,25 +73,25 @@ def check_batch(
     if known is not None:
         known = as_ids("known", known, batch_size, device, dims=2)
     num_positions = num_samples if num_keys is None else num_keys
-    if fit_for_numpy(z_a) and fit_for_numpy(z_b):  # then everything can be looked at
+    if fit_for_numpy(both):  # then everything can be looked at
         _refuse(index, "index", num_samples)
         if keys is not index:
             _refuse(keys, "key_index", num_positions)
         if known is not None:
             _refuse(known[known >= 0], "known", num_positions)
-        if not (all_finite(z_a) and all_finite(z_b)):
-            finite = torch.isfinite(z_a).all(1) & torch.isfinite(z_b).all(1)
+        if not all_finite(both):
+            finite = torch.isfinite(both).all(2).all(0)
             rows = torch.nonzero(~finite).flatten().tolist()[:5]
             raise ValueError(
                 f"embeddings must be finite, but rows {rows} hold NaN or inf; lower the learning "
                 "rate, clip gradients, or skip the batch"
             )
         valid = torch.ones(batch_size, dtype=torch.bool)
-        return Batch(z_a, z_b, index, keys, known, valid, None)
+        return Batch(both, index, keys, known, valid, None)
     in_range = inside(index, num_samples)
     if keys is not index:
         in_range = in_range & inside(keys, num_positions)
-    finite = torch.isfinite(z_a).all(1) & torch.isfinite(z_b).all(1)
+    finite = torch.isfinite(both).all(2).all(0)
     faults = torch.stack([(~finite).sum(), (~in_range).sum()])
     if num_samples is not None:
         index = index.clamp(0, num_samples - 1)
@@ -100,7 +99,7 @@ def check_batch(
         keys = index
     elif num_keys is not None:
         keys = keys.clamp(0, num_keys - 1)
-    return Batch(z_a, z_b, index, keys, known, in_range & finite, faults)
+    return Batch(both, index, keys, known, in_range & finite, faults)
 
 
 def check_shapes(z_a: Tensor, z_b: Tensor, key_index: object, num_keys: int | None) -> None:
@@ -148,7 +147,7 @@ def lay_out(
         use_batch: False leaves the batch's own columns out.
         items: whose rows; all items are columns.
     """
-    z_a, z_b, index, own, known = batch.z_a, batch.z_b, batch.index, batch.key_index, batch.known
+    both, index, own, known = batch.both, batch.index, batch.key_index, batch.known
     row_known = None if known is None else known[items]
     anchors, size = index[items], index.shape[0]
     mask = None
@@ -184,21 +183,20 @@ def lay_out(
         )
 
     if views == "shared":
-        names = (index, index) if key_ids is None else key_ids
-        pairs = (z_a, z_b), (z_b, z_a)
-        if items != slice(None) or not symmetric:
-            pairs = (z_a[items], z_b[items]), (z_b[items], z_a[items])
-        rows, positives = (torch.cat(pair) for pair in pairs) if symmetric else pairs[0]
+        swapped = both.flip(0)
+        pair = (both, swapped) if items == slice(None) else (both[:, items], swapped[:, items])
+        rows, positives = (z.flatten(0, 1) if symmetric else z[0] for z in pair)
+        names = index.expand(2, -1) if key_ids is None else torch.stack(key_ids)
         if coin is None:
-            columns = torch.cat([z_a, z_b])[None]
-            return [side(rows, positives, columns, torch.cat(names)[None], own, copies=2)]
-        first = torch.stack([coin, ~coin]) if symmetric else coin[None]
-        keys = torch.stack([torch.where(f[:, None], z_a, z_b) for f in first])
-        ids = torch.where(first, names[0], names[1])
+            columns = both.flatten(0, 1)[None]
+            return [side(rows, positives, columns, names.reshape(1, -1), own, copies=2)]
+        keys = torch.where(coin[:, None], both, swapped)
         hidden = keys.detach().flip(0)
+        ids = names if key_ids is None else torch.where(coin, names, names.flip(0))
         if not symmetric:
-            hidden = torch.where(coin[:, None], z_b, z_a)[None].detach()
+            keys, hidden, ids = keys[:1], hidden[:1], ids[:1]
         return [side(rows, positives, keys, ids, own, hidden_keys=hidden if use_batch else None)]
+    z_a, z_b = both.unbind()
     sides = [side(z_a[items], z_b[items], z_b[None], own[None], own)]
     if symmetric:
         sides.append(side(z_b[items], z_a[items], z_a[None], index[None], index))
@@ -266,9 +264,9 @@ def per_side(name: str, value: object, num_sides: int) -> list[object]:
 
 def check_answer(z: Tensor, like: Tensor, normalize: bool) -> Tensor:
     """Embeddings [R, D] that answer a request, checked as the batch was."""
-    if z.dim() != 2 or z.shape[1] != like.shape[1]:
+    if z.dim() != 2 or z.shape[1] != like.shape[-1]:
         raise ValueError(
-            f"an answer must hold embeddings [R, D] with D = {like.shape[1]}, got {tuple(z.shape)}"
+            f"an answer must hold embeddings [R, D] with D = {like.shape[-1]}, got {tuple(z.shape)}"
         )
     z = as_embedding(z, normalize).to(like.dtype)
     if fit_for_numpy(z) and not all_finite(z):

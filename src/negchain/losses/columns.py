@@ -153,7 +153,7 @@ def popularity(counts: Tensor, batch: Batch, num_samples: int | None, counting: 
         num_samples: m.
         counting: False where the counts were given.
     """
-    kind = batch.z_a.dtype
+    kind = batch.both.dtype
     if not counting:
         log_q = (counts[:-1] / counts[-1]).log().to(kind)
         return lambda ids: log_q[ids]

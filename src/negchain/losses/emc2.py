@@ -260,7 +260,8 @@ class EMC2Loss(ContrastiveLoss):
         visit = Visit(batch, sides)
         copies, size = self._views_per_item, len(batch.index)
         rows = torch.arange(copies * size, device=batch.index.device)
-        rows = rows.view(copies, size)[:, items].flatten()
+        if items != slice(None):
+            rows = rows.view(copies, size)[:, items].flatten()
         mine = tuple(slot[items] for slot in slots[:copies])  # the chains of these rows
         for number, side in enumerate(sides):
             similarity = side.similarities()
@@ -311,11 +312,10 @@ class EMC2Loss(ContrastiveLoss):
         if self.carried == "encode":
             part = answered(requests, "carried", number)
             assert part.embeddings is not None
-            keys = check_answer(part.embeddings, batch.z_a, self.normalize)
-            views = keys.view(-1, len(batch.index), keys.shape[1])[:, items]
-            keys = views.expand(self._views_per_item, -1, -1).flatten(0, 1)
+            keys = check_answer(part.embeddings, batch.both, self.normalize)
+            keys = keys.view(-1, *batch.both.shape[1:])[:, items]
             # what was asked for, not the table again: on all ranks the state of the one that asked
-            ids = part.want.ids.view(-1, len(batch.index))[:, items]
+            ids = part.want.ids.view(-1, batch.both.shape[1])[:, items]
             ids = ids.expand(self._views_per_item, -1).flatten()
         else:
             slot = slots[0].repeat(self._views_per_item) if len(slots) == 1 else torch.cat(slots)
@@ -324,7 +324,9 @@ class EMC2Loss(ContrastiveLoss):
             keys = keys.to(side.queries.dtype)
             seen = torch.isfinite(keys).all(1)  # NaN before the first visit: 0 * NaN would spread
             unusable, keys = ~seen, keys.masked_fill(~seen[:, None], 0.0)
-        similarity = torch.linalg.vecdot(side.queries, keys)
+            keys = keys.view(self._views_per_item, -1, keys.shape[1])
+        rows = side.queries.view(self._views_per_item, *keys.shape[-2:])
+        similarity = torch.linalg.vecdot(rows, keys).flatten()
         beta = self._beta(similarity)
         logit = similarity.detach() * constant(beta)
         excluded = side.excludes(ids) if unusable is None else side.excludes(ids) | unusable

@@ -93,7 +93,7 @@ class NegativeCacheLoss(ContrastiveLoss):
         for number, (side, table) in enumerate(zip(sides, self.tables, strict=True)):
             part = answered(requests, "draw", number)
             assert part.embeddings is not None and part.log_partition is not None
-            keys = check_answer(part.embeddings, batch.z_a, self.normalize)
+            keys = check_answer(part.embeddings, batch.both, self.normalize)
             ids = part.want.ids
             similarity = torch.linalg.vecdot(side.queries, keys)[:, None]
             weights = (~side.excludes(ids)).to(similarity.dtype)[:, None]
@@ -102,9 +102,7 @@ class NegativeCacheLoss(ContrastiveLoss):
             report["global_loss"].append(keep(total[-1]))
             report["effective_negatives"].append(partial(effective_negatives, weights))
             if self.training:
-                table.write(
-                    *((batch.key_index, batch.z_b) if number == 0 else (batch.index, batch.z_a))
-                )
+                table.write(batch.index if number else batch.key_index, batch.both[1 - number])
                 table.write(ids, keys)
                 for request in requests:
                     due = request.part("refresh", number)

@@ -51,7 +51,7 @@ class Sampler:
     def coin(self, num_items: int) -> Tensor:  # [B] bool
         """Which copy of each item rows of the first view are offered."""
         row = torch.zeros(1, dtype=torch.int32, device=self.step.device)
-        return draws.bits(self.seed, self.step, draws.STREAM_COPY, row, num_items)[0] % 2 == 0
+        return draws.bits(self.seed, self.step, draws.STREAM_COPY, row, num_items)[0] & 1 == 0
 
 
 @dataclass(frozen=True)
@@ -223,8 +223,8 @@ def _sweep(
     met = logits.index_select(1, order)
     scan = mh_scan(met, start, log_u, burn_in, sampler.backend, kernel.count_every)
     weights = scan.weights.index_select(1, torch.argsort(order))  # back into place
-    names = torch.nn.functional.pad(order, (0, 1), value=-1)  # no column, -1, is the last of them
-    return scan._replace(weights=weights, last=names[scan.last])
+    last = order[scan.last].masked_fill_(scan.last < 0, -1) if num_columns else scan.last
+    return scan._replace(weights=weights, last=last)
 
 
 def _sweeps(
@@ -316,7 +316,7 @@ def _arrival(
     size, row = len(slots[0]), torch.arange(len(last), device=last.device)
     if len(last) > size:
         key = draws.STREAM_VIEW + stream
-        coin = draws.bits(sampler.seed, sampler.step, key, rows[:size], 1)[:, 0] % 2 == 0
+        coin = draws.bits(sampler.seed, sampler.step, key, rows[:size], 1)[:, 0] & 1 == 0
         first, second = row.view(2, size)
         row = torch.where(coin, first, second)
         if len(slots) == 2:  # a chain per view, unless both views are of one augmentation

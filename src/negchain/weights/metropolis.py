@@ -159,8 +159,9 @@ def scan_torch(
     elementwise operations on the [N, K] matrix. Only comparisons are made, so results equal the
     loop's to the bit, whatever the acceptance rate, and the host never looks at a value.
     """
-    if count_every == 1 and fit_for_numpy(logits) and fit_for_numpy(start_logit):
-        return _scan_numpy(logits.detach(), start_logit.detach(), log_u.detach(), burn_in)
+    graph = logits.requires_grad or start_logit.requires_grad
+    if count_every == 1 and not graph and fit_for_numpy(logits) and fit_for_numpy(start_logit):
+        return _scan_numpy(logits, start_logit, log_u, burn_in)
     num_chains, num_columns = logits.shape
     threshold = logits - log_u
     states = _state_logits(threshold, logits, start_logit)  # [N,K+1], after 0 .. K steps
@@ -212,35 +213,35 @@ def _state_logits(threshold: Tensor, logits: Tensor, start_logit: Tensor) -> Ten
 def _scan_numpy(logits: Tensor, start_logit: Tensor, log_u: Tensor, burn_in: int | Tensor) -> Scan:
     """The same on a CPU, in place: numpy takes a fraction of torch's time over small arrays."""
     num_chains, num_columns = logits.shape
-    columns = logits.numpy()
-    level = np.concatenate([start_logit.numpy()[:, None], columns], 1)
-    threshold = columns - log_u.numpy()
-    reach = np.concatenate([np.full_like(level[:, :1], math.inf), threshold], 1)
+    columns = logits.numpy().T  # [K,N]: what a step does to all chains lies together
+    level = np.concatenate([start_logit.numpy()[None], columns])
+    threshold = columns - log_u.numpy().T
+    reach = np.concatenate([np.full_like(level[:1], math.inf), threshold])
     distance = 1
     while distance <= num_columns:
-        left = level[:, :-distance].copy()
-        moves = reach[:, distance:] > left
-        np.maximum(reach[:, :-distance].copy(), reach[:, distance:], out=reach[:, distance:])
-        np.copyto(level[:, distance:], left, where=~moves)
+        left, right = level[:-distance], reach[distance:]
+        stays = right <= left
+        np.maximum(reach[:-distance], right, out=right)
+        np.copyto(level[distance:], left, where=stays)
         distance *= 2
-    accepted = threshold > level[:, :-1]
-    slots = np.maximum.accumulate(accepted * np.arange(1, num_columns + 1), 1)
+    accepted = threshold > level[:-1]
+    slots = np.maximum.accumulate(accepted * np.arange(1, num_columns + 1)[:, None])
     is_step = columns > -math.inf
-    limit = burn_in.numpy()[:, None] if isinstance(burn_in, Tensor) else burn_in
-    counted = is_step & (is_step.cumsum(1) > limit)
-    number = counted.sum(1, keepdims=True)
-    last = slots[:, -1] if num_columns else np.zeros(num_chains, dtype=np.int64)
+    counted = is_step & (is_step.cumsum(0) > np.asarray(burn_in))
+    number = counted.sum(0)
+    last = slots[-1] if num_columns else np.zeros(num_chains, dtype=np.int64)
     # a flat histogram: row * (K + 1) + slot, slot 0 being the start state
-    flat = (slots + np.arange(num_chains)[:, None] * (num_columns + 1))[counted]
-    visits = np.bincount(flat, minlength=level.size).reshape(level.shape)
-    visits[np.flatnonzero(number == 0), last[number[:, 0] == 0]] = 1
-    weights = torch.from_numpy((visits / np.maximum(number, 1)).astype(columns.dtype))
+    flat = (slots + np.arange(num_chains) * (num_columns + 1))[counted]
+    visits = np.bincount(flat, minlength=level.size).reshape(num_chains, num_columns + 1)
+    if not number.all():
+        visits[number == 0, last[number == 0]] = 1
+    weights = torch.from_numpy((visits / np.maximum(number, 1)[:, None]).astype(level.dtype))
     return Scan(
         weights=weights[:, 1:],
         start_weight=weights[:, 0],
         last=torch.from_numpy(last - 1),
-        last_logit=torch.from_numpy(level[:, -1]),
-        accepts=torch.from_numpy(accepted.sum(1)),
+        last_logit=torch.from_numpy(level[-1]),
+        accepts=torch.from_numpy(accepted.sum(0)),
     )
 
 
