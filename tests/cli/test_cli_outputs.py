@@ -58,7 +58,8 @@ def test_a_run_folder_holds_what_was_promised(run: Path) -> None:
     assert names == ["best.pt", "step-000000006.pt"]
     summary = json.loads((run / "summary.json").read_text())
     assert summary["step"] == 6 and summary["samples"] == 192
-    assert {"knn1", "probe", "global_loss", "loss"} <= set(summary)
+    assert {"knn1", "probe", "global_loss", "loss", "knn20", "knn200", "knn20_top5", "probe_top5",
+            "probe_1pct", "probe_10pct"} <= set(summary)  # fmt: skip
 
 
 def test_a_result_is_held_against_chance_pixels_and_the_untrained_encoder(run: Path) -> None:
@@ -99,6 +100,8 @@ def test_the_terminal_says_whether_training_helped(
     options = DIGITS + " --subset 64 --steps 2 --out"
     assert negchain("train", options, tmp_path / "run") == 0
     said = " ".join(capsys.readouterr().out.split())
+    assert "result untrained encoder raw pixels chance" in said
+    assert re.search(r"1-NN accuracy \S+ % 97\.2 % 98\.9 % 10\.0 %", said)
     assert "1-NN accuracy: training shows no gain; on this data raw pixels already reach" in said
 
 

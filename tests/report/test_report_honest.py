@@ -291,7 +291,8 @@ def test_unlabelled_data_is_not_talked_about_as_if_it_had_labels(tmp_path: Path)
              for line in make_metrics(config)]  # fmt: skip
     other = write_run(tmp_path / "other", config | {"data_info": {}}, lines)
     page = page_of([run, other], tmp_path / "both.html")
-    assert "best Global loss, exact first" in page.text and "1-NN" not in page.text
+    assert "best first by Global loss, exact." in page.text and "1-NN" not in page.text
+    assert "test image" not in page.text and "In brackets" not in page.text
     assert "the data has no labels" in page.text
 
 

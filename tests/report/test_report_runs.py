@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -172,3 +173,15 @@ def test_a_percentage_ends_at_100(values: list[float]) -> None:
     assert drawn is not None
     low, high = drawn[1]["y"]
     assert 0 <= low <= min(values) and max(values) <= high <= 1 + 1e-9
+
+
+@pytest.mark.parametrize("length", [1, 8, 24, 60])
+def test_names_beside_lines_are_not_cut_off(length: int) -> None:
+    """At the widest mean advance of the font; the drawing ends at its width."""
+    line = np.arange(3.0)
+    names = ["a" * length, "b" * length]
+    lines = [Series(name, Curve(line, line, line), None, "red") for name in names]
+    svg, _ = draw(Chart("key", "title", "", "number", lines), "samples") or ("", {})
+    placed = re.findall(r'<text x="([\d.]+)" y="[\d.]+"><title>[^<]*</title>([^<]*)<', svg)
+    assert len(placed) == 2
+    assert all(float(x) + 7.2 * len(name) <= 400 for x, name in placed)

@@ -89,13 +89,16 @@ def results(groups: Sequence[Group]) -> str:
             f'<tr class="baseline"><th scope="row">{name}</th><td></td>{"".join(cells)}</tr>'
         )
     said = "".join(f"<p>{escape(note)}</p>" for note in found.notes)
+    spreads = {cell.spread[:1] for row in found.rows for cell in row}
+    noise = "± is the standard deviation over seeds. " * ("±" in spreads)
+    if "[" in spreads:
+        tested = groups[0].shown.tested
+        noise = f"In brackets the 95 % interval over {tested} and seeds. {noise}"
     return (
-        '<section><h2>Results</h2><p class="lead">Means over seeds, best '
-        f"{escape(found.lead.name)} first. In brackets the 95 % interval over "
-        f"{groups[0].shown.tested} and seeds; ± is the standard deviation over seeds. Bold marks "
-        "a winner, and only where it is "
-        f"better than every other beyond that noise. Dots: {escape(found.lead.name)} of each seed, "
-        f'with a tick at the mean.</p><div class="said">{said}</div><div class="scroll">'
+        '<section><h2>Results</h2><p class="lead">Means over seeds, the best first by '
+        f"{escape(found.lead.name)}. {noise}Bold marks a winner, and only where it is better than "
+        "every other beyond the noise. Dots: the same number of each seed, with a tick at the "
+        f'mean.</p><div class="said">{said}</div><div class="scroll">'
         f'<table class="results"><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody>'
         "</table></div></section>"
     )
