@@ -207,7 +207,7 @@ class EMC2Loss(ContrastiveLoss):
         return parts
 
     def _asked(self, index: Tensor, augmentation: Any) -> tuple[Tensor, ...]:
-        """Carried states per side; both views' in one where they have chains of their own."""
+        """Carried states, a tensor per side; with stored augmentations both views' in one."""
         held = self.held(index, augmentation)
         return (torch.cat(held),) if self.augmentations else held
 

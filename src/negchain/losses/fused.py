@@ -41,7 +41,7 @@ def applies(loss_fn: EMC2Loss, like: Tensor) -> bool:
 
 
 def can_run(backend: str, like: Tensor) -> bool:
-    """Whether kernels can run on such a tensor, and may."""
+    """Whether kernels can run on such a tensor, and `backend` allows it."""
     if backend not in ("auto", "fused") or (like.is_floating_point() and like.dtype not in DTYPES):
         return False
     return prefers_triton(like) if backend == "auto" else triton_error(like) is None

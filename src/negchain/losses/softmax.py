@@ -87,7 +87,7 @@ class _InBatchLoss(WeightedLoss):
 
 
 def without_probabilities(side: Side) -> Side:
-    """The columns as they are, all equally likely, without a claim on the corpus they are from."""
+    """A side whose columns all count the same, whatever they were drawn with."""
     kinds = tuple(dataclasses.replace(kind, log_q=None) for kind in side.kinds)
     return dataclasses.replace(side, kinds=kinds, num_keys=None)
 

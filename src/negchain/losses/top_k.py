@@ -89,7 +89,7 @@ class TopKLoss(WeightedLoss):
     def _begin(
         self, call: Call, requests: Sequence[Request], quiet: bool = False, **layout: Any
     ) -> tuple[Batch, list[Side]]:
-        """Columns as if all of them were just there: no probabilities, no size of the whole."""
+        """Columns without probabilities, from a set of unknown size."""
         batch, sides = super()._begin(call, requests, quiet, **layout)
         return batch, [
             dataclasses.replace(without_probabilities(side), num_keys=None) for side in sides
