@@ -87,7 +87,7 @@ class _InBatchLoss(WeightedLoss):
 
 
 def without_probabilities(side: Side) -> Side:
-    """A side whose columns all count the same, whatever they were drawn with."""
+    """A side whose columns all count the same, from a set of unknown size."""
     kinds = tuple(dataclasses.replace(kind, log_q=None) for kind in side.kinds)
     return dataclasses.replace(side, kinds=kinds, num_keys=None)
 
