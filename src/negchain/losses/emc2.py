@@ -215,8 +215,7 @@ class EMC2Loss(ContrastiveLoss):
         self._check_held(call, requests)
         plain = call.known is None and call.augmentation is None
         if plain and self._fuses(call.z_a):
-            total, self._info = fused.emc2(self, call, requests)
-            return total
+            return self._finish(*fused.emc2(self, call, requests))
         if self.backend == "fused":
             raise fused.not_applicable(call.z_a)
         visit = self.visit(call, requests)

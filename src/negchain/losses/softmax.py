@@ -67,8 +67,7 @@ class _InBatchLoss(WeightedLoss):
 
     def _loss(self, call: Call, requests: Sequence[Request]) -> Tensor:
         if fused.applies_in_batch(self, call):
-            total, self._info = fused.in_batch(self, call)
-            return total
+            return self._finish(*fused.in_batch(self, call))
         if self.backend == "fused":
             raise fused.not_applicable(call.z_a)
         return super()._loss(call, requests)

@@ -98,8 +98,7 @@ class SogCLRLoss(WeightedLoss):
 
     def _loss(self, call: Call, requests: Sequence[Request]) -> Tensor:
         if not self.relative and fused.applies_in_batch(self, call):
-            value, self._info = fused.in_batch(self, call, log_u=self.log_u, gamma=self.gamma)
-            return value
+            return self._finish(*fused.in_batch(self, call, log_u=self.log_u, gamma=self.gamma))
         if self.backend == "fused":
             raise fused.not_applicable(call.z_a)
         return super()._loss(call, requests)

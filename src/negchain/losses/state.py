@@ -331,7 +331,7 @@ class Reporting(Stateful):
     def _finish(self, total: list[Tensor], report: Report) -> Tensor:
         """The mean loss over sides; the other numbers stay on the device for `info`."""
         if not is_traced(total[0]):
-            self._info = {name: _mean_of(v) for name, v in report.items() if v}
+            self._info = {n: v[0] if len(v) == 1 else _mean_of(v) for n, v in report.items() if v}
         return total[0] if len(total) == 1 else sum(total[1:], total[0]) / len(total)
 
     @property
