@@ -48,8 +48,7 @@ def can_run(backend: str, like: Tensor) -> bool:
     return prefers_triton(like) if backend == "auto" else triton_error(like) is None
 
 
-def applies_in_batch(loss_fn: Any, call: Call) -> bool:
-    """Whether the fused path takes a call of an in-batch loss."""
+def _applies_in_batch(loss_fn: Any, call: Call) -> bool:
     return (
         can_run(loss_fn.backend, call.z_a)
         and loss_fn.rows.ranks is None
@@ -118,13 +117,16 @@ def emc2(loss_fn: EMC2Loss, call: Call, requests: Sequence[Request]) -> Sides:
 
 
 def in_batch(
-    loss_fn: ContrastiveLoss,
-    call: Call,
-    *,
-    log_u: Tensor | None = None,
-    gamma: float = 0.0,
-) -> Sides:
-    """InfoNCE, DCL or (with `log_u`, its moving averages [sides, M]) SogCLR of a batch."""
+    loss_fn: Any, call: Call, *, log_u: Tensor | None = None, gamma: float = 0.0
+) -> Sides | None:
+    """InfoNCE, DCL or (with `log_u`, its moving averages [sides, M]) SogCLR of a batch.
+
+    None where the kernels do not take it, which with backend="fused" is an error.
+    """
+    if not _applies_in_batch(loss_fn, call):
+        if loss_fn.backend == "fused":
+            raise not_applicable(call.z_a)
+        return None
     size, device = len(call.z_a), call.z_a.device
     index = call.index
     if index is None:

@@ -66,11 +66,8 @@ class _InBatchLoss(WeightedLoss):
         self._counts_steps = not isinstance(self.proposals, InBatch)
 
     def _loss(self, call: Call, requests: Sequence[Request]) -> Tensor:
-        if fused.applies_in_batch(self, call):
-            return self._finish(*fused.in_batch(self, call))
-        if self.backend == "fused":
-            raise fused.not_applicable(call.z_a)
-        return super()._loss(call, requests)
+        sides = fused.in_batch(self, call)
+        return super()._loss(call, requests) if sides is None else self._finish(*sides)
 
     def _begin(
         self, call: Call, requests: Sequence[Request], *args: Any, **layout: Any
