@@ -21,7 +21,7 @@ Shapes: `V` views, `M` items, `B` batch, `D` embedding.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -155,7 +155,11 @@ def estimator_report(
             build_loss(name, LossSettings(size, beta, dim, seed + half, **given)) for half in (0, 1)
         ]
         whole = 2 * warm_up + steps
-        count = _bar(name, whole) if progress is True else range(whole)
+        count: Iterable[int] = range(whole)
+        if progress is True:
+            from rich.progress import track
+
+            count = track(count, name)
         rows.append(_measure(name, pair, table, batch_size, count, 2 * warm_up, seed))
     return EstimatorReport(tuple(rows), size, num_views, batch_size, beta, steps)
 
@@ -235,18 +239,12 @@ def _pull(
     return total
 
 
-def _bar(name: str, count: int) -> Sequence[int]:
-    from rich.progress import track
-
-    return track(range(count), name)  # type: ignore[return-value]
-
-
 def _measure(
     name: str,
     pair: Sequence[ContrastiveLoss],
     table: Tensor,
     batch_size: int,
-    count: Sequence[int],
+    count: Iterable[int],
     warm_up: int,
     seed: int,
 ) -> EstimatorRow:

@@ -226,23 +226,20 @@ def few_label_probe(
 
 
 def _stratified(
-    labels: NDArray[Any], share: float, generator: np.random.Generator
+    labels: NDArray[Any], share: float, generator: np.random.Generator, least: int = 1
 ) -> NDArray[np.int64]:
-    """Rows of a random share of each class, at least one of each."""
+    """Rows of a random share of each class, at least `least` of each."""
     drawn = []
     for label in np.unique(labels):
         rows = generator.permutation(np.flatnonzero(labels == label))
-        drawn.append(rows[: max(1, round(share * len(rows)))])
+        drawn.append(rows[: max(least, round(share * len(rows)))])
     return np.concatenate(drawn)
 
 
 def _held_out(labels: NDArray[Any], seed: int) -> NDArray[np.bool_]:
     """Mask of the rows held out: a share of each class, none of a class with one or two rows."""
-    generator = np.random.default_rng(seed)
     held = np.zeros(len(labels), dtype=bool)
-    for label in np.unique(labels):
-        rows = generator.permutation(np.flatnonzero(labels == label))
-        held[rows[: round(HELD_OUT * len(rows))]] = True
+    held[_stratified(labels, HELD_OUT, np.random.default_rng(seed), least=0)] = True
     if not held.any() or len(np.unique(labels)) < 2:
         raise ValueError(
             "a linear probe needs two classes and three labelled training images in one of them, "

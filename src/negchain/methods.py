@@ -134,6 +134,16 @@ def named(name: str) -> Method:
     raise ValueError(f"the method must be one of {', '.join(METHODS)}, got {name!r}")
 
 
+def title_of(name: str) -> str:
+    """What a method is called on pages; a name nobody registered stands for itself.
+
+    Example:
+        >>> title_of("isir"), title_of("full gradient")
+        ('EMC² i-SIR', 'full gradient')
+    """
+    return METHODS[name].title if name in METHODS else name
+
+
 def trained() -> tuple[str, ...]:
     """Names of the methods `train` and `compare` offer.
 

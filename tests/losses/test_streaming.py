@@ -286,7 +286,7 @@ def every_panel_draws_the_same_numbers(monkeypatch) -> None:
 
 def the_graph_is_not_cut(monkeypatch) -> None:
     """The answers' own graph is differentiated panel by panel."""
-    monkeypatch.setattr(streaming._answers_cut, "__enter__", lambda self: None)
+    monkeypatch.setattr(streaming, "_cut_answers", lambda requests, cut: requests)
 
 
 PLANTED = [

@@ -269,7 +269,7 @@ class ContrastiveLoss(Reporting):
         draw: Draws | None = None,
         drawn: Drawn | None = None,
     ) -> Tensor:
-        """The loss of a batch; call `.backward()` on it. In training mode its state moves on.
+        """The loss of a batch, for `.backward()`. In training mode the state of the loss changes.
 
         Args:
             z_a: [B, D] embeddings of one view (or of the anchors).

@@ -208,7 +208,7 @@ class ChainTable(Stateful):
         self.states = flat.view(num_sides, num_chains)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Refuse to leave a file behind that no step would reach any more."""
+        """Refuse to move away from a file: no step would write to it any more."""
         file = self.states.untyped_storage().filename
         if file is not None and fn(torch.empty(0, device="cpu")).device.type != "cpu":
             raise ValueError(
@@ -261,7 +261,7 @@ def stored_slots(
 
 
 def check_augmentations(augmentations: int | None, views: Views, proposals: Proposals) -> int:
-    """Ids per item; what cannot be is refused."""
+    """How many ids an item has; refuses combinations that cannot be."""
     if augmentations is None:
         return 1
     if augmentations < 1 or views != "shared" or isinstance(proposals, Informed):

@@ -65,7 +65,7 @@ def with_draw(side: Side, draw: Draw, drawn: Tensor, num_ids: int | None, normal
 
 
 def uniform_ids(index: Tensor, num: int | None, num_ids: int, key: Key) -> Tensor:  # [num or B]
-    """Uniform draws: one per sample of a batch, or `num`; a rank knows its own by itself."""
+    """Uniform draws: `num`, or one per sample of a batch, which every rank makes for its own."""
     seed, step, side = key
     rows, count = index.new_zeros(1), num or 1
     if num is None:  # by sample; one that a batch holds twice draws twice, or draws were no longer
@@ -132,7 +132,7 @@ def _log_q(side: Side, draw: Draw, num_ids: int | None) -> Callable[[Tensor], Te
 
 
 def first_counts(counts: Tensor | None, num_keys: int) -> Tensor:
-    """How often each key is a positive, and the sum; zeros: they are counted as it goes."""
+    """How often each key is a positive, then the sum; zeros where calls have to count."""
     if counts is None:
         return torch.zeros(num_keys + 1, dtype=torch.int64)
     counts = torch.as_tensor(counts)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class Ranks(NamedTuple):
-    """This process among those that train together, and who counts what it sends."""
+    """This process among those that train together; `loss_fn` counts the bytes it sends."""
 
     rank: int
     world: int
@@ -46,7 +46,7 @@ class Ranks(NamedTuple):
 
     @property
     def join(self) -> bool:
-        """Whether their batches are one; else only what is done to the state is done together."""
+        """Whether their batches are joined; if not, ranks share changes of state only."""
         return self.loss_fn.gather is not False
 
     def all_gather(self, flat: Tensor) -> Tensor:  # [n] -> [W,n]
@@ -251,7 +251,7 @@ _Head = dict[str, int]
 def _heads(
     ranks: Ranks, call: Call, requests: Sequence[Request], draws: Sequence[Draw]
 ) -> list[_Head]:
-    """Every rank's sizes; what is wrong on one rank is refused on all, instead of waiting."""
+    """Sizes of every rank's batch. What one rank refuses all refuse, so that none waits."""
     loss_fn, turn = ranks.loss_fn, ranks.loss_fn._turn
     refusal, size, device = None, 0, call.z_a.device
     hashed = torch.tensor(ranks.rank)
@@ -304,7 +304,7 @@ def _check_heads(heads: list[_Head]) -> None:
 
 
 def _renewed_together(requests: Sequence[Request], ranks: Ranks) -> list[Request]:
-    """Requests whose shares of the stale tables are those of all ranks; the rest stays own."""
+    """Requests in which refreshed rows of the stale tables are those of all ranks."""
     new = [replace(request, parts=list(request.parts)) for request in requests]
     for request in new:
         for place, part in enumerate(request.parts):

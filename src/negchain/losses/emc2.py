@@ -207,7 +207,7 @@ class EMC2Loss(ContrastiveLoss):
         return parts
 
     def _asked(self, index: Tensor, augmentation: Any) -> tuple[Tensor, ...]:
-        """Carried states per side; both views' in one where they have chains of their own."""
+        """Carried states, a tensor per side; with stored augmentations both views' in one."""
         held = self.held(index, augmentation)
         return (torch.cat(held),) if self.augmentations else held
 
@@ -215,8 +215,7 @@ class EMC2Loss(ContrastiveLoss):
         self._check_held(call, requests)
         plain = call.known is None and call.augmentation is None
         if plain and self._fuses(call.z_a):
-            total, self._info = fused.emc2(self, call, requests)
-            return total
+            return self._finish(*fused.emc2(self, call, requests))
         if self.backend == "fused":
             raise fused.not_applicable(call.z_a)
         visit = self.visit(call, requests)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,12 +15,13 @@ from negchain.fast.fused import MAX_COLUMNS
 from negchain.losses.batch import Call, as_ids, check_shapes
 from negchain.losses.request import Request, answered
 from negchain.losses.settings import ISIR, MH, InBatch
+from negchain.losses.state import Report
 
 if TYPE_CHECKING:
-    from negchain.fast.fused.plan import Numbers
     from negchain.losses.base import ContrastiveLoss
     from negchain.losses.emc2 import EMC2Loss
 
+Sides = tuple[list[Tensor], Report]  # the loss of each side, [], and its numbers for `info`
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -41,14 +42,13 @@ def applies(loss_fn: EMC2Loss, like: Tensor) -> bool:
 
 
 def can_run(backend: str, like: Tensor) -> bool:
-    """Whether kernels can run on such a tensor, and may."""
+    """Whether kernels can run on such a tensor, and `backend` allows it."""
     if backend not in ("auto", "fused") or (like.is_floating_point() and like.dtype not in DTYPES):
         return False
     return prefers_triton(like) if backend == "auto" else triton_error(like) is None
 
 
-def applies_in_batch(loss_fn: Any, call: Call) -> bool:
-    """Whether the fused path takes a call of an in-batch loss."""
+def _applies_in_batch(loss_fn: Any, call: Call) -> bool:
     return (
         can_run(loss_fn.backend, call.z_a)
         and loss_fn.rows.ranks is None
@@ -89,8 +89,8 @@ def carried_ids(loss_fn: EMC2Loss, side: int, index: Tensor) -> Tensor:  # [B] -
     return forward.carried_ids(loss_fn.chains.states[side], side, index, loss_fn.seed)
 
 
-def emc2(loss_fn: EMC2Loss, call: Call, requests: Sequence[Request]) -> tuple[Tensor, Numbers]:
-    """The EMC² loss of a batch, [], and its numbers for `info`; in training the chains move."""
+def emc2(loss_fn: EMC2Loss, call: Call, requests: Sequence[Request]) -> Sides:
+    """The EMC² loss of a batch; in training mode its chains move."""
     carried: list[Tensor | None] = [None] * loss_fn.num_sides
     if loss_fn.carried == "encode":
         sides = range(loss_fn.num_sides)
@@ -113,17 +113,20 @@ def emc2(loss_fn: EMC2Loss, call: Call, requests: Sequence[Request]) -> tuple[Te
         "bound": math.inf if isinstance(beta, Tensor) or not loss_fn.normalize else beta,
         "seen": loss_fn.seen if running else None,
     }
-    return _both_sides(loss_fn, call, carried, tables, settings)
+    return _sides(loss_fn, call, carried, tables, settings)
 
 
 def in_batch(
-    loss_fn: ContrastiveLoss,
-    call: Call,
-    *,
-    log_u: Tensor | None = None,
-    gamma: float = 0.0,
-) -> tuple[Tensor, Numbers]:
-    """InfoNCE, DCL or (with `log_u`, its moving averages [sides, M]) SogCLR of a batch."""
+    loss_fn: Any, call: Call, *, log_u: Tensor | None = None, gamma: float = 0.0
+) -> Sides | None:
+    """InfoNCE, DCL or (with `log_u`, its moving averages [sides, M]) SogCLR of a batch.
+
+    None where the kernels do not take it, which with backend="fused" is an error.
+    """
+    if not _applies_in_batch(loss_fn, call):
+        if loss_fn.backend == "fused":
+            raise not_applicable(call.z_a)
+        return None
     size, device = len(call.z_a), call.z_a.device
     index = call.index
     if index is None:
@@ -137,21 +140,20 @@ def in_batch(
     settings = {"weighting": weighting, "gamma": gamma, "seen": None}
     tables = {"states": None, "keys": None, "running": log_u}
     none: list[Tensor | None] = [None] * loss_fn.num_sides
-    total, numbers = _both_sides(
-        loss_fn, dataclasses.replace(call, index=index), none, tables, settings
-    )
+    call = dataclasses.replace(call, index=index)
+    total, report = _sides(loss_fn, call, none, tables, settings)
     if loss_fn.num_positions is None:
-        del numbers["global_loss_low"]
-    return total, numbers
+        del report["global_loss_low"]
+    return total, report
 
 
-def _both_sides(
+def _sides(
     loss_fn: ContrastiveLoss,
     call: Call,
     carried: Sequence[Tensor | None],
     tables: dict[str, Tensor | None],  # [sides, M, ...] each
     settings: dict[str, Any],
-) -> tuple[Tensor, Numbers]:
+) -> Sides:
     from negchain.fast.fused import function, plan
 
     z_a, z_b = call.z_a, call.z_b
@@ -159,7 +161,8 @@ def _both_sides(
     assert call.index is not None
     index = as_ids("index", call.index, len(z_a), z_a.device)
     shared = loss_fn.views == "shared"
-    results = []
+    total: list[Tensor] = []
+    report: Report = {}
     counts = loss_fn.training and settings["weighting"] != "softmax"
     for side, held in enumerate(carried):
         if held is not None and held.shape != z_a.shape:
@@ -180,12 +183,8 @@ def _both_sides(
             **settings,
         )  # fmt: skip
         pair = (z_a, z_b) if side == 0 else (z_b, z_a)
-        results.append(function.fused_loss(*pair, held, loss_fn.beta, one))
-    if len(results) == 1:
-        return results[0]
-    (first, report), (second, other) = results
-    return (first + second) / 2, {n: _mean_of(report[n], other[n]) for n in report}
-
-
-def _mean_of(first: Callable[[], Tensor], second: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    return lambda: (first() + second()) / 2
+        value, numbers = function.fused_loss(*pair, held, loss_fn.beta, one)
+        total.append(value)
+        for name, number in numbers.items():
+            report.setdefault(name, []).append(number)
+    return total, report

@@ -143,7 +143,7 @@ class Request:
 
 
 def answered(requests: Sequence[Request], purpose: Purpose, side: int) -> Part:
-    """An answered part of a call's requests; its absence is explained."""
+    """The part for a purpose and side; where there is none, the error says what to do."""
     for request in requests:
         part = request.part(purpose, side)
         if part is not None:
@@ -179,7 +179,7 @@ def check_requests(owner: object, turn: int, call: Call, requests: Sequence[Requ
 
 
 def _same(mine: Tensor, given: Ids) -> bool:
-    """Whether two batches are one; nobody is waited for while a CUDA graph is recorded."""
+    """Whether two batches have equal positions; taken for granted in a CUDA graph."""
     if mine is given:
         return True
     if len(given) != len(mine):

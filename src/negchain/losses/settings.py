@@ -232,7 +232,7 @@ def check_proposals(proposals: Proposals, num_samples: int | None, views: str) -
 
 
 def check_gather(gather: Gather, shard_state: bool) -> Gather:
-    """Refuse what is none."""
+    """Refuse what is not among the ways to gather."""
     if shard_state and gather is False:
         raise ValueError("shard_state=True needs gather=True: its ranks work on one batch")
     if not isinstance(gather, (bool, dist.ProcessGroup)) and gather != "even":
@@ -247,7 +247,7 @@ def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
 
 
 def check_refresh(refresh: float) -> None:
-    """Refuse a share of the table that is none."""
+    """Refuse a share outside [0, 1]."""
     if not 0 <= refresh <= 1:
         raise ValueError(f"refresh (share of the table per step) must be in [0, 1], got {refresh}")
 

@@ -66,12 +66,8 @@ class _InBatchLoss(WeightedLoss):
         self._counts_steps = not isinstance(self.proposals, InBatch)
 
     def _loss(self, call: Call, requests: Sequence[Request]) -> Tensor:
-        if fused.applies_in_batch(self, call):
-            total, self._info = fused.in_batch(self, call)
-            return total
-        if self.backend == "fused":
-            raise fused.not_applicable(call.z_a)
-        return super()._loss(call, requests)
+        sides = fused.in_batch(self, call)
+        return super()._loss(call, requests) if sides is None else self._finish(*sides)
 
     def _begin(
         self, call: Call, requests: Sequence[Request], *args: Any, **layout: Any
@@ -87,7 +83,7 @@ class _InBatchLoss(WeightedLoss):
 
 
 def without_probabilities(side: Side) -> Side:
-    """The columns as they are, all equally likely, without a claim on the corpus they are from."""
+    """A side whose columns all count the same, from a set of unknown size."""
     kinds = tuple(dataclasses.replace(kind, log_q=None) for kind in side.kinds)
     return dataclasses.replace(side, kinds=kinds, num_keys=None)
 

@@ -97,12 +97,10 @@ class SogCLRLoss(WeightedLoss):
             yield table, index
 
     def _loss(self, call: Call, requests: Sequence[Request]) -> Tensor:
-        if not self.relative and fused.applies_in_batch(self, call):
-            value, self._info = fused.in_batch(self, call, log_u=self.log_u, gamma=self.gamma)
-            return value
-        if self.backend == "fused":
-            raise fused.not_applicable(call.z_a)
-        return super()._loss(call, requests)
+        if self.relative:  # the kernels do not know it
+            return super()._loss(call, requests)
+        sides = fused.in_batch(self, call, log_u=self.log_u, gamma=self.gamma)
+        return super()._loss(call, requests) if sides is None else self._finish(*sides)
 
     def _estimate(self, number: int, side: Side, logits: Tensor) -> tuple[Estimate, Learn]:
         table = self.log_u[number]

@@ -117,14 +117,14 @@ class Rows:
         return self.every(torch.where(owner == self.ranks.rank, found + self.first, 0)).sum(0)
 
     def values(self, table: Tensor, ids: Tensor) -> Tensor:  # [m,...] any shape -> of that shape
-        """`read` for many positions that are few: each is asked for once."""
+        """`read` for positions with many repeats: each is asked for once."""
         if self.ranks is None:
             return table[ids]
         each, place = torch.unique(ids, return_inverse=True)
         return self.read(table, each)[place]
 
     def look_up(self, table: Tensor) -> Tensor | Callable[[Tensor], Tensor]:
-        """`table` as it is where all of it is here, else a function from positions to values."""
+        """`table` itself where all rows are here, else a function from positions to values."""
         return table if self.ranks is None else partial(self.values, table)
 
     def outward(self, local: Tensor, dim: int) -> Tensor:
@@ -230,7 +230,7 @@ class Stateful(nn.Module):
         return state[name] if name in state else super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """State keeps being state."""
+        """A name that is state stays state."""
         state = self.__dict__.get("_state", {})
         if name in state:
             state[name] = value
@@ -331,7 +331,7 @@ class Reporting(Stateful):
     def _finish(self, total: list[Tensor], report: Report) -> Tensor:
         """The mean loss over sides; the other numbers stay on the device for `info`."""
         if not is_traced(total[0]):
-            self._info = {name: _mean_of(v) for name, v in report.items() if v}
+            self._info = {n: v[0] if len(v) == 1 else _mean_of(v) for n, v in report.items() if v}
         return total[0] if len(total) == 1 else sum(total[1:], total[0]) / len(total)
 
     @property
@@ -385,5 +385,5 @@ class Reporting(Stateful):
 
 
 def _mean_of(numbers: Sequence[Number]) -> Number:
-    """The mean over sides, as late as each of them."""
+    """The mean over sides, computed when somebody reads it."""
     return lambda: torch.stack([number().detach() for number in numbers]).mean()

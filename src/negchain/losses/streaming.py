@@ -12,7 +12,7 @@ Shapes: `B` batch, `D` embedding.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 from negchain.losses.batch import Call, Views, is_traced
 from negchain.losses.chains import Arrival, Carried
 from negchain.losses.emc2 import EMC2Loss
-from negchain.losses.request import Request
+from negchain.losses.request import Part, Request
 from negchain.losses.settings import MH, Gather, Kernel
 from negchain.losses.walk import Visit
 from negchain.objective import Denominator
@@ -102,8 +102,8 @@ class StreamingEMC2Loss(EMC2Loss):
             return leaf
 
         inner = dataclasses.replace(call, z_a=cut(call.z_a), z_b=cut(call.z_b))
-        with _answers_cut(requests, cut):
-            panels, shares, grads = self._panels(inner, requests, size, leaves)
+        answers = _cut_answers(requests, cut)
+        panels, shares, grads = self._panels(inner, answers, size, leaves)
         whole = _joined(panels, shares)
         whole.total = [sum(whole.total[1:], whole.total[0]) / len(whole.total)]
         given = [z for z, _ in leaves]
@@ -144,22 +144,17 @@ class StreamingEMC2Loss(EMC2Loss):
         return panels, shares, grads
 
 
-class _answers_cut:
-    """While panels are differentiated answers are leaves: the caller's may share a graph."""
+def _cut_answers(requests: Sequence[Request], cut: Callable[[Tensor], Tensor]) -> list[Request]:
+    """Requests whose answers are leaves: the caller's may share a graph."""
 
-    def __init__(self, requests: Sequence[Request], cut: object) -> None:
-        self.parts = [part for request in requests for part in request.parts]
-        self.kept = [part.embeddings for part in self.parts]
-        self.cut = cut
+    def leaf(part: Part) -> Part:
+        z = part.embeddings
+        return part if z is None else dataclasses.replace(part, embeddings=cut(z))
 
-    def __enter__(self) -> None:
-        for part in self.parts:
-            if part.embeddings is not None:
-                part.embeddings = self.cut(part.embeddings)  # type: ignore[operator]
-
-    def __exit__(self, *_: object) -> None:
-        for part, z in zip(self.parts, self.kept, strict=True):
-            part.embeddings = z
+    return [
+        dataclasses.replace(request, parts=[leaf(part) for part in request.parts])
+        for request in requests
+    ]
 
 
 def _joined(panels: list[Visit], shares: list[float]) -> Visit:

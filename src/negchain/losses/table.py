@@ -66,7 +66,7 @@ class StaleTable(Stateful):
         self.add_state("cursor", torch.zeros((), dtype=torch.int64))
 
     def _rows(self, dim: int) -> Tensor:
-        """The table, or what stands for it before the first batch shows its width."""
+        """The table; before the first batch shows its width, zeros of width `dim`."""
         size, width = self.embeddings.shape
         if width == 0:
             return self.embeddings.new_zeros(1, 1).expand(size, dim)
@@ -281,7 +281,7 @@ class Tables(nn.ModuleList):
     def remember(
         self, sides: Sequence[Side], requests: Sequence[Request], like: Tensor, normalize: bool
     ) -> None:
-        """Whatever a step encoded is the freshest the tables can hold."""
+        """Write what a step encoded into the tables."""
         for number, table in enumerate(self):
             side = sides[number]
             table.write(side.positive_ids, side.positives)  # they may be no columns
@@ -301,7 +301,7 @@ class Tables(nn.ModuleList):
     def touched(
         self, index: Tensor, key_index: Tensor, requests: Sequence[Request]
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Every table [M, D], and the rows a step may have written beside the refreshed ones."""
+        """Every table [M, D], and the rows a step may have written, without the refreshed ones."""
         for number, table in enumerate(self):
             ids = [index if number else key_index]
             for request in requests:

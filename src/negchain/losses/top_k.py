@@ -12,7 +12,6 @@ Bias        the negatives below the top are counted as if there were few of them
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, Unpack
 
@@ -89,11 +88,9 @@ class TopKLoss(WeightedLoss):
     def _begin(
         self, call: Call, requests: Sequence[Request], quiet: bool = False, **layout: Any
     ) -> tuple[Batch, list[Side]]:
-        """Columns as if all of them were just there: no probabilities, no size of the whole."""
+        """Columns without probabilities, from a set of unknown size."""
         batch, sides = super()._begin(call, requests, quiet, **layout)
-        return batch, [
-            dataclasses.replace(without_probabilities(side), num_keys=None) for side in sides
-        ]
+        return batch, [without_probabilities(side) for side in sides]
 
     def weigh(self, logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """The softmax over the columns, and their own sum."""

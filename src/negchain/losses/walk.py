@@ -288,7 +288,7 @@ def _as_set(
 
 
 def _repeated(side: Side, kind: Kind) -> Tensor:  # [N,K] bool
-    """Columns whose item a usable column further left is too; each copy of the batch by itself."""
+    """Columns that repeat the item of a usable one to their left, within a copy of the batch."""
     batch = side.key_ids[:, : kind.last]
     groups, width = batch.shape
     usable = ~side.excluded[:, :width].reshape(groups, -1, width).all(1)

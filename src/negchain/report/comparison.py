@@ -11,11 +11,13 @@ from html import escape
 from pathlib import Path
 from urllib.parse import quote
 
+from negchain.methods import title_of
+
 from .charts import Chart, Series, dash, method_colour, number, strip
 from .galleries import side_by_side
 from .measures import ACCEPTANCE, CARRIED, EFFECTIVE, GLOBAL_LOSS, LOSS, ONLINE, THROUGHPUT
 from .results import Cell, compare
-from .runs import Group, Run, mean_curve, method_title
+from .runs import Group, Run, mean_curve
 from .sections import POINTS, Page, charts_section, notices, pictures, settings, tiles
 
 _GALLERIES = 8  # groups whose first run shows pictures: the page stays a few MB
@@ -73,7 +75,7 @@ def results(groups: Sequence[Group]) -> str:
     rows = []
     for i in found.order:
         group = groups[i]
-        method = method_title(group.method)
+        method = title_of(group.method)
         beside = "" if method in group.label else f" <small>{escape(method)}</small>"
         cells = [
             f'<th scope="row">{key_line(group)}{escape(group.label)}{beside}</th>',

@@ -49,34 +49,31 @@ def write_report(runs: Sequence[Path], out: Path) -> Path:
     if len(loaded) == 1:
         run = loaded[0]
         title = f"{run.method} on {run.data_name}"
-        _run_page(page, run)
+        page.add(sections.headline(run))
+        page.add(sections.tiles(run))
+        page.add(sections.standing(run))
+        sections.curves(page, run)
+        sections.pictures(page, run)
+        page.add(f"<section><h2>Details</h2>{sections.settings(run)}</section>")
     else:
         title = "Comparison: " + ", ".join(dict.fromkeys(run.method for run in loaded))
-        _comparison_page(page, groups, loaded, out)
+        page.add(comparison.headline(groups, loaded))
+        page.add(comparison.results(groups))
+        comparison.curves(page, groups)
+        page.add(comparison.gallery(groups))
+        comparison.runs_section(page, groups, out)
     write_page(out, title, page, _numbers(page, groups))
     return out
 
 
 def write_page(out: Path, title: str, page: Page, numbers: dict[str, Any]) -> None:
-    """Write a page as one document, with `numbers` as its data."""
-    _replace(out, _document(title, page, numbers))
+    """Write a page as one document, with `numbers` as its data.
 
-
-def _run_page(page: Page, run: Run) -> None:
-    page.add(sections.headline(run))
-    page.add(sections.tiles(run))
-    page.add(sections.standing(run))
-    sections.curves(page, run)
-    sections.pictures(page, run)
-    page.add(f"<section><h2>Details</h2>{sections.settings(run)}</section>")
-
-
-def _comparison_page(page: Page, groups: list[Group], runs: list[Run], out: Path) -> None:
-    page.add(comparison.headline(groups, runs))
-    page.add(comparison.results(groups))
-    comparison.curves(page, groups)
-    page.add(comparison.gallery(groups))
-    comparison.runs_section(page, groups, out)
+    A reader sees the old page or the new one, never half.
+    """
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(out) as file:
+        file.write(_document(title, page, numbers).encode("utf-8", "backslashreplace"))
 
 
 def _numbers(page: Page, groups: Sequence[Group]) -> dict[str, Any]:
@@ -128,13 +125,6 @@ def _document(title: str, page: Page, numbers: dict[str, Any]) -> str:
         f'<script type="application/json" id="negchain-data">{data}</script>'
         f"<script>{script}</script></body></html>\n"
     )
-
-
-def _replace(out: Path, text: str) -> None:
-    """A reader sees the old page or the new one, never half."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(out) as file:
-        file.write(text.encode("utf-8", "backslashreplace"))
 
 
 def _with_methods(style: str) -> str:

@@ -22,21 +22,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from negchain.files import is_plain, read_arrays, read_object
-from negchain.methods import METHODS
+from negchain.methods import title_of
 from negchain.train.run_folder import metric_lines
 
 from .measures import Shown, shown
 
 FloatArray = NDArray[np.float64]
-
-
-def method_title(name: str) -> str:
-    """What a method is called; a name nobody registered stands for itself.
-
-    >>> method_title("isir")
-    'EMC² i-SIR'
-    """
-    return METHODS[name].title if name in METHODS else name
 
 
 # What a run was called, when, where and how it ran: never an option that tells two groups apart.
@@ -93,8 +84,7 @@ class Run:
     @property
     def method(self) -> str:
         """The method's name as people write it."""
-        key = str(self.config.get("method", "unknown"))
-        return method_title(key)
+        return title_of(str(self.config.get("method", "unknown")))
 
     @property
     def shown(self) -> Shown:

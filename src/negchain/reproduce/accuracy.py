@@ -30,10 +30,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from negchain.methods import reproduced
+from negchain.methods import reproduced, title_of
 from negchain.reproduce import pages
 from negchain.reproduce.common import Experiment, Options, Row
-from negchain.reproduce.pages import colour, distinct, spread, title, where
+from negchain.reproduce.pages import colour, distinct, spread, where
 from negchain.reproduce.runs import train
 
 METHODS = reproduced()
@@ -135,7 +135,7 @@ def table(label: str, rows: list[Row]) -> str:
         collapsed = sum(point["embedding_variance"] < 0.05 for point in last)
         keys = ("probe", "knn1", "global_loss", "probe_paper")
         means = [spread(p.get(key) for p in last) for key in keys]
-        lines.append([setting, title(name), epochs, len(last), *means, collapsed or ""])
+        lines.append([setting, title_of(name), epochs, len(last), *means, collapsed or ""])
     heads = ["setting", label, "epochs", "seeds", "probe", "1-NN", "exact loss", "probe, authors'"]
     return pages.markdown([*heads, "collapsed"], lines)
 
@@ -148,7 +148,7 @@ def figure(label: str, rows: list[Row], measure: str, against: str = "samples") 
         for number, name in enumerate(distinct(where(rows, setting=setting), label)):
             found = where(rows, setting=setting, **{label: name})
             tint = colour(name) if label == "method" else f"C{number}"
-            pages.plot_curves(axis, found, against, measure, title(str(name)), tint)
+            pages.plot_curves(axis, found, against, measure, title_of(str(name)), tint)
         axis.set(title=setting, xlabel=AXES[against])
     axes[0].set_ylabel(AXES[measure])
     axes[-1].legend(fontsize=7)

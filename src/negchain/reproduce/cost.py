@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
-from negchain.methods import LossSettings, build_loss, named, reproduced
+from negchain.methods import LossSettings, build_loss, named, reproduced, title_of
 from negchain.reproduce import accuracy, pages
 from negchain.reproduce.common import Experiment, Options, Row
-from negchain.reproduce.pages import colour, distinct, title, where
+from negchain.reproduce.pages import colour, distinct, where
 from negchain.reproduce.runs import time_steps
 from negchain.train.presets import choose
 
@@ -103,7 +103,7 @@ def draw(rows: list[Row]) -> dict[str, Any]:
     state, step = where(rows, kind="state", b=32), where(rows, kind="step")
     for method in distinct(state, "method"):
         found = where(state, method=method)
-        label, size = title(method), [row["state_bytes"] for row in found]
+        label, size = title_of(method), [row["state_bytes"] for row in found]
         left.plot([r["job"]["m"] for r in found], size, ".-", color=colour(method), label=label)
     left.set(xscale="log", yscale="log", ylim=(10, None), xlabel="m", ylabel="state, bytes")
     left.legend(fontsize=7)
@@ -171,7 +171,7 @@ def time_table(rows: list[Row]) -> str:
             seconds = reached(found, target)
             ratio = f"{seconds / ours:.2f}" if seconds and ours else "–"
             shown = "not reached" if seconds is None else f"{seconds:.1f}"
-            lines.append([setting, f"{target:.3f}", title(method), shown, ratio])
+            lines.append([setting, f"{target:.3f}", title_of(method), shown, ratio])
     heads = ["setting", "probe accuracy", "method", "seconds until then", "against EMC²"]
     return pages.markdown(heads, lines)
 

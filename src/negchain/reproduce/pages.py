@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from negchain.files import replacing
-from negchain.methods import METHODS
+from negchain.methods import METHODS, title_of
 from negchain.reproduce import load
 from negchain.reproduce.common import Row, read_rows
 
@@ -76,7 +76,7 @@ def filled(pattern: str, rows: Sequence[Row]) -> str:
     lines = []
     for row in rows:
         shown = {k: words[v] if isinstance(v, bool) else v for k, v in row.items()}
-        shown["method"] = title(row.get("method", ""))
+        shown["method"] = title_of(row.get("method", ""))
         lines.append(cells.strip().format_map(shown).split("|"))
     return markdown(heads.format_map(rows[0]).split("|"), lines)
 
@@ -93,11 +93,6 @@ def spread(values: Iterable[float | None], digits: int = 3) -> str:
         return "–"
     text = f"{statistics.fmean(found):.{digits}f}"
     return f"{text} ± {statistics.stdev(found):.{digits}f}" if len(found) > 1 else text
-
-
-def title(method: str) -> str:
-    """How a method is called on pages."""
-    return METHODS[method].title if method in METHODS else method
 
 
 def colour(method: str) -> str:

@@ -27,10 +27,10 @@ from negchain.chunked import Chunked
 from negchain.data import load_data
 from negchain.encoders import build_encoder
 from negchain.exact import global_loss
-from negchain.methods import LossSettings, build_loss, reproduced
+from negchain.methods import LossSettings, build_loss, reproduced, title_of
 from negchain.reproduce import pages
 from negchain.reproduce.common import FULL, Experiment, Options, Row
-from negchain.reproduce.pages import colour, distinct, spread, title, where
+from negchain.reproduce.pages import colour, distinct, spread, where
 from negchain.train.order import DataOrder
 from negchain.train.presets import choose
 
@@ -167,7 +167,7 @@ def table(rows: list[Row]) -> str:
         last = [row["curve"][-1] for row in found]
         kept = [point for point in last if point["variance"] >= COLLAPSED]
         best = [min(p["gradient"] for p in row["curve"][1:]) for row in found]
-        case = [encoder, f"{beta:g}", f"{lr:g}", title(method)]
+        case = [encoder, f"{beta:g}", f"{lr:g}", title_of(method)]
         case += [f"{len(last) - len(kept)} of {len(last)}"]
         ends = [spread((p["exact_loss"] for p in kept), 2), _powers([p["gradient"] for p in kept])]
         rest = [_powers(best), *(spread((p[k] for p in kept), 2) for k in ("variance", "weights"))]
@@ -197,7 +197,7 @@ def draw(rows: list[Row]) -> dict[str, Any]:
         for axis, key in zip(axes[:, column], ("exact_loss", "gradient"), strict=True):
             for method in distinct(rows, "method"):
                 found = where(rows, encoder=encoder, beta=beta, lr=lr, method=method)
-                pages.plot_curves(axis, found, "step", key, title(method), colour(method))
+                pages.plot_curves(axis, found, "step", key, title_of(method), colour(method))
             axis.set(xscale="symlog", xlabel="iterations")
         axes[1, column].set_yscale("log")
         axes[0, column].set_title(f"{encoder}, β = {beta:g}, step {lr:g}")

@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from negchain.diagnostics import estimator_report
-from negchain.methods import METHODS, reproduced
+from negchain.methods import METHODS, reproduced, title_of
 from negchain.reproduce import pages
 from negchain.reproduce.common import Experiment, Options, Row
-from negchain.reproduce.pages import colour, distinct, title, where
+from negchain.reproduce.pages import colour, distinct, where
 from negchain.weights import mh_scan
 
 ESTIMATORS = reproduced()
@@ -350,7 +350,7 @@ def _draw_rate(axis: Any, rows: list[Row]) -> None:
 
 def _draw_bias(axis: Any, rows: list[Row]) -> None:
     for method, style in itertools.product(distinct(rows, "method"), ("-", ":")):
-        views, name = ("equal", title(method)) if style == "-" else ("differing", None)
+        views, name = ("equal", title_of(method)) if style == "-" else ("differing", None)
         found = where(rows, beta=14.28, method=method)
         points = sorted((r["job"]["b"], r[views]["relative_bias"]) for r in found)
         axis.plot(*zip(*points, strict=True), style, color=colour(method), label=name, marker=".")

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from interpreter import hurry
 from negchain import ISIR, MH, StreamingEMC2Loss
-from negchain.fast.fused import backward, gather_triton
+from negchain.fast.fused import function, gather_triton
 from negchain.fast.fused.plan import Plan, Walked
 
 Draw = Callable[["Case", torch.Generator], Tensor]
@@ -127,7 +127,7 @@ def check(case: Case, device: str = "cpu") -> list[str]:
     """Which gradients differ from dense products in float64."""
     plan, walked = build(case, device)
     matrix, queries, pool = dense(plan, walked), walked.queries, walked.pool
-    got = backward._sparse_products(plan, walked)
+    got = function._sparse_products(plan, walked)
     expected = matrix @ pool.double().cpu(), matrix.mT @ queries.double().cpu()
     differences = [
         (one.cpu() - other).abs().max() for one, other in zip(got, expected, strict=True)
@@ -142,7 +142,7 @@ def check(case: Case, device: str = "cpu") -> list[str]:
 def bad_rows(device: str = "cpu") -> list[str]:
     """A row that is no number has no entry, or the kernels would write outside of their buffers."""
     found = []
-    products = backward._sparse_products
+    products = function._sparse_products
 
     def look(plan: Plan, walked: Walked) -> tuple[Tensor, Tensor]:
         assert walked.visits is not None
@@ -154,7 +154,7 @@ def bad_rows(device: str = "cpu") -> list[str]:
             walked.visits = positions, torch.zeros_like(weights), runs
         return products(plan, walked)
 
-    with patch.object(backward, "_sparse_products", look):
+    with patch.object(function, "_sparse_products", look):
         for kernel in (MH(count_every=128), ISIR(count_every=128)):
             loss_fn = StreamingEMC2Loss(
                 9, kernel=kernel, views="paired", carried="cached", dim=8, backend="fused"
@@ -208,7 +208,7 @@ def planted() -> dict[str, list[str]]:
     with tempfile.TemporaryDirectory() as folder:
         for bug in BUGS:
             with (
-                patch.object(backward, "gather_triton", with_a_bug(bug, Path(folder))),
+                patch.object(function, "gather_triton", with_a_bug(bug, Path(folder))),
                 patch.object(torch, "empty", torch.zeros),  # a row's number that was never written
             ):
                 for case in CASES:

@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 
 from gather_cases import BUGS, CASES, bad_rows, check  # noqa: E402
 
-from negchain.fast.fused import backward  # noqa: E402
+from negchain.fast.fused import function  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -97,5 +97,5 @@ def test_a_large_batch_on_a_gpu(spread, dtype) -> None:
     visits = positions, weights, torch.full((SIZE,), SLOTS, dtype=torch.int32, device="cuda")
     plan = SimpleNamespace(index=torch.arange(SIZE), num_columns=SIZE)
     walked = SimpleNamespace(queries=queries, pool=pool, visits=visits)
-    for got, other in zip(backward._sparse_products(plan, walked), expected, strict=True):
+    for got, other in zip(function._sparse_products(plan, walked), expected, strict=True):
         assert float((got - other).norm()) <= 1e-5 * float(other.norm())

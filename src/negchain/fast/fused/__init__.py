@@ -7,8 +7,8 @@
     gather     its backward pass: what the rows weigh, sorted by column
     ranks      order of proposal and repeated ids, by sorting
     commit     state for the next visit, and the value
-    function   the loss of one side as one differentiable function of the embeddings, made of
-               `forward` and `backward`; what they share is a `plan`
+    function   the loss of one side as one differentiable function of the embeddings: `forward`, and
+               the way back; what they share is a `plan`
 
 Draws, results and state are those of the twin for the same seed and step, up to rounding: a
 Metropolis-Hastings comparison within rounding of a tie may fall the other way.

@@ -1,6 +1,7 @@
-"""The loss of one side as one differentiable function of the embeddings.
+"""The loss of one side as one differentiable function of the embeddings, and its backward pass.
 
-Everything a side needs travels in a `Plan`; nothing here waits for the device.
+The backward pass: products with the weights, then back to the embeddings. Everything a side needs
+travels in a `Plan`; nothing here waits for the device.
 
 Shapes: as in `layout_triton`.
 """
@@ -10,12 +11,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from negchain.fast.fused.backward import backward
+from negchain import draws
+from negchain.fast.fused import gather_triton, layout_triton, tiles_triton
 from negchain.fast.fused.forward import walk
-from negchain.fast.fused.plan import Numbers, Plan
+from negchain.fast.fused.plan import Numbers, Plan, Walked, given
+from negchain.fast.fused.tiles import operands, shape
+
+PANEL = 4096  # rows of i-SIR's weights at a time in its streaming backward pass
 
 
 def fused_loss(
@@ -63,6 +69,126 @@ class _Loss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         a, b, carried, _ = ctx.saved_tensors
         plan, walked = ctx.plan, ctx.walked
-        grads = backward(a, b, carried, grad, plan, walked)
+        grads = _backward(a, b, carried, grad, plan, walked)
         grad_beta = walked.stats[6].mean() * grad if ctx.needs_input_grad[3] else None
         return *grads, grad_beta, None, None
+
+
+def _backward(
+    a: Tensor,
+    b: Tensor,
+    carried: Tensor | None,
+    grad: Tensor,
+    plan: Plan,
+    walked: Walked,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients of both embeddings and of the carried states' ones."""
+    if walked.queries.numel() == 0:
+        raise RuntimeError(
+            "a streaming loss can be differentiated once: its rows are freed to save memory; call "
+            "it again instead of passing retain_graph=True"
+        )
+    stride = walked.pool.shape[1]
+    if walked.weights is not None:
+        grad_queries, grad_pool = _dense_products(walked.weights, plan, walked)
+    elif walked.visits is not None:
+        grad_queries, grad_pool = _sparse_products(plan, walked)
+    else:
+        grad_queries, grad_pool = _panel_products(plan, walked)
+    if plan.stream:
+        walked.queries, walked.pool = walked.queries.new_empty(0), walked.pool.new_empty(0)
+    size, dim = a.shape
+    grad_a, grad_b = torch.empty_like(a), torch.empty_like(b)
+    grad_carried = None if carried is None else torch.empty_like(carried)
+    layout_triton.finish_kernel[(size,)](
+        a, b, given(carried, a) if plan.keys is None else walked.held, grad_queries, grad_pool,
+        walked.column, walked.norms, walked.pull, walked.carried_weight, grad, walked.step, grad_a,
+        grad_b, given(grad_carried, grad_a), draws.seed_key(plan.seed), size, plan.num_columns,
+        D=dim, WIDTH=triton.next_power_of_2(dim), STRIDE=stride, SHARED=plan.shared,
+        VIEWS=plan.views, CARRIED=plan.carried, NORMALIZE=plan.normalize, num_warps=2,
+    )  # fmt: skip
+    return grad_a, grad_b, grad_carried
+
+
+def _dense_products(weights: Tensor, plan: Plan, walked: Walked) -> tuple[Tensor, Tensor]:
+    if plan.states is None:  # every row weighs all columns
+        return weights @ walked.pool, weights.mT @ walked.queries
+    groups, columns = (plan.views if plan.shared else 1), plan.num_columns
+    stride = walked.pool.shape[1]
+    by_group = weights.view(groups, -1, columns)
+    offered = walked.pool[: groups * columns].view(groups, columns, stride)
+    grad_queries = (by_group @ offered).view(-1, stride)
+    grad_pool = (by_group.mT @ walked.queries.view(groups, -1, stride)).view(-1, stride)
+    if groups < plan.blocks:  # nobody was offered the second block
+        grad_pool = torch.cat([grad_pool, torch.zeros_like(grad_pool)])
+    return grad_queries, grad_pool
+
+
+def _sparse_products(plan: Plan, walked: Walked) -> tuple[Tensor, Tensor]:
+    """A row weighs a few columns; see `gather_triton`.
+
+    Buffers are freed after their last use, and gradients of columns made after the sort: what it
+    needs is gone when memory peaks, with the gradients of the embeddings.
+    """
+    stride = walked.pool.shape[1]
+    width = triton.next_power_of_2(stride)
+    launch = {"STRIDE": stride, "WIDTH": width, "num_warps": max(1, min(8, width // 128))}
+    columns = len(walked.pool)
+    grad_queries, entries, ends = _sorted_entries(plan, walked, launch)
+    chunk = gather_triton.CHUNK
+    grad_pool = torch.zeros(columns, stride, device=grad_queries.device)
+    gather_triton.gather_columns_kernel[(triton.cdiv(len(entries[0]), chunk),)](
+        grad_pool, walked.queries, *entries, ends, columns, CHUNK=chunk, **launch
+    )
+    return grad_queries, grad_pool
+
+
+def _sorted_entries(
+    plan: Plan, walked: Walked, launch: dict[str, int]
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor], Tensor]:
+    """Gradients of the rows; entries by column (columns, rows, weights) and each column's end."""
+    assert walked.visits is not None
+    visits, pool, device = walked.visits, walked.pool, walked.pool.device
+    sizes = len(plan.index), plan.num_columns, visits[0].shape[1]
+    (rows, slots), columns = visits[0].shape, len(pool)
+    grad_queries = torch.empty(rows, pool.shape[1], device=device)
+    counts = torch.zeros(columns, dtype=torch.int32, device=device)
+    earlier = torch.empty_like(visits[0])
+    gather_triton.gather_rows_kernel[(rows,)](
+        grad_queries, counts, earlier, pool, *visits, *sizes, RUNS=gather_triton.RUNS, **launch
+    )
+    walked.visits, walked.pool = None, pool.new_empty(0)
+    del pool
+    entries = (
+        torch.empty(rows * slots, dtype=torch.int32, device=device),
+        torch.empty(rows * slots, dtype=torch.int32, device=device),
+        torch.empty(rows * slots, device=device),
+    )
+    ends = counts.cumsum(0)
+    height, breadth = gather_triton.SORTED_ROWS, gather_triton.SORTED_SLOTS
+    gather_triton.sort_kernel[(triton.cdiv(rows, height), triton.cdiv(slots, breadth))](
+        *entries, ends, earlier, *visits, rows, *sizes, ROWS=height, SLOTS=breadth, num_warps=2
+    )
+    return grad_queries, entries, ends
+
+
+def _panel_products(plan: Plan, walked: Walked) -> tuple[Tensor, Tensor]:
+    """i-SIR's weights are dense: a panel of rows at a time."""
+    queries, pool, size, columns = walked.queries, walked.pool, len(plan.index), plan.num_columns
+    grad_queries = torch.empty(queries.shape, device=queries.device)
+    grad_pool = torch.zeros(pool.shape, device=pool.device)
+    tile, block = tiles_triton.TILE, tiles_triton.ROWS
+    for begin in range(0, len(queries), size):
+        offered = slice(begin // size * columns, (begin // size + 1) * columns)
+        for first in range(begin, begin + size, PANEL):
+            count = min(PANEL, begin + size - first)
+            weights = torch.empty(count, columns, dtype=pool.dtype, device=pool.device)
+            tiles_triton.panel_kernel[(columns // tile, triton.cdiv(count, block))](
+                *operands(walked), plan.index, walked.pool_ids, walked.penalty, walked.repeated,
+                walked.joint, walked.pull, walked.beta, weights, first, count, size, columns,
+                plan.num_samples, **shape(walked),
+            )  # fmt: skip
+            panel = slice(first, first + count)
+            grad_queries[panel] = weights @ pool[offered]
+            grad_pool[offered] += weights.mT @ queries[panel]
+    return grad_queries, grad_pool
