@@ -96,10 +96,11 @@ def answers_of_an_earlier_visit(patch) -> None:
         key = (id(self), number)
         old = last.setdefault(key, torch.full((self.num_samples,), math.nan, dtype=torch.float64))
         logit, similarity = start.logit.clone(), start.similarity
-        for row, slot in enumerate(torch.cat(slots).tolist()):
-            if math.isfinite(old[slot]) and logit[row] > -math.inf:
-                logit[row] = old[slot]
-        old[torch.cat(slots)] = start.logit
+        chains = torch.cat(slots).repeat(self._views_per_item // len(slots))
+        for row, chain in enumerate(chains.tolist()):
+            if math.isfinite(old[chain]) and logit[row] > -math.inf:
+                logit[row] = old[chain]
+        old[chains] = start.logit
         return dataclasses.replace(start, logit=logit, similarity=similarity)
 
     patch.setattr(EMC2Loss, "_start", stale)

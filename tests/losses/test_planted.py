@@ -56,7 +56,7 @@ PLANTED = [
     (lonely_rows_are_dropped, Setting(batch_size=1, kernel="isir")),
     (held_state_keeps_its_old_q, TWO_KEYS),
     (labels_hold_both_ways_in_the_batch, Setting(kernel="isir", num_known=3, size=24)),
-    (answers_of_an_earlier_visit, Setting(order="repeats")),
+    (answers_of_an_earlier_visit, Setting(size=12, batch_size=4)),
     (ratio_upside_down, Setting()),
     (carried_state_is_dropped, Setting()),
     (carried_state_is_dropped, Setting(kernel="isir", views="paired")),
@@ -74,8 +74,9 @@ def runs_of(plant) -> tuple[int, int]:
     """How many seeds and steps: small biases need longer runs, stuck chains more of them."""
     if plant is held_state_keeps_its_old_q:  # a state with a small old q is never left
         return 4 * SEEDS, 4 * STEPS
-    small = plant in (labels_hold_both_ways_in_the_batch, answers_of_an_earlier_visit)
-    return SEEDS, STEPS * (8 if small else 1)
+    if plant is answers_of_an_earlier_visit:  # only acceptance is off, by a few hundredths
+        return 3 * SEEDS, 8 * STEPS
+    return SEEDS, STEPS * (8 if plant is labels_hold_both_ways_in_the_batch else 1)
 
 
 def name(case) -> str:
