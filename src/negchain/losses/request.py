@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from negchain.losses.batch import Call, Ids, as_ids
+from negchain.losses.settings import Given, Proposals
 from negchain.pool import Draw
 
 Tower = Literal["keys", "anchors"]
@@ -153,6 +154,12 @@ def answered(requests: Sequence[Request], purpose: Purpose, side: int) -> Part:
         "encode=lambda ids: encoder(items[ids]), or pass loss_fn.request(index) and "
         "loss_fn.request(index, z_a, z_b), answered"
     )
+
+
+def check_given(call: Call, proposals: Proposals) -> None:
+    """Refuse draws of the caller's that the loss was not built for."""
+    if call.draw is not None and not isinstance(proposals, Given):
+        raise ValueError("draw= goes with proposals=Given() at construction; leave it out")
 
 
 def check_requests(owner: object, turn: int, call: Call, requests: Sequence[Request]) -> None:
