@@ -83,6 +83,7 @@ WRONG: dict[str, Callable[[int], Any]] = {
     ),
     "no answer": lambda r: unasked(r, EMC2Loss(M)),
     "draws of too few rows": lambda r: given(r, Draw(torch.zeros(7, 3, dtype=torch.int64)), THREE),
+    "draws for one view": lambda r: given(r, Draw(THREE.ids[:4]), THREE),
     "draws of another width": lambda r: given(r, TWO, THREE),
     "draws without embeddings": lambda r: given(r, THREE, THREE, drawn=None),
     "draws nobody asked for": lambda r: DCLLoss(M)(
