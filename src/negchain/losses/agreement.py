@@ -18,7 +18,7 @@ from torch import Tensor
 
 from negchain.losses.batch import Call, Ids, as_ids, check_answer, check_shapes, check_width
 from negchain.losses.columns import check_draw, drawn_for
-from negchain.losses.request import Part, Request, check_given, check_requests
+from negchain.losses.request import Part, Request, check_requests
 
 if TYPE_CHECKING:
     from negchain.losses.distributed import Ranks
@@ -42,7 +42,6 @@ def _own(
     """The ids and the embeddings this rank sends, checked."""
     loss_fn = ranks.loss_fn
     check_shapes(call.z_a, call.z_b, call.key_index, loss_fn.num_keys)
-    check_given(call, loss_fn.proposals)
     check_requests(loss_fn, loss_fn._turn, call, requests)
     (size, dim), device = call.z_a.shape, call.z_a.device
     numbers = {name: Own(as_ids(name, ids, size, device)[None]) for name, ids in _ids_of(call)}

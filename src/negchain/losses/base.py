@@ -37,15 +37,7 @@ from negchain.losses.batch import (
     without_autocast,
 )  # fmt: skip
 from negchain.losses.distributed import Ranks
-from negchain.losses.request import (
-    Encodes,
-    Part,
-    Request,
-    Want,
-    check_given,
-    check_requests,
-    tower_of,
-)
+from negchain.losses.request import Encodes, Part, Request, Want, check_requests, tower_of
 from negchain.losses.settings import (
     Gather,
     Given,
@@ -306,7 +298,6 @@ class ContrastiveLoss(Reporting):
         with without_autocast(z_a):
             ranks = self.ranks()
             if ranks is None:
-                check_given(call, self.proposals)
                 check_requests(self, self._turn, call, requests)
                 total = self._loss(call, requests)
             else:
