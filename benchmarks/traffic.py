@@ -1,6 +1,7 @@
 """Bytes a rank sends per step with sharded state, counted, against docs/several_gpus.md's formula.
 
     OMP_NUM_THREADS=1 PYTHONPATH=src python benchmarks/traffic.py
+    OMP_NUM_THREADS=1 PYTHONPATH=src python benchmarks/traffic.py chains  # 10^9, in files
 
 For 2, 4 and 8 gloo processes and data sets of 10^5 and 10^7: EMC² (a chain table) and informed
 importance weights (a stale table), one step each. Means over ranks: which
@@ -11,7 +12,11 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import resource
+import sys
 import tempfile
+import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -55,6 +60,42 @@ def one_rank(rank: int, world: int, size: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+def mapped_rank(rank: int, world: int, folder: str) -> None:
+    """Steps over 10^9 chains in a mapped file per rank, and whether the files go on."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=world)
+    size, visited, before = 10**9, list[torch.Tensor](), time.perf_counter()
+    make = partial(EMC2Loss, size, chain_file=f"{folder}/chains.bin", **OPTIONS)
+    loss_fn = make()
+    built = time.perf_counter() - before
+    draws = torch.Generator().manual_seed(rank)
+    for _ in range(20):
+        visited.append(torch.randint(0, size, (B,), generator=draws))
+        z = torch.randn(3, B, D, generator=draws)
+        loss_fn(z[0], z[1], visited[-1], encode=lambda ids, z=z: z[2])
+    held, memory = loss_fn.held(torch.cat(visited))[0], resource.getrusage(resource.RUSAGE_SELF)
+    dist.barrier()
+    assert torch.equal(make().held(torch.cat(visited))[0], held)
+    file = Path(f"{folder}/chains.bin.{rank}-of-{world}")
+    print(
+        f"| {world} | {rank} | {file.stat().st_size:,} | {built:.0f} s | "
+        f"{memory.ru_maxrss >> 10:,} MB | {loss_fn.bytes_sent / 20:,.0f} |",
+        flush=True,
+    )
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def chains() -> None:
+    """The table of 10^9 chains."""
+    print("| ranks | rank | bytes of its file | built in | memory at most | sent per step |")
+    print("|---|---|---|---|---|---|", flush=True)
+    for world in (2, 4):
+        with tempfile.TemporaryDirectory() as folder:
+            args = (world, folder)
+            mp.start_processes(mapped_rank, args, nprocs=world, start_method="forkserver")
+
+
 def main() -> None:
     """The table."""
     multiprocessing.set_forkserver_preload(["torch"])
@@ -75,4 +116,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    chains() if "chains" in sys.argv else main()

@@ -24,6 +24,7 @@ from negchain.files import (
     read_text,
     real_folder,
     replacing,
+    text_lines,
 )
 
 ENV = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "src")}
@@ -52,6 +53,16 @@ def test_two_writers_do_not_meet(tmp_path: Path) -> None:
 
 MODES: list[tuple[str, str]] = [("rb", "pipe"), ("ab", "pipe"), ("a+b", "pipe"), ("rb", "link"),
                                 ("ab", "link"), ("a+b", "link"), ("rb", "folder")]  # fmt: skip
+
+
+def test_lines_are_those_of_a_csv_and_none_is_endless(tmp_path: Path) -> None:
+    file = tmp_path / "t.csv"
+    file.write_bytes(b"\xef\xbb\xbfa,b\r1,2\r\n3,4\n5")
+    assert list(text_lines(file)) == ["a,b\r", "1,2\r\n", "3,4\n", "5"]
+    file.write_bytes(b"path,label\n")
+    os.truncate(file, 8 << 30)  # zeros, which take no room on a disk
+    with pytest.raises(FileRefused, match="more than 4,194,304 characters"):
+        list(text_lines(file))
 
 
 @pytest.mark.parametrize(("mode", "kind"), MODES)

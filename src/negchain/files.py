@@ -8,6 +8,7 @@ renaming, which replaces a link instead of following it. What is read is bounded
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import secrets
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 JSON_LIMIT = 64 << 20  # bytes; a config names the files that were left out
+LINE_LIMIT = 4 << 20  # characters of a line of a table
 ARRAYS_LIMIT = 512 << 20  # bytes of all arrays of an .npz together
 
 _FLAGS = {
@@ -151,6 +153,15 @@ def read_text(path: Path) -> str:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise FileRefused(f"{path} must hold text (UTF-8), but {error}; restore the file") from None
+
+
+def text_lines(path: Path) -> Iterator[str]:
+    """The lines of a plain file in UTF-8, as the csv module wants them, each of bounded length."""
+    with open_plain(path) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
+        while line := text.readline(LINE_LIMIT):
+            if len(line) == LINE_LIMIT:
+                raise FileRefused(f"a line of it has more than {LINE_LIMIT:,} characters")
+            yield line
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -404,6 +404,13 @@ def test_tables_that_are_none(tmp_path: Path, text: str, message: str) -> None:
         load(tmp_path / "t.csv")
 
 
+def test_a_table_of_endless_lines_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("path,label\n")
+    os.truncate(tmp_path / "t.csv", 8 << 30)  # zeros, which take no room on a disk
+    with pytest.raises(ValueError, match="a line of it has more than"):
+        load(tmp_path / "t.csv")
+
+
 def test_tables_name_files_anywhere_and_need_no_label(tmp_path: Path) -> None:
     paths = [picture(tmp_path / "else where" / f"{n}.png") for n in range(8)]
     os.mkfifo(tmp_path / "pipe.png")

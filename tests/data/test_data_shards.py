@@ -215,6 +215,13 @@ def test_a_missing_shard_and_a_compressed_one(tmp_path: Path) -> None:
         load(str(tmp_path / "b.tar"))
 
 
+def test_a_pipe_in_place_of_a_shard_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "a.tar").symlink_to("pipe")
+    with pytest.raises(ValueError, match="must be a plain file"):
+        load(str(tmp_path))
+
+
 def test_a_cut_shard_is_refused_wherever_it_is_cut(tmp_path: Path) -> None:
     whole = write_tar(tmp_path / "a.tar", samples(range(3))).read_bytes()
     with tarfile.open(tmp_path / "a.tar") as tar:

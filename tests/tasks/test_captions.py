@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,10 @@ def test_more_refusals(tmp_path: Path) -> None:
         read_pairs(str(tmp_path))
     (tmp_path / "captions.csv").write_bytes(b"image,caption\na.png,caf\xe9\n")
     with pytest.raises(ValueError, match="must be a CSV file in UTF-8"):
+        read_pairs(str(tmp_path))
+    (tmp_path / "captions.csv").write_bytes(b"image,caption\n")
+    os.truncate(tmp_path / "captions.csv", 8 << 30)  # zeros, which take no room on a disk
+    with pytest.raises(ValueError, match="a line of it has more than"):
         read_pairs(str(tmp_path))
     (tmp_path / "captions.csv").write_bytes(b"\xff\xfe\0")
     assert "captions" not in find_tables(str(tmp_path))

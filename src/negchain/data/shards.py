@@ -21,6 +21,7 @@ from pathlib import Path
 from negchain.data.decode import IMAGE_SUFFIXES
 from negchain.data.places import Place
 from negchain.data.scan import SPLITS, ImageFile, Scan, divide, ignored
+from negchain.files import open_plain
 from negchain.printable import printable
 
 MOST_SHARDS = 1_000_000  # of a pattern
@@ -108,7 +109,7 @@ class _Shard:
     other: Counter[str] = field(default_factory=Counter)
 
     def read(self) -> "_Shard":
-        with open(self.path, "rb") as file:
+        with open_plain(Path(self.path).resolve()) as file:
             status = os.fstat(file.fileno())
             for member in self._members(file.fileno(), status.st_size):
                 place = Place(self.path, member.offset_data, member.size, status.st_mtime_ns)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from negchain.data.places import whole_file
 from negchain.data.scan import SPLITS, ImageFile, Scan, divide
+from negchain.files import FileRefused, text_lines
 from negchain.printable import printable
 
 
@@ -59,19 +60,19 @@ def _rows(table: str) -> list[tuple[str, str, str]]:
     """(path, label, split) of every row."""
     shown = printable(table)
     try:
-        with open(table, encoding="utf-8-sig", newline="") as file:
-            first = file.readline()
-            between = max(",;\t", key=first.count)
-            named = next(csv.reader([first], delimiter=between), [])
-            columns = [name.strip().lower() for name in named]
-            if "path" not in columns or "label" not in columns:
-                raise ValueError(
-                    f"{shown} must begin with a line that names the columns path and label, got "
-                    f"{printable(', '.join(columns)[:80]) or 'nothing'}; name them so"
-                )
-            reader = csv.DictReader(file, columns, restval="", delimiter=between)
-            cells = [[row.get(c) or "" for c in ("path", "label", "split")] for row in reader]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        lines = text_lines(Path(table).resolve())
+        first = next(lines, "")
+        between = max(",;\t", key=first.count)
+        named = next(csv.reader([first], delimiter=between), [])
+        columns = [name.strip().lower() for name in named]
+        if "path" not in columns or "label" not in columns:
+            raise ValueError(
+                f"{shown} must begin with a line that names the columns path and label, got "
+                f"{printable(', '.join(columns)[:80]) or 'nothing'}; name them so"
+            )
+        reader = csv.DictReader(lines, columns, restval="", delimiter=between)
+        cells = [[row.get(c) or "" for c in ("path", "label", "split")] for row in reader]
+    except (OSError, UnicodeDecodeError, FileRefused, csv.Error) as error:
         raise ValueError(
             f"{shown} must be a CSV file in UTF-8, but {error}; save it as such"
         ) from error

@@ -201,8 +201,8 @@ class ContrastiveLoss(Reporting):
                 parts = self._parts(index, augmentation, step)
             else:
                 call = Call(z_a, z_a if z_b is None else z_b, index, key_index, known, augmentation)
-                if ranks is not None and ranks.join and len(self.tables):
-                    call, _ = distributed.gathered(ranks, call, ())
+                if ranks is not None and len(self.tables):
+                    call = distributed.asked_together(ranks, call)
                 with without_autocast(z_a):
                     parts = self._parts_given(call, step)
         if ranks is not None:
@@ -296,8 +296,6 @@ class ContrastiveLoss(Reporting):
             )
             requests = first.encode(encode), second.encode(encode)
         with without_autocast(z_a):
-            if call.draw is not None and not isinstance(self.proposals, Given):
-                raise ValueError("draw= goes with proposals=Given() at construction; leave it out")
             ranks = self.ranks()
             if ranks is None:
                 check_requests(self, self._turn, call, requests)

@@ -30,17 +30,9 @@ Key = tuple[int, Tensor, int]  # seed, step, side number: what random draws are 
 def with_draw(side: Side, draw: Draw, drawn: Tensor, num_ids: int | None, normalize: bool) -> Side:
     """Append a draw's columns, shared ([R]) or private to each row ([N, C])."""
     ids, shape = draw.ids.to(side.keys.device), tuple(draw.ids.shape)
-    if ids.dim() not in (1, 2) or ids.is_floating_point():
-        raise ValueError(f"draw.ids must be integers [R] or [N, C], got {ids.dtype} {shape}")
-    if ids.dim() == 2 and shape[0] not in (side.num_rows, side.num_rows // 2):
-        raise ValueError(f"draw.ids [N, C] must have {side.num_rows} rows, got {shape}")
     dim, groups = side.keys.shape[2], side.keys.shape[0]
-    if tuple(drawn.shape) not in ((*shape, dim), (ids.numel(), dim)):
-        raise ValueError(
-            f"drawn must be the embeddings of draw.ids, [{ids.numel()}, {dim}], "
-            f"got {tuple(drawn.shape)}"
-        )
-    _check_draw(draw, ids, num_ids)
+    check_draw(draw, drawn, dim, (side.num_rows // 2, side.num_rows))
+    _check_ids(draw, ids, num_ids)
     drawn = check_answer(drawn.reshape(-1, dim), side.queries, normalize)
     first, columns = side.keys.shape[1], shape[-1]
     count = torch.full_like(side.positive_ids, columns)
@@ -95,7 +87,21 @@ def drawn_for(
     return list(zip(*sides, strict=True))  # type: ignore[arg-type]
 
 
-def _check_draw(draw: Draw, ids: Tensor, size: int | None) -> None:
+def check_draw(draw: Draw, drawn: Tensor, dim: int, rows: tuple[int, int]) -> None:
+    """Refuse shapes that are none of a draw; `rows`: how many may have draws of their own."""
+    ids, shape = draw.ids, tuple(draw.ids.shape)
+    if ids.dim() not in (1, 2) or ids.is_floating_point():
+        raise ValueError(f"draw.ids must be integers [R] or [N, C], got {ids.dtype} {shape}")
+    if ids.dim() == 2 and shape[0] not in rows:
+        raise ValueError(f"draw.ids [N, C] must have {rows[1]} rows, got {shape}")
+    if tuple(drawn.shape) not in ((*shape, dim), (ids.numel(), dim)):
+        raise ValueError(
+            f"drawn must be the embeddings of draw.ids, [{ids.numel()}, {dim}], "
+            f"got {tuple(drawn.shape)}"
+        )
+
+
+def _check_ids(draw: Draw, ids: Tensor, size: int | None) -> None:
     if draw.log_q is not None and size is None:
         raise ValueError(
             "a draw with probabilities needs the size of the data set to compare them with the "

@@ -28,7 +28,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from negchain.losses.batch import Call, Ids, as_ids, check_shapes, per_side
+from negchain.losses.agreement import Own, agreed, is_drawn, parts_of
+from negchain.losses.batch import Call, as_ids
+from negchain.losses.columns import drawn_for
 from negchain.losses.request import Part, Request, check_requests
 from negchain.pool import Draw, write_rows
 
@@ -144,6 +146,8 @@ def over_ranks(
     if ranks.join:
         yield gathered(ranks, call, requests)
     else:
+        if len(loss_fn.tables) or (loss_fn.training and _keeps_rows(loss_fn)):
+            agreed(ranks, call, requests)
         check_requests(loss_fn, loss_fn._turn, call, requests)
         requests = _renewed_together(requests, ranks)
         before = loss_fn.step.clone()
@@ -158,48 +162,48 @@ def over_ranks(
             _tell(ranks, call, requests)
 
 
+def _keeps_rows(loss_fn: ContrastiveLoss) -> bool:
+    """Whether there is state by rows, which ranks with pools of their own share."""
+    from negchain.losses.base import ContrastiveLoss  # imports this module
+
+    own = type(loss_fn)._touched is not ContrastiveLoss._touched
+    return own or len(loss_fn.tables) > 0 or loss_fn.num_keys is not None
+
+
+def asked_together(ranks: Ranks, call: Call) -> Call:
+    """The call that draws depend on, given this rank's."""
+    return gathered(ranks, call, ())[0] if ranks.join else agreed(ranks, call, ()) and call
+
+
 def gathered(
     ranks: Ranks, call: Call, requests: Sequence[Request]
 ) -> tuple[Call, Sequence[Request]]:
     """The call and the answers of all ranks as one."""
-    sides = ranks.loss_fn.num_sides
-    draws: list[Any] = [] if call.draw is None else per_side("draw", call.draw, sides)
-    drawn: list[Any] = per_side("drawn", call.drawn, len(draws)) if draws else []
-    heads = _heads(ranks, call, requests, draws)
+    numbers, rows, heads = agreed(ranks, call, requests)
     sizes, widest = [head["batch"] for head in heads], max(head["known"] for head in heads)
-    size, (dim, device) = sizes[ranks.rank], (call.z_a.shape[1], call.z_a.device)
-
-    ids = {name: as_ids("", value, size, device)[None] for name, value in _ids_of(call)}
+    size, copies = len(call.z_a), max(head["copies"] for head in heads)
     if widest >= 0:
-        none = torch.zeros(size, 0, dtype=torch.int64)
-        known = as_ids("known", none if call.known is None else call.known, size, device, 2)
-        ids["known"] = F.pad(known, (0, widest - known.shape[1]), value=-1)[None]
-    numbers = {name: Piece(value, sizes) for name, value in ids.items()}
-    rows = {"z_a": Piece(call.z_a[None], sizes), "z_b": Piece(call.z_b[None], sizes)}
-    for side, (draw, z) in enumerate(zip(draws, drawn, strict=True)):
-        own, counts = draw.ids.to(device)[None], [len(draw.ids)] * ranks.world
-        if draw.ids.dim() == 2:  # [N, C]: of the batch's rows, view after view
-            copies = max(head["copies"] for head in heads)
-            own, counts = own.view(copies, size, draw.ids.shape[1]), sizes
-        numbers[f"draw{side}"] = Piece(own, counts)
-        rows[f"drawn{side}"] = Piece(z.reshape(*own.shape, dim), counts)
-    for at, part in _parts(requests):
-        assert part.embeddings is not None
-        z = part.embeddings.to(device)
-        rows[at] = Piece(z[None], [len(z)] * ranks.world)
-        if part.per_row:
-            numbers[at] = Piece(part.want.ids.to(device).view(part.per_row, size), sizes)
-            rows[at] = Piece(z.view(part.per_row, size, dim), sizes)
-    found, z_of = joined(numbers, ranks), joined(rows, ranks)
+        none = Own(torch.zeros(1, size, 0, dtype=torch.int64, device=call.z_a.device))
+        known = numbers.pop("known", none).rows
+        numbers["known"] = Own(F.pad(known, (0, widest - known.shape[2]), value=-1))
 
+    def counted(own: dict[str, Own]) -> dict[str, Piece]:
+        pieces = {}
+        for name, (value, of_batch) in own.items():
+            if is_drawn(name, own[name]):  # of the batch's rows, view after view
+                value = value.reshape(copies, size, *value.shape[2:])
+            pieces[name] = Piece(value, sizes if of_batch else [value.shape[1]] * ranks.world)
+        return pieces
+
+    found, z_of = joined(counted(numbers), ranks), joined(counted(rows), ranks)
+    given = [] if call.draw is None else drawn_for(call, None, ranks.loss_fn.num_sides)
+    draws = [
+        Draw(found[f"draw{side}"].flatten(0, 1), draw.log_q) for side, (draw, _) in enumerate(given)
+    ]
     answers = [replace(request, index=found["index"][0], parts=[]) for request in requests]
-    for at, part in _parts(requests):
+    for at, part in parts_of(requests):
         place = answers[int(at.split(".")[0])]
         place.parts.append(_whole_part(part, found.get(at), z_of[at].flatten(0, 1)))
-    new_draws = []
-    for side, draw in enumerate(draws):
-        every = found[f"draw{side}"]
-        new_draws.append(Draw(every.flatten(0, 1), draw.log_q))
     return (
         replace(
             call,
@@ -207,25 +211,11 @@ def gathered(
             z_b=z_of["z_b"][0],
             **{name: found[name][0] for name in ("index", "key_index", "known") if name in found},
             augmentation=(found["view0"][0], found["view1"][0]) if "view0" in found else None,
-            draw=_one_or_both(new_draws),
+            draw=_one_or_both(draws),
             drawn=_one_or_both([z_of[f"drawn{n}"].flatten(0, -2) for n in range(len(draws))]),
         ),
         answers,
     )
-
-
-def _ids_of(call: Call) -> Iterator[tuple[str, Ids]]:
-    """What a call names per sample."""
-    given = {"index": call.index, "key_index": call.key_index}
-    given |= {f"view{n}": view for n, view in enumerate(call.augmentation or ())}
-    return ((name, value) for name, value in given.items() if value is not None)
-
-
-def _parts(requests: Sequence[Request]) -> Iterator[tuple[str, Part]]:
-    """All parts, each with a name: the numbers of request and part."""
-    for number, request in enumerate(requests):
-        for place, part in enumerate(request.parts):
-            yield f"{number}.{place}", part
 
 
 def _one_or_both(sides: list[Any]) -> Any:
@@ -241,63 +231,6 @@ def _whole_part(part: Part, ids: Tensor | None, z: Tensor) -> Part:
         draw = Draw(ids.flatten(), draw.log_q)
     want = part.want._replace(ids=ids.flatten())
     return replace(part, want=want, draw=draw, embeddings=z[: ids.numel()])
-
-
-# What ranks tell each other before they send anything; L of `known` is -1 where there is none.
-_HEAD = ("refused", "batch", "dim", "seed", "turn", "known", "draws", "copies", "step", "index")
-_Head = dict[str, int]
-
-
-def _heads(
-    ranks: Ranks, call: Call, requests: Sequence[Request], draws: Sequence[Draw]
-) -> list[_Head]:
-    """Sizes of every rank's batch. What one rank refuses all refuse, so that none waits."""
-    loss_fn, turn = ranks.loss_fn, ranks.loss_fn._turn
-    refusal, size, device = None, 0, call.z_a.device
-    hashed = torch.tensor(ranks.rank)
-    try:
-        check_shapes(call.z_a, call.z_b, call.key_index, loss_fn.num_keys)
-        size = len(call.z_a)
-        check_requests(loss_fn, turn, call, requests)
-        if call.index is not None:
-            index = as_ids("index", call.index, size, device)
-            hashed = ((index + 1) * torch.arange(1, size + 1, device=device)).sum()
-    except ValueError as error:
-        refusal = error
-    known = -1 if call.known is None else torch.as_tensor(call.known).shape[-1]
-    shared = sum(len(draw.ids) for draw in draws if draw.ids.dim() == 1)
-    copies = max((len(draw.ids) // max(size, 1) for draw in draws), default=0)
-    refused = int(refusal is not None)
-    mine = [refused, size, call.z_a.shape[-1], loss_fn.seed, turn, known, shared, copies]
-    if loss_fn.gather == "even":
-        rows = [mine] * ranks.world
-    else:
-        measured = torch.stack([loss_fn.step.to(device), hashed.to(device)])
-        rows = ranks.all_gather(torch.cat([torch.tensor(mine, device=device), measured])).tolist()
-    if refusal is not None:
-        raise refusal
-    heads = [dict(zip(_HEAD, row, strict=False)) for row in rows]
-    if loss_fn.gather != "even":
-        _check_heads(heads)
-    return heads
-
-
-def _check_heads(heads: list[_Head]) -> None:
-    bad = [rank for rank, head in enumerate(heads) if head["refused"]]
-    if bad:
-        raise ValueError(f"ranks {bad} refused their batch, and the others with them; see there")
-    for name in ("dim", "seed", "turn", "step", "draws"):
-        values = [head[name] for head in heads]
-        if len(set(values)) > 1:
-            raise ValueError(
-                f"all ranks must agree on {name}, got {values}: build the loss alike on every "
-                "rank (one seed), load its state on every one, and call it alike"
-            )
-    if heads[0]["batch"] and len({(head["batch"], head["index"]) for head in heads}) == 1:
-        raise ValueError(
-            "every rank passed the same positions: the loss gathers by itself, so give each rank "
-            "its own batch (a DistributedSampler), not a gathered one; or use gather=False"
-        )
 
 
 # ---------------------------------------------------------------------- pools of their own

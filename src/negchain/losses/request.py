@@ -17,12 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from negchain.losses.batch import Call, Ids, as_ids
+from negchain.losses.settings import Given
 from negchain.pool import Draw
 
 Tower = Literal["keys", "anchors"]
@@ -155,8 +156,10 @@ def answered(requests: Sequence[Request], purpose: Purpose, side: int) -> Part:
     )
 
 
-def check_requests(owner: object, turn: int, call: Call, requests: Sequence[Request]) -> None:
-    """Refuse requests that are not those of this loss, batch and call."""
+def check_requests(owner: Any, turn: int, call: Call, requests: Sequence[Request]) -> None:
+    """Refuse requests that are not those of this loss, batch and call, and draws it cannot take."""
+    if call.draw is not None and not isinstance(owner.proposals, Given):
+        raise ValueError("draw= goes with proposals=Given() at construction; leave it out")
     for request in requests:
         if request.owner is not owner:
             raise ValueError("this request was made by another loss; ask this one")

@@ -15,18 +15,16 @@ from __future__ import annotations
 
 import csv
 import hashlib
-import io
 import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from negchain.files import open_plain
+from negchain.files import FileRefused, open_plain, text_lines
 from negchain.printable import printable
 
 COLUMNS = ("image", "caption")
 _HELD = {"test": "test", **dict.fromkeys(("val", "valid", "validation", "dev"), "validation")}
 _SPLITS = {"train": "train", "restval": "train", **_HELD}
-_TABLE_LIMIT = 4 << 30  # bytes
 
 
 @dataclass(frozen=True)
@@ -200,17 +198,14 @@ def _hold_out(pairs: Pairs, share: float) -> Pairs:
 def _rows(table: Path) -> list[tuple[int, dict[str, str]]]:
     """(line, row) of a table, every cell a text, columns in small letters."""
     try:
-        with open_plain(table.resolve()) as file:
-            content = file.read(_TABLE_LIMIT)
-        with io.StringIO(content.decode("utf-8-sig"), newline="") as text:
-            reader = csv.reader(text)
-            names = [name.strip().lower() for name in next(reader)]
-            return [
-                (reader.line_num, dict(zip(names, row + [""] * len(names), strict=False)))
-                for row in reader
-                if row
-            ]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        reader = csv.reader(text_lines(table.resolve()))
+        names = [name.strip().lower() for name in next(reader)]
+        return [
+            (reader.line_num, dict(zip(names, row + [""] * len(names), strict=False)))
+            for row in reader
+            if row
+        ]
+    except (OSError, UnicodeDecodeError, FileRefused, csv.Error) as error:
         raise ValueError(
             f"{printable(table.name)} must be a CSV file in UTF-8, but {error}; save it as such"
         ) from error

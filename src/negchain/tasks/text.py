@@ -56,6 +56,12 @@ def check_model_folder(folder: str | None, option: str = "--encoder") -> None:
             f"{option} must be the folder of a sentence-transformers or transformers model, and "
             f"{given}; nothing is fetched here: hf download NAME --local-dir FOLDER gets one"
         )
+    for file in Path(folder).rglob("*"):  # libraries would wait for somebody to write
+        if file.exists() and not (file.is_file() or file.is_dir()):
+            raise ConfigError(
+                f"{option} {show(folder)} must hold plain files, and {show(file.name)} is a pipe "
+                "or a device; remove it"
+            )
 
 
 @contextmanager
@@ -143,6 +149,7 @@ class TextEncoder(nn.Module):
             allowed = self.model.max_seq_length
             self.model.max_seq_length = min(max_length, allowed) if allowed else max_length
             self.embedding_dim = int(self.model.get_embedding_dimension())
+            check_words(self.model.tokenizer)
         self.encoder_config = {"folder": folder, "max_length": max_length}
 
     @classmethod
@@ -181,6 +188,14 @@ def load_model(folder: str) -> SentenceTransformer:
     disable_progress_bar()  # the tool shows its own
     _check_sizes(folder)
     return SentenceTransformer(folder, device="cpu", model_kwargs={"dtype": torch.float32}, **LOCAL)
+
+
+def check_words(tokenizer: Any) -> None:
+    """Refuse a tokenizer without words, which transformers makes up where its file is missing."""
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):
+        raise ValueError(
+            "its tokenizer knows no words (tokenizer.json, vocab.txt: is one missing?)"
+        )
 
 
 def hardest(lengths: Tensor, largest: Tensor) -> Tensor:
@@ -306,7 +321,9 @@ def read_tokenizer(folder: str) -> Any:
     from transformers import AutoTokenizer
 
     with explained("--text-encoder", folder):
-        return AutoTokenizer.from_pretrained(folder, padding_side="right", **LOCAL)
+        tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="right", **LOCAL)
+        check_words(tokenizer)
+    return tokenizer
 
 
 def tokenise(tokenizer: Any, texts: Sequence[str]) -> tuple[dict[str, Tensor], int]:

@@ -1,0 +1,161 @@
+"""What ranks tell each other before they send anything: one that refuses its call is heard by all.
+
+A rank that raised between two messages would leave the others waiting for it. So everything it will
+send is built and checked first, and all ranks compare sizes, settings and types in one short
+message (80 bytes).
+
+Shapes: `V` copies, `n` rows of a rank, `D` embedding.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from negchain.losses.batch import Call, Ids, as_ids, check_answer, check_shapes, check_width
+from negchain.losses.columns import check_draw, drawn_for
+from negchain.losses.request import Part, Request, check_requests
+
+if TYPE_CHECKING:
+    from negchain.losses.distributed import Ranks
+
+
+class Own(NamedTuple):
+    """Something this rank sends: [V,n,...], and whether n is the size of its batch."""
+
+    rows: Tensor
+    of_batch: bool = True
+
+
+def is_drawn(name: str, own: Own) -> bool:
+    """Whether rows of the batch have draws of their own there, which the caller made."""
+    return name.startswith("draw") and own.of_batch
+
+
+def _own(
+    ranks: Ranks, call: Call, requests: Sequence[Request]
+) -> tuple[dict[str, Own], dict[str, Own]]:
+    """The ids and the embeddings this rank sends, checked."""
+    loss_fn = ranks.loss_fn
+    check_shapes(call.z_a, call.z_b, call.key_index, loss_fn.num_keys)
+    check_requests(loss_fn, loss_fn._turn, call, requests)
+    (size, dim), device = call.z_a.shape, call.z_a.device
+    numbers = {name: Own(as_ids(name, ids, size, device)[None]) for name, ids in _ids_of(call)}
+    if call.known is not None:
+        numbers["known"] = Own(as_ids("known", call.known, size, device, 2)[None])
+    rows = {"z_a": Own(call.z_a[None]), "z_b": Own(call.z_b[None])}
+    given = [] if call.draw is None else drawn_for(call, None, loss_fn.num_sides)
+    for side, (draw, z) in enumerate(given):
+        check_draw(draw, z, dim, (size, 2 * size))
+        ids = draw.ids.to(device)[None]
+        numbers[f"draw{side}"] = Own(ids, ids.dim() == 3)
+        rows[f"drawn{side}"] = Own(z.reshape(*ids.shape, dim), ids.dim() == 3)
+    for at, part in parts_of(requests):
+        assert part.embeddings is not None
+        z = check_width(part.embeddings.to(device), dim)
+        rows[at] = Own(z[None], of_batch=False)
+        if part.per_row:
+            numbers[at] = Own(part.want.ids.to(device).view(part.per_row, size))
+            rows[at] = Own(z.view(part.per_row, size, dim))
+        if part.want.gradient and not ranks.join:  # nobody else will look at it
+            check_answer(z, call.z_a, loss_fn.normalize)
+    if not ranks.join:
+        loss_fn._checked(call)
+    return numbers, rows
+
+
+# What ranks tell each other before they send anything; L of `known` is -1 where there is none.
+_HEAD = ("refused", "batch", "dim", "seed", "turn", "known", "copies", "kinds", "step", "index")
+_Head = dict[str, int]
+
+
+def agreed(
+    ranks: Ranks, call: Call, requests: Sequence[Request]
+) -> tuple[dict[str, Own], dict[str, Own], list[_Head]]:
+    """What this rank sends, and every rank's sizes.
+
+    What is wrong on one rank is refused on all of them, before anything is sent: none waits.
+    """
+    loss_fn, device, refusal = ranks.loss_fn, call.z_a.device, None
+    numbers, rows, mine = dict[str, Own](), dict[str, Own](), [1] + [0] * 7
+    even, hashed = loss_fn.gather == "even", torch.tensor(ranks.rank, device=device)
+    try:
+        numbers, rows = _own(ranks, call, requests)
+        size, dim = call.z_a.shape
+        known = numbers["known"].rows.shape[2] if "known" in numbers else -1
+        drawn = [own.rows.shape[1] for name, own in numbers.items() if is_drawn(name, own)]
+        copies = max(drawn, default=0) // max(size, 1)
+        kinds = 0 if even else _kinds(ranks, numbers, rows)
+        mine = [0, size, dim, loss_fn.seed, loss_fn._turn, known, copies, kinds]
+    except Exception as error:  # whatever it is, the others must hear of it
+        if even:
+            raise
+        refusal = error
+    if even:
+        return numbers, rows, [dict(zip(_HEAD, mine, strict=False))] * ranks.world
+    if "index" in numbers:
+        hashed = _hashed(numbers["index"].rows[0])
+    measured = torch.stack([loss_fn.step.to(device), hashed])
+    told = ranks.all_gather(torch.cat([torch.tensor(mine, device=device), measured])).tolist()
+    if refusal is not None:
+        raise refusal
+    heads = [dict(zip(_HEAD, row, strict=True)) for row in told]
+    _check_heads(heads, ranks.join)
+    return numbers, rows, heads
+
+
+def _kinds(ranks: Ranks, numbers: dict[str, Own], rows: dict[str, Own]) -> int:
+    """A number that is another one where ranks were built or called differently."""
+    loss_fn = ranks.loss_fn
+    kinds = [f"{loss_fn.num_samples} {loss_fn.num_ids} {loss_fn.views} {loss_fn.denominator}"]
+    kinds += [str(torch.cat([own.rows.flatten()[:0] for own in rows.values()]).dtype)]
+    for name, own in (numbers | rows).items():
+        if name != "known":  # a rank may have none
+            begin = 2 if own.of_batch or not ranks.join else 1
+            kinds += [f"{name} {tuple(own.rows.shape[begin:])}"]
+    return zlib.crc32(" ".join(kinds).encode())
+
+
+def _hashed(index: Tensor) -> Tensor:  # [n] -> []
+    """A number that two different batches share by chance once in 2^64 times."""
+    mixed = index + torch.arange(len(index), device=index.device) * 0x2545F4914F6CDD1D
+    for _ in range(2):
+        mixed = (mixed ^ (mixed >> 29)) * 0x5851F42D4C957F2D
+    return (mixed ^ (mixed >> 32)).sum()
+
+
+def _check_heads(heads: list[_Head], join: bool) -> None:
+    bad = [rank for rank, head in enumerate(heads) if head["refused"]]
+    if bad:
+        raise ValueError(f"ranks {bad} refused their batch, and the others with them; see there")
+    for name in ("dim", "seed", "turn", "step", "copies", "kinds"):
+        values = [head[name] for head in heads if head["batch"] or name != "copies"]
+        if len(set(values)) > 1:
+            what = "what they pass and its types" if name == "kinds" else f"{name}, got {values}"
+            raise ValueError(
+                f"all ranks must agree on {what}: build the loss alike on every rank (one seed), "
+                "load its state on every one, and call it alike"
+            )
+    if join and heads[0]["batch"] and len({(head["batch"], head["index"]) for head in heads}) == 1:
+        raise ValueError(
+            "every rank passed the same positions: the loss gathers by itself, so give each rank "
+            "its own batch (a DistributedSampler), not a gathered one; or use gather=False"
+        )
+
+
+def _ids_of(call: Call) -> Iterator[tuple[str, Ids]]:
+    """What a call names per sample."""
+    given = {"index": call.index, "key_index": call.key_index}
+    given |= {f"view{n}": view for n, view in enumerate(call.augmentation or ())}
+    return ((name, value) for name, value in given.items() if value is not None)
+
+
+def parts_of(requests: Sequence[Request]) -> Iterator[tuple[str, Part]]:
+    """All parts, each with a name: the numbers of request and part."""
+    for number, request in enumerate(requests):
+        for place, part in enumerate(request.parts):
+            yield f"{number}.{place}", part

@@ -1,0 +1,42 @@
+"""Folders of text models that lack something, or hold what is no file."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("sentence_transformers")
+
+from negchain.tasks.text import TextEncoder, read_tokenizer  # noqa: E402
+from negchain.train.config import ConfigError  # noqa: E402
+from tasks.tiny_texts import write_model  # noqa: E402
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    write_model(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize("name", ["modules.json", "README.md", "tokenizer.json"])
+def test_a_pipe_is_not_waited_for(name: str, model: Path) -> None:
+    (model / name).unlink(missing_ok=True)
+    (model / name).symlink_to(model.parent / "pipe")
+    os.mkfifo(model.parent / "pipe")
+    with pytest.raises(ConfigError, match=f"must hold plain files, and '{name}' is a pipe"):
+        TextEncoder(str(model), 16)
+    with pytest.raises(ConfigError, match="must hold plain files"):
+        read_tokenizer(str(model))
+
+
+def test_a_missing_tokenizer_is_not_made_up(model: Path) -> None:
+    """Transformers makes one to which every word is unknown."""
+    TextEncoder(str(model), 16)
+    for name in ("tokenizer.json", "vocab.txt"):
+        (model / name).unlink()
+    with pytest.raises(ConfigError, match="its tokenizer knows no words"):
+        TextEncoder(str(model), 16)
+    with pytest.raises(ConfigError, match="its tokenizer knows no words"):
+        read_tokenizer(str(model))
