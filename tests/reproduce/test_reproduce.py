@@ -351,18 +351,22 @@ def test_tables_written_by_hand_are_those_of_their_records() -> None:
     shown = cells_under("| epoch | cosine of two views")
     assert len(shown) == 7 and all(known[epoch] == cells for epoch, *cells in shown)
 
-    cases: dict[str, list[Any]] = {}
-    for row in lines_of("2026-11-16_hypotheses_cpu.jsonl"):
-        cases.setdefault(row["job"]["case"], []).append(row["curve"][-1])
-    keys = ("global_loss", "probe", "probe_10pct", "knn20")
-    said = {
-        (str(len(ends)), *(pages.spread([end[key] for end in ends]) for key in keys))
-        for ends in cases.values()
-    }
-    shown = cells_under("| case | seeds |")
-    assert len(shown) == len(said) == 32
-    for _, seeds, *cells in shown:
-        assert (seeds, *(re.sub(r"(^| )\.", r"\g<1>0.", cell) for cell in cells)) in said
+    for record, head, number in (
+        ("2026-11-16_hypotheses_cpu.jsonl", "| case | seeds |", 32),
+        ("2026-11-16_pictures_cpu.jsonl", "| CIFAR-10, b = 8 | seeds |", 6),
+    ):
+        cases: dict[str, list[Any]] = {}
+        for row in lines_of(record):
+            cases.setdefault(row["job"]["case"], []).append(row["curve"][-1])
+        keys = ("global_loss", "probe", "probe_10pct", "knn20")
+        said = {
+            (str(len(ends)), *(pages.spread([end[key] for end in ends]) for key in keys))
+            for ends in cases.values()
+        }
+        shown = cells_under(head)
+        assert len(shown) == len(said) == number
+        for _, seeds, *cells in shown:
+            assert (seeds, *(re.sub(r"(^| )\.", r"\g<1>0.", cell) for cell in cells)) in said
 
     by_cosine = sorted(lines_of("reproduce/differing-views.jsonl"), key=lambda r: -r["cosine"])
     measured = [[row["errors"][name] for row in by_cosine] for name in by_cosine[0]["errors"]]
