@@ -247,6 +247,14 @@ def test_records_keep_what_finished_and_go_on(tmp_path: Path, monkeypatch) -> No
     assert {"commit", "hardware", "command", "versions"} <= set(header)
 
 
+@pytest.mark.parametrize("words", ["benchmarks/pictures.py --seeds 1", "negchain reproduce cost"])
+def test_records_name_the_command_that_made_them(words: str, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    first, *rest = words.split()
+    place = first if first != "negchain" else "/venv/bin/negchain"
+    monkeypatch.setattr("sys.argv", [place, *rest])
+    assert common.provenance(common.Options(device="cpu"))["command"] == words
+
+
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_process_that_dies_takes_no_other_run_along(tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     """Run 1 dies once, 2 fails once, 3 dies always; 0 and 4 are beside them."""
