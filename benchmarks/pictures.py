@@ -7,7 +7,7 @@ Encoder  the trainer's small CNN with BatchNorm, Adam 1e-3, beta 14.28 unless a 
 Cases    the methods; `untrained`: the same network, its BatchNorm's averages and nothing else
          moved; `beta`: a lower and a higher one.
 Prints   exact loss on the 1,000 pictures (at the case's own beta), linear probe, probe from a tenth
-         of the labels, 20-NN and seconds of a step: mean and deviation over seeds.
+         of the labels and 20-NN: mean and deviation over seeds.
 
     unpack.py cifar10.npz DATA        # /work/shared/data; or any folder of train/CLASS, test/CLASS
     OMP_NUM_THREADS=1 PYTHONPATH=src python benchmarks/pictures.py --data DATA --out FILE.jsonl

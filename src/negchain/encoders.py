@@ -12,7 +12,7 @@
 MLP is Linear(F,F)-ReLU-Linear(F,D): a timm model has as many layers in all as resnet18, and is
 probed one layer earlier.
 
-`norm="none"` is the paper's setting: every BatchNorm becomes the identity, so that no sample sees
+`norm="none"` is the authors' code's: every BatchNorm becomes the identity, so that no sample sees
 another; convolutions keep torchvision's initialisation and have no bias term. Nothing explodes or
 vanishes then, but different images start almost parallel (STL-10, mean cosine of embeddings .99,
 with BatchNorm .87), which is the plateau a run without norm layers has to leave first.

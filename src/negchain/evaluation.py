@@ -5,7 +5,7 @@ normalised. Nothing here touches a model: the caller puts it in `eval()` mode fi
 
 | function | question | protocol |
 |---|---|---|
-| `linear_probe_paper` | the number the EMC² paper reports | 100 epochs of plain SGD, untuned |
+| `linear_probe_paper` | the EMC² authors' code's number | 100 epochs of plain SGD, untuned |
 | `linear_probe` | what can a linear classifier read? | logistic regression, tuned L2 |
 | `few_label_probe` | ... from few labels? | one fixed strength, mean of 3 draws of labels |
 """
@@ -118,7 +118,7 @@ def linear_probe_paper(
     batch_size: int = 1024,
     seed: int = 0,
 ) -> float:
-    """Test accuracy by the paper's protocol, on the features as they are.
+    """Test accuracy by the protocol of the EMC² authors' code, on the features as they are.
 
     One Linear layer, SGD with momentum 0.9 and no weight decay, batches in the order of the rows,
     no schedule, the last epoch's weights. `seed` sets the initial weights. Under-trained by

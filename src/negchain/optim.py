@@ -23,7 +23,7 @@ import torch
 from timm.optim.lars import Lars
 from torch import Tensor, nn
 
-LARS_TRUST = 1e-3  # the paper's ImageNet-100 recipe
+LARS_TRUST = 1e-3  # the authors' code's, for ImageNet-100
 
 
 class CapturableLars(Lars):
@@ -112,7 +112,7 @@ def build_optimizer(
         return torch.optim.AdamW(groups, lr=rate, fused=fused, capturable=capturable)
     lars: type[Lars] = CapturableLars if capturable else Lars
     # kernels are adapted even at weight decay 0, where timm's default would be plain SGD; norms and
-    # biases are neither decayed nor adapted (the paper's recipe)
+    # biases are neither decayed nor adapted (the authors' code's recipe)
     wide, thin = ([p for p in parameters if (p.ndim > 1) == many] for many in (True, False))
     kernels = {"params": wide, "weight_decay": weight_decay, "always_adapt": True}
     groups = [kernels, {"params": thin, "weight_decay": 0.0, "always_adapt": False}]

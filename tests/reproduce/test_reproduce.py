@@ -93,6 +93,57 @@ def test_both_readings_of_simclr_are_run() -> None:
     assert {job["seed"] for job in jobs} == {0, 1, 2}
 
 
+def test_stationarity_has_five_seeds_both_betas_and_the_floor() -> None:
+    jobs = stationarity.jobs(common.Options(device="cpu"))
+    assert {job["seed"] for job in jobs} == set(range(5))
+    assert {job["beta"] for job in jobs} == {5.0, 14.28}
+    assert (5.0, 1e-3) in {(job["beta"], job["lr"]) for job in jobs}  # the paper's
+    assert {"infonce", "dcl", "isir", common.FULL} <= {job["method"] for job in jobs}
+    assert {(job["images"], job["batch"]) for job in jobs} == {(500, 4)}
+
+
+def test_stationarity_stores_views_and_keeps_its_step(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """It trains on and measures stored views, a pair may be one of them twice."""
+    measured, encoded, pairs, rates = [], [], [], []  # type: ignore[var-annotated]
+    exact, build, build_it = stationarity.exact, stationarity.build, stationarity.build_loss
+
+    def spy_exact(encoder, views, beta):  # type: ignore[no-untyped-def]
+        measured.append(views.clone())
+        return exact(encoder, views, beta)
+
+    def spy_encoder(*given):  # type: ignore[no-untyped-def]
+        encoder = build(*given)
+        encoder.register_forward_pre_hook(lambda _, args: encoded.append(args[0].detach().clone()))
+        return encoder
+
+    def spy_loss(*given):  # type: ignore[no-untyped-def]
+        loss_fn = build_it(*given)
+        loss_fn.register_forward_pre_hook(
+            lambda _, args, named: pairs.append(named["augmentation"]), with_kwargs=True
+        )
+        return loss_fn
+
+    class SGD(torch.optim.SGD):
+        def step(self, closure=None):  # type: ignore[no-untyped-def]
+            rates.append(self.param_groups[0]["lr"])
+            return super().step(closure)
+
+    monkeypatch.setattr(stationarity, "exact", spy_exact)
+    monkeypatch.setattr(stationarity, "build", spy_encoder)
+    monkeypatch.setattr(stationarity, "build_loss", spy_loss)
+    monkeypatch.setattr(torch.optim, "SGD", SGD)
+    job = {"encoder": "mlp", "size": 8, "images": 12, "batch": 4, "data": "digits", "steps": 12}
+    job |= {"seed": 0, "beta": 5.0, "lr": 0.01, "method": "emc2"}
+    stationarity.work(job, time.time() + 60)
+    stored = measured[0].flatten(0, 1)
+    assert len(stored) == 24 and all(torch.equal(views, measured[0]) for views in measured)
+    for rows in encoded:
+        assert (rows[:, None] == stored).flatten(2).all(2).any(1).all()
+    equal = torch.cat([first == second for first, second in pairs])
+    assert 0 < int(equal.sum()) < len(equal)
+    assert len(rates) == 12 and set(rates) == {0.01}
+
+
 def test_exact_is_equation_1_over_all_pairs_of_views() -> None:
     torch.manual_seed(0)
     encoder, beta = nn.Linear(5, 3).double(), 5.0
@@ -196,6 +247,14 @@ def test_records_keep_what_finished_and_go_on(tmp_path: Path, monkeypatch) -> No
     assert {"commit", "hardware", "command", "versions"} <= set(header)
 
 
+@pytest.mark.parametrize("words", ["benchmarks/pictures.py --seeds 1", "negchain reproduce cost"])
+def test_records_name_the_command_that_made_them(words: str, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    first, *rest = words.split()
+    place = first if first != "negchain" else "/venv/bin/negchain"
+    monkeypatch.setattr("sys.argv", [place, *rest])
+    assert common.provenance(common.Options(device="cpu"))["command"] == words
+
+
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_process_that_dies_takes_no_other_run_along(tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     """Run 1 dies once, 2 fails once, 3 dies always; 0 and 4 are beside them."""
@@ -248,39 +307,39 @@ def test_unknown_experiments_are_refused(capsys: pytest.CaptureFixture[str]) -> 
     assert "did you mean 'stl10'?" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=() if n == "theory" else pytest.mark.slow) for n in reproduce.NAMES],
-)
-def test_the_committed_records_can_be_redrawn(name: str, tmp_path: Path) -> None:
-    records = Path(__file__).parents[2] / "records" / "reproduce"
-    read = reproduce.load(name).reads or (name,)
-    if not all((records / f"{source}.jsonl").exists() for source in read):
-        pytest.skip("no record yet")
-    page = tmp_path / "results.md"
-    page.write_text(f"<!-- table {name} -->\nbefore\n<!-- end -->\n")
-    pages.redraw(name, records, tmp_path, page, lambda text: None)
-    assert "before" not in page.read_text() and "|---|" in page.read_text()
-    assert list(tmp_path.glob("*.svg"))
-    for source in read:
-        for line in (records / f"{source}.jsonl").read_text().splitlines():
-            json.loads(line)
-
-
 ROOT = Path(__file__).parents[2]
+RECORDS = ROOT / "records" / "reproduce"
 PAGE = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+
+
+def reproduce_rows(name: str) -> list[dict[str, Any]]:
+    read = reproduce.load(name).reads or (name,)
+    return [{**r, "record": of} for of in read for r in pages.read_rows(RECORDS / f"{of}.jsonl")]
 
 
 @pytest.mark.parametrize("name", reproduce.NAMES)
 def test_the_page_shows_what_the_record_says(name: str) -> None:
     """`reproduce NAME --redraw` was run after the record changed."""
-    records, experiment = ROOT / "records" / "reproduce", reproduce.load(name)
     (shown,) = re.findall(rf"<!-- table {name} -->\n(.*?)<!-- end -->", PAGE, re.S)
-    if not shown.strip() and name != "theory":  # said on the page: not yet measured
-        return
-    read = experiment.reads or (name,)
-    rows = [{**r, "record": of} for of in read for r in pages.read_rows(records / f"{of}.jsonl")]
-    assert shown.strip() == experiment.table(rows)
+    rows = reproduce_rows(name)
+    assert shown.strip() == (reproduce.load(name).table(rows) if rows else "")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n == "cost" else pytest.mark.slow) for n in reproduce.NAMES],
+)
+def test_the_committed_figures_are_those_of_the_records(name: str, tmp_path: Path) -> None:
+    """Byte for byte, and the table goes where the page has a place for it."""
+    if not reproduce_rows(name):
+        pytest.skip("no record yet")
+    page = tmp_path / "results.md"
+    page.write_text(f"<!-- table {name} -->\nbefore\n<!-- end -->\n")
+    pages.redraw(name, RECORDS, tmp_path, page, lambda text: None)
+    assert "before" not in page.read_text()
+    drawn = {file.name: file.read_bytes() for file in tmp_path.glob("*.svg")}
+    assert drawn or name == "time"  # one method has been timed alone: nothing to compare
+    assert drawn == {file: (ROOT / "docs" / "figures" / file).read_bytes() for file in drawn}
 
 
 def lines_of(record: str) -> list[dict[str, Any]]:
@@ -300,18 +359,22 @@ def test_tables_written_by_hand_are_those_of_their_records() -> None:
     shown = cells_under("| epoch | cosine of two views")
     assert len(shown) == 7 and all(known[epoch] == cells for epoch, *cells in shown)
 
-    cases: dict[str, list[Any]] = {}
-    for row in lines_of("2026-11-16_hypotheses_cpu.jsonl"):
-        cases.setdefault(row["job"]["case"], []).append(row["curve"][-1])
-    keys = ("global_loss", "probe", "probe_10pct", "knn20")
-    said = {
-        (str(len(ends)), *(pages.spread([end[key] for end in ends]) for key in keys))
-        for ends in cases.values()
-    }
-    shown = cells_under("| case | seeds |")
-    assert len(shown) == len(said) == 32
-    for _, seeds, *cells in shown:
-        assert (seeds, *(re.sub(r"(^| )\.", r"\g<1>0.", cell) for cell in cells)) in said
+    for record, head, number in (
+        ("2026-11-16_hypotheses_cpu.jsonl", "| case | seeds |", 32),
+        ("2026-11-16_pictures_cpu.jsonl", "| CIFAR-10, b = 8 | seeds |", 6),
+    ):
+        cases: dict[str, list[Any]] = {}
+        for row in lines_of(record):
+            cases.setdefault(row["job"]["case"], []).append(row["curve"][-1])
+        keys = ("global_loss", "probe", "probe_10pct", "knn20")
+        said = {
+            (str(len(ends)), *(pages.spread([end[key] for end in ends]) for key in keys))
+            for ends in cases.values()
+        }
+        shown = cells_under(head)
+        assert len(shown) == len(said) == number
+        for _, seeds, *cells in shown:
+            assert (seeds, *(re.sub(r"(^| )\.", r"\g<1>0.", cell) for cell in cells)) in said
 
     by_cosine = sorted(lines_of("reproduce/differing-views.jsonl"), key=lambda r: -r["cosine"])
     measured = [[row["errors"][name] for row in by_cosine] for name in by_cosine[0]["errors"]]

@@ -27,7 +27,7 @@ FEW10 = _accuracy("probe_10pct", "Probe, 10 % of labels", "Mean of 3 draws of th
 FEW1 = _accuracy(
     "probe_1pct", "Probe, 1 % of labels", "Mean of 3 draws of the labels, at least one per class"
 )
-PAPERS = _accuracy("probe_paper", "Probe, the paper’s", "100 epochs of plain SGD, untuned")
+PAPERS = _accuracy("probe_paper", "Probe, the authors’", "100 epochs of plain SGD, untuned")
 KNN20_TOP5 = _accuracy("knn20_top5", "20-NN, top 5", "The class is among the five with most votes")
 PROBE_TOP5 = _accuracy("probe_top5", "Probe, top 5", "The class is among the five most likely")
 EUCLIDEAN = _accuracy("knn1_euclidean", "1-NN, Euclidean", "Features not normalised")

@@ -6,17 +6,20 @@ Everywhere  DCL (eq. (2) without the positive) beside InfoNCE (with it): both re
 stl10 (Fig. 5)
     Paper   b = 32, β = 14.28, Adam 1e-4 and b = 256, β = 5, Adam 1e-3; 100 epochs of 100,000
             images; ResNet-18. "EMC² consistently outperforms the other algorithms".
-    Ours    i-SIR, informed importance; BatchNorm with Adam 3e-4; b = 8 and 16.
+    Ours    i-SIR, informed importance; BatchNorm with Adam 3e-4; b = 8 and 16. EMC² with one copy
+            of every other image as proposals, R = b - 1 (the paper: 2b - 2), half discarded.
 burn-in (Fig. 4)
-    Paper   P in {0, b/2, b, 3b/2}: "performance improves by increasing P, and the improvement stops
-            at around P = b". The figure does not say which batch size; here b = 32.
+    Paper   P in {0, b/2, b, 3b/2} (printed as 3/(2b)): "the performance of EMC² improves by
+            increasing P, and the improvement stops at a certain threshold of around P = b". At
+            which batch size is not said; here b = 32.
     Ours    the paper's R = 2b - 2 proposals (both copies of every item to each row), and as last
             line our default: one copy each, half discarded.
 finite-augmentations (Fig. 3)
     Paper   b = 256, β = 5: "as the number of pre-computed augmentations increases, the performance
-            approaches that of the infinite augmentation algorithm". How many is not stated.
+            approaches to that of the infinite augmentation algorithm". How many is not stated.
     Ours    2, 4 and 16 stored augmentations, a chain for each of them, and fresh ones, one chain
-            per image; the same with DCL, to tell the chain's part from augmentation's.
+            per image; the other methods too, to tell the chain's part from augmentation's. A pair
+            is two different stored views; the paper's may be the same one twice.
 imagenet100 (Fig. 6)
     Paper   ResNet-50, LARS, b = 256, ImageNet-100 at 224 px, β = 14.28, lr 1.2: EMC² above SimCLR,
             "on par with SogCLR". The authors' code: 800 epochs.
@@ -108,7 +111,7 @@ def burn_in(options: Options) -> list[Row]:
 
 
 def finite_augmentations(options: Options) -> list[Row]:
-    """EMC² and DCL with every number of stored augmentations, seed by seed."""
+    """Every number of stored augmentations, seed by seed."""
     settings = {name: SETTINGS[name] for name in ("b256-none", "b256-batch")}
     found = []
     for job in training_jobs(options, settings, reproduced(small=False)):

@@ -233,9 +233,11 @@ def one(name: str, job: Row, deadline: float) -> Row | None:
 
 def provenance(options: Options) -> Row:
     """Where and from what a record was made."""
+    script = Path(sys.argv[0])
+    named = str(script) if script.parent.name == "benchmarks" else "negchain"
     return {
         "date": time.strftime("%Y-%m-%d %H:%M"),
-        "command": " ".join(["negchain", *sys.argv[1:]]),
+        "command": " ".join([named, *sys.argv[1:]]),
         "commit": commit(),
         "hardware": hardware(torch.device("cuda" if options.on_gpu() else "cpu")),
         "versions": versions(PACKAGES),

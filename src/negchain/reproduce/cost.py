@@ -16,6 +16,7 @@ time
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from typing import Any
 
 import torch
@@ -122,7 +123,7 @@ def draw(rows: list[Row]) -> dict[str, Any]:
 
 
 def timed(rows: list[Row]) -> list[Row]:
-    """Runs of `stl10` whose curves have the seconds of a run alone."""
+    """Runs of `stl10` whose curves have the seconds of a run alone, where there are two methods."""
     cost = [row for row in rows if row["record"] == "cost"]
     found = []
     for row in rows:
@@ -132,7 +133,8 @@ def timed(rows: list[Row]) -> list[Row]:
         if ms is not None:
             curve = [{**p, "seconds": p["step"] * ms / 1e3} for p in row["curve"]]
             found.append({**row, "curve": curve})
-    return found
+    methods = Counter(setting for setting, _ in distinct(found, "setting", "method"))
+    return [row for row in found if methods[row["job"]["setting"]] > 1]
 
 
 def reached(rows: list[Row], target: float, measure: str = "probe") -> float | None:
@@ -173,14 +175,14 @@ def time_table(rows: list[Row]) -> str:
             shown = "not reached" if seconds is None else f"{seconds:.1f}"
             lines.append([setting, f"{target:.3f}", title_of(method), shown, ratio])
     heads = ["setting", "probe accuracy", "method", "seconds until then", "against EMC²"]
-    return pages.markdown(heads, lines)
+    return pages.markdown(heads, lines) if lines else ""
 
 
 def time_draw(rows: list[Row]) -> dict[str, Any]:
     """Linear probe and 1-NN against seconds, a panel per setting."""
     runs = timed(rows)
-    figures = [accuracy.figure("method", runs, key, "seconds") for key in ("probe", "knn1")]
-    return dict(zip(("time-probe", "time-knn1"), figures, strict=True)) if runs else {}
+    keys = ("probe", "knn1") if runs else ()
+    return {f"time-{key}": accuracy.figure("method", runs, key, "seconds") for key in keys}
 
 
 EXPERIMENTS = {

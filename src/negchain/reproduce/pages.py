@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -35,16 +36,30 @@ def redraw(
     matplotlib.rcParams.update({"svg.hashsalt": "negchain", "svg.fonttype": "none", "font.size": 9})
     figures.mkdir(parents=True, exist_ok=True)
     for file, figure in experiment.draw(rows).items():
-        figure.savefig(figures / f"{file}.svg", metadata={"Date": None}, bbox_inches="tight")
+        drawn = io.StringIO()
+        figure.savefig(drawn, format="svg", metadata={"Date": None}, bbox_inches="tight")
+        (figures / f"{file}.svg").write_text(numbered(drawn.getvalue()), encoding="utf-8")
         say(f"{figures / file}.svg")
     table = experiment.table(rows)
-    print(table)
+    print(table or f"{name}: its records hold nothing to compare yet")
     if page is not None:
         text = page.read_text(encoding="utf-8")
         pattern = rf"(<!-- table {name} -->\n).*?(<!-- end -->)"
         changed = re.sub(pattern, lambda m: f"{m[1]}\n{table}\n\n{m[2]}", text, flags=re.S)
         with replacing(page) as target:
             target.write(changed.encode())
+
+
+def numbered(svg: str) -> str:
+    """An SVG whose paths are named by order: matplotlib hashes floats that machines round apart.
+
+    Example:
+        >>> numbered('<path id="m0123456789"/><use href="#m0123456789"/><g id="p9876543210"/>')
+        '<path id="m1"/><use href="#m1"/><g id="p2"/>'
+    """
+    names = dict.fromkeys(re.findall(r"\b[mp][0-9a-f]{10}\b", svg))
+    number = {name: f"{name[0]}{i}" for i, name in enumerate(names, 1)}
+    return re.sub(r"\b[mp][0-9a-f]{10}\b", lambda found: number[found[0]], svg)
 
 
 def markdown(heads: Sequence[str], lines: Iterable[Sequence[object]]) -> str:

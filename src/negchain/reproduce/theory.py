@@ -339,12 +339,18 @@ def _draw_mixing(axis: Any, rows: list[Row]) -> None:
 
 
 def _draw_rate(axis: Any, rows: list[Row]) -> None:
+    at: list[int] = []
+    values: list[float] = []
     for number, found in enumerate(_cases(rows)):
         case = [found[0]["job"][key] for key in CASE]
-        label = case[0] if case[0] == "full" else "{} B={} R={} P={}".format(*case)
+        numbers = " B={} R={} P={}".format(*case[1:]) if case[1] else ""
         at, values = [r["job"]["T"] for r in found], [r["mean_square"] for r in found]
         style = "--" if case[0] == "dcl" else "-"
+        label = title(case[0]) + numbers
         axis.plot(at, values, style, marker=".", color=f"C{number}", label=label)
+    axis.plot(
+        at, [values[0] * (t / at[0]) ** -0.5 for t in at], ":", color="grey", label="T^(-1/2)"
+    )
     axis.set(yscale="log", xlabel="T", title="(1/T) Σ ‖∇L‖²")
 
 
@@ -376,6 +382,10 @@ def draw(rows: list[Row]) -> dict[str, Any]:
     for axis, (part, found) in zip(axes, parts.items(), strict=True):
         DRAWN[part](axis, found)
         axis.set_xscale("log")
+        if part in ("rate", "bias"):  # labels between powers of ten would overlap
+            at = sorted(distinct(found, "T" if part == "rate" else "b"))
+            axis.set_xticks(at, at)
+            axis.xaxis.minorticks_off()
         axis.legend(fontsize=6)
     return {"theory": figure}
 

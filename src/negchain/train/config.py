@@ -162,12 +162,12 @@ class TrainConfig:
         help="Start from weights: timm (may download), a run folder, or a .pt or .safetensors "
         "file.")
     norm: Literal["batch", "group", "none"] = setting("batch", TRAINING,
-        help="Normalisation layers; none is the paper's, batch lets images of one step see each "
+        help="Normalisation layers; none is the authors', batch lets images of one step see each "
         "other.")
     embedding_dim: int | None = setting(None, TRAINING, rule=between(2, 65536), zero_is_none=True,
         help="Width of the embedding; 0 takes the encoder's usual one.")
     projector: Literal["paper", "linear", "mlp"] = setting("paper", TRAINING,
-        help="Head from features to embedding: the paper's for the encoder, one layer, or an MLP.")
+        help="Head from features to embedding: the authors' for the encoder, one layer, or an MLP.")
     optimizer: Literal["sgd", "adam", "adamw", "lars"] = setting("adam", TRAINING,
         help="Optimizer.")
     lr: float = setting(1e-3, TRAINING, rule=(lambda v: 0 < v <= 1000, "above 0 and at most 1000"),
