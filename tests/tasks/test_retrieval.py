@@ -230,6 +230,15 @@ def test_documents_per_step_are_equal_for_all_methods(folder: Path) -> None:
         assert sum(len(w.ids) for w in wants if w.gradient) == 8, method
 
 
+def test_more_draws_than_the_usual_top_come_from_a_larger_one(folder: Path) -> None:
+    from negchain.train.step import build_loss
+
+    for draws, top in ((2, 20), (25, 25)):
+        loaded = tasks.load(resolve(None, settings(folder, method="topk", draws=draws)))
+        loss_fn = build_loss(loaded, loaded.encoder)
+        assert (loss_fn.num, loss_fn.top) == (draws, top)
+
+
 def test_no_draws_is_the_batch_alone(folder: Path) -> None:
     """What others call in-batch negatives; a table has to be drawn from."""
     from negchain.train.step import build_loss

@@ -203,9 +203,7 @@ def _rows(table: Path) -> list[tuple[int, dict[str, str]]]:
         with open_plain(table.resolve()) as file:
             content = file.read(_TABLE_LIMIT)
         with io.StringIO(content.decode("utf-8-sig"), newline="") as text:
-            reader = csv.reader(
-                text, strict=True
-            )  # else an open quote swallows all below
+            reader = csv.reader(text, strict=True)  # else an open quote swallows all below
             names = [name.strip().lower() for name in next(reader)]
             rows = [(reader.line_num, row) for row in reader if row]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
