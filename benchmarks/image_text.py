@@ -118,6 +118,7 @@ def train(task: dict[str, Any]) -> dict[str, Any]:
 
 def _train(row: dict[str, Any], folder: Path) -> dict[str, Any]:
     from negchain.tasks.image_text import ImageTextTask
+    from negchain.tasks.image_text_judge import distinct
     from negchain.train import trainer
     from negchain.train.progress import Progress
     from negchain.train.resolve import resolve
@@ -149,14 +150,14 @@ def _train(row: dict[str, Any], folder: Path) -> dict[str, Any]:
     found = json.loads((folder / "summary.json").read_text())
     answers = np.load(folder / "artifacts.npz")
     ways = [answers[f"right_test_{way}_r1"].astype(float) for way in ("i2t", "t2i")]
-    pictures = len(ways[0])  # captions follow their picture: their mean is one number a picture
-    by_picture = [ways[0], np.array([part.mean() for part in np.array_split(ways[1], pictures)])]
+    own = distinct(task.held["test"])[1].numpy()  # (picture, caption): one number a picture
+    of_captions = np.bincount(own[:, 0], ways[1][own[:, 1]]) / np.bincount(own[:, 0])
     return {
         "steps": steps, "seconds": round(seconds, 1), "validation": found["mean_recall"],
         "test": (found["test_i2t_r1"] + found["test_t2i_r1"]) / 2,
         "i2t_r1": found["test_i2t_r1"], "t2i_r1": found["test_t2i_r1"],
         "mean_recall": found["test_mean_recall"], "learned beta": found["beta"],
-        "per_query": np.mean(by_picture, axis=0).round(3).tolist(),
+        "per_query": np.mean([ways[0], of_captions], axis=0).round(3).tolist(),
     }  # fmt: skip
 
 

@@ -133,6 +133,10 @@ def run(train: Callable[[Row], Row], given: argparse.Namespace, fixed: Row, name
                 break
             time.sleep(0.1)
         pool.terminate()
+    if given.equal_time:
+        cells = [(m, b) for b in given.batches for m in {*given.methods, given.equal_time}]
+        untimed = [f"{m} at {b}" for m, b in cells if step_time(rows, m, b) is None]
+        print(f"not timed by --alone, so not run: {', '.join(untimed)}" if untimed else "all timed")
     missing = len(_due(rows, given, grid))
     seconds = time.perf_counter() - begin
     print(f"{len(rows) - old} runs in {seconds:.0f} s, {missing} known to be missing")

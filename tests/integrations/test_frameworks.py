@@ -1,4 +1,4 @@
-"""Lightning, accelerate and lightly need no code of ours: their examples, run and resumed."""
+"""Tools that need no code of ours: their examples, run and resumed."""
 
 from __future__ import annotations
 
@@ -114,12 +114,13 @@ def test_chains_survive_on_both_ranks_of_lightnings_ddp(
         assert seen[-1].sum() > NUM // 4
 
 
-# ---------------------------------------------------------------- accelerate and lightly
+# ---------------------------------------------------------------- plain, accelerate and lightly
 
 
-def test_accelerate_resumes_exactly(items, tmp_path, capsys) -> None:
-    pytest.importorskip("accelerate")
-    example = load("with_accelerate")
+@pytest.mark.parametrize("name", ["plain_torch", "accelerate"])
+def test_it_resumes_exactly(name, items, tmp_path, capsys) -> None:
+    pytest.importorskip(name.removeprefix("plain_"))
+    example = load(f"with_{name}")
     example.train(items, range(0, 1), str(tmp_path / "a"))
     encoder, loss_fn = example.train(items, range(1, 2), str(tmp_path / "a"))
     expected, whole = example.train(items, range(0, 2), str(tmp_path / "b"))

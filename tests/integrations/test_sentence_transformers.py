@@ -7,6 +7,7 @@ import os
 import signal
 import traceback
 import warnings
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -218,6 +219,59 @@ def test_hard_negatives_samplers_accumulation_and_bf16(folder, tmp_path) -> None
     assert int(made.loss.loss_fn.step) == 4  # every micro-batch is a step
 
 
+@pytest.mark.parametrize("sampler", ["batch_sampler", "no_duplicates"])
+def test_positions_are_those_of_the_texts(folder, tmp_path, sampler) -> None:
+    """Whatever the order: anchors, keys, all positives of each; and the table is full."""
+    made = trainer(folder, tmp_path, max_steps=7, save_strategy="no", batch_sampler=sampler)
+    loss, pairs, decode = made.loss, made.loss.pairs, made.model.tokenizer.batch_decode
+    outer, inner, texts, calls = loss.forward, loss.loss_fn.forward, [], []
+
+    def read(features, labels):
+        features = list(features)
+        texts.append([decode(f["input_ids"], skip_special_tokens=True) for f in features])
+        return outer(features, labels)
+
+    def called(z_a, z_b, index, **told):
+        assert loss.loss_fn.tables[0].embeddings.any(1).all()
+        calls.append((index, told["key_index"], told["known"]))
+        return inner(z_a, z_b, index, **told)
+
+    loss.forward, loss.loss_fn.forward = read, called
+    made.train()
+    answers: dict[str, set[str]] = {}
+    for query, answer in zip(pairs.dataset["query"], pairs.dataset["answer"], strict=True):
+        answers.setdefault(query, set()).add(answer)
+    assert len(calls) == len(texts) == 7
+    for (index, keys, known), (queries, positives) in zip(calls, texts, strict=True):
+        assert [pairs.anchors[i] for i in index.tolist()] == queries
+        assert [pairs.keys[i] for i in keys.tolist()] == positives
+        for query, row in zip(queries, known.tolist(), strict=True):
+            assert {pairs.keys[k] for k in row if k >= 0} == answers[query]
+
+
+def test_hard_negatives_by_hand(folder) -> None:
+    """Each row against its own, weighed; one that is a known positive is left out."""
+    columns = {"q": ["w1", "w1", "w2"], "a": ["w5", "w6", "w7"], "n": ["w6", "w9", "w8"]}
+    pairs = index_pairs(Dataset.from_dict(columns))
+    model = SentenceTransformer(str(folder), device="cpu").eval()
+    loss = PairLoss(model, InfoNCELoss(None, 10.0, views="paired"), pairs, hard_weight=0.5)
+    labels = torch.tensor(pairs.dataset["label"][:])
+    found = loss([model.preprocess(texts) for texts in columns.values()], labels)
+    encoded = (model.encode(texts, convert_to_tensor=True) for texts in columns.values())
+    q, a, n = (torch.nn.functional.normalize(z, dim=1) for z in encoded)
+    right, wrong = 10 * (q * a).sum(1), 10 * (q * n).sum(1)
+    rows = torch.logaddexp(right, wrong) - right
+    rows[0] = 0.0  # w6 answers w1 too
+    assert found["hard_negatives"].item() == pytest.approx(0.5 * rows.mean().item(), rel=1e-4)
+    # the first two rows are no negatives of each other, in either direction
+    rows = [torch.logaddexp(10 * q[0] @ a[2], right[0]) - right[0]]
+    rows += [torch.logaddexp(10 * q[1] @ a[2], right[1]) - right[1]]
+    rows += [torch.logsumexp(10 * q[2] @ a.T, 0) - right[2]]
+    rows += [torch.logaddexp(10 * a[i] @ q[2], right[i]) - right[i] for i in range(2)]
+    rows += [torch.logsumexp(10 * a[2] @ q.T, 0) - right[2]]
+    assert found["contrastive"].item() == pytest.approx(sum(rows).item() / 6, rel=1e-4)
+
+
 def test_drawn_documents_are_encoded_as_the_column_is(folder, tmp_path) -> None:
     """The prompt is in what the model sees, and gradient goes through it."""
     made = trainer(folder, tmp_path, prompts={"answer": "w71 w72"})
@@ -276,6 +330,13 @@ def test_refusals(folder, tmp_path) -> None:
     made = trainer(folder, tmp_path)
     with pytest.raises(ValueError, match="built for 5 anchors"):
         PairLoss(made.model, InfoNCELoss(5), made.loss.pairs)
+    rows = Dataset.from_dict({"query": ["a", "b", "c"], "answer": ["A", "B", "A"]})
+    with pytest.raises(ValueError, match="3 keys that are one-to-one, the pairs have 3 and 3"):
+        PairLoss(made.model, EMC2Loss(3, views="paired"), index_pairs(rows, corpus=["X"]))
+    sharded = importance(made.loss.pairs, dim=16)
+    sharded.rows = replace(sharded.rows, ranks=object())  # as shard_state=True makes it
+    with pytest.raises(ValueError, match="with shard_state=True none has all of the state"):
+        PairLoss(made.model, sharded, made.loss.pairs)
     made.train_dataset = texts()
     with pytest.raises(ValueError, match="index_pairs"):
         made.train()

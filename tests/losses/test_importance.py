@@ -145,9 +145,10 @@ def test_one_step_by_hand(views, denominator, per_row) -> None:
     loss_fn = ImportanceLoss(
         M, BETA, proposals, views=views, denominator=denominator, normalize=False
     )
-    z, old = embeddings().requires_grad_(), embeddings(3)
-    loss_fn.fill(lambda ids: old[ids])
+    z, old, gone = embeddings().requires_grad_(), embeddings(3), embeddings(7)
     index = torch.tensor([0, 4])
+    loss_fn(gone[index], gone[index], index, encode=lambda ids: gone[ids])  # is not remembered
+    loss_fn.fill(lambda ids: old[ids])
     z_a, z_b = z[index], z[index].roll(1, 1)
     second = loss_fn.request(index, z_a, z_b).encode(lambda ids: z[ids])
     drawn = [part.draw.ids.clone() for part in second.parts]
@@ -348,3 +349,8 @@ def test_the_table_remembers_the_batch_even_where_it_is_no_column() -> None:
     index = torch.tensor([2, 4])
     loss_fn(z[index], z[index], index, encode=lambda ids: z[ids])
     assert torch.allclose(loss_fn.tables[0].embeddings[index], z[index], atol=1e-6)
+
+
+def test_draws_stand_alone_unless_told() -> None:
+    """Columns of the batch beside informed draws would bias the partition."""
+    assert ImportanceLoss(M).proposals == Informed(alone=True)

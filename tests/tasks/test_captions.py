@@ -110,6 +110,15 @@ def test_more_refusals(tmp_path: Path) -> None:
     os.truncate(tmp_path / "captions.csv", 8 << 30)  # zeros, which take no room on a disk
     with pytest.raises(ValueError, match="a line of it has more than"):
         read_pairs(str(tmp_path))
+    for lines, said in (
+        (b"a.png,a dog, running\n", "line 2 of captions.csv has 3, not 2; put quotes around"),
+        (b'a.png,"a dog\na.png,x\n', "a CSV file .* but unexpected end of data"),
+    ):
+        (tmp_path / "captions.csv").write_bytes(b"image,caption\n" + lines)
+        with pytest.raises(ValueError, match=said):
+            read_pairs(str(tmp_path))
+    (tmp_path / "captions.csv").write_bytes(b'image,caption\na.png,"a ""big"" dog,\n brown",,\n')
+    assert read_pairs(str(tmp_path)).train[0].captions == ('a "big" dog, brown',)
     (tmp_path / "captions.csv").write_bytes(b"\xff\xfe\0")
     assert "captions" not in find_tables(str(tmp_path))
     assert tasks.of_data("digits").name == "images"

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shlex
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -279,6 +280,28 @@ def test_the_text_tower_averages_words_and_no_padding(made: Path) -> None:
     assert torch.equal(tower(alone), tower(alone))  # no dropout
     tower.pooling = "cls"
     torch.testing.assert_close(tower(alone), tower.project(hidden[:, 0]))
+
+
+@pytest.mark.parametrize(
+    ("told", "pooling"),
+    [
+        ({"pooling_mode": "mean"}, "mean"),
+        ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}, "cls"),
+        ({"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}, "mean"),
+        ({"pooling_mode": "lasttoken"}, None),
+        ({"pooling_mode": ["mean", "max"]}, None),
+        ({"pooling_mode_max_tokens": True, "pooling_mode_mean_tokens": True}, None),
+    ],
+)
+def test_pooling_is_the_models_own_or_refused(told, pooling, made: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(made / "bert", tmp_path / "bert")
+    (model / "1_Pooling").mkdir()
+    (model / "1_Pooling" / "config.json").write_text(json.dumps(told))
+    if pooling is not None:
+        assert read_text_tower(str(model), 8).pooling == pooling
+        return
+    with pytest.raises(ConfigError, match="must pool by the mean or the first token, and .*; ch"):
+        read_text_tower(str(model), 8)
 
 
 @pytest.mark.slow

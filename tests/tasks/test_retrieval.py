@@ -120,6 +120,19 @@ def test_the_best_encoder_is_kept_and_patience_ends_the_run(folder: Path, tmp_pa
     assert torch.equal(fresh, left)
 
 
+def test_epochs_are_judged_on_validation_queries_alone(task) -> None:
+    judge = task.judge()
+    task.encoder.to(task.device)
+    before, numbers = judge.before(task.encoder), judge.quick(task.encoder)
+    assert numbers == {name: before[name] for name in ("ndcg10", "mrr10", "recall10", "recall100")}
+    assert before["test_ndcg10"] != before["ndcg10"]
+    z, documents = (judge.embed(task.encoder, texts)
+                    for texts in (task.queries["validation"], task.documents))  # fmt: skip
+    by_hand = measured(z, documents, task.data.validation.relevant)["ndcg10"].mean()
+    assert numbers["ndcg10"] == pytest.approx(by_hand)
+    assert judge.score({**numbers, "test_ndcg10": 2.0}) == numbers["ndcg10"]
+
+
 def test_a_run_stopped_half_way_resumes_to_the_bit(folder: Path, tmp_path: Path) -> None:
     whole = train.run(**settings(folder, out=str(tmp_path / "whole"), log_every=1))
     half = tmp_path / "half"
@@ -181,6 +194,26 @@ def test_texts_are_padded_to_the_longest_of_a_pass(task) -> None:
     assert tokens["role"] == "query"
 
 
+def test_prompts_are_the_models_own_and_texts_are_cut(folder: Path, tmp_path: Path) -> None:
+    """Embeddings are those of `encode_query` and `encode_document` at this length."""
+    described = {"folder": str(folder / "model"), "max_length": 16}
+    model = tasks.named("retrieval").rebuild(described).model
+    model.prompts = {"query": "text ", "document": "ice "}
+    model.save(str(tmp_path / "model"), create_model_card=False)
+    given = settings(folder, encoder=str(tmp_path / "model"), max_length=6)
+    loaded = tasks.load(resolve(None, given))
+    loaded.place(torch.device("cpu"), None)
+    model = loaded.encoder.eval().model
+    for texts, kept, encode, prompt in (
+        (loaded.data.train.texts, loaded.queries["train"], model.encode_query, "text"),
+        (loaded.data.documents, loaded.documents, model.encode_document, "ice"),
+    ):
+        expected = encode(texts, convert_to_tensor=True, normalize_embeddings=True)
+        torch.testing.assert_close(loaded.judge().embed(loaded.encoder, kept), expected)
+        assert kept.lengths.max() == 6  # nothing here is shorter than that
+        assert {model.tokenizer.convert_ids_to_tokens(int(row[1])) for row in kept.rows} == {prompt}
+
+
 def test_documents_per_step_are_equal_for_all_methods(folder: Path) -> None:
     from negchain.train.step import build_loss
 
@@ -195,6 +228,15 @@ def test_documents_per_step_are_equal_for_all_methods(folder: Path) -> None:
             *loss_fn.request(index, z, z, **told).wants,
         ]
         assert sum(len(w.ids) for w in wants if w.gradient) == 8, method
+
+
+def test_more_draws_than_the_usual_top_come_from_a_larger_one(folder: Path) -> None:
+    from negchain.train.step import build_loss
+
+    for draws, top in ((2, 20), (25, 25)):
+        loaded = tasks.load(resolve(None, settings(folder, method="topk", draws=draws)))
+        loss_fn = build_loss(loaded, loaded.encoder)
+        assert (loss_fn.num, loss_fn.top) == (draws, top)
 
 
 def test_no_draws_is_the_batch_alone(folder: Path) -> None:
@@ -256,6 +298,7 @@ def test_measures_of_a_ranking_by_hand() -> None:
 def test_validation_queries_are_dev_tsv_where_there_is_one(folder: Path, tmp_path: Path) -> None:
     data = read_beir(folder / "beir", 0.2)
     assert (len(data.train), len(data.validation), len(data.test)) == (25, 6, 8)
+    assert data.documents[1] == "glacier the old glacier sings in a text"  # the title comes first
     assert not set(data.train.ids) & set(data.validation.ids) and "q2" not in data.train.ids
     copy = shutil.copytree(folder / "beir", tmp_path / "beir")
     (copy / "qrels" / "dev.tsv").write_text("q6\td6\t1\n")  # a header may be missing

@@ -44,6 +44,10 @@ class Pairs:
     keys: list[str]  # text of every key position: the corpus
     known: Tensor | None  # [anchors, L] all positives of each anchor, padded with -1
 
+    def positions(self) -> list[list[int]]:
+        """(anchor, key) of every row."""
+        return [label[:2] for label in self.dataset[LABEL][:]]
+
 
 def index_pairs(dataset: Dataset, corpus: Iterable[str] = ()) -> Pairs:
     """Give anchors (first column), positives (second) and hard negatives (the others) positions.
@@ -109,11 +113,19 @@ class PairLoss(nn.Module):
     ) -> None:
         super().__init__()
         sizes = (loss_fn.num_samples, loss_fn.num_keys or loss_fn.num_samples)
-        if loss_fn.num_samples is not None and sizes != (len(pairs.anchors), len(pairs.keys)):
+        one_to_one = loss_fn.num_keys is not None or all(a == b for a, b in pairs.positions())
+        fits = sizes == (len(pairs.anchors), len(pairs.keys)) and one_to_one
+        if loss_fn.num_samples is not None and not fits:
             raise ValueError(
-                f"the loss was built for {sizes[0]} anchors and {sizes[1]} keys, the pairs have "
+                f"the loss was built for {sizes[0]} anchors and {sizes[1]} keys"
+                f"{' that are one-to-one' * (loss_fn.num_keys is None)}, the pairs have "
                 f"{len(pairs.anchors)} and {len(pairs.keys)}; build it with "
                 "num_samples=len(pairs.anchors), views='paired', num_keys=len(pairs.keys)"
+            )
+        if loss_fn.rows.ranks is not None:
+            raise ValueError(
+                "the trainer's checkpoints are written by one rank, and with shard_state=True none "
+                "has all of the state; leave it out"
             )
         self.model = model  # the trainer puts the wrapped one here
         self.loss_fn = loss_fn
@@ -151,6 +163,8 @@ class PairLoss(nn.Module):
         call = {} if self.loss_fn.num_keys is None else {"key_index": keys}
         if self.pairs.known is not None:
             call["known"] = self.pairs.known.to(index.device)[index]
+        if self.loss_fn.num_samples is None:
+            index = keys  # a loss without a size excludes by one id alone: the key's
         loss: Tensor = self.loss_fn(anchors, positives, index, encode=encode, **call)
         return loss
 

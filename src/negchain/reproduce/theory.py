@@ -346,7 +346,7 @@ def _draw_rate(axis: Any, rows: list[Row]) -> None:
         numbers = " B={} R={} P={}".format(*case[1:]) if case[1] else ""
         at, values = [r["job"]["T"] for r in found], [r["mean_square"] for r in found]
         style = "--" if case[0] == "dcl" else "-"
-        label = title(case[0]) + numbers
+        label = title_of(case[0]) + numbers
         axis.plot(at, values, style, marker=".", color=f"C{number}", label=label)
     axis.plot(
         at, [values[0] * (t / at[0]) ** -0.5 for t in at], ":", color="grey", label="T^(-1/2)"

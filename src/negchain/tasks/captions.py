@@ -198,17 +198,22 @@ def _hold_out(pairs: Pairs, share: float) -> Pairs:
 def _rows(table: Path) -> list[tuple[int, dict[str, str]]]:
     """(line, row) of a table, every cell a text, columns in small letters."""
     try:
-        reader = csv.reader(text_lines(table.resolve()))
+        # strict: else an open quote swallows all below
+        reader = csv.reader(text_lines(table.resolve()), strict=True)
         names = [name.strip().lower() for name in next(reader)]
-        return [
-            (reader.line_num, dict(zip(names, row + [""] * len(names), strict=False)))
-            for row in reader
-            if row
-        ]
+        rows = [(reader.line_num, row) for row in reader if row]
     except (OSError, UnicodeDecodeError, FileRefused, csv.Error) as error:
         raise ValueError(
             f"{printable(table.name)} must be a CSV file in UTF-8, but {error}; save it as such"
         ) from error
+    for line, row in rows:
+        if any(row[len(names) :]):
+            raise ValueError(
+                f"a row must have as many cells as the first line, and line {line} of "
+                f"{printable(table.name)} has {len(row)}, not {len(names)}; put quotes around a "
+                "caption with a comma"
+            )
+    return [(line, dict(zip(names, row + [""] * len(names), strict=False))) for line, row in rows]
 
 
 def _columns(table: Path) -> list[str]:

@@ -64,7 +64,9 @@ class RetrievalTask(Task):
                 f"{config.refresh:g}) beside {trained} that train; --refresh "
                 f"{trained / len(data.documents):.1g} re-encodes as many",
             )
-        self.loss_options = {**INFORMED, "draws": size, "k": config.draws}
+        self.loss_options = {
+            **INFORMED, "draws": size, "k": config.draws, "top": max(20, config.draws)
+        }  # fmt: skip
         self.layout = {"views": "paired", "symmetric": False, "num_keys": len(data.documents)}
         self.encoder = TextEncoder(config.encoder, config.max_length)
         parts = {"train": data.train, "validation": data.validation, "test": data.test}

@@ -343,5 +343,12 @@ def _pooling(folder: Path) -> Pooling:
     """What sentence-transformers wrote beside the weights; the mean where it wrote nothing."""
     file = (folder / "1_Pooling" / "config.json").resolve()  # a cache of the hub is full of links
     said = read_object(file) if file.is_file() else {}
-    cls = said.get("pooling_mode_cls_token") or said.get("pooling_mode") == "cls"
-    return "cls" if cls else "mean"
+    old = [name for name, on in said.items() if name.startswith("pooling_mode_") and on]
+    told = str(said.get("pooling_mode", " and ".join(old) or "mean"))
+    mode = told.removeprefix("pooling_mode_").removesuffix("_tokens").removesuffix("_token")
+    if mode not in ("mean", "cls"):
+        raise ConfigError(
+            f"--text-encoder must pool by the mean or the first token, and {folder} pools by "
+            f"{show(told)}; choose another"
+        )
+    return mode  # type: ignore[return-value]

@@ -145,7 +145,7 @@ class TrainConfig:
     gamma: float = setting(0.9, NEGATIVES, rule=share,
         help="sogclr: rate of the moving average, 1 forgets the past.")
     refresh: float = setting(0.01, NEGATIVES, rule=share,
-        help="negcache, --proposal informed: share of the table re-encoded per step.")
+        help="informed, topk, negcache, --proposal informed: share of the table re-encoded a step.")
     encoder: str = setting("small-cnn", TRAINING, rule=named,
         help="small-cnn, resnet18, resnet50, any timm model; for texts a sentence-transformers "
         "folder.")
