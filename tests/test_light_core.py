@@ -87,6 +87,13 @@ def test_the_tool_says_which_extra_to_install(absent: str) -> None:
     assert "pip install 'negchain[train]'" in said
 
 
+def test_ctrl_c_during_the_imports_is_answered() -> None:
+    press = "import sys\nclass Finder:\n  def find_spec(self, name, *a):\n"
+    press += "    if name == 'typer': raise KeyboardInterrupt\nsys.meta_path.insert(0, Finder())\n"
+    status, said, _ = child(press + cli("train"))
+    assert status == 130 and said.strip() == "stopped before the start"
+
+
 def test_importing_negchain_is_quick() -> None:
     _, said, _ = child("import sys, negchain; print([m for m in sys.modules if m == 'torch'])")
     assert said.strip() == "[]"

@@ -17,6 +17,7 @@ def main() -> None:
         print(f"refused: {install}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
+        print("stopped before the start", file=sys.stderr)
         sys.exit(130)
     run()
 

@@ -7,10 +7,12 @@ import random
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from negchain.train import checkpoint
+from negchain.train.stopping import stopping
 from tool_runs import (
     DIGITS,
     TINY,
@@ -94,8 +96,10 @@ def test_resuming_a_finished_run_changes_nothing(pictures: Path, tmp_path: Path)
     assert json.loads((out / "summary.json").read_text()) == summary
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("step", [0, 3, 5])
+@pytest.mark.parametrize(
+    ("number", "step"),
+    [(n, s) for n in (signal.SIGINT, signal.SIGTERM) for s in (0, 3, 5)] + [(signal.SIGHUP, 3)],
+)
 def test_a_signal_checkpoints_and_says_how_to_go_on(
     number: int,
     step: int,
@@ -114,6 +118,21 @@ def test_a_signal_checkpoints_and_says_how_to_go_on(
     assert not (out / "summary.json").exists()
     assert negchain("train --quiet --resume --out", out) == 0
     assert metrics_of(out)[-1]["step"] == 6 and (out / "report.html").exists()
+
+
+@pytest.mark.parametrize("answer", [signal.SIG_DFL, signal.SIG_IGN], ids=["closed", "nohup"])
+def test_a_closed_terminal_is_not_asking_twice(answer: signal.Handlers) -> None:
+    """It sends SIGHUP, and so does its shell; where that is ignored it stays ignored."""
+    before = signal.signal(signal.SIGHUP, answer)
+    run = SimpleNamespace(stop=False)
+    try:
+        with stopping(run):
+            for _ in range(2):
+                signal.raise_signal(signal.SIGHUP)
+            assert run.stop == (answer is signal.SIG_DFL)
+        assert signal.getsignal(signal.SIGHUP) == answer
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_diverging_run_fails_with_a_sentence(

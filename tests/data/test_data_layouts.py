@@ -40,6 +40,13 @@ def test_a_class_may_be_called_as_a_split(tmp_path: Path) -> None:
     assert bundle.classes == ("Bus", "Train")
 
 
+@pytest.mark.parametrize("name", ["test", "Val"])
+def test_a_test_folder_alone_is_not_data_without_labels(tmp_path: Path, name: str) -> None:
+    bundle = load(classes(tmp_path, {"cat": 5, "dog": 5, f"{name}/cat": 2}))
+    assert bundle.classes == () and bundle.unprobed == f"there is {name}/, and no train/ beside it"
+    assert f"nothing is probed: {bundle.unprobed}" in bundle.notes
+
+
 @pytest.mark.parametrize("inner", ["pets", "pets/images"])
 def test_a_folder_around_everything_is_passed_through(tmp_path: Path, inner: str) -> None:
     """As archives unpack; names stay relative to what was named."""

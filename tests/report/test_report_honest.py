@@ -293,7 +293,11 @@ def test_unlabelled_data_is_not_talked_about_as_if_it_had_labels(tmp_path: Path)
     page = page_of([run, other], tmp_path / "both.html")
     assert "best first by Global loss, exact." in page.text and "1-NN" not in page.text
     assert "test image" not in page.text and "In brackets" not in page.text
-    assert "the data has no labels" in page.text
+    assert "in any of these runs: the data has no labels." in page.text
+    few = {"data_info": {"unprobed": "train/ has 1 class folder with images, and probes need 2"}}
+    two = [write_run(tmp_path / n, config | few | {"seed": i}, []) for i, n in enumerate("ab")]
+    page = page_of(two, tmp_path / "few.html")
+    assert "train/ has 1 class folder" in page.text and "no labels" not in page.text
 
 
 def test_views_are_shown_as_the_encoder_gets_them(tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ def test_a_run_without_labels_and_one_cut_short_say_so(tmp_path: Path) -> None:
     lines = [{"step": 3, "samples": 96, "seconds": 1.0, "loss": 2.0}]
     run = write_run(tmp_path / "run", make_config(data_info=info), lines, finished=False)
     page = page_of([run], tmp_path / "page.html")
-    assert "Nothing was probed, because this data has no labels" in page.text
+    assert "Nothing was probed, because the data has no labels" in page.text
     assert "This run is unfinished: the numbers are those after 96 samples." in page.text
     assert "Not recorded in this run: global loss." in page.text
     assert "accuracy" not in page.text.lower()

@@ -32,14 +32,20 @@ def test_a_pipe_gets_a_line_every_half_minute(capsys: pytest.CaptureFixture[str]
     assert lines[-1] == "training: 91/1,000 steps, 15 min left"
 
 
-def test_a_bar_moves_with_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    screen = io.StringIO()
+def on_screen(monkeypatch: pytest.MonkeyPatch, screen: io.StringIO, terminal: bool = True) -> None:
     real = Console
     monkeypatch.setattr(
         progress,
         "Console",
-        lambda **named: real(file=screen, force_terminal=True, width=100, **{**named, "stderr": 0}),
+        lambda **named: real(
+            file=screen, force_terminal=terminal, width=100, **{**named, "stderr": 0}
+        ),
     )
+
+
+def test_a_bar_moves_with_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    on_screen(monkeypatch, screen)
     clock = Clock()
     with Progress(True, clock) as bar:
         bar.begin(12, "steps", "training")
@@ -49,6 +55,28 @@ def test_a_bar_moves_with_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = screen.getvalue()
     assert all(f"{step}/12 steps" in shown for step in range(13))
     assert "40 s left" in shown and "loss [/]" in shown
+
+
+class Terminal(io.StringIO):
+    gone = False
+
+    def write(self, text: str) -> int:
+        if self.gone:
+            raise OSError(5, "Input/output error")
+        return super().write(text)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_closed_terminal_stops_nothing(monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
+    screen, clock = Terminal(), Clock()
+    on_screen(monkeypatch, screen, terminal)
+    with Progress(True, clock) as bar:
+        bar.begin(3, "steps", "training")
+        screen.gone = True
+        for step in range(1, 4):
+            clock.now += 60.0
+            bar.at(step)
+        bar.say("evaluating")
 
 
 def test_what_was_done_before_does_not_count_as_speed() -> None:

@@ -214,7 +214,8 @@ def duplicates(
         out, title, pairs[:SHOWN], pictures,
         total=total, images=count, above=above, crowded=crowded,
     )  # fmt: skip
-    result(f"{total:,} pairs of {count:,} images with a similarity of at least {above:g}")
+    pair = "pair" if total == 1 else "pairs"
+    result(f"{total:,} {pair} of {count:,} images with a similarity of at least {above:g}")
     for name, reason in found.skipped:
         result(f"left out: {name} ({reason})")
     if crowded:

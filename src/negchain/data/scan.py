@@ -213,9 +213,13 @@ def _scan_here(top: str, holdout: float) -> Scan:
     folders = classes_of(files)
     loose = sum(file.class_name is None for file in files)
     notes, unprobed = [*walk.notes, *ignored(walk.other)], Scan.unprobed
-    if loose or len(folders) < 2 or {_called(name) for name in folders} & set(TEST_FOLDERS):
+    tests = [name for name in folders if _called(name) in TEST_FOLDERS]
+    if loose or len(folders) < 2 or tests:
         files = [replace(file, class_name=None) for file in files]
-        if loose and len(folders) > 1:
+        if tests:
+            unprobed = f"there is {tests[0]}/, and no train/ beside it"
+            notes.append(f"nothing is probed: {unprobed}")
+        elif loose and len(folders) > 1:
             unprobed = f"{loose:,} images lie beside {folders[0]}/ and {folders[1]}/, which are "
             unprobed += "classes only if every image lies in one of them"
             notes.append(f"nothing is probed: {unprobed}")

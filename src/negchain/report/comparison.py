@@ -40,7 +40,8 @@ def headline(groups: Sequence[Group], runs: Sequence[Run]) -> str:
             "of means and curves wherever another seed has finished.</p>"
         )
     if not any(run.labelled for run in runs):
-        why = "" if any(run.classes for run in runs) else ": the data has no labels"
+        reasons = {run.unprobed for run in runs}
+        why = f": {escape(reasons.pop())}" if len(reasons) == 1 and all(reasons) else ""
         notice += f'<p class="notice"><b>Nothing was probed</b> in any of these runs{why}.</p>'
     methods = list(dict.fromkeys(run.method for run in runs))
     what = f"{len(methods)} methods" if len(methods) > 1 else methods[0]

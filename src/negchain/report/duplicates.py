@@ -45,8 +45,9 @@ def write_duplicates(
     page = Page()
     page.add(
         '<header><p class="eyebrow">negchain · near-duplicates</p>'
-        f'<h1>{total:,} pairs in {escape(title)}</h1><ul class="chips"><li><b>{images:,}</b> images'
-        f"</li><li>similarity at least <b>{above:g}</b></li></ul></header>"
+        f"<h1>{total:,} pair{'s' * (total != 1)} in {escape(title)}</h1>"
+        f'<ul class="chips"><li><b>{images:,}</b> images</li>'
+        f"<li>similarity at least <b>{above:g}</b></li></ul></header>"
     )
     if crowded:
         page.add(

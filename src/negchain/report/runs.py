@@ -113,6 +113,12 @@ class Run:
         return any(self.final(metric.key) is not None for metric in self.shown.lead)
 
     @property
+    def unprobed(self) -> str:
+        """Why nothing was probed; empty where labels exist and no evaluation was recorded."""
+        said = self.data_info.get("unprobed") or ("" if self.classes else "the data has no labels")
+        return str(said)
+
+    @property
     def query_noun(self) -> str:
         """What the pictures with neighbours are: test images, or those trained on."""
         return "test image" if self.data_info.get("test") else "image"

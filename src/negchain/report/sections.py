@@ -97,15 +97,12 @@ def notices(run: Run) -> str:
             "with every evaluation: reload to see more."
         )
     if not run.labelled:
-        reason = run.data_info.get("unprobed")
-        if run.classes and not reason:
-            said.append("Labels exist, but no evaluation was recorded.")
-        else:
-            because = escape(str(reason or "this data has no labels"))
-            said.append(
-                f"<b>Nothing was probed,</b> because {because}: look at the neighbours below, "
-                "and at the loss."
-            )
+        said.append(
+            f"<b>Nothing was probed,</b> because {escape(run.unprobed)}: look at the neighbours "
+            "below, and at the loss."
+            if run.unprobed
+            else "Labels exist, but no evaluation was recorded."
+        )
     said += [escape(sentence) for sentence in advice(run)]
     return "".join(f'<p class="notice">{sentence}</p>' for sentence in said)
 

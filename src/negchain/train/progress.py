@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Self
 
 from rich.console import Console
@@ -40,7 +41,8 @@ class Progress:
             columns = ("{task.description}", "{task.fields[count]}", "{task.fields[text]}")
             texts = [TextColumn(column, markup=False) for column in columns]
             bar = BarColumn(bar_width=14)  # so that a line of 80 characters holds everything
-            self._bar = RichProgress(texts[0], bar, *texts[1:], console=Console(stderr=True))
+            screen = Console(stderr=True)
+            self._bar = RichProgress(texts[0], bar, *texts[1:], console=screen, auto_refresh=False)
             self._bar.add_task("", total=total, count="", text="")
             self._bar.start()
         if what:
@@ -52,7 +54,9 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._refresh()
-            self._bar.stop()
+        if self._bar is not None:
+            with suppress(OSError):
+                self._bar.stop()
             self._bar = None
 
     def at(self, done: float, text: str | None = None) -> None:
@@ -84,13 +88,16 @@ class Progress:
         self._shown = self._clock()
         count = f"{int(self._done + 1e-9):,}/{self._total:,} {self._nouns}"
         parts = [part for part in (self.left(), self._text) if part]
-        if self._bar is not None:
-            self._bar.update(
-                self._bar.task_ids[0], description=self._what, completed=self._done,
-                count=count, text=", ".join(parts), refresh=True,
-            )  # fmt: skip
-        else:
-            self._console.print(Text(f"{self._what}: {', '.join([count, *parts])}"))
+        try:
+            if self._bar is not None:
+                self._bar.update(
+                    self._bar.task_ids[0], description=self._what, completed=self._done,
+                    count=count, text=", ".join(parts), refresh=True,
+                )  # fmt: skip
+            else:
+                self._console.print(Text(f"{self._what}: {', '.join([count, *parts])}"))
+        except OSError:  # the terminal was closed: what is shown goes on without it
+            self._show, self._bar = False, None
 
 
 def in_words(seconds: float) -> str:

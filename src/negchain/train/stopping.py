@@ -28,16 +28,20 @@ class Stoppable(Protocol):
 
 @contextmanager
 def stopping(run: Stoppable) -> Iterator[None]:
-    """Let SIGINT and SIGTERM end the run after the current step, with a checkpoint."""
+    """Let SIGINT, SIGTERM and SIGHUP end the run after the current step, with a checkpoint."""
 
     def ask(number: int, frame: FrameType | None) -> None:
-        if run.stop:  # asked twice: do not wait any longer
+        # asked twice: do not wait any longer; a closed terminal and its shell both send SIGHUP
+        if run.stop and number != signal.SIGHUP:
             raise KeyboardInterrupt
         run.stop = True
 
     # ignored ones too: a job in the background of a script ignores SIGINT, and is sent one on
-    # purpose only
-    with _answered(ask, signal.SIGINT, signal.SIGTERM, ignored=True):
+    # purpose only; an ignored SIGHUP (nohup) is meant
+    with (
+        _answered(ask, signal.SIGINT, signal.SIGTERM, ignored=True),
+        _answered(ask, signal.SIGHUP),
+    ):
         yield
 
 
