@@ -302,6 +302,13 @@ def test_quick_stationarity_from_the_command_line(tmp_path: Path) -> None:
     assert figure.read_bytes() == before
 
 
+def test_quick_runs_do_not_enter_the_records(tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.chdir(tmp_path)
+    assert run(["reproduce", "theory", "--quick", "--minutes", "0"]) == 0
+    assert not (tmp_path / "records").exists()
+    assert (tmp_path / "runs" / "quick" / "theory.jsonl").exists()
+
+
 def test_unknown_experiments_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["reproduce", "stl11"]) == 2
     assert "did you mean 'stl10'?" in capsys.readouterr().err

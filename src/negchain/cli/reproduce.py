@@ -32,7 +32,10 @@ def command(
     minutes: Annotated[float, typer.Option(help="Begin no run after; keep what there is.")] = 1e6,
     jobs: Annotated[int, typer.Option(help="Runs at a time; 0: 8 on a GPU, 1 on a CPU.")] = 0,
     device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where to run.")] = "auto",
-    out: Annotated[Path, typer.Option(help="Folder of the records.")] = Path("records/reproduce"),
+    out: Annotated[
+        OptionalPath,
+        typer.Option(help="Folder of the records; records/reproduce, with --quick runs/quick."),
+    ] = None,
     figures: Annotated[
         OptionalPath, typer.Option(help="Folder of the figures; docs/figures if there is docs/.")
     ] = None,
@@ -52,6 +55,8 @@ def command(
     options = common.Options(
         data or None, quick, seeds, epochs, _words(methods), _words(settings), device
     )
+    kept = Path("records/reproduce")
+    out = out or (Path("runs/quick") if quick else kept)  # small runs are no results
     failed = 0
     if not redraw:
         processes = jobs or (8 if options.on_gpu() else 1)
@@ -59,7 +64,7 @@ def command(
     page = Path("docs/results.md")
     for name in chosen:
         if redraw or any(common.read_rows(out / f"{n}.jsonl") for n in load(name).reads or (name,)):
-            ours = page.exists() and out == Path("records/reproduce")
+            ours = page.exists() and out == kept
             place = figures or (Path("docs/figures") if ours else out)
             pages.redraw(name, out, place, page if ours else None, say)
     return 1 if failed else 0

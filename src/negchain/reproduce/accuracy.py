@@ -56,7 +56,8 @@ IMAGENET: dict[str, Row] = {
     "224px-none": {"preset": "imagenet100-b256"},  # the paper's, for those who have the images
 }
 AXES = {"probe": "linear probe", "knn1": "1-NN", "samples": "samples seen"}
-AXES["seconds"] = "seconds alone on the GPU"
+AXES["seconds"] = "seconds of a run alone"
+STORED = {2: ":", 4: "-.", 16: "--", 0: "-"}  # numbers of stored augmentations, 0: fresh; lines
 QUICK: Row = {"data": "digits", "batch_size": 16, "epochs": 2, "subset": 256, "warmup_epochs": 0.0}
 
 
@@ -115,8 +116,8 @@ def finite_augmentations(options: Options) -> list[Row]:
     settings = {name: SETTINGS[name] for name in ("b256-none", "b256-batch")}
     found = []
     for job in training_jobs(options, settings, reproduced(small=False)):
-        for count in (2, 4, 16, 0):
-            label = f"{job['method']}, {count or 'fresh'}"
+        for count in STORED:
+            label = f"{title_of(job['method'])}, {count or 'fresh'}"
             stored = {**job["settings"], "augmentations": count}
             found.append({**job, "augmentations": label, "settings": stored})
     return found
@@ -146,15 +147,19 @@ def table(label: str, rows: list[Row]) -> str:
 def figure(label: str, rows: list[Row], measure: str, against: str = "samples") -> Any:
     """A panel per setting, a line per method: accuracy against samples seen or seconds."""
     settings = distinct(rows, "setting")
-    drawn, axes = pages.panels(len(settings))
+    many = label == "augmentations"  # lines: their names stand beside the panels
+    drawn, axes = pages.panels(len(settings), 5.5 if many else 3.4)
     for axis, setting in zip(axes, settings, strict=True):
         for number, name in enumerate(distinct(where(rows, setting=setting), label)):
             found = where(rows, setting=setting, **{label: name})
-            tint = colour(name) if label == "method" else f"C{number}"
-            pages.plot_curves(axis, found, against, measure, title_of(str(name)), tint)
+            job = found[0]["job"]
+            tint = f"C{number}" if label == "burn-in" else colour(job["method"])
+            style = STORED[job["settings"]["augmentations"]] if many else "-"
+            pages.plot_curves(axis, found, against, measure, title_of(str(name)), tint, style)
         axis.set(title=setting, xlabel=AXES[against])
     axes[0].set_ylabel(AXES[measure])
-    axes[-1].legend(fontsize=7)
+    beside = {"loc": "upper left", "bbox_to_anchor": (1, 1), "ncols": 2} if many else {}
+    axes[-1].legend(fontsize=7, **beside)
     return drawn
 
 
