@@ -73,13 +73,14 @@ def mapped_rank(rank: int, world: int, folder: str) -> None:
         visited.append(torch.randint(0, size, (B,), generator=draws))
         z = torch.randn(3, B, D, generator=draws)
         loss_fn(z[0], z[1], visited[-1], encode=lambda ids, z=z: z[2])
-    held, memory = loss_fn.held(torch.cat(visited))[0], resource.getrusage(resource.RUSAGE_SELF)
+    sent, memory = loss_fn.bytes_sent / 20, resource.getrusage(resource.RUSAGE_SELF)
+    held = loss_fn.held(torch.cat(visited))[0]
     dist.barrier()
     assert torch.equal(make().held(torch.cat(visited))[0], held)
     file = Path(f"{folder}/chains.bin.{rank}-of-{world}")
     print(
         f"| {world} | {rank} | {file.stat().st_size:,} | {built:.0f} s | "
-        f"{memory.ru_maxrss >> 10:,} MB | {loss_fn.bytes_sent / 20:,.0f} |",
+        f"{memory.ru_maxrss >> 10:,} MB | {sent:,.0f} | {formula(world, False):,.0f} |",
         flush=True,
     )
     dist.barrier()
@@ -88,8 +89,9 @@ def mapped_rank(rank: int, world: int, folder: str) -> None:
 
 def chains() -> None:
     """The table of 10^9 chains."""
-    print("| ranks | rank | bytes of its file | built in | memory at most | sent per step |")
-    print("|---|---|---|---|---|---|", flush=True)
+    print("| ranks | rank | bytes of its file | built in | memory at most | sent per step "
+          "| formula |")  # fmt: skip
+    print("|---|---|---|---|---|---|---|", flush=True)
     for world in (2, 4):
         with tempfile.TemporaryDirectory() as folder:
             args = (world, folder)

@@ -43,6 +43,20 @@ def test_a_new_file_follows_no_link(tmp_path: Path) -> None:
     assert (folder / "a.json").read_text() == "new" and not (folder / "a.json").is_symlink()
 
 
+def test_nor_if_its_passing_name_is_guessed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("secrets.token_hex", lambda size: "known")
+    victim, guessed = tmp_path / "victim", tmp_path / ".a.known.tmp"
+    victim.write_text("mine")
+    for make in (guessed.symlink_to, guessed.hardlink_to):
+        make(victim)
+        with pytest.raises(FileExistsError), replacing(tmp_path / "a") as file:
+            file.write(b"new")
+        assert victim.read_text() == "mine" and guessed.exists()
+        guessed.unlink()
+
+
 def test_two_writers_do_not_meet(tmp_path: Path) -> None:
     with replacing(tmp_path / "a") as first, replacing(tmp_path / "a") as second:
         first.write(b"1" * 10)

@@ -132,6 +132,16 @@ def test_everything_is_escaped_and_nothing_is_fetched(tmp_path: Path) -> None:
         assert not re.search(r"https?://", out.read_text())
 
 
+@pytest.mark.parametrize("value", [-1, NASTY, [-1], [[NASTY] * 3], None, {"a": 1}, True, 1e300])
+def test_data_that_is_described_by_nonsense_is_shown_without(tmp_path: Path, value: Any) -> None:
+    names = ("num_samples", "train", "test", "classes", "notes", "skipped", "unprobed")
+    config = make_config(data_info=dict.fromkeys(names, value))
+    run = write_run(tmp_path / "run", config, make_metrics(config), artifacts=digit_artifacts())
+    page = page_of([run], tmp_path / "page.html")
+    assert [a.get("type") for t, a in page.tags if t == "script"] == ["application/json", None]
+    assert "left out" not in page.text
+
+
 def test_policy_allows_exactly_the_page_s_own_script(tmp_path: Path) -> None:
     out = tmp_path / "page.html"
     write_report([write_run(tmp_path / "run", make_config(), [])], out)

@@ -413,17 +413,40 @@ def test_a_pipe_is_not_waited_for_and_a_bomb_not_unpacked(
     copy = shutil.copytree(folder / "beir", tmp_path / "beir")
     monkeypatch.setattr("negchain.tasks.beir.LONGEST", 1 << 12)
     read_beir(copy, 0.2)
-    lines = [b" " * 5000, b'{"_id": "d", "text": "a"}\n' + b"\n" * 10**5]
+    empty = b"\r" * 999 + b"\n"
+    lines = [b" " * 5000, b'{"_id": "d", "text": "a"}\n' + empty * 1000]
     for content in map(gzip.compress, lines):
         (copy / "corpus.jsonl.gz").write_bytes(content)
         with pytest.raises(ConfigError, match="too long, or the file unpacks to too much; restore"):
             read_beir(copy, 0.2)
+    os.truncate(copy / "corpus.jsonl.gz", 1 << 40)  # zeros count for nothing
+    with pytest.raises(ConfigError, match="too long, or the file unpacks to too much; restore"):
+        read_beir(copy, 0.2)
     shutil.copy(folder / "beir" / "corpus.jsonl.gz", copy)
     (copy / "qrels" / "dev.tsv").symlink_to("train.tsv")  # a link is fine
     assert len(read_beir(copy, 0.2).validation) == 31
     (copy / "qrels" / "dev.tsv").unlink()
     os.mkfifo(copy / "qrels" / "dev.tsv")
     with pytest.raises(ConfigError, match="must be a plain file"):
+        read_beir(copy, 0.2)
+
+
+def test_packed_text_goes_to_the_end_of_its_file(folder: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(folder / "beir", tmp_path / "beir")
+    packed, expected = copy / "corpus.jsonl.gz", read_beir(copy, 0.2)
+    text = gzip.decompress(packed.read_bytes())
+    parts = [text[begin : begin + 1000] for begin in range(0, len(text), 1000)]
+    packed.write_bytes(b"".join(map(gzip.compress, [b"", *parts, b""])))
+    assert read_beir(copy, 0.2) == expected
+    whole = packed.stat().st_size
+    for size in (whole - 1, whole - 25, 5):
+        os.truncate(packed, size)
+        with pytest.raises(ConfigError, match="it ends before its packed text does; restore"):
+            read_beir(copy, 0.2)
+    packed.write_bytes(gzip.compress(text))
+    whole = packed.stat().st_size
+    os.truncate(packed, 1 << 40)  # zeros, which would be read for days
+    with pytest.raises(ConfigError, match=f"ends at byte {whole:,} and something follows; rest"):
         read_beir(copy, 0.2)
 
 

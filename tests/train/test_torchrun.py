@@ -102,6 +102,37 @@ def test_a_run_of_two_is_that_of_one_and_goes_on_with_any_number(
         torch.testing.assert_close(weights, expected, rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("world", [2, 3])
+def test_gradients_are_those_of_one_process(tmp_path: Path, world: int) -> None:
+    """Not only the steps Adam makes of them, which forgive a factor; of a learned beta as well."""
+
+    def learned(rank: int) -> None:
+        unjudged()
+        build = ImageTask.build
+
+        def with_beta(self: ImageTask) -> Any:
+            encoder, notes = build(self)
+            encoder.beta = torch.nn.Parameter(torch.tensor(5.0))
+            return encoder, notes
+
+        ImageTask.build = with_beta  # type: ignore[method-assign]
+        ImageTask.beta = lambda self, encoder: encoder.beta  # type: ignore[method-assign]
+        at_step(1, lambda run: torch.save(grads(run), f"{log}.grads.{rank}"))
+
+    def grads(run: trainer.Run) -> dict[str, Any]:
+        return {name: p.grad for name, p in run.encoder.named_parameters()}
+
+    for ranks in (1, world):  # three have 3, 3 and 4 rows of 10
+        log = tmp_path / str(ranks)
+        words = f"{WORDS} {tmp_path / 'run'}{ranks} --steps 2"
+        assert ended(ranks, words, log, learned) == [0] * ranks, said(log)
+    alone = torch.load(tmp_path / "1.grads.0")
+    assert alone["beta"] != 0
+    for rank in range(world):
+        found = torch.load(tmp_path / f"{world}.grads.{rank}")
+        torch.testing.assert_close(found, alone, rtol=1e-12, atol=1e-14)
+
+
 def test_nan_on_one_rank_ends_all_with_one_message(tmp_path: Path) -> None:
     def spoiled(rank: int) -> None:
         unjudged()

@@ -102,6 +102,8 @@ def said(log: Path) -> str:
 
 
 def metrics(out: Path) -> dict[int, dict[str, float]]:
-    """The lines of metrics that hold a loss, by step."""
+    """The lines of metrics that hold a loss, by step; rank 0 alone has written them, once each."""
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line for line in lines if "loss" in line}
+    found = [line for line in lines if "loss" in line]
+    assert len({line["step"] for line in found}) == len(found), "a step is there twice"
+    return {line["step"]: line for line in found}

@@ -36,6 +36,7 @@ _BOOKKEEPING = frozenset(
     "date host hostname pid versions hardware commit data_info root download strict workers "
     "resident_gb log_every eval_every checkpoint_every keep_checkpoints graph".split()
 )
+_KINDS = {"test": int, "classes": list, "notes": list, "skipped": list}
 _OPTIONS_NAMED = 3  # in a label; the table and each run's settings show the rest
 
 
@@ -98,14 +99,15 @@ class Run:
 
     @property
     def data_info(self) -> dict[str, Any]:
-        """What was read: counts, class names, files left out."""
+        """What was read: counts, class names, files left out; nothing of a kind it cannot be."""
         info = self.config.get("data_info")
-        return info if isinstance(info, dict) else {}
+        found = info.items() if isinstance(info, dict) else ()
+        return {key: value for key, value in found if isinstance(value, _KINDS.get(key, object))}
 
     @property
     def classes(self) -> list[str]:
         """Class names; empty when the data has no labels."""
-        return [str(name) for name in self.data_info.get("classes") or []]
+        return [str(name) for name in self.data_info.get("classes", [])]
 
     @property
     def labelled(self) -> bool:

@@ -304,12 +304,12 @@ def settings(run: Run) -> str:
         )
         if isinstance(count := info.get(key), int)
     )
-    said = [counts, *(str(note) for note in info.get("notes") or [])]
+    said = [counts, *(str(note) for note in info.get("notes", []))]
     data = f"<tr><th>{run.shown.noun}</th><td>{escape('; '.join(filter(None, said)))}</td></tr>"
     return (
         "<details><summary>Settings, versions and hardware</summary>"
         f'<div class="scroll"><table class="settings">{data}{rows}</table></div></details>'
-        f"{_skipped(info.get('skipped') or [])}"
+        f"{_skipped(info.get('skipped', []))}"
     )
 
 
@@ -317,7 +317,8 @@ def _text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
-def _skipped(files: Sequence[Sequence[str]]) -> str:
+def _skipped(rows: Sequence[Any]) -> str:
+    files = [row for row in rows if isinstance(row, list) and len(row) == 2]
     if not files:
         return ""
     rows = "".join(
