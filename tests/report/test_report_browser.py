@@ -58,6 +58,10 @@ root.dataset.wide = root.scrollWidth > root.clientWidth;
 const names = [...document.querySelectorAll(".confusion .name[text-anchor]")];
 root.dataset.name = Math.min(...names.map((name) => name.getBoundingClientRect().height));
 document.body.style.width = "390px";  // a phone: the window itself is 500 at least
+const matrix = document.querySelector(".confusion svg");
+root.dataset.scrolls = matrix && matrix.parentNode.scrollWidth > matrix.parentNode.clientWidth;
+const queries = [...document.querySelectorAll(".side .query figcaption")];
+root.dataset.query = Math.min(...queries.map((text) => text.getBoundingClientRect().width));
 root.dataset.cut = [...document.querySelectorAll(".wide .frame text")].filter((text) =>
   text.getBoundingClientRect().left < text.closest(".wide svg").parentNode
     .getBoundingClientRect().left).length;
@@ -125,6 +129,7 @@ def test_reading_a_comparison(tmp_path: Path) -> None:
     assert outcome(text, "before") == outcome(text, "after") == "true"
     assert int(outcome(text, "dimmed") or 0) > 7 and outcome(text, "again") == "0"
     assert outcome(text, "wide") == "false" and outcome(text, "cut") == "0"
+    assert 100 < float(outcome(text, "query") or 0) < 390  # px: a long name keeps its words whole
 
 
 def test_names_beside_the_matrix_can_be_read_on_a_phone(tmp_path: Path) -> None:
@@ -133,6 +138,8 @@ def test_names_beside_the_matrix_can_be_read_on_a_phone(tmp_path: Path) -> None:
     check(text)
     assert outcome(text, "wide") == "false"
     assert float(outcome(text, "name") or 0) >= 11  # px
+    page = write_report([write_many(tmp_path / "two", 2)], tmp_path / "two.html")
+    assert outcome(dom(page, tmp_path / "profile", read=True), "scrolls") == "false"
 
 
 def test_the_pictures_of_readme_are_made_by_their_command(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ SHOWN = Shown(
 _NAMED = 40  # classes that fit with their names; of more, those with most mistakes are shown
 _NUMBERED = 12  # classes up to which cells carry counts
 _MISTAKES = 12
-_SIDE = 560.0  # px of the square
+_SIDE, _CELL = 560.0, 96.0  # px: the square and a cell of it at most
 _LETTERS = 22  # of a name beside the matrix
 _LETTER = 7.2  # px: the mean advance of a 13 px system font, widest case
 
@@ -96,14 +96,15 @@ def _matrix(counts: NDArray[np.int_], names: list[str]) -> str:
     shown = np.sort(np.argsort(-mistakes, kind="stable")[:_NAMED])
     counts, totals, names = counts[np.ix_(shown, shown)], totals[shown], [names[i] for i in shown]
     number = len(names)
-    cell = _SIDE / number
+    side = min(_SIDE, _CELL * number)  # two classes fit on a phone
+    cell = side / number
     longest = _LETTER * min(_LETTERS, max(map(len, names)))
     margin, upright = 14 + longest, longest > cell
     top = margin if upright else 24.0
     parts = [
-        f'<svg viewBox="0 0 {margin + _SIDE:.0f} {top + _SIDE:.0f}" role="img" '
-        f'aria-label="confusion matrix of {number} classes">'
-        f'<path class="edge" d="M{margin:.1f} {top:.1f}h{_SIDE:.0f}v{_SIDE:.0f}h-{_SIDE:.0f}z"/>'
+        f'<svg viewBox="0 0 {margin + side:.0f} {top + side:.0f}" role="img" '
+        f'style="--w:{margin + side:.0f}px" aria-label="confusion matrix of {number} classes">'
+        f'<path class="edge" d="M{margin:.1f} {top:.1f}h{side:.0f}v{side:.0f}h-{side:.0f}z"/>'
     ]
     for row, column in zip(*np.nonzero(counts), strict=True):
         count, share = counts[row, column], counts[row, column] / totals[row]
