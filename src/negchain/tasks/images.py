@@ -232,13 +232,27 @@ def load_images(config: TrainConfig, progress: bool = False) -> DataBundle:
         progress=progress,
     )
     if config.subset is not None and config.subset < len(data.pretrain):
-        chosen = torch.arange(config.subset)
+        first, everything = data.pretrain.select(torch.arange(config.subset)), data.pretrain
         data = replace(
             data,
-            pretrain=data.pretrain.select(chosen),
+            pretrain=first,
             fingerprint=f"{data.fingerprint}-first{config.subset}",
+            notes=(*data.notes, *_classes_left(first.labels, everything.labels)),
         )
     return data
+
+
+def _classes_left(first: Tensor | None, labels: Tensor | None) -> list[str]:
+    """What a subset misses: where a folder has a class after the other, its first images do."""
+    if first is None or labels is None:
+        return []
+    kept, known = (len(set(found.tolist()) - {-1}) for found in (first, labels))
+    if kept == known:
+        return []
+    return [
+        f"--subset {len(first)} takes the first images in the data's order, which hold {kept} of "
+        f"{known} classes"
+    ]
 
 
 def run_augmentation(config: TrainConfig, data: DataBundle) -> Augmentation:
