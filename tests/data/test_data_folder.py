@@ -229,7 +229,8 @@ def test_class_lost_to_damage_leaves_nothing_to_probe(tmp_path: Path) -> None:
     (tmp_path / "train/dog/0.png").write_text("unreadable")
     bundle = load(tmp_path)
     assert bundle.train is None and bundle.test is None and bundle.classes == ()
-    assert any("nothing is probed" in note for note in bundle.notes)
+    assert bundle.unprobed == "only cat has readable images to train on"
+    assert f"nothing is probed: {bundle.unprobed}" in bundle.notes
 
 
 def test_train_alone_and_unlabeled_alone(tmp_path: Path) -> None:
