@@ -277,6 +277,7 @@ def test_a_comparison_shows_the_same_images_by_every_method(tmp_path: Path) -> N
     paths = write_comparison(tmp_path / "runs", seeds=1)
     page = page_of(paths, tmp_path / "page.html")
     assert "Nearest neighbours, side by side" in page.text
+    assert "One seed, the best first" in page.text and "Means over seeds" not in page.text
     assert page.count("div", "side") == 6 and page.count("div", "line") == 6 * 7
 
 
