@@ -12,6 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer import event_file_writer
 
 from negchain.files import DiskFull
 from negchain.train.run_folder import (
@@ -137,7 +138,11 @@ def test_truncate_leaves_a_clean_file_alone(folder: Path) -> None:
     assert (folder / "metrics.jsonl").stat().st_ino == inode
 
 
-def test_tensorboard_shows_the_resumed_run_only_once(folder: Path) -> None:
+def test_tensorboard_shows_the_resumed_run_only_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # event files are read by name, and number 10 of a process and second comes before number 9
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
     with RunFolder.create(folder, config=CONFIG) as run:
         for step in (10, 20, 30):
             run.log({"step": step, "loss": 1.0, "knn1": float("nan")})

@@ -250,20 +250,17 @@ class _Unpacked(io.RawIOBase):
         return True
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        found = b""
-        while not found:
-            stream = self._stream
-            rest = stream.unconsumed_tail or stream.unused_data
-            rest = rest or self._packed.read(io.DEFAULT_BUFFER_SIZE)
-            if not rest and not stream.eof:
-                raise EOFError("it ends before its packed text does")
-            if not rest:
-                break
+        stream, found = self._stream, b""
+        while not found and (
+            rest := stream.unconsumed_tail or stream.unused_data or self._packed.read(8192)
+        ):
             if stream.eof:  # further packed text may follow, and nothing else
                 if not b"\x1f\x8b".startswith(rest[:2]):
                     at = self._packed.tell() - len(rest)
                     raise ValueError(f"its packed text ends at byte {at:,} and something follows")
                 self._stream = stream = zlib.decompressobj(zlib.MAX_WBITS + 16)
             found = stream.decompress(rest, len(buffer))
+        if not found and not stream.eof:
+            raise EOFError("it ends before its packed text does")
         buffer[: len(found)] = found
         return len(found)

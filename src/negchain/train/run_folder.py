@@ -131,8 +131,7 @@ class RunFolder:
         run = cls(path, _locked(path))
         try:
             _refuse_taken(path)  # another process may have run here before the lock was ours
-            with replacing(path / "config.json") as file:
-                file.write(config.encode())
+            run.rewrite_config(config)
         except BaseException:
             run.close()
             raise
@@ -159,7 +158,7 @@ class RunFolder:
         return read_text(self.path / "config.json")
 
     def rewrite_config(self, text: str) -> None:
-        """Replace config.json, when a run is extended."""
+        """Write config.json, when a run begins or is extended."""
         with replacing(self.path / "config.json") as file:
             file.write(text.encode())
 
