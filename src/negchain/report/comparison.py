@@ -97,10 +97,10 @@ def results(groups: Sequence[Group]) -> str:
     if "[" in spreads:
         tested = groups[0].shown.tested
         noise = f"In brackets the 95 % interval over {tested} and seeds. {noise}"
-    several = any(len(group.runs) > 1 for group in groups)
+    means = "Means over seeds" if any(len(group.runs) > 1 for group in groups) else "One seed"
     return (
-        f'<section><h2>Results</h2><p class="lead">{"Means over seeds" if several else "One seed"}, '
-        f"the best first by {escape(found.lead.name)}. {noise}Bold marks a winner, and only where it is better than "
+        f'<section><h2>Results</h2><p class="lead">{means}, the best first by '
+        f"{escape(found.lead.name)}. {noise}Bold marks a winner, and only where it is better than "
         "every other beyond the noise. Dots: the same number of each seed, with a tick at the "
         f'mean.</p><div class="said">{said}</div><div class="scroll">'
         f'<table class="results"><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody>'
