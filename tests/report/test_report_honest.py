@@ -42,7 +42,7 @@ def test_a_result_stands_beside_chance_pixels_and_the_untrained_encoder(tmp_path
     page = page_of([finished(tmp_path, "better", 0.97)], tmp_path / "a.html")
     for text in ("Untrained encoder70.0 %", "Raw pixels90.0 %", "Chance10.0 %"):
         assert text in page.text
-    assert "training gained 7.0 points; on this data raw pixels already reach 90.0 %" in page.text
+    assert "training gained 7.0 points over raw pixels, which reach 90.0 % here" in page.text
     page = page_of([finished(tmp_path, "worse", 0.88)], tmp_path / "b.html")
     assert (
         "1-NN accuracy: training shows no gain; on this data raw pixels already reach" in page.text

@@ -75,12 +75,12 @@ def against_baselines(run: Run) -> list[str]:
         (found,) = estimates([Group(run.name, "", 0, {}, [run])], key)
         interval = None if found is None else found.interval
         low = value if interval is None else interval[0]
-        shown = f"{text} already reach{'' if text.endswith('s') else 'es'} "
-        shown += number(best, metric.unit)
+        reached = f"reach{'' if text.endswith('s') else 'es'} {number(best, metric.unit)}"
+        shown = f"{text} already {reached}"
         if low > best:
             gain = f"{100 * (value - best):.1f} points"
             gain += "" if interval else " (how much of it is noise is not known)"
-            said.append(f"{name}: training gained {gain}; on this data {shown}.")
+            said.append(f"{name}: training gained {gain} over {text}, which {reached} here.")
         elif value > best:
             said.append(
                 f"{name}: the gain is within the noise of the {run.shown.tested}; "
