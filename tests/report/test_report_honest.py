@@ -196,18 +196,16 @@ def test_odd_numbers_come_with_a_sentence_and_a_remedy(
     assert said in page_of([path], tmp_path / "page.html").text
 
 
-def test_estimates_from_batches_stay_apart_from_the_exact_loss(tmp_path: Path) -> None:
-    """With small batches they are nats below it, and so was the upper one in training."""
+def test_estimates_from_batches_are_not_drawn(tmp_path: Path) -> None:
+    """With small batches they are nats below the exact loss, and so was the upper one."""
     lines = [{"step": s, "samples": s, "seconds": s, "global_loss": 3.0,
               "estimated_global_loss": 4.5, "estimated_global_loss_low": 4.0,
               "estimated_global_loss_high": 5.0} for s in (1, 2, 3)]  # fmt: skip
-    page = page_of([write_run(tmp_path / "a", make_config("emc2"), lines)], tmp_path / "a.html")
-    assert len(page.data["charts"]["run-global_loss-samples"]["series"]) == 1
-    assert page.data["charts"]["run-estimated_global_loss-samples"]["series"][0]["y"] == [4.5] * 3
-    assert "far too low" in page.text
-    pages = [write_run(tmp_path / n, make_config("dcl", seed=i), lines) for i, n in enumerate("cd")]
-    page = page_of(pages, tmp_path / "cd.html")
-    assert not any("estimated" in key for key in page.data["charts"])
+    runs = [write_run(tmp_path / n, make_config("emc2", seed=i), lines) for i, n in enumerate("ab")]
+    for shown in (runs[:1], runs):
+        page = page_of(shown, tmp_path / "page.html")
+        assert "run-global_loss-samples" in page.data["charts"] or len(shown) == 2
+        assert not any("estimated" in key for key in page.data["charts"])
 
 
 def test_runs_go_by_the_names_they_were_given(tmp_path: Path) -> None:

@@ -34,10 +34,6 @@ ONLINE = Metric(
 VARIANCE = Metric(
     "embedding_variance", "Embedding variance", "number", "1: spread over the sphere, 0: collapsed"
 )
-ESTIMATED = Metric(
-    "estimated_global_loss", "Global loss, from batches", "number",
-    "An estimate from the batches seen: small ones miss the hard negatives, and it is far too low"
-)  # fmt: skip
 ACCEPTANCE = Metric(
     "acceptance_rate", "Acceptance rate", "percent", "Share of proposals the chains accept"
 )

@@ -24,7 +24,7 @@ from .runs import Group, Run, group_runs, load_run
 from .sections import Page
 
 _FINALS = (
-    "chance loss global_loss embedding_variance estimated_global_loss acceptance_rate carried_mass "
+    "chance loss global_loss embedding_variance acceptance_rate carried_mass "
     "effective_negatives samples_per_second seconds samples step epoch".split()
 )
 

@@ -18,7 +18,6 @@ from .measures import (
     ACCEPTANCE,
     CARRIED,
     EFFECTIVE,
-    ESTIMATED,
     GLOBAL_LOSS,
     LOSS,
     ONLINE,
@@ -55,7 +54,7 @@ _RUN_CHARTS: Sequence[tuple[str, str, Sequence[tuple[Metric, str]]]] = (
     ("Global loss", "Exact, on a fixed probe set",
      ((GLOBAL_LOSS, "exact"), (OWN_LOSS, "plain keys"))),
     *((m.name, m.note, ((m, m.name),))
-      for m in (ESTIMATED, ONLINE, VARIANCE, ACCEPTANCE, CARRIED, EFFECTIVE, THROUGHPUT, RATE)),
+      for m in (ONLINE, VARIANCE, ACCEPTANCE, CARRIED, EFFECTIVE, THROUGHPUT, RATE)),
 )  # fmt: skip
 # charts whose absence is worth a word: others belong to some methods only
 _EXPECTED = ("Training loss", "Global loss")
