@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hypotheses import table
 
 from negchain.methods import METHODS
 from negchain.reproduce.common import Options, append, provenance, read_rows
-from negchain.reproduce.pages import distinct, markdown, spread, where
 from negchain.reproduce.runs import train
 
 PER_CLASS = {"train": 100, "test": 200}
@@ -58,16 +58,6 @@ def chosen(data: Path, out: Path) -> Path:
     return out
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """Mean and deviation over seeds."""
-    lines = []
-    for case in distinct(rows, "case"):
-        last = [row["curve"][-1] for row in where(rows, case=case)]
-        keys = ("global_loss", "probe", "probe_10pct", "knn20")
-        lines.append([case, len(last), *(spread((p[k] for p in last), 3) for k in keys)])
-    return markdown(["case", "seeds", "exact loss", "probe", "probe, 10 %", "20-NN"], lines)
-
-
 def main() -> None:
     """Run what is missing and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -79,30 +69,30 @@ def main() -> None:
     parser.add_argument("--redraw", action="store_true")
     given = parser.parse_args()
     torch.set_num_threads(1)
+    jobs = [
+        {
+            "case": case if beta == 14.28 else f"{case}, β {beta:g}",
+            "method": method,
+            "seed": seed,
+            "settings": {**BASE, **more, "beta": beta},
+        }
+        for seed in given.seeds
+        for case, method, more in CASES
+        for beta in given.betas
+        if case in (given.cases or [case])
+    ]
     if not given.redraw:
-        folder = chosen(given.data, Path("/tmp/negchain-pictures/cifar10-1000"))
+        folder = str(chosen(given.data, Path("/tmp/negchain-pictures/cifar10-1000")))
         append(given.out, {"record": "pictures", **provenance(Options(device="cpu"))})
         done = [row["job"] for row in read_rows(given.out)]
-        for seed in given.seeds:
-            for case, method, more in CASES:
-                for beta in given.betas:
-                    settings = {**BASE, **more, "beta": beta}
-                    name = case if beta == 14.28 else f"{case}, β {beta:g}"
-                    job = {"case": name, "method": method, "seed": seed, "settings": settings}
-                    if job in done or case not in (given.cases or [case]):
-                        continue
-                    begin = time.time(), time.process_time()
-                    run = {
-                        **job,
-                        "settings": {**settings, "data": str(folder)},
-                        "points": [1.0],
-                    }
-                    found = train(run, time.time() + 1e6)
-                    cpu = time.process_time() - begin[1]
-                    wall = round(time.time() - begin[0], 1)
-                    append(given.out, {"job": job, **found, "wall": wall, "cpu": round(cpu, 1)})
-                    last = found["curve"][-1]
-                    print(name, seed, last["global_loss"], last["probe"], wall, cpu, flush=True)
+        for job in (job for job in jobs if job not in done):
+            begin, cpu = time.time(), time.process_time()
+            run = {**job, "settings": {**job["settings"], "data": folder}, "points": [1.0]}
+            found = train(run, begin + 1e6)
+            wall, cpu = round(time.time() - begin, 1), round(time.process_time() - cpu, 1)
+            append(given.out, {"job": job, **found, "wall": wall, "cpu": cpu})
+            last = found["curve"][-1]
+            print(job["case"], job["seed"], last["global_loss"], last["probe"], wall, flush=True)
     print(table(read_rows(given.out)))
 
 
