@@ -101,6 +101,22 @@ class Encoder(torch.nn.Module):
         return self(texts[ids])
 
 
+@cache
+def _built(folder: str, compiled: bool) -> tuple[Encoder, dict[str, Tensor]]:
+    encoder = Encoder(folder).to(DEVICE)
+    if compiled:
+        encoder.model.compile(dynamic=True)
+    return encoder, {name: value.clone() for name, value in encoder.state_dict().items()}
+
+
+def fresh(folder: str, compiled: bool) -> Encoder:
+    """The untuned encoder; one object in a process, so that it is compiled once."""
+    encoder, start = _built(folder, compiled)
+    encoder.load_state_dict(start)
+    encoder.zero_grad(set_to_none=True)
+    return encoder
+
+
 @torch.no_grad()
 def all_of(encoder: Encoder, texts: Texts, chunk: int = 512) -> Tensor:
     """Embeddings of every text, in order; similar lengths together."""
@@ -199,10 +215,21 @@ class Ours:
     def __call__(
         self, q: Tensor, chosen: Tensor, index: Tensor, known: Tensor, rng: np.random.Generator
     ) -> Tensor:
-        encode = (lambda ids: self.encoder(self.data["queries"]["train"][ids])), self._documents
-        d = self._documents(chosen)
         told = {"key_index": chosen, "known": known}
-        return self.loss_fn(q, d, index, encode=encode, **told)  # type: ignore[no-any-return]
+        first = self.loss_fn.request(index, **told)
+        second = self.loss_fn.request(index, q, **told)  # what the queries draw
+        wants = [*first.wants, *second.wants]
+        trained = [chosen, *(want.ids for want in wants if want.gradient)]
+        parts = iter(
+            torch.split(self._documents(torch.cat(trained)), [len(ids) for ids in trained])
+        )
+        d, answers = next(parts), list[Tensor]()
+        for want in wants:  # positives, carried and drawn documents were one pass, as in a run
+            with torch.no_grad():
+                answers.append(next(parts) if want.gradient else self._documents(want.ids))
+        first.answer(answers[: len(first.wants)])
+        second.answer(answers[len(first.wants) :])
+        return self.loss_fn(q, d, index, first, second, **told)  # type: ignore[no-any-return]
 
 
 def train(task: dict[str, Any]) -> dict[str, Any]:
@@ -220,7 +247,7 @@ def _train(task: dict[str, Any]) -> dict[str, Any]:
     data = load(task["data"], task["model"])
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
-    encoder = Encoder(task["model"]).to(DEVICE)
+    encoder = fresh(task["model"], task["compile"])
     queries, relevant = data["queries"]["train"], data["relevant"]["train"]
     count, width = len(relevant), max(map(len, data["known"]))
     known = torch.tensor([r + [-1] * (width - len(r)) for r in data["known"]], device=DEVICE)
@@ -240,7 +267,7 @@ def _train(task: dict[str, Any]) -> dict[str, Any]:
     order = np.concatenate([rng.permutation(count) for _ in range(epochs)])
     alone, times = task.get("stage") == "alone", []
     started = time.perf_counter()
-    for step in range(min(steps, 30) if alone else steps):
+    for step in range(min(steps, 60) if alone else steps):
         if alone and DEVICE.type == "cuda":
             torch.cuda.synchronize()
         times.append(time.perf_counter())
@@ -257,7 +284,8 @@ def _train(task: dict[str, Any]) -> dict[str, Any]:
     done |= {"encodes": encoder.encodes[True] / len(times)}
     done |= {"refreshed": encoder.encodes[False] / len(times)}
     if alone:
-        laps = [b - a for a, b in zip(times[5:], times[6:], strict=False)]
+        later = times[len(times) // 2 :]
+        laps = [b - a for a, b in zip(later, later[1:], strict=False)]
         return {**done, "ms": 1000 * statistics.median(laps)}
     found = judge(encoder, data, ("validation", "test"))
     done |= {split: round(float(np.mean(v)), 4) for split, v in found.items()}
@@ -286,11 +314,13 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--epochs", type=float, default=6)
     parser.add_argument("--elsewhere", nargs="*", default=[], help="judged on their test queries")
+    parser.add_argument("--compile", action="store_true", help="the encoder, by torch.compile")
     methods = list(dict.fromkeys(METHODS))
     parser.set_defaults(batches=[16, 64, 4], methods=methods, against="informed importance")
     parser.set_defaults(betas=[20.0, 50.0], lrs=[2e-5, 5e-5])
     given = parser.parse_intermixed_args()
-    fixed = {name: getattr(given, name) for name in ("data", "model", "epochs", "elsewhere")}
+    names = ("data", "model", "epochs", "elsewhere", "compile")
+    fixed = {name: getattr(given, name) for name in names}
     rows = many_runs.run(train, given, fixed, "retrieval.jsonl")
     many_runs.show(rows, given, ["encodes", "refreshed", *(Path(f).name for f in given.elsewhere)])
     if not given.show:

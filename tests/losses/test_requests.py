@@ -42,7 +42,8 @@ def test_the_explicit_form_is_the_simple_one(case) -> None:
                 value = loss_fn(z_a, z_b, INDEX, encode=lambda ids, t=table: t[ids], **more)
         (gradient,) = torch.autograd.grad(value, table)
         results.append((value.item(), gradient, snapshot(loss_fn)))
-    assert results[0][0] == results[1][0] and torch.equal(results[0][1], results[1][1])
+    assert results[0][0] == results[1][0]
+    torch.testing.assert_close(results[0][1], results[1][1])  # sums in another order
     assert same_state(results[0][2], results[1][2])
 
 
@@ -94,8 +95,11 @@ def test_two_encoders() -> None:
 
     z = table_of()[INDEX]
     loss_fn(z, z, INDEX, encode=(encoder("anchors"), encoder("keys")))
-    # carried states, a share of the table (without gradient), draws: in each direction
-    assert seen["anchors"] == seen["keys"] and sorted(seen["keys"]) == [False, True, True]
+    # carried states and draws in one pass, a share of the table (without gradient) in another
+    assert seen["anchors"] == seen["keys"] and sorted(seen["keys"]) == [False, True]
+    seen["keys"].clear()
+    loss_fn(z, z, INDEX, encode=encoder("keys"))  # one encoder: both directions together
+    assert sorted(seen["keys"]) == [False, True]
 
 
 # ---------------------------------------------------------------- refusals

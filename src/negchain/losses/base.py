@@ -294,7 +294,7 @@ class ContrastiveLoss(Reporting):
             second = self.request(
                 index, z_a, z_b, key_index=key_index, known=known, augmentation=augmentation
             )
-            requests = first.encode(encode), second.encode(encode)
+            requests = first.encode(encode, second), second
         with without_autocast(z_a):
             ranks = self.ranks()
             if ranks is None:

@@ -128,14 +128,31 @@ class Request:
             part.embeddings = z
         return self
 
-    def encode(self, encode: Encodes) -> Request:
-        """Answer every want with `encode(ids)`; a pair (anchors', keys') where there are two."""
-        of_anchors, of_keys = encode if isinstance(encode, tuple) else (encode, encode)
-        answers = []
-        for want in self.wants:
-            with torch.set_grad_enabled(want.gradient and torch.is_grad_enabled()):
-                answers.append((of_keys if want.tower == "keys" else of_anchors)(want.ids))
-        return self.answer(answers) if answers else self
+    def encode(self, encode: Encodes, *others: Request) -> Request:
+        """Answer this request, and others with it, in one pass through each encoder.
+
+        What is not trained is a pass of its own. At small batches a step costs its passes.
+
+        Args:
+            encode: positions [R] to embeddings [R, D]; a pair (anchors', keys') for two encoders.
+        """
+        encoders = encode if isinstance(encode, tuple) else (encode,)
+        passes: dict[tuple[int, bool], list[Part]] = {}
+        for part in (part for request in (self, *others) for part in request.parts):
+            number = len(encoders) - 1 if part.want.tower == "keys" else 0
+            passes.setdefault((number, part.want.gradient), []).append(part)
+        for (number, gradient), parts in passes.items():
+            ids = [part.want.ids for part in parts]
+            with torch.set_grad_enabled(gradient and torch.is_grad_enabled()):
+                z = encoders[number](ids[0] if len(ids) == 1 else torch.cat(ids))
+            count = sum(map(len, ids))
+            if z.dim() != 2 or len(z) != count:
+                raise ValueError(
+                    f"the answer to {count} ids must be [{count}, D], got {tuple(z.shape)}"
+                )
+            for part, own in zip(parts, torch.split(z, [len(i) for i in ids]), strict=True):
+                part.embeddings = own
+        return self
 
     def part(self, purpose: Purpose, side: int) -> Part | None:
         """The part for one purpose and side, if it was asked for."""
