@@ -26,7 +26,7 @@ test-slow: $(VENV)/.installed  ## the long statistical and convergence tests
 	$(BIN)/python -m pytest -q -m slow
 
 test-gpu: $(VENV)/.installed  ## tests that need a CUDA device; -m gpu alone has the slow ones too
-	$(BIN)/python -m pytest -q -m 'gpu and not slow' -n 4 --dist loadfile
+	$(BIN)/python -m pytest -q -m 'gpu and not slow' -n 6 --dist worksteal
 
 bench: $(VENV)/.installed  ## speed of everything on this machine, as ratios, with a record
 	$(BIN)/negchain bench
