@@ -14,6 +14,7 @@ from torch import Tensor
 
 from negchain import draws
 from negchain.losses.batch import (
+    INTEGERS,
     Batch,
     Call,
     check_answer,
@@ -90,8 +91,11 @@ def drawn_for(
 def check_draw(draw: Draw, drawn: Tensor, dim: int, rows: tuple[int, int]) -> None:
     """Refuse shapes that are none of a draw; `rows`: how many may have draws of their own."""
     ids, shape = draw.ids, tuple(draw.ids.shape)
-    if ids.dim() not in (1, 2) or ids.is_floating_point():
-        raise ValueError(f"draw.ids must be integers [R] or [N, C], got {ids.dtype} {shape}")
+    if ids.dim() not in (1, 2) or ids.dtype not in INTEGERS:
+        raise ValueError(
+            f"draw.ids must be integers [R] or [N, C], got {ids.dtype} {shape}; "
+            "pass positions (of a mask: mask.nonzero().flatten())"
+        )
     if ids.dim() == 2 and shape[0] not in rows:
         raise ValueError(f"draw.ids [N, C] must have {rows[1]} rows, got {shape}")
     if tuple(drawn.shape) not in ((*shape, dim), (ids.numel(), dim)):
@@ -142,10 +146,10 @@ def first_counts(counts: Tensor | None, num_keys: int) -> Tensor:
     if counts is None:
         return torch.zeros(num_keys + 1, dtype=torch.int64)
     counts = torch.as_tensor(counts)
-    if counts.shape != (num_keys,) or counts.is_floating_point() or bool((counts < 0).any()):
+    if counts.shape != (num_keys,) or counts.dtype not in INTEGERS or bool((counts < 0).any()):
         raise ValueError(
-            f"key_counts must hold a count per key, [{num_keys}] integers of at least 0, "
-            f"got {counts.dtype} {tuple(counts.shape)}"
+            f"key_counts must hold a count per key, [{num_keys}] integers of at least 0, got "
+            f"{counts.dtype} {tuple(counts.shape)}; pass torch.bincount(key_of, minlength=num_keys)"
         )
     return torch.cat([counts, counts.sum()[None]]).long()
 
