@@ -155,25 +155,33 @@ def first_counts(counts: Tensor | None, num_keys: int) -> Tensor:
 
 
 def popularity(counts: Tensor, batch: Batch, num_samples: int | None, counting: bool) -> Popularity:
-    """key ids -> log-probability that another sample of a batch has this key.
+    """key ids -> log-probability that another pair of a batch has this key: its count / (m - 1).
+
+    A batch holds no pair twice: a row's columns come from the m - 1 other pairs. The row's own key
+    is never its negative, so no other count lacks a pair. Counted on the way, after E whole passes
+    and a share f of the next, a key of the batch was met E times, and counts for E + f.
 
     Args:
         counts: [num_keys + 1] how often each key was a positive, and the sum.
-        batch: counted too while `counting`; before all samples were seen, each counts for one.
+        batch: counted too while `counting`, whole in the first pass: there may be nothing else.
         num_samples: m.
         counting: False where the counts were given.
     """
     kind = batch.both.dtype
-    if not counting:
-        log_q = (counts[:-1] / counts[-1]).log().to(kind)
+    if not counting or num_samples is None:
+        log_q = (counts[:-1] / (counts[-1] - 1).clamp(min=1)).log().to(kind)
         return lambda ids: log_q[ids]
     mine = torch.where(batch.valid, batch.key_index, -1).sort().values
-    total = (counts[-1] + batch.valid.sum()).clamp(min=num_samples)
+    passes = (counts[-1].double() / num_samples).clamp(min=1)
+    share = torch.where(counts[-1] < num_samples, 1.0, passes % 1)
+    total = passes * max(num_samples - 1, 1)
 
     def of(ids: Tensor) -> Tensor:
         ids = ids.contiguous()
         here = torch.searchsorted(mine, ids, right=True) - torch.searchsorted(mine, ids)
-        return ((counts[ids] + here) / total).log().to(kind)
+        met = counts[ids]
+        times = torch.where(met > 0, met + share * here, passes * here)
+        return (times / total).log().to(kind)
 
     return of
 
