@@ -181,7 +181,7 @@ class Side:
 
 def products(queries: Tensor, keys: Tensor) -> Tensor:  # [N,D] [G,K,D] -> [N,K]
     """Of every row with the columns of its group."""
-    return (queries.view(len(keys), -1, queries.shape[1]) @ keys.mT).flatten(0, 1)
+    return torch.bmm(queries.view(len(keys), -1, queries.shape[1]), keys.mT).flatten(0, 1)
 
 
 def usable(logits: Tensor, excluded: Tensor) -> Tensor:
@@ -251,10 +251,12 @@ def write_rows(
         tensor([0., 7., 0.])
     """
     if fit_for_numpy(table):  # the same, and less to do
-        rows = np.flatnonzero(allowed.numpy())
-        rows = rows[np.unique(slots.numpy()[rows], return_index=True)[1]]
-        first = torch.from_numpy(rows if changed is None else rows[changed.numpy()[rows]])
-        table[slots[first]] = values[first].to(table.dtype)
+        rows = np.flatnonzero(allowed.numpy())[::-1]  # of repeats numpy keeps the last
+        stored, here, new = table.numpy(), slots.numpy()[rows], values.numpy()[rows]
+        if changed is not None:
+            kept = ~changed.numpy()[rows]
+            new[kept] = stored[here[kept]]
+        stored[here] = new
         return
     writer = first_writer(slots, allowed)
     writes = writer >= 0 if changed is None else (writer >= 0) & changed[writer]

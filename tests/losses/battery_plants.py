@@ -87,6 +87,18 @@ def labels_hold_both_ways_in_the_batch(patch) -> None:
     patch.setattr(batch, "matches", mutual)
 
 
+def labels_are_ignored_in_the_batch(patch) -> None:
+    """A known positive that is another pair's is a negative."""
+    right = batch.matches
+    patch.setattr(batch, "matches", lambda ids, own, known: right(ids, own, None))
+
+
+def labels_are_ignored_among_draws(patch) -> None:
+    """A known positive that is drawn is a negative."""
+    right = columns.matches
+    patch.setattr(columns, "matches", lambda ids, own, known: right(ids, own, None))
+
+
 def answers_of_an_earlier_visit(patch) -> None:
     """Issue 7: embeddings of the states that chains held one visit ago."""
     right, last = EMC2Loss._start, {}

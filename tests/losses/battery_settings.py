@@ -264,6 +264,22 @@ def numbered(number: int) -> Setting:
     )
 
 
+def numbered_in(layout: str, num_known: int, number: int) -> Setting:
+    """The same for i-SIR with views that differ, in one layout: `numbered` hardly meets them."""
+    corpus = layout == "corpus"
+    return dataclasses.replace(
+        numbered(number),
+        loss="emc2",
+        kernel=random.Random(number).choice(("isir", ISIR(count_every=3))),
+        views="paired" if corpus else layout,
+        corpus=corpus,
+        key_counts=corpus and number % 2 == 0,
+        augmentations=None,
+        num_views=2,
+        num_known=num_known,
+    )
+
+
 def numbered_without_chains(number: int) -> Setting:
     """Setting number so-and-so of the other losses; a few draws, or so many that bias is gone."""
     pick = random.Random(number).choice

@@ -7,6 +7,7 @@ setting, so 2e-3 for the two hundred of the long part.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import numpy as np
@@ -19,6 +20,7 @@ from battery_settings import (
     broken,
     is_exact,
     numbered,
+    numbered_in,
     numbered_without_chains,
     refused,
     settings_of_chains,
@@ -101,6 +103,26 @@ def test_chains_keep_their_promise(setting) -> None:
 @given(settings_without_chains)
 def test_other_losses_keep_their_promise(setting) -> None:
     check(setting, seeds=12, steps=6)
+
+
+CELLS = [(layout, known) for layout in ("shared", "paired", "corpus") for known in (0, 3)]
+
+
+@pytest.mark.statistical
+@pytest.mark.parametrize(
+    "layout, num_known",
+    [pytest.param(*c, marks=() if c == ("corpus", 3) else pytest.mark.slow) for c in CELLS],
+)
+def test_isir_with_views_that_differ_keeps_its_promise(layout, num_known) -> None:
+    """With `known` and two towers none of the settings drawn below is such a one."""
+
+    @examples(2 if (layout, num_known) == ("corpus", 3) else 5)
+    @given(integers(0, 10**6).map(functools.partial(numbered_in, layout, num_known)))
+    def keep(setting: Setting) -> None:
+        assume(not refused(setting) and not broken(setting))
+        check(setting, seeds=12, steps=12)
+
+    keep()
 
 
 @pytest.mark.slow

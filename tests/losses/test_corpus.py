@@ -1,11 +1,12 @@
 """A corpus of keys: columns of the batch are somebody's positives, not uniform draws.
 
-q(z) of a batch column is the share of pairs whose key is z, given or counted; chains reach keys
-that are nobody's positive by uniform draws the loss asks for by itself.
+q(z) of a batch column is the share of the *other* pairs whose key is z, given or counted; chains
+reach keys that are nobody's positive by uniform draws the loss asks for by itself.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 import negchain.losses.columns as columns
-from negchain import DCLLoss, EMC2Loss, InBatch, SogCLRLoss, Uniform
+from negchain import DCLLoss, Draw, EMC2Loss, Given, ImportanceLoss, InBatch, SogCLRLoss, Uniform
 
 ANCHORS, KEYS, DIM, BETA = 40, 80, 8, 5.0
 
@@ -103,32 +104,120 @@ def test_keys_that_are_all_positives_need_no_draws() -> None:
         EMC2Loss(ANCHORS, views="paired", num_keys=KEYS, proposals="batch")
 
 
-@pytest.mark.statistical
-def test_the_estimated_partition_is_unbiased() -> None:
-    """SogCLR with gamma = 1 stores this visit's estimate of the mean over a row's negatives.
+# ---------------------------------------------------------------- q of the batch's columns
 
-    Its mean over 400 batches with the row's own pair and seven others drawn with replacement:
-    |z| < 3.9 for row 0, two-sided 1e-4.
+# eight pairs: key 0 is the positive of three, keys 6 and 7 of nobody
+PAIRS = torch.tensor([0, 0, 0, 1, 2, 3, 4, 5])
+LABELS = torch.tensor([[-1, -1], [3, 0], [-1, 5], [0, 2], [7, -1], [-1, -1], [5, 4], [0, 6]])
+
+
+def estimate_of(loss_fn: ImportanceLoss, pick: Tensor, **call) -> tuple[Tensor, Tensor]:
+    """Log partition of each row [B], and its weights [B, K]."""
+    (queries, keys, _), found, right = pairs(), [], loss_fn._estimate
+
+    def watched(*args):
+        found.append(right(*args))
+        return found[-1]
+
+    loss_fn._estimate = watched
+    queries, keys = queries.double(), keys.double()
+    known, positive = LABELS[pick], PAIRS[pick]
+    loss_fn(queries[pick], keys[positive], pick, key_index=positive, known=known, **call)
+    loss_fn._estimate = right
+    return found[0][0].log_partition, found[0][0].weights
+
+
+def estimated(proposals: InBatch | Given, batches: list[tuple[int, ...]]) -> Tensor:
+    """Mean of Z W over the batches an anchor is in, as a share of exp(beta s), by key; [8, 8].
+
+    `Given`: a uniform draw beside the batch, every key once. NaN: a key that is no negative and has
+    no weight.
     """
-    queries, keys, key_of = pairs()
-    counts = torch.bincount(key_of, minlength=KEYS)
-    logits = BETA * queries[0] @ keys.T
-    logits[key_of[0]] = -math.inf
-    exact = float(logits.exp().sum()) / (KEYS - 1)
-    generator = torch.Generator().manual_seed(3)
-    seen = []
-    for seed in range(400):
-        loss_fn = SogCLRLoss(
-            ANCHORS, BETA, 1.0, views="paired", num_keys=KEYS, key_counts=counts, seed=seed
-        )
-        i = torch.cat([torch.zeros(1).long(), torch.randint(0, ANCHORS, (7,), generator=generator)])
-        with torch.no_grad():
-            loss_fn(
-                queries[i], keys[key_of[i]], i, key_index=key_of[i], encode=lambda ids: keys[ids]
-            )
-        seen.append(float(loss_fn.log_u[0, 0].exp()))
-    values = torch.tensor(seen)
-    assert abs(float((values.mean() - exact) / (values.std() / 20))) < 3.9
+    queries, keys = (z[:8].double() for z in pairs()[:2])
+    right = (BETA * queries @ keys.T).exp()
+    right[torch.arange(8), PAIRS] = 0.0
+    for anchor, known in enumerate(LABELS.tolist()):
+        right[anchor, [key for key in known if key >= 0]] = 0.0
+    total, visits = torch.zeros(8, 8, dtype=torch.float64), torch.zeros(8, 1)
+    counts = torch.bincount(PAIRS, minlength=8)
+    draws = [()] if isinstance(proposals, InBatch) else [(z,) for z in range(8)]
+    for batch, drawn in itertools.product(batches, draws):
+        loss_fn = ImportanceLoss(8, BETA, proposals, views="paired", num_keys=8, key_counts=counts)
+        ids, pick = torch.tensor(drawn, dtype=torch.int64), torch.tensor(batch)
+        call = {"draw": Draw(ids), "drawn": keys[ids]} if drawn else {}
+        log_z, weights = estimate_of(loss_fn, pick, **call)
+        found = (weights * log_z.exp()[:, None]).nan_to_num(0.0)
+        columns = torch.cat([PAIRS[pick], ids]).expand(len(batch), -1)
+        total.index_put_((pick[:, None], columns), found, accumulate=True)
+        visits.index_add_(0, pick, torch.ones(len(batch), 1))
+    return total / visits / right
+
+
+SETS = list(itertools.combinations(range(8), 3))
+REACHED = torch.bincount(PAIRS, minlength=8) > 0
+
+
+@pytest.mark.filterwarnings("ignore:.*no negatives")
+@pytest.mark.parametrize("proposals", [InBatch(), Given(alone=False)], ids=str)
+def test_the_partition_is_unbiased_key_by_key(proposals) -> None:
+    """All 56 batches of three pairs, and all draws beside them, are listed: nothing is random."""
+    share = estimated(proposals, SETS)
+    share = share[:, REACHED] if isinstance(proposals, InBatch) else share
+    told = share[~share.isnan()]
+    assert len(told) > 30 and torch.allclose(told, torch.ones_like(told))
+
+
+@pytest.mark.filterwarnings("ignore:.*no negatives")
+def test_the_share_of_all_pairs_is_flagged(monkeypatch) -> None:
+    """Planted: count / m, as if the row's own pair could be another column of its batch."""
+    right = columns.popularity
+
+    def of_all(counts, *rest):
+        return lambda ids: right(counts, *rest)(ids) + math.log(7 / 8)
+
+    monkeypatch.setattr(columns, "popularity", of_all)
+    share = estimated(InBatch(), SETS)[:, REACHED]
+    assert share.nanmean().item() == pytest.approx(8 / 7)
+
+
+@pytest.mark.filterwarnings("ignore:.*no negatives")
+def test_batches_drawn_with_replacement_have_a_smaller_partition() -> None:
+    """By (m - 1) / m: other columns may then be of the row's own pair, which is no negative."""
+    repeated = list(itertools.product(range(8), repeat=2))
+    share = estimated(InBatch(), repeated)[:, REACHED]
+    assert torch.allclose(share[~share.isnan()], torch.tensor(7 / 8, dtype=torch.float64))
+
+
+def counted_passes() -> list[float]:
+    """Largest error of a row's log partition in each step of three shuffled passes, one by one."""
+    queries, keys = (z.double() for z in pairs()[:2])
+    loss_fn = ImportanceLoss(ANCHORS, BETA, InBatch(), views="paired", num_keys=KEYS)
+    worst, generator = [], torch.Generator().manual_seed(0)
+    for _ in range(3):
+        for pick in torch.randperm(ANCHORS, generator=generator).split(8):
+            value = loss_fn(queries[pick], keys[pick], pick, key_index=pick)
+            logits = BETA * queries[pick] @ keys[pick].T
+            positive = logits.diagonal().clone()
+            log_z = logits.fill_diagonal_(-math.inf).logsumexp(1) + math.log((ANCHORS - 1) / 7)
+            worst.append(abs(float((log_z - positive).mean() - value)))
+    return worst
+
+
+def test_keys_counted_on_the_way_are_as_likely_as_they_are() -> None:
+    """Every key has one pair: the count is right in every step of every shuffled pass."""
+    assert max(counted_passes()) < 1e-6
+
+
+def test_a_batch_counted_whole_in_every_pass_is_flagged(monkeypatch) -> None:
+    """Planted: at the start of the second pass each key of the batch then counts for two."""
+
+    def whole(counts, batch, num_samples, counting):
+        total = (counts[-1] + len(batch.index)).clamp(min=num_samples) * (1 - 1 / num_samples)
+        return lambda ids: ((counts[ids] + 1) / total).log()
+
+    monkeypatch.setattr(columns, "popularity", whole)
+    worst = counted_passes()
+    assert max(worst[:5]) < 1e-6 and worst[5] == pytest.approx(math.log(2 * 40 / 48), abs=1e-6)
 
 
 def test_known_positives_of_a_corpus() -> None:
@@ -147,10 +236,11 @@ def test_known_positives_of_a_corpus() -> None:
     z_b = keys[key_of[index]].clone().requires_grad_()
     call = {"key_index": key_of[index], "known": known, "encode": encode}
     loss_fn(queries[index], z_b, index, **call).backward()
-    carried, drawn = leaves
-    assert (carried[1].grad[0] == 0).all() and (carried[1].grad[1] != 0).any()
-    own = torch.isin(drawn[0], key_of[index])
-    assert (drawn[1].grad[~own] != 0).any()
+    ((ids, z),) = leaves  # two carried ones, then the draws
+    assert ids[:2].tolist() == [70, 70] and z.grad is not None
+    assert (z.grad[0] == 0).all() and (z.grad[1] != 0).any()
+    own = torch.isin(ids, key_of[index])
+    assert (z.grad[2:][~own[2:]] != 0).any()
 
 
 def test_in_batch_losses_take_the_batch_as_it_is() -> None:

@@ -203,7 +203,7 @@ def test_logq_is_the_papers_loss(proposals) -> None:
     total = loss_fn(queries, z[keys], index, first, second, key_index=keys)
 
     num, expected = 2 + len(drawn), torch.zeros((), dtype=torch.float64)
-    q = (2 * counts / counts.sum() + len(drawn) / M) / num
+    q = (2 * counts / (counts.sum() - 1) + len(drawn) / M) / num  # another pair's, not the row's
     for u, p in zip(queries, keys.tolist(), strict=True):
         negatives = [int(d) for d in (*keys, *drawn) if int(d) != p]
         f_p = BETA * u @ z[p]

@@ -20,6 +20,8 @@ from battery_plants import (
     divided_by_all_steps,
     held_state_keeps_its_old_q,
     keys_counted_as_uniform,
+    labels_are_ignored_among_draws,
+    labels_are_ignored_in_the_batch,
     labels_hold_both_ways_in_the_batch,
     lonely_rows_are_dropped,
     own_item_is_a_negative,
@@ -49,6 +51,9 @@ TWO_KEYS = Setting(
     views="paired",
     symmetric=False,
 )
+DIFFERING = Setting(kernel="isir", num_views=2)  # one plant for every cell of `test_battery.CELLS`
+TOWERS = dataclasses.replace(DIFFERING, views="paired")
+DIFFERING_CORPUS = dataclasses.replace(TOWERS, corpus=True)
 PLANTED = [
     (keys_counted_as_uniform, dataclasses.replace(CORPUS, order="repeats")),
     (panels_count_shared_graphs_twice, Setting(loss="streaming", kernel="mh")),
@@ -62,6 +67,12 @@ PLANTED = [
     (carried_state_is_dropped, Setting(kernel="isir", views="paired")),
     (own_item_is_a_negative, Setting()),
     (divided_by_all_steps, Setting()),
+    (carried_state_is_dropped, DIFFERING),
+    (labels_are_ignored_in_the_batch, dataclasses.replace(DIFFERING, num_known=3, size=24)),
+    (own_item_is_a_negative, TOWERS),
+    (labels_are_ignored_in_the_batch, dataclasses.replace(TOWERS, num_known=3, size=24)),
+    (keys_counted_as_uniform, DIFFERING_CORPUS),
+    (labels_are_ignored_among_draws, dataclasses.replace(DIFFERING_CORPUS, num_known=3, size=24)),
 ]
 BIASED = [
     Setting(num_views=2, proposals=Uniform(6, alone=True)),
@@ -76,7 +87,7 @@ def runs_of(plant) -> tuple[int, int]:
         return 4 * SEEDS, 4 * STEPS
     if plant is answers_of_an_earlier_visit:  # only acceptance is off, by a few hundredths
         return 3 * SEEDS, 8 * STEPS
-    return SEEDS, STEPS * (8 if plant is labels_hold_both_ways_in_the_batch else 1)
+    return SEEDS, STEPS * (8 if plant.__name__.startswith("labels") else 1)  # few negatives are off
 
 
 def name(case) -> str:

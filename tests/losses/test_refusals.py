@@ -120,6 +120,7 @@ def test_wrong_draws(views) -> None:
     refused(loss_fn, each("drawn", lambda z: z / 0.0), "finite")
     refused(loss_fn, each("draw", lambda d: d._replace(ids=d.ids + M)), "draw.ids must")
     refused(loss_fn, each("draw", lambda d: d._replace(ids=d.ids.float())), "draw.ids must")
+    refused(loss_fn, each("draw", lambda d: d._replace(ids=d.ids > 0)), "draw.ids must.*nonzero")
     refused(loss_fn, each("draw", lambda d: d._replace(ids=d.ids[:3])), "draw")
     refused(loss_fn, each("draw", lambda d: d._replace(log_q=torch.zeros(3))), "log_q must")
     if views == "paired":
@@ -166,6 +167,10 @@ def test_another_width_is_refused(options) -> None:
         (lambda: SogCLRLoss(10, denominator="none"), "denominator.*none"),
         (lambda: SogCLRLoss(10, num_keys=20), "num_keys"),
         (lambda: SogCLRLoss(10, views="paired", num_keys=20, key_counts=torch.ones(3)), "key_coun"),
+        (
+            lambda: EMC2Loss(2, views="paired", num_keys=3, key_counts=torch.ones(3) > 0),
+            "key_counts must.*bool.*bincount",
+        ),
         (lambda: NegativeCacheLoss(10, refresh=1.5), "refresh.*1.5"),
         (lambda: EMC2Loss(10, kernel="gibbs"), "kernel.*gibbs"),
         (lambda: StreamingEMC2Loss(10, kernel="gibbs"), "kernel.*gibbs"),

@@ -151,12 +151,12 @@ class Simulated:
             row.kinds.append(Kind(columns, len(usable), None, True, count))
             row.hidden = [z for z in hidden if not self.excluded(row, z[0])]
         else:  # a corpus: columns are as likely as their keys are somebody's
-            counts = self.counts.copy()
-            if not s.key_counts:
-                for name, _ in columns:
-                    counts[name] += 1
+            counts, m = self.counts.copy(), self.w.num_anchors
+            passes = counts.sum() / m  # through all pairs
+            for name, _ in columns if not s.key_counts else []:
+                counts[name] += passes % 1
             with np.errstate(divide="ignore"):
-                log_q = np.log(counts / max(counts.sum(), self.w.num_anchors))
+                log_q = np.log(counts / (passes * (m - 1)))
             row.kinds.append(Kind(columns, len(columns) - 1, log_q + self.log_m(row)))
 
     def draw(self, side: int, rows: list[Row], size: int) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from negchain import draws
 from negchain.losses.batch import (
+    INTEGERS,
     Batch,
     Call,
     check_answer,
@@ -90,8 +91,11 @@ def drawn_for(
 def check_draw(draw: Draw, drawn: Tensor, dim: int, rows: tuple[int, int]) -> None:
     """Refuse shapes that are none of a draw; `rows`: how many may have draws of their own."""
     ids, shape = draw.ids, tuple(draw.ids.shape)
-    if ids.dim() not in (1, 2) or ids.is_floating_point():
-        raise ValueError(f"draw.ids must be integers [R] or [N, C], got {ids.dtype} {shape}")
+    if ids.dim() not in (1, 2) or ids.dtype not in INTEGERS:
+        raise ValueError(
+            f"draw.ids must be integers [R] or [N, C], got {ids.dtype} {shape}; "
+            "pass positions (of a mask: mask.nonzero().flatten())"
+        )
     if ids.dim() == 2 and shape[0] not in rows:
         raise ValueError(f"draw.ids [N, C] must have {rows[1]} rows, got {shape}")
     if tuple(drawn.shape) not in ((*shape, dim), (ids.numel(), dim)):
@@ -142,34 +146,42 @@ def first_counts(counts: Tensor | None, num_keys: int) -> Tensor:
     if counts is None:
         return torch.zeros(num_keys + 1, dtype=torch.int64)
     counts = torch.as_tensor(counts)
-    if counts.shape != (num_keys,) or counts.is_floating_point() or bool((counts < 0).any()):
+    if counts.shape != (num_keys,) or counts.dtype not in INTEGERS or bool((counts < 0).any()):
         raise ValueError(
-            f"key_counts must hold a count per key, [{num_keys}] integers of at least 0, "
-            f"got {counts.dtype} {tuple(counts.shape)}"
+            f"key_counts must hold a count per key, [{num_keys}] integers of at least 0, got "
+            f"{counts.dtype} {tuple(counts.shape)}; pass torch.bincount(key_of, minlength=num_keys)"
         )
     return torch.cat([counts, counts.sum()[None]]).long()
 
 
 def popularity(counts: Tensor, batch: Batch, num_samples: int | None, counting: bool) -> Popularity:
-    """key ids -> log-probability that another sample of a batch has this key.
+    """key ids -> log-probability that another pair of a batch has this key: its count / (m - 1).
+
+    A batch holds no pair twice: a row's columns come from the m - 1 other pairs. The row's own key
+    is never its negative, so no other count lacks a pair. Counted on the way, after E whole passes
+    and a share f of the next, a key of the batch was met E times, and counts for E + f.
 
     Args:
         counts: [num_keys + 1] how often each key was a positive, and the sum.
-        batch: counted too while `counting`; before all samples were seen, each counts for one.
+        batch: counted too while `counting`, whole in the first pass: there may be nothing else.
         num_samples: m.
         counting: False where the counts were given.
     """
     kind = batch.both.dtype
-    if not counting:
-        log_q = (counts[:-1] / counts[-1]).log().to(kind)
+    if not counting or num_samples is None:
+        log_q = (counts[:-1] / (counts[-1] - 1).clamp(min=1)).log().to(kind)
         return lambda ids: log_q[ids]
     mine = torch.where(batch.valid, batch.key_index, -1).sort().values
-    total = (counts[-1] + batch.valid.sum()).clamp(min=num_samples)
+    passes = (counts[-1].double() / num_samples).clamp(min=1)
+    share = torch.where(counts[-1] < num_samples, 1.0, passes % 1)
+    total = passes * max(num_samples - 1, 1)
 
     def of(ids: Tensor) -> Tensor:
         ids = ids.contiguous()
         here = torch.searchsorted(mine, ids, right=True) - torch.searchsorted(mine, ids)
-        return ((counts[ids] + here) / total).log().to(kind)
+        met = counts[ids]
+        times = torch.where(met > 0, met + share * here, passes * here)
+        return (times / total).log().to(kind)
 
     return of
 
