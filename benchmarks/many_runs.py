@@ -110,12 +110,14 @@ def run(train: Callable[[Row], Row], given: argparse.Namespace, fixed: Row, name
     """Run what is missing; `fixed` goes into every task, rows into $OUT/`name`."""
     begin, out = time.perf_counter(), Path(os.environ.get("OUT", ".")) / name
     rows = read(given.resume)
+    if given.show:
+        return rows
     grid = [{"beta": beta, "lr": lr} for beta in given.betas for lr in given.lrs]
     out.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    old, at_once = len(rows), 1 if given.alone or given.show else given.at_once
+    old, at_once = len(rows), 1 if given.alone else given.at_once
     flying: list[tuple[Row, Any]] = []
     with mp.get_context("spawn").Pool(at_once) as pool, out.open("a") as file:
-        while not given.show:
+        while True:
             left = given.seconds - (time.perf_counter() - begin)
             flown = {_key(task) for task, _ in flying}
             for task in _due(rows, given, grid):
