@@ -21,10 +21,10 @@ from negchain.files import (
     open_plain,
     read_arrays,
     read_object,
+    read_table,
     read_text,
     real_folder,
     replacing,
-    text_lines,
 )
 
 ENV = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "src")}
@@ -69,14 +69,20 @@ MODES: list[tuple[str, str]] = [("rb", "pipe"), ("ab", "pipe"), ("a+b", "pipe"),
                                 ("ab", "link"), ("a+b", "link"), ("rb", "folder")]  # fmt: skip
 
 
-def test_lines_are_those_of_a_csv_and_none_is_endless(tmp_path: Path) -> None:
+def test_rows_are_those_of_a_csv_and_none_is_endless(tmp_path: Path) -> None:
     file = tmp_path / "t.csv"
-    file.write_bytes(b"\xef\xbb\xbfa,b\r1,2\r\n3,4\n5")
-    assert list(text_lines(file)) == ["a,b\r", "1,2\r\n", "3,4\n", "5"]
+    file.write_bytes(b"\xef\xbb\xbfA;b\r1,5;2\r\n\n3;4;;\n5")
+    rows = [(2, {"a": "1,5", "b": "2"}), (4, {"a": "3", "b": "4"}), (5, {"a": "5", "b": ""})]
+    assert read_table(file, ("a",)) == rows
+    with pytest.raises(ValueError, match="t.csv .* names the columns a and c, got a, b; name them"):
+        read_table(file, ("a", "c"))
+    file.write_bytes(b"a,b\n1,2,3\n")
+    with pytest.raises(ValueError, match="line 2 of t.csv has 3, not 2; put quotes"):
+        read_table(file, ())
     file.write_bytes(b"path,label\n")
     os.truncate(file, 8 << 30)  # zeros, which take no room on a disk
-    with pytest.raises(FileRefused, match="more than 4,194,304 characters"):
-        list(text_lines(file))
+    with pytest.raises(ValueError, match="more than 4,194,304 characters; save it as such"):
+        read_table(file, ())
 
 
 @pytest.mark.parametrize(("mode", "kind"), MODES)

@@ -7,6 +7,7 @@ renaming, which replaces a link instead of following it. What is read is bounded
 
 from __future__ import annotations
 
+import csv
 import errno
 import io
 import json
@@ -14,11 +15,13 @@ import os
 import secrets
 import stat
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
+
+from negchain.printable import printable
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -155,7 +158,54 @@ def read_text(path: Path) -> str:
         raise FileRefused(f"{path} must hold text (UTF-8), but {error}; restore the file") from None
 
 
-def text_lines(path: Path) -> Iterator[str]:
+def read_table(path: Path, needed: Sequence[str]) -> list[tuple[int, dict[str, str]]]:
+    """The rows of a CSV file in UTF-8, each with its line, by the columns its first line names.
+
+    Names are in small letters, every cell is a text. Commas, semicolons or tabs stand between
+    cells, as spreadsheets write them. A file without the columns `needed` is refused.
+    """
+    shown = printable(path.name)
+    try:
+        lines = _text_lines(path.resolve())
+        names, between = _header(next(lines, ""))
+        # strict: else an open quote swallows all below
+        reader = csv.reader(lines, delimiter=between, strict=True)
+        rows = [(1 + reader.line_num, row) for row in reader if row]
+    except (OSError, UnicodeDecodeError, FileRefused, csv.Error) as error:
+        raise ValueError(
+            f"{shown} must be a CSV file in UTF-8, but {error}; save it as such"
+        ) from error
+    if not set(needed) <= set(names):
+        raise ValueError(
+            f"{shown} must begin with a line that names the columns {' and '.join(needed)}, got "
+            f"{printable(', '.join(names)[:80]) or 'nothing'}; name them so"
+        )
+    for line, row in rows:
+        if any(row[len(names) :]):
+            raise ValueError(
+                f"a row must have as many cells as the first line, and line {line} of {shown} has "
+                f"{len(row)}, not {len(names)}; put quotes around a text with a comma"
+            )
+    return [(line, dict(zip(names, row + [""] * len(names), strict=False))) for line, row in rows]
+
+
+def table_columns(path: Path) -> list[str]:
+    """The columns a table's first line names; none where it is no table."""
+    try:
+        with open_plain(path.resolve()) as file:
+            return _header(file.readline(1 << 16).decode("utf-8-sig"))[0]
+    except (OSError, ValueError, csv.Error):
+        return []
+
+
+def _header(line: str) -> tuple[list[str], str]:
+    """The names in a table's first line, and what stands between them."""
+    between = max(",;\t", key=line.count)
+    names = next(csv.reader([line], delimiter=between), [])
+    return [name.strip().lower() for name in names], between
+
+
+def _text_lines(path: Path) -> Iterator[str]:
     """The lines of a plain file in UTF-8, as the csv module wants them, each of bounded length."""
     with open_plain(path) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
         while line := text.readline(LINE_LIMIT):

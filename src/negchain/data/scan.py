@@ -24,7 +24,7 @@ import hashlib
 import os
 import stat
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -229,49 +229,20 @@ def _scan_here(top: str, holdout: float) -> Scan:
     return hold_out(scan, holdout)
 
 
-def _scan_splits(top: str, splits: dict[str, str], holdout: float) -> Scan:
-    def walked(split: str) -> _Walk:
-        return _Walk(top).enter(os.path.join(top, splits[split]), f"{splits[split]}/")
-
-    present = [split for split in TEST_FOLDERS if split in splits]
-    for_training = {split: walked(split) for split in ("train", "unlabeled") if split in splits}
-    pretrain = [
-        file if split == "train" else replace(file, class_name=None)
-        for split, walk in for_training.items()
-        for file in walk.labelled(1)
-    ]
-    walks, test, notes = list(for_training.values()), list[ImageFile](), list[str]()
-    read: list[str] = [*for_training]
-    classes = classes_of(pretrain)
-    for split in present if len(classes) >= 2 else ():
-        walk = walked(split)
-        test = [file for file in walk.labelled(1) if file.class_name is not None]
-        if test:
-            if loose := len(walk.files) - len(test):
-                notes.append(f"{loose} images of {split}/ in no class folder: not read")
-            walks.append(walk)
-            read.append(split)
-            require_known_classes(classes, classes_of(test))
-            break
-    unread = [splits[split] for split in present if split not in read]
-    read = [splits[split] for split in read]
-    notes += [note for walk in walks for note in walk.notes] + _beside(top, read, unread)
-    unprobed = Scan.unprobed
-    if len(classes) < 2:
-        if classes or present:
-            count = f"{len(classes)} class folder{'s' * (not classes)} with images"
-            unprobed = f"train/ has {count}, and probes need 2"
-            notes.append(f"{unprobed}: nothing is probed")
-        pretrain = [replace(file, class_name=None) for file in pretrain]
-    scan = Scan(
-        top,
-        tuple(pretrain),
-        tuple(test),
-        tuple(sorted(pair for walk in walks for pair in walk.unreadable)),
-        (*notes, *ignored(sum((walk.other for walk in walks), Counter()))),
-        unprobed=unprobed,
-    )
-    return scan if test else hold_out(scan, holdout)
+def _scan_splits(top: str, folders: dict[str, str], holdout: float) -> Scan:
+    walks = {
+        split: _Walk(top).enter(os.path.join(top, folder), f"{folder}/")
+        for split, folder in folders.items()
+    }
+    files = {split: walk.labelled(1) for split, walk in walks.items()}
+    tested = tested_on(files)
+    read = {s: walk for s, walk in walks.items() if s == tested or s not in TEST_FOLDERS}
+    other = sum((walk.other for walk in read.values()), Counter[str]())
+    notes = [note for walk in read.values() for note in walk.notes]
+    notes += [*_beside(top, list(folders.values())), *ignored(other)]
+    scan = divide(top, files, holdout, notes)
+    unreadable = sorted(pair for walk in read.values() for pair in walk.unreadable)
+    return replace(scan, unreadable=tuple(unreadable))
 
 
 def ignored(
@@ -284,20 +255,19 @@ def ignored(
     return [f"{other.total()} {things} without {without} ignored ({kinds})"]
 
 
-def _beside(top: str, read: Sequence[str], unread: Sequence[str]) -> list[str]:
-    """A note if images may lie beside the splits that are read."""
+def _beside(top: str, splits: Sequence[str]) -> list[str]:
+    """A note if images may lie beside the folders of the splits."""
     beside = sorted(
         printable(entry.name)
         for entry in os.scandir(top)
         if not entry.name.startswith(".")
-        and entry.name not in read
+        and entry.name not in splits
         and (entry.is_dir() or _is_image(entry))
     )
     if not beside:
         return []
     shown = ", ".join(beside[:3]) + (", ..." if len(beside) > 3 else "")
-    why = " (no class folders)" if unread and set(beside) <= set(unread) else ""
-    return [f"beside {'/, '.join(read)}/ there is {shown}{why}: not read"]
+    return [f"beside {'/, '.join(splits)}/ there is {shown}: not read"]
 
 
 def require_known_classes(train: Sequence[str], test: Sequence[str]) -> None:
@@ -348,24 +318,37 @@ def hold_out(scan: Scan, share: float) -> Scan:
     return replace(scan, pretrain=rest, test=held, notes=(*scan.notes, note), held_out=True)
 
 
+def tested_on(splits: Mapping[str, Sequence[ImageFile]]) -> str | None:
+    """The split that probes are tested on: the first with a class, where two can be learned."""
+    if len(classes_of(splits.get("train", ()))) < 2:
+        return None
+    return next((split for split in TEST_FOLDERS if classes_of(splits.get(split, ()))), None)
+
+
 def divide(
-    source: str, splits: dict[str, list[ImageFile]], holdout: float, notes: Sequence[str]
+    source: str,
+    splits: Mapping[str, Sequence[ImageFile]],
+    holdout: float,
+    notes: Sequence[str],
 ) -> Scan:
     """Files by the name of their split as what is pretrained on and what probes are tested on."""
     pretrain = list(splits.get("train", ()))
     pretrain += [replace(file, class_name=None) for file in splits.get("unlabeled", ())]
     present = [split for split in TEST_FOLDERS if splits.get(split)]
-    classes, test, unprobed = classes_of(pretrain), list[ImageFile](), Scan.unprobed
+    classes, tested, unprobed = classes_of(pretrain), tested_on(splits), Scan.unprobed
     if len(classes) < 2:
         if classes or present:
             unprobed = f"probes need 2 classes to train on, and there are {len(classes)}"
             notes = [*notes, f"nothing is probed: {unprobed}"]
         pretrain = [replace(file, class_name=None) for file in pretrain]
-    elif present:
-        test = [file for file in splits[present[0]] if file.class_name is not None]
-        require_known_classes(classes, classes_of(test))
-    unread = present[1:] if test else present
-    notes = [*notes, *(f"the split {split} is not read" for split in unread)]
+    test = [file for file in splits.get(tested or "", ()) if file.class_name is not None]
+    if tested and (loose := len(splits[tested]) - len(test)):
+        notes = [*notes, f"{loose:,} images of {tested} without a class: not read"]
+    require_known_classes(classes, classes_of(test))
+    for split in present:
+        if split != tested:
+            why = "" if classes_of(splits[split]) else " (no classes)"
+            notes = [*notes, f"the split {split}{why} is not read"]
     scan = Scan(source, tuple(pretrain), tuple(test), (), tuple(notes), unprobed=unprobed)
     return scan if test else hold_out(scan, holdout)
 

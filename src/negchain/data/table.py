@@ -1,11 +1,9 @@
 """A table of images, by names alone: `path,label` in a CSV file, perhaps with `split`.
 
 Paths are relative to the table, an empty label is none. A split is train, unlabeled, or test (val,
-valid, validation); an empty one is train. Commas, semicolons or tabs stand between the columns, as
-spreadsheets write them.
+valid, validation); an empty one is train.
 """
 
-import csv
 import os
 import stat
 from dataclasses import replace
@@ -13,7 +11,7 @@ from pathlib import Path
 
 from negchain.data.places import whole_file
 from negchain.data.scan import SPLITS, ImageFile, Scan, divide
-from negchain.files import FileRefused, text_lines
+from negchain.files import read_table
 from negchain.printable import printable
 
 
@@ -32,8 +30,14 @@ def scan_csv(path: str | Path, holdout: float = 0.2) -> Scan:
     folder = os.path.dirname(table)
     names, unreadable = set[str](), list[tuple[str, str]]()
     splits: dict[str, list[ImageFile]] = {split: [] for split in SPLITS}
-    for written, label, split in _rows(table):
+    for _, row in read_table(Path(path), ("path", "label")):
+        written, split = row["path"].strip(), row.get("split", "").strip().lower() or "train"
         name, where = printable(os.path.normpath(written)), os.path.join(folder, written)
+        if split not in SPLITS:
+            raise ValueError(
+                f"split must be one of {', '.join(SPLITS)}, got {printable(split[:40])!r} for "
+                f"{name} in {printable(table)}; correct it, or remove the column"
+            )
         if name in names:
             raise ValueError(
                 f"{printable(table)} must name every image once, and {name} is there twice; "
@@ -48,40 +52,9 @@ def scan_csv(path: str | Path, holdout: float = 0.2) -> Scan:
         if not stat.S_ISREG(status.st_mode):
             unreadable.append((name, "not a regular file"))
             continue
-        file = ImageFile(name, whole_file(where, status), printable(label) or None)
+        file = ImageFile(name, whole_file(where, status), printable(row["label"].strip()) or None)
         splits[split].append(file)
     for files in splits.values():
         files.sort(key=lambda file: file.name)
     scan = divide(table, splits, holdout, [])
     return replace(scan, unreadable=tuple(sorted(unreadable)))
-
-
-def _rows(table: str) -> list[tuple[str, str, str]]:
-    """(path, label, split) of every row."""
-    shown = printable(table)
-    try:
-        lines = text_lines(Path(table).resolve())
-        first = next(lines, "")
-        between = max(",;\t", key=first.count)
-        named = next(csv.reader([first], delimiter=between), [])
-        columns = [name.strip().lower() for name in named]
-        if "path" not in columns or "label" not in columns:
-            raise ValueError(
-                f"{shown} must begin with a line that names the columns path and label, got "
-                f"{printable(', '.join(columns)[:80]) or 'nothing'}; name them so"
-            )
-        reader = csv.DictReader(lines, columns, restval="", delimiter=between)
-        cells = [[row.get(c) or "" for c in ("path", "label", "split")] for row in reader]
-    except (OSError, UnicodeDecodeError, FileRefused, csv.Error) as error:
-        raise ValueError(
-            f"{shown} must be a CSV file in UTF-8, but {error}; save it as such"
-        ) from error
-    rows = []
-    for path, label, split in cells:
-        rows.append((path.strip(), label.strip(), split.strip().lower() or "train"))
-        if rows[-1][2] not in SPLITS:
-            raise ValueError(
-                f"split must be one of {', '.join(SPLITS)}, got {printable(split[:40])!r} for "
-                f"{printable(path)} in {shown}; correct it, or remove the column"
-            )
-    return rows

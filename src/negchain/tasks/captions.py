@@ -13,13 +13,12 @@ Only what reads a run imports torch: this module is asked whether a folder is it
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from negchain.files import FileRefused, open_plain, text_lines
+from negchain.files import read_table, table_columns
 from negchain.printable import printable
 
 COLUMNS = ("image", "caption")
@@ -57,7 +56,7 @@ def find_tables(data: str) -> dict[str, Path]:
     files = [path] if path.suffix.lower() in (".csv", ".txt") and os.path.isfile(path) else []
     if os.path.isdir(path):  # pathlib's raises where a name is too long
         files = [*sorted(path.glob("*.csv")), *path.glob("captions.txt")]
-    return {f.stem.lower(): f for f in files if set(COLUMNS) <= set(_columns(f))}
+    return {f.stem.lower(): f for f in files if set(COLUMNS) <= set(table_columns(f))}
 
 
 def read_pairs(data: str, holdout: float = 0.2) -> Pairs:
@@ -103,7 +102,7 @@ class _Split:
 def _main_table(data: str, tables: dict[str, Path]) -> Path:
     if not tables:
         seen = sorted(Path(data).glob("*.csv")) if Path(data).is_dir() else [Path(data)]
-        columns = next((_columns(file) for file in seen if file.is_file()), None)
+        columns = next((table_columns(file) for file in seen if file.is_file()), None)
         having = "no .csv" if columns is None else f"{seen[0].name} with {', '.join(columns)[:80]}"
         raise ValueError(
             "captions need a .csv whose first line names the columns image and caption, and "
@@ -125,7 +124,7 @@ def _read(table: Path, root: str, splits: dict[str, _Split], into: str = "train"
     where: dict[str, tuple[str, str] | None] = {}
     home = {name: split for split, part in splits.items() for name in part.captions}
     missing: list[tuple[int, str]] = []
-    for line, row in _rows(table):
+    for line, row in read_table(table, COLUMNS):
         image, caption = row["image"].strip(), " ".join(row["caption"].split())
         if not image or not caption:
             lacking, told = ("caption", image) if image else ("image", caption)
@@ -193,34 +192,3 @@ def _hold_out(pairs: Pairs, share: float) -> Pairs:
         validation=tuple(p for p in pairs.train if p.name in held),
         notes=(*pairs.notes, note),
     )
-
-
-def _rows(table: Path) -> list[tuple[int, dict[str, str]]]:
-    """(line, row) of a table, every cell a text, columns in small letters."""
-    try:
-        # strict: else an open quote swallows all below
-        reader = csv.reader(text_lines(table.resolve()), strict=True)
-        names = [name.strip().lower() for name in next(reader)]
-        rows = [(reader.line_num, row) for row in reader if row]
-    except (OSError, UnicodeDecodeError, FileRefused, csv.Error) as error:
-        raise ValueError(
-            f"{printable(table.name)} must be a CSV file in UTF-8, but {error}; save it as such"
-        ) from error
-    for line, row in rows:
-        if any(row[len(names) :]):
-            raise ValueError(
-                f"a row must have as many cells as the first line, and line {line} of "
-                f"{printable(table.name)} has {len(row)}, not {len(names)}; put quotes around a "
-                "caption with a comma"
-            )
-    return [(line, dict(zip(names, row + [""] * len(names), strict=False))) for line, row in rows]
-
-
-def _columns(table: Path) -> list[str]:
-    """The columns a table's first line names; none where it is no table."""
-    try:
-        with open_plain(table.resolve()) as file:
-            first = file.readline(1 << 16).decode("utf-8-sig")
-        return [name.strip().lower() for name in next(csv.reader([first]), [])]
-    except (OSError, ValueError, csv.Error):
-        return []

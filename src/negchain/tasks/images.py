@@ -74,7 +74,7 @@ class ImageTask(Task):
         if wanted not in (None, data.pretrain.channels):
             raise ConfigError(
                 f"the encoder takes images of {wanted} channels and {config.data} has "
-                f"{data.pretrain.channels}"
+                f"{data.pretrain.channels}; give such images (negchain embed converts files)"
             )
         return cls(config, data)
 

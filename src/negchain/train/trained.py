@@ -8,7 +8,6 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,13 +19,14 @@ from torch import Tensor
 
 from negchain.augment import Augmentation
 from negchain.data import ImageSet
-from negchain.data.decode import num_cores, read_image, square_of, why_unreadable
+from negchain.data.decode import num_cores, square_of
+from negchain.data.files import decode_files
 from negchain.data.named import BUILT_IN
 from negchain.encoders import Encoder
 from negchain.evaluation import embed_all
 from negchain.files import replacing
 from negchain.tasks.image_text_towers import ImageText, tokens_of
-from negchain.tasks.images import load_images, plain_augmentation
+from negchain.tasks.images import ImageTask, plain_augmentation
 from negchain.train.config import ConfigError, TrainConfig
 from negchain.train.device import autocast_dtype, choose_device
 from negchain.train.pretrained import load_trained
@@ -159,7 +159,8 @@ class Trained:
             return self.embed(images).features  # type: ignore[arg-type]
         if len(given) < len(pictures):
             raise ValueError("encode takes paths or PIL images, got some of each; make two calls")
-        return self._features(torch.stack([self._square(picture) for picture in given]))
+        squares = np.stack([square_of(picture, self.side) for picture in given])
+        return self._features(self._channels(torch.from_numpy(squares)))
 
     def encode_text(self, texts: Sequence[str]) -> Tensor:
         """Embeddings [N,D] float32 of texts, beside which those of `encode` lie (image-text)."""
@@ -199,14 +200,8 @@ class Trained:
         return self._files([str(path) for path in what])
 
     def _data(self, data: str) -> Found:
-        changed = replace(self.config, data=data, image_size=self.side, subset=None)
-        bundle = load_images(changed)
-        wanted = self.encoder.encoder_config["channels"]
-        if bundle.pretrain.channels != wanted:
-            raise ConfigError(
-                f"the encoder takes images of {wanted} channels and {data} has "
-                f"{bundle.pretrain.channels}; give files, which are converted"
-            )
+        changed = replace(self.config, data=data, subset=None)
+        bundle = ImageTask.load(changed, False, self.encoder.encoder_config).data
         parts = [bundle.pretrain, *([bundle.test] if bundle.test is not None else [])]
         return Found(parts, bundle.classes, bundle.skipped)
 
@@ -214,31 +209,21 @@ class Trained:
         folders = [path for path in paths if Path(path).is_dir()]
         if folders:
             raise ConfigError(f"a list names files and {folders[0]} is a folder; give it alone")
-        with ThreadPoolExecutor(num_cores()) as pool:
-            read = list(pool.map(self._read, paths))
-        kept = [(p, pixels) for p, pixels in zip(paths, read, strict=True)
-                if isinstance(pixels, Tensor)]  # fmt: skip
-        skipped = [(p, why) for p, why in zip(paths, read, strict=True) if isinstance(why, str)]
-        if not kept:
+        squares, failed = decode_files(paths, self.side, workers=num_cores())
+        skipped = tuple((paths[i], why) for i, why in failed.items())
+        if not len(squares):
             first = f" ({skipped[0][0]}: {skipped[0][1]})" if skipped else ""
             raise ConfigError(f"no image could be read{first}; name image files or a folder")
-        images = ImageSet(tuple(p for p, _ in kept), None, torch.stack([x for _, x in kept]))
-        return Found([images], skipped=tuple(skipped))
+        names = tuple(path for i, path in enumerate(paths) if i not in failed)
+        return Found([ImageSet(names, None, self._channels(squares))], skipped=skipped)
 
-    def _read(self, path: str) -> Tensor | str:
-        try:
-            return self._channels(torch.from_numpy(read_image(path, self.side).copy()))
-        except Exception as error:  # PIL's readers raise nearly every type on damaged files
-            return why_unreadable(path, error)
-
-    def _square(self, picture: Image.Image) -> Tensor:
-        return self._channels(torch.from_numpy(square_of(picture, self.side).copy()))
-
-    def _channels(self, pixels: Tensor) -> Tensor:
+    def _channels(self, squares: Tensor) -> Tensor:  # [N,3,S,S]
         """RGB as the encoder wants it: as it is, or in grey."""
         if self.encoder.encoder_config["channels"] == 3:
-            return pixels
-        return torch.from_numpy(np.array(_as_rgb(pixels).convert("L")))[None]
+            return squares
+        rows = squares.permute(0, 2, 3, 1).contiguous().numpy()
+        grey = [np.array(Image.fromarray(row).convert("L")) for row in rows]
+        return torch.from_numpy(np.stack(grey))[:, None]
 
     def _features(self, images: Tensor | ImageSet) -> Tensor:
         plain = self._augmentation().plain
@@ -256,10 +241,6 @@ class Trained:
         return plain_augmentation(
             self.config.recipe, self.side, self.encoder.encoder_config["channels"]
         )
-
-
-def _as_rgb(pixels: Tensor) -> Image.Image:
-    return Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
 
 
 def load_run_encoder(run: str | Path, device: str = "auto", root: str = "data") -> Trained:
