@@ -99,33 +99,28 @@ __all__ = [
     "mh_scan",
 ]
 
-# Where the names above live. They are imported when first used: torch takes seconds, and
-# `negchain --help` needs none of it.
-_MODULES = {
-    "chunked": ("Chunked",),
-    "diagnostics": ("EstimatorReport", "estimator_report"),
-    "exact": ("global_loss",),
-    "losses": (
-        "ISIR", "MH", "ContrastiveLoss", "DCLLoss", "EMC2Loss", "Given", "ImportanceLoss",
-        "InBatch", "InfoNCELoss", "Informed", "NegativeCacheLoss", "Request", "SogCLRLoss",
-        "StreamingEMC2Loss", "TopKLoss", "Uniform", "Want", "WeightedLoss",
-    ),
-    "objective": ("effective_negatives",),
-    "methods": (),
-    "pool": ("Draw",),
-    "weights": (),
-    "weights.metropolis": ("Scan", "mh_scan"),
-}  # fmt: skip
+# Where names live that are not in `negchain.losses`. All are imported when first used: torch takes
+# seconds, and `negchain --help` needs none of it.
+_ELSEWHERE = {
+    "Chunked": "chunked",
+    "Draw": "pool",
+    "EstimatorReport": "diagnostics",
+    "Scan": "weights.metropolis",
+    "effective_negatives": "objective",
+    "estimator_report": "diagnostics",
+    "global_loss": "exact",
+    "mh_scan": "weights.metropolis",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:  # `negchain.losses` without an import of its own
+    if name in ("losses", "methods", "weights"):  # without an import of their own
         return import_module(f"negchain.{name}")
-    for module, names in _MODULES.items():
-        if name in names:
-            value = globals()[name] = getattr(import_module(f"negchain.{module}"), name)
-            return value
-    raise AttributeError(f"module 'negchain' has no attribute {name!r}")
+    if name not in __all__:
+        raise AttributeError(f"module 'negchain' has no attribute {name!r}")
+    module = import_module(f"negchain.{_ELSEWHERE.get(name, 'losses')}")
+    value = globals()[name] = getattr(module, name)
+    return value
 
 
 def __dir__() -> list[str]:

@@ -248,7 +248,7 @@ def _emc2(s: LossSettings, isir: bool = False) -> ContrastiveLoss:
 
 _CHAIN = ("carried", "proposal", "refresh")
 
-register(
+for _method in (
     Method(
         "infonce",
         "InfoNCE",
@@ -257,9 +257,7 @@ register(
         denominator="all",
         aliases=("simclr",),
         reproduced="all",
-    )
-)
-register(
+    ),
     Method(
         "dcl",
         "DCL",
@@ -267,9 +265,7 @@ register(
         lambda s: _in_batch(s, "DCLLoss"),
         denominator="negatives",
         reproduced="all",
-    )
-)
-register(
+    ),
     Method(
         "sogclr",
         "SogCLR",
@@ -277,9 +273,7 @@ register(
         _sogclr,
         options=("gamma",),
         reproduced="all",
-    )
-)
-register(
+    ),
     Method(
         "negcache",
         "Negative Cache",
@@ -288,9 +282,7 @@ register(
         options=("refresh",),
         plain_keys=True,
         reproduced="small",
-    )
-)
-register(
+    ),
     Method(
         "emc2",
         "EMC²",
@@ -298,9 +290,7 @@ register(
         _emc2,
         options=("burn_in", *_CHAIN),
         reproduced="all",
-    )
-)
-register(
+    ),
     Method(
         "isir",
         "EMC² i-SIR",
@@ -308,9 +298,7 @@ register(
         lambda s: _emc2(s, isir=True),
         options=_CHAIN,
         reproduced="all",
-    )
-)
-register(
+    ),
     Method(
         "informed",
         "Informed importance",
@@ -318,25 +306,22 @@ register(
         _importance,
         options=("refresh",),
         reproduced="small",
-    )
-)
-register(Method("topk", "Top-k, uncorrected", ("#5b6b7a", "#a3b3c2"), _topk, options=("refresh",)))
-register(Method("logq", "Corrected logQ", ("#2c7f86", "#6cc5cc"), _logq, denominator="all"))
-register(
+    ),
+    Method("topk", "Top-k, uncorrected", ("#5b6b7a", "#a3b3c2"), _topk, options=("refresh",)),
+    Method("logq", "Corrected logQ", ("#2c7f86", "#6cc5cc"), _logq, denominator="all"),
     Method(
         "emc2-cached",
         "EMC², cached",
         ("#8a5a2b", "#c99a6b"),
         lambda s: _emc2(replace(s, options={**s.options, "carried": "cached"})),
         trains=False,
-    )
-)
-register(
+    ),
     Method(
         "emc2-informed",
         "EMC², informed",
         ("#a8322d", "#e57373"),
         lambda s: _emc2(replace(s, options={**s.options, "proposal": "informed"})),
         trains=False,
-    )
-)
+    ),
+):
+    register(_method)

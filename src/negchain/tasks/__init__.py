@@ -116,7 +116,7 @@ _PICTURES = (
     "probe_samples",
 )  # fmt: skip
 
-register(
+for _kind in (
     Kind(
         "images",
         "images",
@@ -128,9 +128,7 @@ register(
         defaults=lambda data: presets.DATA_DEFAULTS.get(data, presets.FOLDER_DEFAULTS),
         options=(*_PICTURES, "augmentations"),
         fits=_later("encoders", "refuse_larger"),
-    )
-)
-register(
+    ),
     Kind(
         "retrieval",
         "queries",
@@ -142,9 +140,7 @@ register(
         defaults=lambda data: presets.TEXT_DEFAULTS,
         options=("max_length", "draws"),
         fits=_later("tasks.text", "TextEncoder.refuse_larger"),
-    )
-)
-register(
+    ),
     Kind(
         "image-text",
         "images",
@@ -156,5 +152,6 @@ register(
         defaults=lambda data: presets.CAPTION_DEFAULTS,
         options=(*_PICTURES, "text_encoder"),
         fits=_later("tasks.image_text_towers", "refuse_larger"),
-    )
-)
+    ),
+):
+    register(_kind)
