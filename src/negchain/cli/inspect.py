@@ -42,8 +42,7 @@ def evaluate(
 
         negchain evaluate runs/photos --data ./other-photos
     """
-    from negchain.report import summary_table
-    from negchain.report.measures import shown
+    from negchain.report import load_run, summary_table
 
     task, encoder, step = _judge(run, data, device, root, checkpoint)
     if data is not None and task.unjudged is not None:
@@ -52,7 +51,8 @@ def evaluate(
     fresh = tasks.named(task.config.task).rebuild(encoder.encoder_config).to(task.device)
     numbers |= judge.baselines(judge.before(fresh)) | judge.thorough(encoder)[0]
     result(f"step {step:,}, {task.config.data}")
-    Console(highlight=False).print(summary_table(numbers, shown(task.config.task)))
+    judged = replace(load_run(run), metrics=[], summary=numbers)
+    Console(highlight=False).print(summary_table(judged))
     with replacing(run / "evaluation.json") as file:
         file.write(json.dumps(numbers, indent=2).encode() + b"\n")
     return 0

@@ -221,7 +221,7 @@ def _show(run: Run, summary: dict[str, Any]) -> None:
     from negchain.report.advice import against_baselines
 
     written = load_run(run.folder.path)
-    Console(highlight=False).print(summary_table(summary, written.shown))
+    Console(highlight=False).print(summary_table(written))
     for sentence in against_baselines(written):
         result(sentence)
     if "best_step" in summary:

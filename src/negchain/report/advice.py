@@ -10,8 +10,8 @@ import math
 from negchain.methods import METHODS
 
 from .charts import number
-from .runs import Group, Run
-from .statistics import estimates
+from .runs import Run
+from .statistics import interval_of
 
 COLLAPSED = 0.02
 """Embedding variance below this: all images within a few degrees of one direction."""
@@ -72,8 +72,7 @@ def against_baselines(run: Run) -> list[str]:
         if value is None or not known or not run.finished:
             continue
         best, text = max(known)
-        (found,) = estimates([Group(run.name, "", 0, {}, [run])], key)
-        interval = None if found is None else found.interval
+        interval = interval_of(run, key)
         low = value if interval is None else interval[0]
         reached = f"reach{'' if text.endswith('s') else 'es'} {number(best, metric.unit)}"
         shown = f"{text} already {reached}"

@@ -7,17 +7,16 @@ is better than every other with 97.5 % probability (see `statistics`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from rich.table import Table
 
 from .charts import number
-from .measures import GLOBAL_LOSS, THROUGHPUT, TIME, Metric, Shown
-from .runs import Group, group_runs, load_run
+from .measures import GLOBAL_LOSS, THROUGHPUT, TIME, Metric
+from .runs import Group, Run, group_runs, load_run
 from .statistics import LEVEL, Estimate, estimates, winner
 
 _COLUMNS = (GLOBAL_LOSS, TIME, THROUGHPUT)  # after the task's own
@@ -88,14 +87,13 @@ def _baselines(groups: Sequence[Group], columns: Sequence[Metric]) -> list[tuple
     """Means over all runs: (name, one text per column), where any is known."""
     runs = [run for group in groups for run in group.counted]
     rows = []
-    lead, prefixes = groups[0].shown.lead, list(groups[0].shown.baselines)
+    prefixes = list(groups[0].shown.baselines)
     named = {(prefix, run.shown.baselines[prefix]) for run in runs for prefix in prefixes}
     for prefix, name in sorted(named, key=lambda pair: (prefixes.index(pair[0]), pair)):
         alike = [run for run in runs if run.shown.baselines[prefix] == name]
         texts = []
         for metric in columns:
-            own = metric in lead or (metric is GLOBAL_LOSS and prefix == "untrained")
-            found = [run.baseline(metric.key) for run in alike] if own else []
+            found = [held_against(run, metric) for run in alike]
             values = [base[prefix] for base in found if prefix in base]
             texts.append(number(float(np.mean(values)), metric.unit) if values else "")
         if any(texts):
@@ -145,30 +143,28 @@ def comparison_table(paths: Sequence[Path]) -> Table:
     return table
 
 
-def summary_table(summary: Mapping[str, Any], shows: Shown) -> Table:
+def summary_table(run: Run) -> Table:
     """The numbers of one run for the terminal, each beside what it must beat."""
     table = Table(box=None)
     table.add_column("")
-    every = (*shows.lead, *shows.secondary, GLOBAL_LOSS)
-    own = [m for m in every if summary.get(m.key) is not None]
-    base = {(p, m): _base(summary, p, m, shows) for p in shows.baselines for m in own}
-    prefixes = {p: n for p, n in shows.baselines.items() if any(base[p, m] for m in own)}
-    for heading in ("result", *(name.lower() for name in prefixes.values())):
+    every = (*run.shown.lead, *run.shown.secondary, GLOBAL_LOSS)
+    held = {m: held_against(run, m) for m in every if run.final(m.key) is not None}
+    known = [p for p in run.shown.baselines if any(p in found for found in held.values())]
+    for heading in ("result", *(run.shown.baselines[prefix].lower() for prefix in known)):
         table.add_column(heading, justify="right")
-    for metric in own:
-        found = [base[prefix, metric] for prefix in prefixes]
-        texts = [number(value, metric.unit) if value is not None else "" for value in found]
-        table.add_row(metric.name, number(summary[metric.key], metric.unit), *texts)
+    for metric, found in held.items():
+        texts = [number(found[p], metric.unit) if p in found else "" for p in known]
+        table.add_row(metric.name, number(run.final(metric.key), metric.unit), *texts)
     for metric in (THROUGHPUT, TIME):
-        if summary.get(metric.key) is not None:
-            table.add_row(metric.note or metric.name, number(summary[metric.key], metric.unit))
+        if run.final(metric.key) is not None:
+            table.add_row(metric.note or metric.name, number(run.final(metric.key), metric.unit))
     return table
 
 
-def _base(summary: Mapping[str, Any], prefix: str, metric: Metric, shows: Shown) -> float | None:
-    if prefix == "chance":
-        return summary.get("chance") if metric in shows.lead else None
-    return summary.get(f"{prefix}_{metric.key}")
+def held_against(run: Run, metric: Metric) -> dict[str, float]:
+    """What a result must beat, by the baseline's prefix; chance is that of the leading ones."""
+    found = {} if metric in (TIME, THROUGHPUT) else run.baseline(metric.key)
+    return {k: v for k, v in found.items() if k != "chance" or metric in run.shown.lead}
 
 
 def _plain(text: str) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from typing import Any
@@ -28,8 +28,8 @@ from .measures import (
     Metric,
     foreign,
 )
-from .runs import Group, Run, thinned
-from .statistics import estimates
+from .runs import Run, thinned
+from .statistics import interval_of
 
 POINTS = 200  # a curve's points on a page
 _SKIPPED_SHOWN = 200
@@ -158,10 +158,8 @@ def standing(run: Run) -> str:
         value = run.final(metric.key)
         if value is None:
             continue
-        (found,) = estimates([Group(run.name, "", 0, {}, [run])], metric.key)
-        sure = ""
-        if found is not None and found.interval is not None:
-            sure = "[{:.1f}, {:.1f}]".format(*(100 * end for end in found.interval))
+        interval = interval_of(run, metric.key)
+        sure = "[{:.1f}, {:.1f}]".format(*(100 * end for end in interval)) if interval else ""
         own = run.method if run.finished else f"{run.method}, so far"
         held, base = run.shown.baselines, run.baseline(metric.key)
         bars = [_bar(own, value, sure, "own", metric)]
@@ -170,18 +168,16 @@ def standing(run: Run) -> str:
             f'<article class="card"><h3>{metric.name}</h3><p>{escape(metric.note)}</p>'
             f'<div class="bars">{"".join(bars)}</div></article>'
         )
-    rows = "".join(
-        f"<tr><th>{escape(m.name)}</th><td><b>{number(run.final(m.key), m.unit)}</b> "
-        f"<small>{escape(m.note)}</small></td></tr>"
+    rows = [
+        (m.name, f"<b>{number(run.final(m.key), m.unit)}</b> <small>{escape(m.note)}</small>")
         for m in run.shown.secondary
         if run.final(m.key) is not None
-    )
-    more = (
-        '<article class="card"><h3>Other measures</h3><p>Of the same encoder</p>'
-        f'<table class="settings">{rows}</table></article>'
-        if rows
-        else ""
-    )
+    ]
+    if rows:
+        blocks.append(
+            '<article class="card"><h3>Other measures</h3><p>Of the same encoder</p>'
+            f"{table(rows)}</article>"
+        )
     said = "".join(f"<p>{escape(sentence)}</p>" for sentence in against_baselines(run))
     return (
         f'<section style="--c:{method_colour(str(run.config.get("method")))}">'
@@ -190,7 +186,7 @@ def standing(run: Run) -> str:
         f"other {run.shown.tested} of this kind would give, 19 times of 20. "
         f"{run.shown.explained}</p>"
         f'<div class="said">{said}</div>'
-        f'<div class="grid top">{"".join(blocks)}{more}</div></section>'
+        f'<div class="grid top">{"".join(blocks)}</div></section>'
     )
 
 
@@ -288,11 +284,7 @@ def pictures(page: Page, run: Run, *, small: bool = False) -> None:
 def settings(run: Run) -> str:
     """Every setting, the machine, and the files that were left out; folded away."""
     hidden = {"data_info", *foreign(run.config.get("task", "images"))}
-    rows = "".join(
-        f"<tr><th>{escape(key)}</th><td>{escape(_text(value))}</td></tr>"
-        for key, value in run.config.items()
-        if key not in hidden
-    )
+    rows = [(k, escape(_text(value))) for k, value in run.config.items() if k not in hidden]
     info = run.data_info
     counts = ", ".join(
         f"{count:,} {name}"
@@ -304,12 +296,18 @@ def settings(run: Run) -> str:
         if isinstance(count := info.get(key), int)
     )
     said = [counts, *(str(note) for note in info.get("notes", []))]
-    data = f"<tr><th>{run.shown.noun}</th><td>{escape('; '.join(filter(None, said)))}</td></tr>"
+    rows.insert(0, (run.shown.noun, escape("; ".join(filter(None, said)))))
     return (
         "<details><summary>Settings, versions and hardware</summary>"
-        f'<div class="scroll"><table class="settings">{data}{rows}</table></div></details>'
+        f'<div class="scroll">{table(rows)}</div></details>'
         f"{_skipped(info.get('skipped', []))}"
     )
+
+
+def table(rows: Iterable[tuple[str, str]]) -> str:
+    """Names beside HTML."""
+    lines = "".join(f"<tr><th>{escape(name)}</th><td>{html}</td></tr>" for name, html in rows)
+    return f'<table class="settings">{lines}</table>'
 
 
 def _text(value: object) -> str:
@@ -320,14 +318,8 @@ def _skipped(rows: Sequence[Any]) -> str:
     files = [row for row in rows if isinstance(row, list) and len(row) == 2]
     if not files:
         return ""
-    rows = "".join(
-        f"<tr><th>{escape(str(file))}</th><td>{escape(str(reason))}</td></tr>"
-        for file, reason in files[:_SKIPPED_SHOWN]
-    )
+    listed = table((str(file), escape(str(why))) for file, why in files[:_SKIPPED_SHOWN])
     more = len(files) - _SKIPPED_SHOWN
     rest = f"<p class='lead'>… and {more} more.</p>" if more > 0 else ""
     count = "1 file was left out" if len(files) == 1 else f"{len(files)} files were left out"
-    return (
-        f'<details><summary>{count}</summary><div class="scroll">'
-        f'<table class="settings">{rows}</table></div>{rest}</details>'
-    )
+    return f'<details><summary>{count}</summary><div class="scroll">{listed}</div>{rest}</details>'

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .runs import FloatArray, Group
+from .runs import FloatArray, Group, Run
 
 DRAWS = 4000
 LEVEL = 0.95
@@ -61,6 +61,12 @@ def estimates(groups: Sequence[Group], key: str) -> list[Estimate | None]:
             draws = draws + spread * generator.standard_t(seeds - 1, DRAWS)
         found.append(Estimate(mean, seeds, draws, i in resampled))
     return found
+
+
+def interval_of(run: Run, key: str) -> tuple[float, float] | None:
+    """The range that other test images would give one run's result; None where it is unknown."""
+    (found,) = estimates([Group(run.name, "", 0, {}, [run])], key)
+    return None if found is None else found.interval
 
 
 def winner(found: Sequence[Estimate | None], *, higher: bool) -> int | None:

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from negchain import draws
-from negchain.augment import Images, joined
-from negchain.data import DataBundle, ImageSet, load_data, stream_batches
+from negchain.augment import Images
+from negchain.data import DataBundle, ImageSet, load_data
 from negchain.data.places import whole_file
 from negchain.data.scan import ImageFile, Scan
 from negchain.losses.request import Want
@@ -79,6 +79,7 @@ class ImageTextTask(Task):
         self.skipped = bundle.skipped
         self.unjudged = None if held else bundle.unprobed
         self.pictures = ImageTask(config, replace(bundle, pretrain=train.images))
+        self.pictures.one_pass = False  # a step shows one view of each
         self.augment = self.pictures.augment
         texts, self.begin = train.flat()
         self.tokens, cut = tokens_of(config, texts)
@@ -151,20 +152,14 @@ class ImageTextTask(Task):
         self, wants: Sequence[Want], step: Tensor, row: int | Tensor, loaded: Images | None = None
     ) -> Tensor | dict[str, Tensor]:
         """Augmented pixels [R,3,S,S], or tokens [R,L] of a caption drawn for each picture."""
-        if wants[0].tower == "anchors" and loaded is None:
-            return self.pictures.inputs(wants, step, row)
+        if wants[0].tower == "anchors":
+            return self.pictures.inputs(wants, step, row, loaded)
         ids = torch.cat([want.ids for want in wants])
-        if wants[0].tower == "keys":
-            if isinstance(row, int):
-                row = torch.arange(row, row + len(ids), device=self.device)
-            u = draws.uniform(self.config.seed, step, draws.STREAM_STORED, row, 1, torch.float64)
-            count = self.begin[ids + 1] - self.begin[ids]
-            return self.caption(self.begin[ids] + draws.integers_below(count, u[:, 0]))
-        assert loaded is not None
-        given = [loaded.to(self.device, non_blocking=True)]
-        if len(ids) > len(loaded):  # what follows the batch
-            given.append(self.pictures.images(ids[len(loaded) :]))
-        return self.augment(joined(given), self.pictures.drawn(step, row))
+        if isinstance(row, int):
+            row = torch.arange(row, row + len(ids), device=self.device)
+        u = draws.uniform(self.config.seed, step, draws.STREAM_STORED, row, 1, torch.float64)
+        count = self.begin[ids + 1] - self.begin[ids]
+        return self.caption(self.begin[ids] + draws.integers_below(count, u[:, 0]))
 
     def caption(self, numbers: Tensor) -> dict[str, Tensor]:
         """Tokens of training captions by number, [R,L]."""
@@ -172,8 +167,7 @@ class ImageTextTask(Task):
 
     def stream(self, positions: Tensor, first: int) -> Iterator[Images]:
         """Pictures decoded ahead by workers."""
-        pinned = self.device.type == "cuda"
-        return stream_batches(self.train.images, positions, self.config.workers, pinned)
+        return self.pictures.stream(positions, first)
 
     def judge(self) -> ImageTextJudge:
         """Recall both ways and the exact loss."""

@@ -154,30 +154,28 @@ class ImageTask(Task):
     def inputs(
         self, wants: Sequence[Want], step: Tensor, row: int | Tensor, loaded: Images | None = None
     ) -> Tensor:
-        """Pixels [R, C, size, size]: augmented with this step's draws, or stored ones."""
-        whole = torch.cat([want.ids for want in wants])
-        if self.plain_keys and wants[0].tower == "keys":
-            if loaded is None:
-                return self.augment.plain(self.images(whole))
-            given = [loaded.to(self.device, non_blocking=True)]  # the batch, then what was drawn
-            given += [self.images(want.ids) for want in wants[1:]]
-            return self.augment.plain(joined(given))
-        if self.config.augmentations is not None:
-            return self.augment.plain(self.images(whole))
+        """Pixels [R, C, size, size]: augmented by this step's draws, or stored, or plain."""
+        ids = torch.cat([want.ids for want in wants])
+        is_key = self.plain_keys and wants[0].tower == "keys"
+        if is_key or self.config.augmentations is not None:
+            return self.augment.plain(self._pictures(ids, loaded))
         drawn = self.drawn(step, row)
         if self.table is not None:
             dtype = self.autocast or torch.float32
-            return self.augment.from_table(self.table, whole, drawn, dtype)
+            return self.augment.from_table(self.table, ids, drawn, dtype)
+        return self.augment(self._pictures(ids, loaded), drawn)
+
+    def _pictures(self, ids: Tensor, loaded: Images | None) -> Images:  # [R] -> R of them
+        """Images by their ids; those of the batch, which come first, from what was loaded."""
         if loaded is None:
-            return self.augment(self.images(whole), drawn)
-        views = loaded.to(self.device, non_blocking=True)
-        if len(whole) == len(views):
-            return self.augment(views, drawn)
-        places = torch.arange(len(whole) - len(views), device=self.device)
-        given = [views]
-        if len(whole) > 2 * len(views):  # what follows the two views of the batch
-            given.append(self.images(whole[2 * len(views) :]))
-        return self.augment(joined(given)[torch.cat([places[: len(views)], places])], drawn)
+            return self.images(ids)
+        own, views = loaded.to(self.device, non_blocking=True), 2 if self.one_pass else 1
+        others = ids[views * len(own) :]
+        found = joined([own, self.images(others)]) if len(others) else own
+        if views == 1:
+            return found
+        places = torch.arange(len(found), device=self.device)
+        return found[torch.cat([places[: len(own)], places])]
 
     def drawn(self, step: Tensor, row: int | Tensor) -> Draws | Tensor:
         """The draws of a step's views, from a row on or of given rows [R]."""
