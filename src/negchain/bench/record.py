@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import platform
 import re
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -20,6 +17,8 @@ from pathlib import Path
 import torch
 
 from negchain.files import replacing
+from negchain.machine import commit as commit
+from negchain.machine import hardware as hardware
 from negchain.train.run_folder import versions
 
 PACKAGES = ("negchain", "torch", "torchvision", "triton", "numpy")
@@ -225,33 +224,3 @@ def new_path(folder: Path, date: str, device: torch.device) -> Path:
     stems = (f"{date}_bench_{slug}" + (f"-{n}" if n > 1 else "") for n in itertools.count(1))
     taken = {path.stem for path in folder.glob("*_bench_*")}
     return folder / f"{next(stem for stem in stems if stem not in taken)}.md"
-
-
-def hardware(device: torch.device) -> str:
-    """The GPU by name, with the CPU beside it."""
-    listed = Path("/proc/cpuinfo")
-    text = listed.read_text() if listed.exists() else ""
-    named = re.search(r"^model name\s*:\s*(.+)$", text, re.M)
-    name = named[1].strip() if named else platform.processor() or platform.machine()
-    cpu = f"{os.cpu_count()} cores of {name}, {torch.get_num_threads()} threads"
-    return f"{torch.cuda.get_device_name()}, {cpu}" if device.type == "cuda" else cpu
-
-
-def commit() -> str:
-    """The commit that is measured, with its subject, which a rebase keeps; "+changes" if src/ has.
-
-    A copy without its .git, as on a machine lent for a run, can be told by NEGCHAIN_COMMIT.
-    """
-    here = Path(__file__).resolve().parents[3]
-
-    def git(*words: str) -> str:
-        command = ["git", "-C", str(here), *words]
-        done = subprocess.run(command, capture_output=True, text=True)
-        return done.stdout.strip()
-
-    if told := os.environ.get("NEGCHAIN_COMMIT"):
-        return told
-    if not (here / ".git").exists():
-        return "unknown"
-    changes = git("status", "--porcelain", "--", "src")
-    return git("log", "-1", "--format=%h (%s)") + (" +changes" if changes else "")

@@ -52,16 +52,14 @@ def command(
     ] = -1,
 ) -> int:
     """See `HELP`."""
-    import torch  # which --help does not need
     from rich.markdown import Markdown
 
-    from negchain.bench import SUBJECTS
+    from negchain.bench import SUBJECTS  # torch, which --help does not need
     from negchain.bench.record import Record, new_path
+    from negchain.train.device import choose_device
 
     choose("--device", device, ("auto", "cpu", "cuda"))
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda needs a GPU and none is visible; use --device cpu or auto")
-    where = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
+    where = choose_device(device)
     names = [choose("--only", name.strip(), SUBJECTS) for name in only.split(",") if only]
     subjects = list(dict.fromkeys(names)) or list(SUBJECTS)
     if not -1 <= seed < 2**31:

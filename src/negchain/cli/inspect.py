@@ -22,6 +22,11 @@ if TYPE_CHECKING:  # what brings torch is imported by the commands, so that --he
     from negchain.tasks.task import Task
 
 RunFolderArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
+Device = Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where to encode.")]
+Root = Annotated[str, typer.Option(help="Folder of downloaded data sets.")]
+Checkpoint = Annotated[
+    str, typer.Option(metavar="latest|best|STEP", help="Which of the run's checkpoints.")
+]
 
 
 def evaluate(
@@ -30,11 +35,9 @@ def evaluate(
         Optional[str],  # noqa: UP045 - typer reads it
         typer.Option(help="Other data, with labelled train/ and test/."),
     ] = None,
-    checkpoint: Annotated[
-        str, typer.Option(metavar="latest|best|STEP", help="Which of the run's checkpoints.")
-    ] = "latest",
-    root: Annotated[str, typer.Option(help="Folder of downloaded data sets.")] = "data",
-    device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where to encode.")] = "auto",
+    checkpoint: Checkpoint = "latest",
+    root: Root = "data",
+    device: Device = "auto",
 ) -> int:
     """Probe a run's newest checkpoint, or another: 1-NN, linear probes, exact global loss.
 
@@ -68,8 +71,8 @@ def embed(
         ),
     ],
     out: Annotated[Path, typer.Option(help="File to write: .npz, .csv or .parquet.")],
-    root: Annotated[str, typer.Option(help="Folder of downloaded data sets.")] = "data",
-    device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where to encode.")] = "auto",
+    root: Root = "data",
+    device: Device = "auto",
 ) -> int:
     """Write embeddings of images with file and class names.
 
@@ -98,9 +101,7 @@ def export(
             "--format", metavar="timm|torchvision|onnx|safetensors", help="Who is to load it."
         ),
     ] = "safetensors",
-    checkpoint: Annotated[
-        str, typer.Option(metavar="latest|best|STEP", help="Which of the run's checkpoints.")
-    ] = "latest",
+    checkpoint: Checkpoint = "latest",
 ) -> int:
     """Write a run's encoder for other libraries, with a card whose code loads it.
 
@@ -156,7 +157,7 @@ def _judge(
     if data is not None:
         changed = replace(changed, subset=None)  # a part of the run's own data, not of others
     task = tasks.load(changed, encoder_config=encoder.encoder_config)
-    where = choose_device(changed)
+    where = choose_device(device)
     task.place(where, autocast_dtype(config, where))
     return task, encoder.to(where), loaded.step
 
@@ -166,14 +167,14 @@ TOO_MANY = 0.05  # share of all pairs above the similarity, from which the encod
 
 
 def duplicates(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    run: RunFolderArgument,
     out: Annotated[Path, typer.Option(help="The page to write; a .csv goes beside it.")],
     data: Annotated[
         Optional[str],  # noqa: UP045 - typer reads it
         typer.Option(help="Images to look at: a folder, or a list; the run's own by default."),
     ] = None,
     above: Annotated[float, typer.Option(help="Least cosine similarity of a pair.")] = 0.98,
-    device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where to encode.")] = "auto",
+    device: Device = "auto",
 ) -> int:
     """Find near-duplicates: pairs of images whose embeddings are more similar than --above.
 

@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from negchain.files import is_plain, read_arrays, read_object
+from negchain.files import read_arrays, read_object
 from negchain.methods import title_of
-from negchain.train.run_folder import metric_lines
+from negchain.train.run_folder import metric_lines, require_run
 
 from .measures import Shown, shown
 
@@ -174,15 +174,11 @@ def load_run(path: Path) -> Run:
 
     >>> load_run(Path("/no/such/run"))
     Traceback (most recent call last):
-    ValueError: a run is a folder with a config.json, and /no/such/run has none; name a folder \
-that `negchain train --out` wrote
+    negchain.train.presets.ConfigError: /no/such/run holds no run (no config.json); give a folder \
+negchain train made
     """
     path = Path(path)
-    if not is_plain(path / "config.json"):
-        raise ValueError(
-            f"a run is a folder with a config.json, and {path} has none; "
-            "name a folder that `negchain train --out` wrote"
-        )
+    require_run(path)
     config = read_object(path / "config.json")
     summary = read_object(path / "summary.json") if os.path.lexists(path / "summary.json") else None
     return Run(path, config, _read_metrics(path, config), summary, _read_artifacts(path))

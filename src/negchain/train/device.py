@@ -12,12 +12,12 @@ from negchain.train.config import ConfigError, TrainConfig
 from negchain.train.team import here
 
 
-def choose_device(config: TrainConfig) -> torch.device:
-    """The device a config names; "auto" takes a GPU if there is one."""
-    name = config.device
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
+def choose_device(name: str) -> torch.device:
+    """The device of a name: "auto" takes a GPU if there is one, "cuda" refuses to do without."""
+    there = torch.cuda.is_available()
+    if name == "cuda" and not there:
+        raise ConfigError("--device cuda needs a GPU and none is visible; use --device cpu or auto")
+    return torch.device("cuda" if name != "cpu" and there else "cpu")
 
 
 def autocast_dtype(config: TrainConfig, device: torch.device) -> torch.dtype | None:

@@ -220,12 +220,9 @@ def _on_this_machine(config: TrainConfig) -> TrainConfig:
     config = replace(config, root=os.path.abspath(config.root))
     config = tasks.named(config.task).check(config)
     if config.device == "cuda":
-        import torch  # takes seconds, and reading a config does not need it
+        from negchain.train.device import choose_device  # torch takes seconds
 
-        if not torch.cuda.is_available():
-            raise ConfigError(
-                "--device cuda needs a GPU and none is visible; use --device cpu or auto"
-            )
+        choose_device(config.device)
     return config
 
 

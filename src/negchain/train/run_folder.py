@@ -53,12 +53,17 @@ def is_run(path: str | Path) -> bool:
     return is_plain(Path(path) / "config.json")
 
 
-def load_run_config(path: Path) -> TrainConfig:
-    """The settings of a run folder, less what only the command line may say (`own_settings`)."""
+def require_run(path: Path) -> None:
+    """Refuse a path that is no run folder."""
     if not is_run(path):
         raise ConfigError(
             f"{path} holds no run (no config.json); give a folder negchain train made"
         )
+
+
+def load_run_config(path: Path) -> TrainConfig:
+    """The settings of a run folder, less what only the command line may say (`own_settings`)."""
+    require_run(path)
     return own_settings(from_json(read_text(path / "config.json")))
 
 
@@ -127,10 +132,10 @@ class RunFolder:
     def create(cls, path: str | Path, *, config: str) -> Self:
         """Start a run in `path`, new or holding nothing of ours, with `config` as config.json."""
         path = Path(path)
-        _refuse_taken(path)
+        refuse_taken(path)
         run = cls(path, _locked(path))
         try:
-            _refuse_taken(path)  # another process may have run here before the lock was ours
+            refuse_taken(path)  # another process may have run here before the lock was ours
             run.rewrite_config(config)
         except BaseException:
             run.close()
@@ -300,7 +305,8 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _refuse_taken(path: Path) -> None:
+def refuse_taken(path: Path) -> None:
+    """Refuse a folder that is none, or holds something a run would write."""
     if path.exists() and not path.is_dir():
         raise RunFolderError(f"--out must be a folder and {path} is a file; choose another --out")
     if is_run(path):

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import json
-import platform
-import shutil
-import subprocess
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from negchain import tasks
+from negchain.machine import commit, hardware
 from negchain.tasks.task import Task
 from negchain.train import loggers, trainer
-from negchain.train.config import ConfigError, TrainConfig
+from negchain.train.config import TrainConfig
 from negchain.train.device import choose_device
-from negchain.train.run_folder import RunFolder, check_writable, default_out, is_run, versions
+from negchain.train.run_folder import (
+    RunFolder,
+    check_writable,
+    default_out,
+    refuse_taken,
+    versions,
+)
 from negchain.train.team import here
 
 PACKAGES = ("negchain", "torch", "torchvision", "timm", "triton", "numpy", "scikit-learn")
@@ -36,13 +39,10 @@ def start(
         augment: in the place of the recipe; see `negchain.train.run`.
     """
     team = here()
-    if team.leads and config.out is not None and is_run(config.out):
-        raise ConfigError(
-            f"--out {config.out} already holds a run; add --resume to continue it, or name "
-            "another folder"
-        )
     if team.leads:
         check_writable(Path(config.out or "runs"))
+        if config.out is not None:
+            refuse_taken(Path(config.out))
     loggers.check(config.logger)
     task = load(config, show)
     if augment is not None:
@@ -69,9 +69,6 @@ def folder_for(config: TrainConfig) -> Path:
 
 def record(task: Task) -> dict[str, Any]:
     """config.json: what was asked for, and what it ran on."""
-    hardware = f"{platform.machine()} CPU"
-    if choose_device(task.config).type == "cuda":
-        hardware = torch.cuda.get_device_name()
     data = {
         "num_samples": task.num_samples,
         **task.info(),
@@ -82,18 +79,7 @@ def record(task: Task) -> dict[str, Any]:
     return {
         **asdict(task.config),
         "versions": versions(PACKAGES),
-        "hardware": hardware,
-        "commit": _commit(),
+        "hardware": hardware(choose_device(task.config.device)),
+        "commit": commit(),
         "data_info": data,
     }
-
-
-def _commit() -> str | None:
-    """The commit of a source checkout, None for an installed package."""
-    here, git = Path(__file__).resolve().parents[3], shutil.which("git")
-    if git is None or not (here / ".git").exists():
-        return None
-    done = subprocess.run(
-        [git, "-C", str(here), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-    )
-    return done.stdout.strip() or None

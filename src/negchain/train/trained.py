@@ -246,7 +246,7 @@ class Trained:
 def load_run_encoder(run: str | Path, device: str = "auto", root: str = "data") -> Trained:
     """What `negchain.load` does; `root` holds downloaded data sets."""
     config = replace(load_run_config(Path(run)), device=device, root=root)  # type: ignore[arg-type]
-    encoder, where = load_trained(Path(run))[0], choose_device(config)
+    encoder, where = load_trained(Path(run))[0], choose_device(device)
     if "image_size" not in encoder.encoder_config:
         raise ConfigError(
             f"this encodes images, and {run} is of --task {config.task}; a retriever is loaded by "

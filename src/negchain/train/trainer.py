@@ -354,7 +354,7 @@ def prepare(task: Task, open_folder: Callable[[], RunFolder], fresh: bool = True
     `fresh`, its weights come from a checkpoint and not from `--pretrained`.
     """
     config = task.config
-    device, team = choose_device(config), teams.here()
+    device, team = choose_device(config.device), teams.here()
     check_ranks(config, device)
     torch.manual_seed(config.seed)
     order = DataOrder(task.num_samples, config.batch_size, config.seed)

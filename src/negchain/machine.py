@@ -1,0 +1,42 @@
+"""What a record says of the machine and of the source that ran on it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import torch
+
+
+def hardware(device: torch.device) -> str:
+    """The GPU by name, with the CPU beside it."""
+    listed = Path("/proc/cpuinfo")
+    text = listed.read_text() if listed.exists() else ""
+    named = re.search(r"^model name\s*:\s*(.+)$", text, re.M)
+    name = named[1].strip() if named else platform.processor() or platform.machine()
+    cpu = f"{os.cpu_count()} cores of {name}, {torch.get_num_threads()} threads"
+    return f"{torch.cuda.get_device_name()}, {cpu}" if device.type == "cuda" else cpu
+
+
+def commit() -> str:
+    """The commit that is measured, with its subject, which a rebase keeps; "+changes" if src/ has.
+
+    A copy without its .git, as on a machine lent for a run, can be told by NEGCHAIN_COMMIT.
+    """
+    here = Path(__file__).resolve().parents[2]
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(here), *words]
+        done = subprocess.run(command, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    if told := os.environ.get("NEGCHAIN_COMMIT"):
+        return told
+    if not (here / ".git").exists() or shutil.which("git") is None:
+        return "unknown"
+    changes = git("status", "--porcelain", "--", "src")
+    return git("log", "-1", "--format=%h (%s)") + (" +changes" if changes else "")
