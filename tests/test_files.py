@@ -159,10 +159,10 @@ def test_arrays_come_back(tmp_path: Path) -> None:
         np.testing.assert_array_equal(found[name], value)
 
 
-def claiming(shape: tuple[int, ...], content: bytes) -> bytes:
+def claiming(shape: tuple[int, ...], content: bytes, kind: str = "|u1") -> bytes:
     """An .npy whose header promises more than it holds."""
     buffer = io.BytesIO()
-    header = {"descr": "|u1", "fortran_order": False, "shape": shape}
+    header = {"descr": kind, "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(buffer, header)  # type: ignore[arg-type]
     return buffer.getvalue() + content
 
@@ -186,6 +186,7 @@ def test_arrays_that_expand_are_refused_before_they_are_read(
         claiming((10**15,), b"x"),
         claiming((-1,), b"x"),
         claiming((9,), b"only 5"),
+        claiming((10**9,), b"", "<U0"),
     ],
 )
 def test_arrays_that_are_none_are_a_sentence(content: bytes, tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ import stat
 import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
@@ -234,6 +233,8 @@ def read_object(path: Path) -> dict[str, Any]:
 
 def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
     """The arrays of an .npz: plain numbers or text, of at most `ARRAYS_LIMIT` bytes together."""
+    import numpy as np  # a tenth of a second, which `negchain --help` can do without
+
     try:
         with open_plain(path) as file, zipfile.ZipFile(file) as archive:
             members = [m for m in archive.infolist() if m.filename.endswith(".npy")]
@@ -242,29 +243,15 @@ def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
             found = {}
             for member in members:
                 with archive.open(member) as stream:
-                    found[member.filename[:-4]] = _read_array(stream, member.file_size)  # type: ignore[arg-type]
+                    array = found[member.filename[:-4]] = np.lib.format.read_array(stream)
+                if array.size > member.file_size:  # of numbers without a byte there may be any
+                    raise FileRefused(f"it claims an array of shape {array.shape}")
             return found
-    except (ValueError, OSError, EOFError, NotImplementedError, RuntimeError,
+    except (ValueError, OSError, EOFError, NotImplementedError, RuntimeError, MemoryError,
             zipfile.BadZipFile, zipfile.zlib.error) as error:  # type: ignore[attr-defined] # fmt: skip
         raise FileRefused(
             f"{path} must be an .npz of plain arrays, but {error}; delete it or restore it"
         ) from None
-
-
-def _read_array(stream: BinaryIO, size: int) -> NDArray[Any]:
-    """One .npy; its header says how much it holds, which is checked against what is there."""
-    import numpy as np  # a tenth of a second, which `negchain --help` can do without
-
-    version = np.lib.format.read_magic(stream)
-    read = {(1, 0): np.lib.format.read_array_header_1_0}.get(
-        version, np.lib.format.read_array_header_2_0
-    )
-    shape, fortran, dtype = read(stream)
-    count = prod(shape)
-    if dtype.hasobject or min(shape, default=1) < 0 or count * dtype.itemsize > size:
-        raise ValueError(f"an array of {dtype} and shape {shape} is not in {size} bytes")
-    flat = np.frombuffer(stream.read(count * dtype.itemsize), dtype, count)
-    return flat.reshape(shape, order="F" if fortran else "C").copy()
 
 
 def _sync_folder(folder: Path) -> None:
