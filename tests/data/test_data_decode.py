@@ -167,7 +167,7 @@ def test_bombs_are_refused_and_large_photos_are_not(
         Image.fromarray(noise(side, side)).save(tmp_path / f"{side}.png")
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)  # PIL warns above, refuses above twice
     paths = [str(tmp_path / f"{side}.png") for side in (10, 12, 20)]
-    images, failed = decode_files(paths, 8, workers=2)
+    images, _, failed = decode_files(paths, 8, workers=2)
     assert list(failed) == [2] and "decompression bomb" in failed[2]
     assert len(images) == 2
 
@@ -181,7 +181,7 @@ def test_reasons(tmp_path: Path) -> None:
     (tmp_path / "half.jpg").write_bytes(whole.getvalue()[:-200])
     os.mkfifo(tmp_path / "pipe.jpg")
     names = ("empty", "text", "script", "pipe", "half")
-    _, failed = decode_files([str(tmp_path / f"{name}.jpg") for name in names], 8, workers=1)
+    *_, failed = decode_files([str(tmp_path / f"{name}.jpg") for name in names], 8, workers=1)
     assert failed[0] == "empty file" and failed[3] == "not a regular file"
     assert failed[1] == failed[2] == "not an image of a known format"
     assert "truncated" in failed[4]
@@ -208,7 +208,7 @@ def test_damaged_files_never_raise_and_resident_agrees_with_streamed(
         paths.append(str(path))
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # PIL's warnings must not reach the user
-        images, failed = decode_files(paths, 16, workers=2)
+        images, _, failed = decode_files(paths, 16, workers=2)
         assert check_files(paths, workers=2).keys() == failed.keys()
     assert 0 in failed and len(images) == len(paths) - len(failed)
 
@@ -220,7 +220,7 @@ def test_gaps_are_closed_in_order(tmp_path: Path) -> None:
         if number % 3:
             Image.new("L", (4, 4), number).save(path)
         paths.append(str(path))
-    images, failed = decode_files(paths, 4, workers=2)
+    images, _, failed = decode_files(paths, 4, workers=2)
     assert images[:, 0, 0, 0].tolist() == [n for n in range(50) if n % 3]
     assert sorted(failed) == [n for n in range(50) if n % 3 == 0]
     rows = torch.arange(40, dtype=torch.uint8).view(40, 1, 1, 1)
@@ -291,7 +291,7 @@ MEASURE = """
 import resource, sys
 from negchain.data.files import decode_files
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-images, failed = decode_files(sys.argv[1:], 16, workers=6)
+images, _, failed = decode_files(sys.argv[1:], 16, workers=6)
 assert not failed, failed
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 """

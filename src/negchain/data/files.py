@@ -104,42 +104,25 @@ def read_sizes(
 
 
 def decode_files(
-    places: Sequence[Where | str], side: int, *, workers: int, title: str | None = None
-) -> tuple[Tensor, dict[int, str]]:
-    """All readable files as one uint8 tensor [M,3,side,side], and {number: reason} of the others.
+    places: Sequence[Where | str],
+    side: int,
+    *,
+    whole: tuple[Sequence[Size], int] | None = None,
+    workers: int,
+    title: str | None = None,
+) -> tuple[Tensor, Pictures | None, dict[int, str]]:
+    """All readable files as squares, uint8 [M,3,side,side], and {number: reason} of the others.
 
-    Row k is the k-th readable file; with `title` a progress bar is shown on stderr.
+    Between the two, where `whole` is given: the same files as whole pictures. It holds the sizes
+    of all files (`read_sizes`) and the length up to which shorter sides are kept. Row k is the k-th
+    readable file; with `title` a progress bar is shown on stderr.
 
-    >>> images, failed = decode_files(["/nowhere/a.png"], 8, workers=1)
+    >>> images, pictures, failed = decode_files(["/nowhere/a.png"], 8, workers=1)
     >>> images.shape, failed
     (torch.Size([0, 3, 8, 8]), {0: 'no such file (a broken link?)'})
     """
-    images = torch.empty(len(places), 3, side, side, dtype=torch.uint8)
-    rows: npt.NDArray[Any] = images.numpy()
-
-    def work(i: int) -> None:
-        rows[i] = read_image(places[i], side)
-
-    failed = _run(work, places, workers=workers, title=title)
-    return _close_gaps(images, failed), failed
-
-
-def decode_whole(
-    places: Sequence[Where | str],
-    sizes: Sequence[Size],  # of `read_sizes`
-    side: int,
-    short: int,
-    *,
-    workers: int,
-    title: str | None = None,
-) -> tuple[Tensor, Pictures, dict[int, str]]:
-    """`decode_files`, and the same files as whole pictures with shorter sides up to `short`.
-
-    >>> images, pictures, _ = decode_whole(["/nowhere/a.png"], [(9, 9)], 8, 32, workers=1)
-    >>> len(images), len(pictures)
-    (0, 0)
-    """
     squares = torch.empty(len(places), 3, side, side, dtype=torch.uint8)
+    sizes, short = whole or ([(0, 0)] * len(places), 0)
     shapes = torch.tensor([stored_size(size, short) for size in sizes]).view(-1, 2)
     ends = (3 * shapes.prod(1)).cumsum(0)
     begins = ends - 3 * shapes.prod(1)
@@ -150,6 +133,9 @@ def decode_whole(
     spans = list(zip(begins.tolist(), ends.tolist(), strict=True))
 
     def work(i: int) -> None:
+        if whole is None:
+            rows[i] = read_image(places[i], side)
+            return
         begin, end = spans[i]
         rows[i], picture = read_both(places[i], side, short)
         if picture.size != end - begin:
@@ -160,7 +146,7 @@ def decode_whole(
     failed = _run(work, places, workers=workers, title=title)
     keep = torch.tensor([i for i in range(len(places)) if i not in failed], dtype=torch.int64)
     # The bytes of unreadable files stay where they are: nobody's offset leads there.
-    pictures = Pictures(flat, begins[keep], sizes_hw[keep])
+    pictures = Pictures(flat, begins[keep], sizes_hw[keep]) if whole else None
     return _close_gaps(squares, failed), pictures, failed
 
 

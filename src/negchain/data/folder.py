@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from negchain.data.decode import IMAGE_SUFFIXES, Size
-from negchain.data.files import check_files, decode_files, decode_whole
+from negchain.data.files import check_files, decode_files
 from negchain.data.image_set import DataBundle, ImageSet
 from negchain.data.scan import ImageFile, Scan, classes_of, require_known_classes, too_few
 from negchain.data.storage import Storage
@@ -39,12 +39,11 @@ def load_folder(
     title = f"{'decoding' if storage.resident else 'checking'} {name}" if progress else None
     if not storage.resident:
         failed = check_files(places, workers=workers, title=title)
-    elif storage.short:
-        images, whole, failed = decode_whole(
-            places, sizes, storage.side, storage.short, workers=workers, title=title
-        )
     else:
-        images, failed = decode_files(places, storage.side, workers=workers, title=title)
+        pictures = (sizes, storage.short) if storage.short else None
+        images, whole, failed = decode_files(
+            places, storage.side, whole=pictures, workers=workers, title=title
+        )
     skipped = scan.unreadable + tuple((files[i].name, why) for i, why in failed.items())
     kept = [file for i, file in enumerate(files) if i not in failed]
     count = len(scan.pretrain) - sum(i < len(scan.pretrain) for i in failed)

@@ -209,7 +209,7 @@ class Trained:
         folders = [path for path in paths if Path(path).is_dir()]
         if folders:
             raise ConfigError(f"a list names files and {folders[0]} is a folder; give it alone")
-        squares, failed = decode_files(paths, self.side, workers=num_cores())
+        squares, _, failed = decode_files(paths, self.side, workers=num_cores())
         skipped = tuple((paths[i], why) for i, why in failed.items())
         if not len(squares):
             first = f" ({skipped[0][0]}: {skipped[0][1]})" if skipped else ""
