@@ -154,11 +154,15 @@ def refuse_larger(config: Mapping[str, Any], num_bytes: int) -> None:
     _check(described)
     with torch.device("meta"):
         backbone = _backbone(described)
-    needed = sum(weight.numel() * weight.element_size() for weight in backbone.parameters())
+    refuse_weights(backbone, described["name"], num_bytes)
+
+
+def refuse_weights(model: nn.Module, name: str, num_bytes: int) -> None:
+    """Refuse a model whose weights are more than so many bytes."""
+    needed = sum(weight.numel() * weight.element_size() for weight in model.parameters())
     if needed > num_bytes:
         raise ValueError(
-            f"{described['name']} has {needed >> 20:,} MB of weights and the file has "
-            f"{num_bytes >> 20:,} MB"
+            f"{name} has {needed >> 20:,} MB of weights and the file has {num_bytes >> 20:,} MB"
         )
 
 

@@ -40,12 +40,16 @@ def nearest_neighbours(
     check_features(train_x, query_x)
     if metric not in get_args(Metric):
         raise ValueError(f"metric must be one of {', '.join(get_args(Metric))}, got {metric!r}")
-    if not 1 <= k <= len(train_x):
+    _check_k([k], train_x)
+    return _nearest(train_x, query_x, k, metric, chunk)[1]
+
+
+def _check_k(ks: Sequence[int], train_x: Tensor) -> None:
+    if not 1 <= min(ks) <= max(ks) <= len(train_x):
         raise ValueError(
-            f"k must lie between 1 and the number of training rows, got k={k} and "
+            f"k must lie between 1 and the number of training rows, got {list(ks)} and "
             f"{len(train_x)} rows; lower k"
         )
-    return _nearest(train_x, query_x, k, metric, chunk)[1]
 
 
 def _nearest(
@@ -82,11 +86,7 @@ def knn_votes(
         [0]
     """
     check_rows(train_x, train_y, test_x)
-    if not 1 <= min(ks) <= max(ks) <= len(train_x):
-        raise ValueError(
-            f"every k must lie between 1 and the number of training rows, got {list(ks)} and "
-            f"{len(train_x)} rows; lower k"
-        )
+    _check_k(ks, train_x)
     closeness, nearest = _nearest(train_x, test_x, max(ks), "cosine", chunk)
     classes, labels = torch.unique(train_y.to(train_x.device), return_inverse=True)
     votes = {}

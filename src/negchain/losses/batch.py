@@ -58,17 +58,13 @@ def check_batch(
     call: Call, num_samples: int | None, num_keys: int | None, normalize: bool
 ) -> Batch:
     """Refuse what is wrong, convert what is right; see the module's header."""
-    index, key_index, known = call.index, call.key_index, call.known
+    key_index, known = call.key_index, call.known
     check_shapes(call.z_a, call.z_b, key_index, num_keys)
     both = as_embedding(torch.stack([call.z_a, call.z_b]), normalize)
     batch_size, device = both.shape[1], both.device
     if batch_size == 0:
         raise ValueError("a batch must hold at least one sample, got none; skip an empty batch")
-    if index is None:
-        if num_samples is not None:
-            raise ValueError("index= is missing: pass the data set positions of the batch, [B]")
-        index = torch.arange(batch_size, device=device)
-    index = as_ids("index", index, batch_size, device)
+    index = positions(call, num_samples)
     keys = index if key_index is None else as_ids("key_index", key_index, batch_size, device)
     if known is not None:
         known = as_ids("known", known, batch_size, device, dims=2)
@@ -100,6 +96,16 @@ def check_batch(
     elif num_keys is not None:
         keys = keys.clamp(0, num_keys - 1)
     return Batch(both, index, keys, known, in_range & finite, faults)
+
+
+def positions(call: Call, num_samples: int | None) -> Tensor:  # [B]
+    """The positions of a batch's anchors; a loss without a size takes them to be all different."""
+    size, device, index = len(call.z_a), call.z_a.device, call.index
+    if index is None:
+        if num_samples is not None:
+            raise ValueError("index= is missing: pass the data set positions of the batch, [B]")
+        index = torch.arange(size, device=device)
+    return as_ids("index", index, size, device)
 
 
 def check_shapes(z_a: Tensor, z_b: Tensor, key_index: object, num_keys: int | None) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from negchain.fast.backends import prefers_triton, triton_error
 from negchain.fast.fused import MAX_COLUMNS
-from negchain.losses.batch import Call, as_ids, check_shapes
+from negchain.losses.batch import Call, as_ids, check_shapes, check_width, positions
 from negchain.losses.request import Request, answered
 from negchain.losses.settings import ISIR, MH, InBatch
 from negchain.losses.state import Report
@@ -127,13 +127,7 @@ def in_batch(
         if loss_fn.backend == "fused":
             raise not_applicable(call.z_a)
         return None
-    size, device = len(call.z_a), call.z_a.device
-    index = call.index
-    if index is None:
-        if loss_fn.num_samples is not None:
-            raise ValueError("index= is missing: pass the data set positions of the batch, [B]")
-        index = torch.arange(size, device=device)
-    index = as_ids("index", index, size, device)
+    index = positions(call, loss_fn.num_samples)
     if loss_fn.num_samples is None:  # any integers will do: only which are equal matters
         index = torch.searchsorted(index.sort().values, index)
     weighting = "softmax" if log_u is None else "sogclr"
@@ -165,11 +159,8 @@ def _sides(
     report: Report = {}
     counts = loss_fn.training and settings["weighting"] != "softmax"
     for side, held in enumerate(carried):
-        if held is not None and held.shape != z_a.shape:
-            raise ValueError(
-                f"an answer must hold embeddings [R, D] = {tuple(z_a.shape)}, "
-                f"got {tuple(held.shape)}"
-            )
+        if held is not None:
+            check_width(held, z_a.shape[1])
         mine: dict[str, Any] = {
             name: None if table is None else table[side] for name, table in tables.items()
         }

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from negchain.encoders import refuse_weights
 from negchain.files import read_object
 from negchain.printable import show
 from negchain.train.presets import ConfigError
@@ -106,12 +107,7 @@ def refuse_larger(
         raise ValueError(f"layers must be at most {MOST_LAYERS}, got {found[0]}")
     with torch.device("meta"):
         model = (build or _fresh)(**described)
-    needed = sum(weight.numel() * weight.element_size() for weight in model.parameters())
-    if needed > num_bytes:
-        raise ValueError(
-            f"this {described.get('model_type', 'model')} has {needed >> 20:,} MB of weights and "
-            f"the file has {num_bytes >> 20:,} MB"
-        )
+    refuse_weights(model, f"this {described.get('model_type', 'model')}", num_bytes)
 
 
 def _layers(described: Mapping[str, Any]) -> list[int]:

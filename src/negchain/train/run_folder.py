@@ -14,7 +14,6 @@ to the step from which the run continues, so a resumed run's metrics equal an un
 """
 
 import contextlib
-import errno
 import fcntl
 import importlib.metadata
 import itertools
@@ -92,16 +91,23 @@ def default_out(
     """
     source = re.sub(r"[^\w.]+", "-", Path(data).name).strip("-.")[:40] or "data"
     name = f"{now or datetime.now():%Y-%m-%d_%H%M%S}_{method}_{source}_seed{seed}"
-    try:
+    with _writing_in(Path(root)):
         Path(root).mkdir(parents=True, exist_ok=True)
         for number in itertools.count(1):
             path = Path(root) / (name if number == 1 else f"{name}-{number}")
             with contextlib.suppress(FileExistsError):
                 path.mkdir()
                 return path
-    except OSError as error:
-        raise RunFolderError(f"cannot write in {root} ({error}); choose another --out") from error
     raise AssertionError("unreachable")
+
+
+@contextlib.contextmanager
+def _writing_in(folder: Path) -> Iterator[None]:
+    """Refuse a folder in which nothing can be written."""
+    try:
+        yield
+    except OSError as error:
+        raise RunFolderError(f"cannot write in {folder} ({error}); choose another --out") from error
 
 
 class RunFolder:
@@ -326,11 +332,9 @@ def _locked(path: Path) -> BinaryIO:
     trainer's folder is free at once although its workers take seconds to notice.
     """
     _require_utf8(path)
-    try:
+    with _writing_in(path):
         path.mkdir(parents=True, exist_ok=True)
         lock = open_plain(path / ".lock", "a+b")
-    except OSError as error:
-        raise RunFolderError(f"cannot write in {path} ({error}); choose another --out") from error
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -361,15 +365,11 @@ def check_writable(path: Path) -> None:
     """Refuse a folder that could not be made or written to, before there is anything to write."""
     _require_utf8(path)
     there = next(p for p in (path.absolute(), *path.absolute().parents) if os.path.lexists(p))
-    try:
+    with _writing_in(there):
         if not there.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, "it is no folder", str(there))
+            raise NotADirectoryError("it is no folder")
         with tempfile.TemporaryFile(dir=there):
             pass
-    except OSError as error:
-        raise RunFolderError(
-            f"cannot write in {there} ({error.strerror}); choose another --out"
-        ) from error
 
 
 def versions(packages: tuple[str, ...]) -> dict[str, str]:
