@@ -1,4 +1,4 @@
-"""The sources that `--data` names, told without torch: a path is mistyped often."""
+"""The sources that `--data` names. Nothing here needs torch: a mistyped path is refused at once."""
 
 import difflib
 import os

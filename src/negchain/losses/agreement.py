@@ -32,7 +32,7 @@ class Own(NamedTuple):
 
 
 def is_drawn(name: str, own: Own) -> bool:
-    """Whether rows of the batch have draws of their own there, which the caller made."""
+    """Whether these are the caller's draws for each row of the batch."""
     return name.startswith("draw") and own.of_batch
 
 

@@ -49,7 +49,7 @@ class Sampler:
     keep_keys: bool = False  # whether embeddings of final states are wanted
 
     def coin(self, num_items: int) -> Tensor:  # [B] bool
-        """Which copy of each item rows of the first view are offered."""
+        """Whether rows of the first view are offered z_a's copy of each item, or z_b's."""
         row = torch.zeros(1, dtype=torch.int32, device=self.step.device)
         return draws.bits(self.seed, self.step, draws.STREAM_COPY, row, num_items)[0] & 1 == 0
 

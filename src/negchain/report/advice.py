@@ -1,6 +1,6 @@
 """What numbers of a run mean, in a sentence each, and what to do about it.
 
-Looked at: the last quarter of a curve, so that a start that was cured is not complained about.
+Curves are judged by their last quarter: a bad start that was cured does not count.
 """
 
 from __future__ import annotations

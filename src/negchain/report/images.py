@@ -68,7 +68,7 @@ _LETTER = 7.2  # px: the mean advance of a 13 px system font, widest case
 
 
 def confusion(run: Run) -> str:
-    """The matrix and the list; empty where the run kept no answers."""
+    """Which class the probe takes for which: a matrix and a list; "" where no answers were kept."""
     art = run.artifacts
     if not {"test_labels", "probe_predicted"} <= art.keys() or not len(art["test_labels"]):
         return ""

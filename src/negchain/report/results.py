@@ -172,7 +172,7 @@ def _plain(text: str) -> str:
 
 
 def recommendation(groups: Sequence[Group], lead: Metric) -> str | None:
-    """A sentence or two; None where nothing says how good the encoder was."""
+    """Which group to take, if any; None where nobody measured the encoder before training."""
     before = f"before_{lead.key}"
     known = [g for g in groups if any(before in run.artifacts for run in g.counted)]
     if not known:

@@ -126,7 +126,7 @@ def read_beir(folder: Path, holdout: float, subset: int | None = None) -> Beir:
 
 
 def _apart(queries: Queries, name: str, held: list[str], notes: list[str]) -> Queries:
-    """Those that are not asked, word for word, in a split that is held out of theirs."""
+    """The queries whose text is not among the `held` ones, which are held out from theirs."""
     taken = set(held)
     kept = [n for n, text in enumerate(queries.texts) if text not in taken]
     if gone := len(queries) - len(kept):

@@ -195,9 +195,10 @@ def check_words(tokenizer: Any) -> None:
 
 
 def hardest(lengths: Tensor, largest: Tensor) -> Tensor:
-    """Places of the longest text and the largest token, of [N]: if any is too much, these are.
+    """Places of the longest text and of the one with the largest token, of N texts.
 
-    They are tried before the first step: the files of a folder may not suit each other.
+    A model that can encode these two can encode all. They are tried before the first step, because
+    the files of a folder may not suit each other.
     """
     return torch.stack([lengths.argmax(), largest.argmax()])
 

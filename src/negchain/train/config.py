@@ -49,7 +49,7 @@ def setting(default: T, panel: Panel, *, help: str, **known: Any) -> T:
 
 
 def between(low: int, high: int = 2**31 - 1) -> Rule:  # steps and positions are 32-bit integers
-    """Both ends are allowed.
+    """A rule for numbers from `low` to `high`, both ends allowed.
 
     >>> fulfilled, words = between(1, 5)
     >>> fulfilled(5), words

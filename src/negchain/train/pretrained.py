@@ -1,4 +1,4 @@
-"""Weights: a run's encoder with those of its checkpoints, and `--pretrained`, the first ones.
+"""Weights from files: the encoder of a run's checkpoint, and what `--pretrained` starts from.
 
 Tensors are matched by name and shape; what does not match keeps its fresh weights and is named.
 Nothing is unpickled but tensors.

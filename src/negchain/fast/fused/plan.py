@@ -27,7 +27,7 @@ class Plan:
     index: Tensor  # [B] int64, id of each item
     side: int
     step: Tensor  # [] of the caller
-    counts: bool  # whether this side counts it on, and `seen`
+    counts: bool  # whether this side increases `step` and `seen`
     faults: Tensor  # [3]
     states: Tensor | None  # [M] where the chains stand; None: no chains
     keys: Tensor | None  # [M,D] embeddings of their states, with carried="cached"

@@ -127,7 +127,10 @@ def masked(grad: Tensor, rectified: Tensor, added: Tensor | None = None) -> Tens
 
 
 class Residuals(torch.autograd.Function):
-    """Blocks one after another, then the mean over the pixels; weights' gradients go their way."""
+    """Blocks one after another, then the mean over the pixels.
+
+    Gradients of the weights go to a `WeightGradients`, not to autograd.
+    """
 
     @staticmethod
     def forward(
