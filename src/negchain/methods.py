@@ -209,10 +209,6 @@ def _sogclr(s: LossSettings) -> ContrastiveLoss:
     return _loss("SogCLRLoss", s, s.option("gamma", 0.9), proposals=proposals, **s.chosen)
 
 
-def _negcache(s: LossSettings) -> ContrastiveLoss:
-    return _loss("NegativeCacheLoss", s, s.option("refresh", 0.01), **s.chosen)
-
-
 def _topk(s: LossSettings) -> ContrastiveLoss:
     numbers = s.option("k", 2), s.option("top", 20), s.option("refresh", 0.01)
     return _loss("TopKLoss", s, *numbers, **s.chosen)
@@ -278,7 +274,7 @@ for _method in (
         "negcache",
         "Negative Cache",
         ("#c0649a", "#e092c0"),
-        _negcache,
+        lambda s: _loss("NegativeCacheLoss", s, s.option("refresh", 0.01), **s.chosen),
         options=("refresh",),
         plain_keys=True,
         reproduced="small",

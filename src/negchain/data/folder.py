@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from negchain.data.decode import IMAGE_SUFFIXES, Size
 from negchain.data.files import check_files, decode_files
@@ -84,13 +83,14 @@ def _divide(
     if scan.test and (not classes or not tested):
         notes += (f"nothing is probed: {unprobed}",)
     pretrain = everything.select(torch.arange(count))
-    labels = _labels(kept, classes)
-    if labels is not None:
-        pretrain = replace(pretrain, labels=labels[:count])
     test = None
-    if labels is not None and tested:
-        chosen = torch.tensor(tested)
-        test = replace(everything.select(chosen), labels=labels[chosen])
+    if len(classes) >= 2:
+        number = {name: k for k, name in enumerate(classes)}
+        labels = torch.tensor([number.get(f.class_name or "", -1) for f in kept])
+        pretrain = replace(pretrain, labels=labels[:count])
+        if tested:
+            chosen = torch.tensor(tested)
+            test = replace(everything.select(chosen), labels=labels[chosen])
     shape = (everything.channels, *everything.size, *([storage.short] if storage.short else ()))
     items = [(file.name, file.place.size) for file in kept]
     return DataBundle(
@@ -122,13 +122,6 @@ def _require_images(
         if root.lower().endswith(".csv"):
             remedy = "name images by paths that are relative to the table"
         raise ValueError(f"{printable(root)} holds 0 readable images{unread}; {remedy}")
-
-
-def _labels(files: Sequence[ImageFile], classes: Sequence[str]) -> Tensor | None:
-    if len(classes) < 2:
-        return None
-    number = {name: k for k, name in enumerate(classes)}
-    return torch.tensor([number.get(f.class_name or "", -1) for f in files])
 
 
 def labelled_part(pretrain: ImageSet) -> ImageSet | None:

@@ -322,7 +322,7 @@ def _adapt(part: ImageSet, prefix: str, channels: int) -> ImageSet:
     images = None if part.images is None else part.images.expand(-1, channels, -1, -1)
     whole = part.whole
     if isinstance(whole, Pictures):
-        whole = whole if whole.channels == channels else whole.in_colour()
+        whole = whole.in_colour() if channels == 3 else whole
     elif whole is not None:
         whole = whole.expand(-1, channels, -1, -1)
     names = tuple(prefix + name for name in part.names)
@@ -337,20 +337,16 @@ def _concatenate(parts: Sequence[ImageSet]) -> ImageSet:
             [n if part.labels is None else part.labels for n, part in zip(none, parts, strict=True)]
         )
     images = [part.images for part in parts if part.images is not None]
+    whole: Images | None = None
+    if any(part.whole is not None for part in parts):
+        tables = [part.table for part in parts if part.table is not None]
+        whole = joined([t if isinstance(t, Pictures) else Pictures.of(t) for t in tables])
     return ImageSet(
         names=tuple(name for part in parts for name in part.names),
         labels=labels,
         images=torch.cat(images) if images else None,
         places=None if images else tuple(p for part in parts for p in part.places or ()),
         side=parts[0].side,
-        whole=_whole_of(parts),
+        whole=whole,
         short=parts[0].short,
     )
-
-
-def _whole_of(parts: Sequence[ImageSet]) -> Images | None:
-    """What crops of all parts are cut from; None where that is the squares."""
-    if all(part.whole is None for part in parts):
-        return None
-    tables = [part.table for part in parts if part.table is not None]
-    return joined([t if isinstance(t, Pictures) else Pictures.of(t) for t in tables])

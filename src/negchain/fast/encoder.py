@@ -125,7 +125,8 @@ class CopyingEncoder(PlainEncoder):
         gradients: WeightGradients | None = None,
     ) -> None:
         super().__init__(encoder, autocast)
-        by_name = {n: w for n, w in _named_parameters(encoder).items() if w.requires_grad}
+        named = encoder.named_parameters(remove_duplicate=False)  # of two names for one, both
+        by_name = {name: weight for name, weight in named if weight.requires_grad}
         self._weights = list(dict.fromkeys(by_name.values()))  # one with two names: one copy
         self._cast = set(cast_by_autocast(encoder).values())
         place = {weight: number for number, weight in enumerate(self._weights)}
@@ -235,11 +236,6 @@ def _compiling() -> Iterator[None]:
         # the compiler looks whether a copy has a gradient
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
         yield
-
-
-def _named_parameters(encoder: nn.Module) -> dict[str, nn.Parameter]:
-    """Every name of every parameter, where two share one too."""
-    return dict(encoder.named_parameters(remove_duplicate=False))
 
 
 def cast_by_autocast(encoder: nn.Module) -> dict[str, nn.Parameter]:

@@ -251,7 +251,10 @@ class NegchainTrainer(SentenceTransformerTrainer):  # type: ignore[misc]
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
         if self.args.should_save:
-            states = {name: _state_of(loss) for name, loss in self._losses().items()}
+            states = {  # of each loss what it has beside the model
+                name: {k: v for k, v in loss.state_dict().items() if not k.startswith("model.")}
+                for name, loss in self._losses().items()
+            }
             with replacing(Path(output_dir) / STATE_NAME) as file:
                 torch.save(states, file)
 
@@ -275,8 +278,3 @@ class NegchainTrainer(SentenceTransformerTrainer):  # type: ignore[misc]
                     f"{path} is the state of another loss ({', '.join(lost[:3])} missing); build "
                     "the loss as it was built when the checkpoint was written"
                 )
-
-
-def _state_of(loss: nn.Module) -> dict[str, Tensor]:
-    """What a loss has beside the model."""
-    return {k: v for k, v in loss.state_dict().items() if not k.startswith("model.")}

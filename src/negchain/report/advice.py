@@ -45,7 +45,9 @@ def advice(run: Run) -> list[str]:
             "that show the same thing, are no negatives (negchain duplicates finds them). If they "
             "are true negatives, lower --beta."
         )
-    if accepted is not None and accepted > RESTLESS and "burn_in" in _options(run):
+    method = METHODS.get(str(run.config.get("method")))
+    walks = method is not None and "burn_in" in method.options  # not i-SIR, which accepts at once
+    if accepted is not None and accepted > RESTLESS and walks:
         why = "because the embeddings have collapsed" if collapsed else "--beta is too small"
         said.append(
             f"The chains accept {number(accepted, 'percent')} of their proposals: all negatives "
@@ -94,9 +96,3 @@ def _in_text(name: str) -> str:
     """A baseline's name within a sentence."""
     name = name.lower()
     return name if name.endswith("s") else f"the {name}"
-
-
-def _options(run: Run) -> tuple[str, ...]:
-    """Options of the run's method: what kind of chain it has, if any."""
-    name = str(run.config.get("method"))
-    return METHODS[name].options if name in METHODS else ()

@@ -181,7 +181,9 @@ negchain train made
     require_run(path)
     config = read_object(path / "config.json")
     summary = read_object(path / "summary.json") if os.path.lexists(path / "summary.json") else None
-    return Run(path, config, _read_metrics(path, config), summary, _read_artifacts(path))
+    file = path / "artifacts.npz"
+    artifacts = read_arrays(file) if os.path.lexists(file) else {}
+    return Run(path, config, _read_metrics(path, config), summary, artifacts)
 
 
 def _finite(value: object) -> float | None:
@@ -214,13 +216,6 @@ def _read_metrics(path: Path, config: dict[str, Any]) -> list[dict[str, float]]:
         if place in numbers:  # training and evaluation lines of a step are one; a repeat wins
             merged.setdefault((place, numbers[place]), {}).update(numbers)
     return sorted(merged.values(), key=lambda entry: entry.get("samples", entry.get("step", 0.0)))
-
-
-def _read_artifacts(path: Path) -> dict[str, NDArray[Any]]:
-    file = path / "artifacts.npz"
-    if not os.path.lexists(file):
-        return {}
-    return read_arrays(file)
 
 
 @dataclass(frozen=True)

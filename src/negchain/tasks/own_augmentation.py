@@ -41,7 +41,8 @@ class OwnAugmentation(Augmentation):
         with torch.random.fork_rng(), torch.autocast(images.device.type, enabled=False):
             torch.manual_seed(int(drawn[0, 0].item() * 2**24))
             found = self.function(self._squares(images))
-        wanted = [len(images), *self._shape(images)]
+        channels = images.shape[1] if isinstance(images, Tensor) else images.channels
+        wanted = [len(images), channels, self.size, self.size]
         if not isinstance(found, Tensor) or list(found.shape) != wanted:
             got = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
             raise ConfigError(f"augment must return pixels of shape {wanted}, got {got}")
@@ -64,10 +65,6 @@ class OwnAugmentation(Augmentation):
             return images
         squares = Augmentation(size=2 * self.size).plain(images)
         return (255 * squares).round().to(torch.uint8)
-
-    def _shape(self, images: Images) -> list[int]:
-        channels = images.shape[1] if isinstance(images, Tensor) else images.channels
-        return [channels, self.size, self.size]
 
 
 def function_name(augment: Augmentation) -> str | None:

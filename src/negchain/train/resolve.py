@@ -226,9 +226,9 @@ def _on_this_machine(config: TrainConfig) -> TrainConfig:
     return config
 
 
-def _weights_path(start: str | None) -> str | None:
+def _weights_path(start: str) -> str:
     """`--pretrained` as an absolute path, unless it is no path."""
-    if start is None or start == "timm":
+    if start == "timm":
         return start
     if not os.path.exists(start):
         raise ConfigError(

@@ -48,7 +48,14 @@ def start(
     if augment is not None:
         task.augment_by(augment)
     text = json.dumps(record(task), indent=2) + "\n"
-    run = trainer.prepare(task, lambda: RunFolder.create(folder_for(config), config=text))
+
+    def folder() -> RunFolder:
+        path = config.out or default_out(
+            method=config.name or config.method, data=config.data, seed=config.seed
+        )
+        return RunFolder.create(path, config=text)
+
+    run = trainer.prepare(task, folder)
     return run, [*task.notes, *run.notes]
 
 
@@ -58,13 +65,6 @@ def load(config: TrainConfig, show: bool) -> Task:
     if config.download and team.world > 1:
         team.first(lambda: tasks.load(config, show) and None)
     return tasks.load(config, show and team.leads)
-
-
-def folder_for(config: TrainConfig) -> Path:
-    """Where the run goes: where the user said, or a new folder."""
-    if config.out is not None:
-        return Path(config.out)
-    return default_out(method=config.name or config.method, data=config.data, seed=config.seed)
 
 
 def record(task: Task) -> dict[str, Any]:

@@ -161,8 +161,8 @@ class Run:
             self.done += 1
             progress.at(self.done)
             last = self.done == self.total_steps
-            evaluates = self._evaluates() and not last
-            due = config.checkpoint_every and self.done % config.checkpoint_every == 0 and not last
+            evaluates = _due(self.done, config.eval_every * self.order.steps_per_epoch) and not last
+            due = _due(self.done, config.checkpoint_every) and not last
             if self.done % config.log_every == 0 or last:
                 self._read(clock, progress)
                 self._reading = Reading(self.step, self.done, self.task.watched)
@@ -226,10 +226,6 @@ class Run:
         best = checkpoint.load_named(self.folder.checkpoints, "best")
         self.encoder.load_state_dict(best.state["encoder"])
         return {"best_step": best.step}
-
-    def _evaluates(self) -> bool:
-        every = self.config.eval_every * self.order.steps_per_epoch
-        return every > 0 and self.done % every == 0
 
     def _batches(self) -> Iterator[tuple[Tensor, Any]]:
         """Positions, and what is loaded for them unless the device has it, from `done` on."""
@@ -390,6 +386,10 @@ def prepare(task: Task, open_folder: Callable[[], RunFolder], fresh: bool = True
     folder.logger_settings = config
     whole = shards.whole if shards else encoder
     return Run(task, folder, whole, step, order, task.judge(), total, notes=notes, shards=shards)
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
 
 
 def _graphed(task: Task) -> bool:
