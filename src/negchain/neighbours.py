@@ -73,10 +73,9 @@ def knn_votes(
     test_x: Tensor,
     *,
     ks: Sequence[int],
-    temperature: float = KNN_TEMPERATURE,
     chunk: int = 1024,
 ) -> dict[int, Tensor]:
-    """For each k the votes of the k nearest rows, weighted by exp(cosine / temperature): [Q,C].
+    """For each k the votes of the k nearest rows, weighted by exp(cosine / 0.07): [Q,C].
 
     C runs over the sorted classes of `train_y`; a row's votes sum to one. All k share one search.
 
@@ -92,7 +91,7 @@ def knn_votes(
     votes = {}
     for k in ks:
         # closeness is 2 cos - 1, so a softmax over half of it is one over the cosine
-        weights = (closeness[:, :k] / (2 * temperature)).softmax(1)
+        weights = (closeness[:, :k] / (2 * KNN_TEMPERATURE)).softmax(1)
         votes[k] = weights.new_zeros(len(weights), len(classes))
         votes[k].scatter_add_(1, labels[nearest[:, :k]], weights)
     return votes

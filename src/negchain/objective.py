@@ -100,40 +100,30 @@ def detached_logits(side: Side, similarity: Tensor, beta: float | Tensor) -> Ten
     return usable(logits, side.all_excluded())
 
 
-def global_log_partition(
-    side: Side, logits: Tensor, beta: float | Tensor = 1.0
-) -> Tensor | None:  # [N,K+C] -> [N]
-    """log( m_neg / n sum_j exp(l_ij) ) over all columns at hand; None if m_neg is unknown.
-
-    Columns at hand include the copies of the batch's items that rows are not offered as proposals
-    (`Side.hidden_keys`): a partition may count an item twice, a walk must not meet it twice.
-    """
+def global_log_partition(side: Side, logits: Tensor) -> Tensor | None:  # [N,K+C] -> [N]
+    """log( m_neg / n sum_j exp(l_ij) ) over a row's n columns; None if m_neg is unknown."""
     log_num_negatives = side.log_num_negatives()
     if log_num_negatives is None:
         return None
-    log_sum, counts = log_sum_and_count(side, logits, beta)
-    return log_sum + log_num_negatives - counts.clamp(min=1).to(log_sum.dtype).log()
-
-
-def log_sum_and_count(
-    side: Side, logits: Tensor, beta: float | Tensor = 1.0
-) -> tuple[Tensor, Tensor]:  # [N,K+C] -> [N], [N]
-    """log sum_j exp(l_ij) over all columns at hand, and how many draws they stand for."""
-    log_sum, counts = torch.logsumexp(logits, 1), side.counts()
-    if side.hidden_keys is not None and len(side.kinds) == 1:
-        others = products(side.queries.detach(), side.hidden_keys) * constant(beta)
-        others = usable(others, side.excluded)
-        log_sum, counts = torch.logaddexp(log_sum, torch.logsumexp(others, 1)), 2 * counts
-    return log_sum, counts
+    counts = side.counts().clamp(min=1).to(logits.dtype)
+    return torch.logsumexp(logits, 1) + log_num_negatives - counts.log()
 
 
 def bracket(
     side: Side, logits: Tensor, beta: float | Tensor, held_ids: Tensor, held_logit: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:  # [N,K+C] ... [N] [N] -> three [N]
-    """Log partitions below and above the true one on average, and between, given carried states."""
+    """Log partitions below and above the true one on average, and between, given carried states.
+
+    The copies of the batch's items that rows are not offered as proposals (`Side.hidden_keys`)
+    count too: a partition may count an item twice, a walk must not meet it twice.
+    """
     log_m = side.log_num_negatives()
     assert log_m is not None
-    log_sum, count = log_sum_and_count(side, logits, beta)
+    log_sum, count = torch.logsumexp(logits, 1), side.counts()
+    if side.hidden_keys is not None and len(side.kinds) == 1:
+        others = products(side.queries.detach(), side.hidden_keys) * constant(beta)
+        others = usable(others, side.excluded)
+        log_sum, count = torch.logaddexp(log_sum, torch.logsumexp(others, 1)), 2 * count
     count = count.to(log_m.dtype)
     low = log_sum + log_m - count.clamp(min=1).log()
     # With the carried state, a draw from p, among the columns E[1 / mean] = m_neg / Z (the

@@ -37,11 +37,11 @@ GRADIENT_TOLERANCE = 2e-2  # of its norm; gradients of bf16 embeddings are bf16
 # ---------------------------------------------------------------------- inputs and checks
 
 
-def clustered(count: int, dim: int, generator: torch.Generator, flips: float = 0.25) -> Tensor:
+def clustered(count: int, dim: int, generator: torch.Generator) -> Tensor:
     """Unit vectors around 16 centres, [count,dim], whose inner products bf16 does not round.
 
     As many entries as the largest power of 4 up to `dim` are ± a power of two, the rest 0, so that
-    squares sum to one; members of a cluster differ in the signs of a share `flips` of them.
+    squares sum to one; members of a cluster differ in the signs of a quarter of them.
 
     >>> z = clustered(8, 512, torch.Generator().manual_seed(0))
     >>> bool((z.norm(dim=1) == 1).all()), bool((z.bfloat16() == z).all())
@@ -50,7 +50,7 @@ def clustered(count: int, dim: int, generator: torch.Generator, flips: float = 0
     used = 4 ** int(math.log(dim, 4))  # entries 1 / sqrt(used), a power of two
     centres = (torch.randint(2, (16, used), generator=generator) * 2 - 1).float()
     chosen = centres[torch.randint(16, (count,), generator=generator)] / math.sqrt(used)
-    turned = torch.rand(count, used, generator=generator) < flips
+    turned = torch.rand(count, used, generator=generator) < 0.25
     return F.pad(torch.where(turned, -chosen, chosen), (0, dim - used))
 
 

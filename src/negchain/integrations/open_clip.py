@@ -16,7 +16,7 @@ Shapes: `B` batch, `D` embedding.
 from __future__ import annotations
 
 import tarfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -198,24 +198,20 @@ class ShardPositions:
     nothing (`SogCLRLoss`, `EMC2Loss(carried="cached")`).
 
     Args:
-        urls: the shards, as given to open_clip (`{000..012}` is expanded).
-        found: (url, key) -> position; None: the tar files are listed, which reads their headers.
+        urls: the shards, as given to open_clip (`{000..012}` is expanded); their headers are read.
     """
 
-    def __init__(
-        self, urls: str | Sequence[str], found: Mapping[tuple[str, str], int] | None = None
-    ) -> None:
+    def __init__(self, urls: str | Sequence[str]) -> None:
         from webdataset.shardlists import expand_urls
         from webdataset.tariterators import base_plus_ext
 
-        self.found = dict(found) if found is not None else {}
-        if found is None:
-            for url in expand_urls(urls):
-                with tarfile.open(url) as shard:
-                    for name in shard.getnames():
-                        key, _ = base_plus_ext(name)
-                        if key is not None:
-                            self.found.setdefault((url, key), len(self.found))
+        self.found: dict[tuple[str, str], int] = {}  # (url, key): position
+        for url in expand_urls(urls):
+            with tarfile.open(url) as shard:
+                for name in shard.getnames():
+                    key, _ = base_plus_ext(name)
+                    if key is not None:
+                        self.found.setdefault((url, key), len(self.found))
 
     def __len__(self) -> int:
         return len(self.found)
