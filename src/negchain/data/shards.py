@@ -21,7 +21,7 @@ from pathlib import Path
 from negchain.data.decode import IMAGE_SUFFIXES
 from negchain.data.places import Place
 from negchain.data.scan import SPLITS, ImageFile, Scan, divide, ignored
-from negchain.files import open_plain
+from negchain.files import FileRefused, open_plain
 from negchain.printable import printable
 
 MOST_SHARDS = 1_000_000  # of a pattern
@@ -135,9 +135,9 @@ class _Shard:
                 if end != bytes(_BLOCK):
                     raise tarfile.ReadError(f"its header at byte {tar.offset} is damaged or cut")  # type: ignore[attr-defined]
         except (tarfile.TarError, OSError, ValueError, OverflowError, EOFError) as error:
-            if isinstance(error, _Refused):
+            if isinstance(error, FileRefused):
                 raise
-            raise _Refused(
+            raise FileRefused(
                 f"{printable(self.path)} must be a whole .tar that is not compressed, but "
                 f"{printable(str(error))}; write or copy it again"
             ) from error
@@ -151,7 +151,7 @@ class _Shard:
             return
         if suffix in IMAGE_SUFFIXES:
             if key in self.pictures:
-                raise _Refused(
+                raise FileRefused(
                     f"a sample must have one picture, and {printable(key)} of "
                     f"{printable(self.path)} has two ({printable(self.pictures[key][0])}, "
                     f"{printable(member)}); give every picture a key of its own, the part of its "
@@ -170,7 +170,7 @@ class _Shard:
         except UnicodeDecodeError:
             found = ""
         if not found or len(text) > LONGEST_CLASS or key in self.classes:
-            raise _Refused(
+            raise FileRefused(
                 f"a .cls holds the one class of its sample, a number or a name of at most "
                 f"{LONGEST_CLASS} bytes, and {printable(member)} of {printable(self.path)} holds "
                 f"{'another one' if found and key in self.classes else repr(text[:20])}; write the "
@@ -184,7 +184,3 @@ class _Shard:
             for key, (member, place) in self.pictures.items()
         ]
         return sorted(found, key=lambda file: file.name)
-
-
-class _Refused(ValueError):
-    """A sentence for the user."""

@@ -9,8 +9,8 @@ Shapes: `I` test pictures, `T` distinct test captions, `M` candidates, `D` embed
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -183,14 +183,13 @@ class ImageTextJudge(Judge):
         return torch.cat([row.float() for row in rows])
 
 
-class Answers:
+class Answers(NamedTuple):
     """The nearest candidates of some queries, and which are right."""
 
-    def __init__(self, found: Tensor, similarity: Tensor, table: Tensor, candidates: int) -> None:
-        self.found = found  # [Q,k] places of the candidates
-        self.similarity = similarity  # [Q,k]
-        self.table = table  # [Q,k] bool
-        self.candidates = candidates
+    found: Tensor  # [Q,k] places of the candidates
+    similarity: Tensor  # [Q,k]
+    table: Tensor  # [Q,k] bool
+    candidates: int
 
 
 class Retrieval:
@@ -217,31 +216,22 @@ class Retrieval:
 
     def captions_right(self, pictures: Tensor | None = None) -> Answers:
         """The nearest captions of pictures (all of them unless told)."""
-        times = len(self.texts)
-        return self._answers(
-            self.images, self.captions, pictures, lambda rows, found: rows * times + found
-        )
+        return self._answers(self.images, self.captions, pictures, len(self.texts), 1)
 
     def pictures_right(self, captions: Tensor | None = None) -> Answers:
         """The nearest pictures of captions."""
-        times = len(self.texts)
-        return self._answers(
-            self.captions, self.images, captions, lambda rows, found: found * times + rows
-        )
+        return self._answers(self.captions, self.images, captions, 1, len(self.texts))
 
     def _answers(
-        self,
-        queries: Tensor,
-        candidates: Tensor,
-        chosen: Tensor | None,
-        pair: Callable[[Tensor, Tensor], Tensor],
+        self, queries: Tensor, candidates: Tensor, chosen: Tensor | None, by_row: int, by_found: int
     ) -> Answers:
         rows = torch.arange(len(queries)) if chosen is None else chosen
         k = min(max(RECALL_AT), len(candidates))
         parts = []
         for some in torch.split(rows.to(queries.device), QUERIES_AT_A_TIME):
             near = (queries[some] @ candidates.T).topk(k)
-            right = torch.isin(pair(some[:, None], near.indices), self.pairs)
+            pairs = some[:, None] * by_row + near.indices * by_found
+            right = torch.isin(pairs, self.pairs)
             parts.append((near.indices, near.values, right))
         found, similarity, table = (torch.cat(column) for column in zip(*parts, strict=True))
         return Answers(found, similarity, table, len(candidates))
