@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ import pytest
 
 from negchain.cli import compare
 from negchain.cli import run as command_line
-from negchain.train.config import ConfigError, to_json
+from negchain.train.config import ConfigError
 
 
 @pytest.fixture
@@ -23,7 +24,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         path.mkdir(parents=True)
         score = config.lr * (1 if config.method == "infonce" else -1)
         (path / "summary.json").write_text(json.dumps({"score": score}))
-        (path / "config.json").write_text(to_json(config))
+        (path / "config.json").write_text(json.dumps(asdict(config)))
         (path / "metrics.jsonl").write_text('{"step": 0, "loss": 1.0}\n')
         return SimpleNamespace(poll=lambda: 0, returncode=0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from negchain.cli import run
 from negchain.tasks.image_judge import ImageJudge
 from negchain.tasks.images import ImageTask
 from negchain.train import checkpoint, sharded, trainer
-from negchain.train.config import TrainConfig, to_json
+from negchain.train.config import TrainConfig
 from negchain.train.pretrained import load_trained
 from negchain.train.step import TrainStep
 
@@ -191,7 +193,7 @@ def test_a_restarted_run_goes_on_only_as_itself(
     assert "--max-restarts needs --out" in capsys.readouterr().err
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     words = [*TINY.split(), "--out", str(tmp_path)]
-    (tmp_path / "config.json").write_text(to_json(TrainConfig(seed=7)))
+    (tmp_path / "config.json").write_text(json.dumps(asdict(TrainConfig(seed=7))))
     assert run(words) == 2  # somebody else's run
     assert "already holds a run" in capsys.readouterr().err
 

@@ -8,7 +8,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Optional
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -34,14 +34,12 @@ tables of many samples).
 Fast paths are compared with their readable twins in the same run; a mismatch ends in exit status 1.
 """
 
-OptionalPath = Optional[Path]  # noqa: UP045 - typer reads it
-
 
 def command(
     only: Annotated[str, typer.Option(metavar="TABLE,...", help="Tables; by default all.")] = "",
     device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="What to measure.")] = "auto",
     out: Annotated[
-        OptionalPath,
+        Path | None,
         typer.Option(help="Folder of the record; records/ if there is one, else here."),
     ] = None,
     quick: Annotated[

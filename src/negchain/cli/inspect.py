@@ -7,7 +7,7 @@ import io
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -32,7 +32,7 @@ Checkpoint = Annotated[
 def evaluate(
     run: RunFolderArgument,
     data: Annotated[
-        Optional[str],  # noqa: UP045 - typer reads it
+        str | None,
         typer.Option(help="Other data, with labelled train/ and test/."),
     ] = None,
     checkpoint: Checkpoint = "latest",
@@ -170,7 +170,7 @@ def duplicates(
     run: RunFolderArgument,
     out: Annotated[Path, typer.Option(help="The page to write; a .csv goes beside it.")],
     data: Annotated[
-        Optional[str],  # noqa: UP045 - typer reads it
+        str | None,
         typer.Option(help="Images to look at: a folder, or a list; the run's own by default."),
     ] = None,
     above: Annotated[float, typer.Option(help="Least cosine similarity of a pair.")] = 0.98,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -17,27 +17,24 @@ HELP = """Rerun experiments of the EMC² paper; records, tables and figures.
 
 """ + "\n".join(f"* `{name}`: {text}" for name, text in NAMES.items())
 
-OptionalPath = Optional[Path]  # noqa: UP045 - typer reads it
-OptionalInt = Optional[int]  # noqa: UP045
-
 
 def command(
     names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Experiments.")],
     data: Annotated[str, typer.Option(help="Folder of images: train/, test/, unlabeled/.")] = "",
     quick: Annotated[bool, typer.Option("--quick", help="Does it run? Minutes on a CPU.")] = False,
-    seeds: Annotated[OptionalInt, typer.Option(help="Seeds 0 .. N-1.")] = None,
-    epochs: Annotated[OptionalInt, typer.Option(help="Instead of the paper's.")] = None,
+    seeds: Annotated[int | None, typer.Option(help="Seeds 0 .. N-1.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Instead of the paper's.")] = None,
     methods: Annotated[str, typer.Option(help="Comma-separated; by default all.")] = "",
     settings: Annotated[str, typer.Option(help="Of an experiment, comma-separated.")] = "",
     minutes: Annotated[float, typer.Option(help="Begin no run after; keep what there is.")] = 1e6,
     jobs: Annotated[int, typer.Option(help="Runs at a time; 0: 8 on a GPU, 1 on a CPU.")] = 0,
     device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where to run.")] = "auto",
     out: Annotated[
-        OptionalPath,
+        Path | None,
         typer.Option(help="Folder of the records; records/reproduce, with --quick runs/quick."),
     ] = None,
     figures: Annotated[
-        OptionalPath, typer.Option(help="Folder of the figures; docs/figures if there is docs/.")
+        Path | None, typer.Option(help="Folder of the figures; docs/figures if there is docs/.")
     ] = None,
     redraw: Annotated[
         bool, typer.Option("--redraw", help="Only tables and figures, from the records.")

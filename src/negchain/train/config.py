@@ -7,7 +7,7 @@ at the machine, so a run's config.json can be read anywhere; `negchain.train.res
 import functools
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from types import NoneType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -17,7 +17,7 @@ from negchain.train import presets
 from negchain.train.presets import ConfigError, choose
 
 __all__ = ["ConfigError", "Setting", "TrainConfig", "flag", "from_json", "hints",
-           "method_named", "same_run", "setting_of", "to_json"]  # fmt: skip
+           "method_named", "same_run", "setting_of"]  # fmt: skip
 
 
 Panel = Literal["The run", "Data", "Negatives", "Encoder and optimizer", "Watching"]
@@ -284,15 +284,10 @@ def same_run(a: TrainConfig, b: TrainConfig) -> list[str]:
     ]
 
 
-def to_json(config: TrainConfig) -> str:
-    """Return `config` as JSON text that `from_json` turns into an equal config."""
-    return json.dumps(asdict(config), indent=2, allow_nan=False) + "\n"
-
-
 def from_json(text: str) -> TrainConfig:
-    """Read `to_json`'s text; a missing key takes its default, an unknown one is refused.
+    """Settings from JSON; a missing key takes its default, an unknown one is refused.
 
-    >>> from_json(to_json(TrainConfig(beta=5))).beta
+    >>> from_json('{"beta": 5}').beta
     5.0
     """
     try:

@@ -138,17 +138,13 @@ _PICTURES: dict[str, Value] = {
     "probe_samples": 2000,
 }
 
+FOLDER_DEFAULTS: dict[str, Value] = {**_PICTURES, "recipe": "simclr-stl10", "image_size": 96}
 # The defaults of `TrainConfig` itself are those of "digits".
 DATA_DEFAULTS: dict[str, dict[str, Value]] = {
     "digits": {},
     "cifar10": {**_PICTURES, "recipe": "cifar", "image_size": 32},
-    "stl10": {**_PICTURES, "recipe": "simclr-stl10", "image_size": 96},
-    "stl10-unlabeled": {**_PICTURES, "recipe": "simclr-stl10", "image_size": 96},
-}
-FOLDER_DEFAULTS: dict[str, Value] = {
-    **_PICTURES,
-    "recipe": "simclr-stl10",
-    "image_size": 96,
+    "stl10": FOLDER_DEFAULTS,
+    "stl10-unlabeled": FOLDER_DEFAULTS,
 }
 
 CAPTION_DEFAULTS: dict[str, Value] = {
