@@ -154,18 +154,23 @@ False: every rank has a pool of its own."""
 Kernel = MH | ISIR
 
 
-class Shared(TypedDict, total=False):
+class Common(TypedDict, total=False):
     """What every loss takes, by name; `InfoNCELoss` says what it means."""
 
     views: Views
     symmetric: bool
-    denominator: Denominator
     num_keys: int | None
     dim: int | None
     normalize: bool
     seed: int
     gather: Gather
     shard_state: bool
+
+
+class Shared(Common, total=False):
+    """What every loss takes that has no denominator of its own."""
+
+    denominator: Denominator
 
 
 Proposals = InBatch | Uniform | Informed | Given

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 from torch import Tensor
 
 from negchain.losses import fused
-from negchain.losses.batch import Batch, Call, Views
+from negchain.losses.batch import Batch, Call
 from negchain.losses.request import Request
-from negchain.losses.settings import Gather, InBatch, Proposals, as_proposals, one_of
+from negchain.losses.settings import Common, InBatch, Proposals, as_proposals, one_of
 from negchain.losses.weighted import WeightedLoss
 from negchain.objective import Denominator
 from negchain.pool import Side
@@ -35,32 +35,18 @@ class _InBatchLoss(WeightedLoss):
         beta: float | Tensor = 14.28,
         *,
         proposals: Proposals | Literal["batch"] = "batch",
-        views: Views = "shared",
-        symmetric: bool = True,
-        num_keys: int | None = None,
         key_counts: Tensor | None = None,
-        dim: int | None = None,
-        normalize: bool = True,
-        seed: int = 0,
-        gather: Gather = True,
-        shard_state: bool = False,
         backend: Literal["auto", "torch", "fused"] = "auto",
+        **common: Unpack[Common],
     ) -> None:
         one_of("backend", backend, ("auto", "torch", "fused"))
         super().__init__(
             num_samples,
             beta,
-            views=views,
-            symmetric=symmetric,
             denominator=self._denominator,
             proposals=as_proposals(proposals),
-            num_keys=num_keys,
             key_counts=key_counts,
-            dim=dim,
-            normalize=normalize,
-            seed=seed,
-            gather=gather,
-            shard_state=shard_state,
+            **common,
         )
         self.backend = backend
         self._counts_steps = not isinstance(self.proposals, InBatch)
