@@ -26,7 +26,8 @@ MAX_TILE = 1024  # widest tile that stays in registers with 4 warps
 
 
 @triton.jit
-def _compose(t1, l1, s1, t2, l2, s2):
+def compose(t1, l1, s1, t2, l2, s2):
+    """Two steps of a chain as one; see `scan_torch`. `s` says where a step leads to."""
     moves = t2 > l1
     return tl.maximum(t1, t2), tl.where(moves, l2, l1), tl.where(moves, s2, s1)
 
@@ -86,7 +87,7 @@ def _scan_kernel(
         if every > 1:
             counted_1 = tl.maximum(tl.maximum(column - 1, 0) // every - skipped, 0)
         packed = counted_1.to(tl.int64) * TILE + (lane - 1)
-        reach, level, source = tl.associative_scan((threshold_1, logit_1, packed), 0, _compose)
+        reach, level, source = tl.associative_scan((threshold_1, logit_1, packed), 0, compose)
         moved = reach > current  # has left, before this column, the state the tile began with
         event = threshold > tl.where(moved, level, current)
 

@@ -23,15 +23,10 @@ from negchain.fast.fused.objective_triton import (
     row_objective,
     store_row,
 )
+from negchain.fast.scan_triton import compose
 
 STREAM_ACCEPT = tl.constexpr(draws.STREAM_ACCEPT)
 STREAM_GUMBEL = tl.constexpr(draws.STREAM_GUMBEL)
-
-
-@triton.jit
-def _compose(t1, l1, s1, t2, l2, s2):
-    moves = t2 > l1
-    return tl.maximum(t1, t2), tl.where(moves, l2, l1), tl.where(moves, s2, s1)
 
 
 @triton.jit
@@ -123,7 +118,7 @@ def rows_kernel(
             counted_1 = tl.maximum((lane - 1) // every - first_end, 0)
             total = (num_columns + every - 1) // every - first_end
         packed = counted_1.to(tl.int64) * TILE + tl.maximum(lane - 1, 0)
-        reach, level, source = tl.associative_scan((t_1, logit_1, packed), 0, _compose)
+        reach, level, source = tl.associative_scan((t_1, logit_1, packed), 0, compose)
         left = reach > start  # the start state was left before this column
         event = t > tl.where(left, level, start)
         tl.store(weights_at + lane, tl.zeros((TILE,), tl.float32), mask=inside)
