@@ -38,7 +38,9 @@ def snapshot(path: Path) -> dict[str, bytes]:
 def test_a_run_from_start_to_end(folder: Path) -> None:
     assert not is_run(folder)
     with RunFolder.create(folder, config=CONFIG) as run:
-        assert run.config() == CONFIG and run.checkpoints == folder / "checkpoints"
+        assert (
+            folder / "config.json"
+        ).read_text() == CONFIG and run.checkpoints == folder / "checkpoints"
         run.log({"step": 10, "loss": 1.25, "global_loss": float("nan")})
         line = (folder / "metrics.jsonl").read_text()  # there before the run ends
         assert line == '{"step": 10, "loss": 1.25, "global_loss": null}\n'

@@ -13,7 +13,7 @@ from rich.console import Console
 from negchain import tasks
 from negchain.cli.options import IMPORT, option, with_config_options
 from negchain.cli.terminal import Failed, Stopped, result, say
-from negchain.files import read_text
+from negchain.files import read_object, read_text
 from negchain.methods import import_file
 from negchain.train import loggers
 from negchain.train.config import ConfigError, TrainConfig, from_json, same_run
@@ -170,7 +170,7 @@ def _resumed(settings: dict[str, Any], show: bool) -> tuple[Run, list[str]]:
             f"{config.pretrained}; give --pretrained again, or start a new run"
         )
     task = load(config, show)
-    if own := json.loads(read_text(path / "config.json"))["data_info"].get("augment"):
+    if own := read_object(path / "config.json")["data_info"].get("augment"):
         raise ConfigError(
             f"the run in {path} augments by a function of Python ({own}), which the command line "
             "does not have; start it again with negchain.train.run(augment=...)"
@@ -184,7 +184,7 @@ def _resumed(settings: dict[str, Any], show: bool) -> tuple[Run, list[str]]:
                 f"extended from {was:,} to {run.total_steps:,} steps: from here on the learning "
                 "rate follows the longer schedule"
             )
-            known = json.loads(run.folder.config())
+            known = read_object(run.folder.path / "config.json")
             known |= {"epochs": config.epochs, "steps": config.steps}
             if run.team.leads:
                 run.folder.rewrite_config(json.dumps(known, indent=2) + "\n")

@@ -164,10 +164,6 @@ class RunFolder:
             raise
         return run
 
-    def config(self) -> str:
-        """Return the text of config.json."""
-        return read_text(self.path / "config.json")
-
     def rewrite_config(self, text: str) -> None:
         """Write config.json, when a run begins or is extended."""
         with replacing(self.path / "config.json") as file:
