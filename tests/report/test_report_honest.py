@@ -25,6 +25,8 @@ from test_report_page import page_of
 from negchain.report import comparison_table, load_run, write_report
 from negchain.report.advice import advice, against_baselines
 from negchain.report.embedding_map import class_colours
+from negchain.report.measures import TIME
+from negchain.report.results import held_against
 from negchain.report.runs import group_runs
 from negchain.report.statistics import estimates, winner
 
@@ -51,6 +53,14 @@ def test_a_result_stands_beside_chance_pixels_and_the_untrained_encoder(tmp_path
     assert "within the noise of the test images" in against_baselines(run)[0]
     run = load_run(finished(tmp_path, "unknown", 0.97, nothing=np.zeros(1)))
     assert "7.0 points (how much of it is noise is not known)" in against_baselines(run)[0]
+
+
+def test_time_and_speed_are_held_against_nothing(tmp_path: Path) -> None:
+    """The first line of metrics is of the untrained encoder, and has a time too."""
+    lines = [{"step": 0, "seconds": 1.0, "knn1": 0.5}, {"step": 9, "seconds": 8.0, "knn1": 0.9}]
+    run = load_run(write_run(tmp_path / "a", make_config(), lines))
+    assert run.baseline("seconds") == {"untrained": 1.0}
+    assert held_against(run, TIME) == {} and "untrained" in held_against(run, run.shown.lead[0])
 
 
 def test_a_pretrained_start_is_not_called_untrained(tmp_path: Path) -> None:

@@ -60,6 +60,12 @@ def test_other_layouts_and_a_holdout_that_is_said(name: str, where: str, tmp_pat
     assert read_pairs(str(tmp_path), holdout=0.0).validation == ()
 
 
+def test_a_table_may_have_semicolons(tmp_path: Path) -> None:
+    folder(tmp_path, "a.png")
+    (tmp_path / "captions.csv").write_text("Image;Caption\na.png;a dog, running\n")
+    assert read_pairs(str(tmp_path), holdout=0).train[0].captions == ("a dog, running",)
+
+
 def test_a_split_column(tmp_path: Path) -> None:
     folder(tmp_path, "a.png", "b.png", "c.png", "d.png")
     splits = [("a", "train"), ("b", "restval"), ("c", "Test"), ("d", "val")]

@@ -121,6 +121,14 @@ def test_embed_writes_file_and_class_names(
     np.testing.assert_allclose(got[2], expected.features.numpy(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_refused(run: Path, capsys: Capture) -> None:
+    with pytest.raises(ValueError, match="needs a GPU and none is visible"):
+        negchain.load(run, device="cuda")
+    assert command("evaluate", run, "--device cuda") == 2
+    assert "needs a GPU and none is visible" in capsys.readouterr().err
+
+
 def test_embed_takes_files_and_names_the_unreadable(
     run: Path, photos: Path, tmp_path: Path, capsys: Capture
 ) -> None:
