@@ -38,7 +38,7 @@ from negchain.exact import global_loss
 from negchain.methods import METHODS, LossSettings, Method, build_loss, register
 from negchain.reproduce.common import Options, Row, append, provenance, read_rows
 from negchain.reproduce.pages import markdown, where
-from negchain.reproduce.stationarity import CHUNK, OPTIONS, exact, work
+from negchain.reproduce.stationarity import CHUNK, COLLAPSED, OPTIONS, exact, powers, work
 
 BURN_IN = OPTIONS["burn_in"]  # P
 DEVIATIONS = ("count", "last-column", "stale", "order", "first", "sequence")
@@ -219,6 +219,81 @@ def runs() -> list[Row]:
     return found + [{"method": name, "lr": LARGER, "steps": LONG} for name in falling]
 
 
+TOLD = {
+    "count": "counts from step P + 1, divides by R − P",
+    "last-column": "what is carried pulls at the last column",
+    "stale": "scores of the last visit",
+    "order": "columns in the batch's order",
+    "first": "a first proposal is always accepted",
+    "sequence": "one chain for both views, in sequence",
+    "released": "all six",
+}
+Line = tuple[str, float, str, str, dict[str, str]]
+
+
+def released() -> list[Line]:
+    """What deviates, step size, measure, which run stands for EMC² and which for the others."""
+    plain, (eq1, *_, theirs) = {m: m for m in OTHERS}, MEASURES
+    sogclr, cache = {"sogclr": "sogclr-released-scale"}, {"negcache": "cache-released"}
+    everything = {**plain, **sogclr, **cache}
+    found: list[Line] = []
+    for lr, few in ((PAPER, True), (LARGER, False)):
+        names = (eq1, theirs) if few else MEASURES
+        found += [("nothing, or the measure alone", lr, name, OURS, plain) for name in names]
+        if not few:
+            found += [(f"chain: {TOLD[d]}", lr, eq1, f"chain-{d}", plain) for d in DEVIATIONS]
+            found += [("SogCLR: loss × 2/β", lr, eq1, OURS, sogclr)]
+            found += [("Negative Cache: 1 − p⁺ with s(x, x)", lr, eq1, OURS, cache)]
+        found += [(f"chain: {TOLD['released']}", lr, eq1, "chain-released", plain)]
+        found += [("**everything, as released**", lr, theirs, "chain-released", everything)]
+    return found
+
+
+def others() -> list[Line]:
+    """What is not in the scripts: scales that would be needed, and the end of a long descent."""
+    eq1, few, label = next(iter(MEASURES)), ("infonce", "dcl"), f"{LONG:,} steps, × 10 falling to 0"
+    ten, hundred = f"{OURS}-ten", f"{OURS}-hundred"
+    changed = {n: {m: f"{m}-{n}" for m in OTHERS} for n in ("released-scale", "falling")}
+    changed |= {n: {m: f"{m}-{n}" for m in few} for n in FACTORS}
+    plain = {m: m for m in OTHERS}
+    return [
+        ("every loss but EMC²'s × 2/β", LARGER, eq1, OURS, changed["released-scale"]),
+        ("EMC²'s loss × 10", LARGER, eq1, ten, plain),
+        ("EMC²'s loss × 100", LARGER, eq1, hundred, plain),
+        ("EMC²'s × 100, the others' / 10", LARGER, eq1, hundred, changed["tenth"]),
+        ("all losses × 10", LARGER, eq1, ten, changed["ten"]),
+        ("all losses × 100", LARGER, eq1, hundred, changed["hundred"]),
+        (f"all losses: {label}", LARGER, eq1, f"{OURS}-falling", changed["falling"]),
+    ]
+
+
+def ended(rows: list[Row], method: str | None, lr: float, by: str) -> dict[int, float]:
+    """Squared gradient norms by seed, of runs that did not collapse."""
+    last = {r["job"]["seed"]: r["curve"][-1] for r in where(rows, method=method, lr=lr)}
+    return {seed: end["by"][by] for seed, end in last.items() if end["variance"] >= COLLAPSED}
+
+
+def ratios(rows: list[Row], line: Line, method: str) -> list[float]:
+    """A method's squared gradient norm over EMC²'s, seed by seed."""
+    _, lr, by, ours, theirs = line
+    own, other = (ended(rows, name, lr, by) for name in (ours, theirs.get(method)))
+    return [other[seed] / own[seed] for seed in sorted(own) if seed in other]
+
+
+def table(rows: list[Row]) -> str:
+    """Squared gradient norms over EMC²'s: geometric mean, and the factor by which seeds differ."""
+    grid = []
+    for line in (*released(), *others()):
+        label, lr, by, ours, _ = line
+        own = ended(rows, ours, lr, by)
+        lost = len(where(rows, method=ours, lr=lr)) - len(own)
+        norm = powers(list(own.values())) + (f", {lost} collapsed" if lost else "")
+        cells = [powers(ratios(rows, line, method)) for method in OTHERS]
+        grid.append([label, f"{lr:g}", by, norm, *cells])
+    titles = [f"{METHODS[m].title} / EMC²" for m in OTHERS]
+    return markdown(["what deviates", "step size", "measure", "EMC²: ‖∇L‖²", *titles], grid)
+
+
 def main() -> None:
     """Run what is missing and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -242,6 +317,7 @@ def main() -> None:
             append(given.out, {"job": job, **found, "cpu": cpu})
             last = found["curve"][-1]
             print(job["seed"], job["method"], job["lr"], last["exact_loss"], last["by"], cpu)
+    print(table(read_rows(given.out)))
 
 
 if __name__ == "__main__":

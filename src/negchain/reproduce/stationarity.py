@@ -171,14 +171,14 @@ def table(rows: list[Row]) -> str:
         best = [min(p["gradient"] for p in row["curve"][1:]) for row in found]
         case = [encoder, f"{beta:g}", f"{lr:g}", title_of(method)]
         case += [f"{len(last) - len(kept)} of {len(last)}"]
-        ends = [spread((p["exact_loss"] for p in kept), 2), _powers([p["gradient"] for p in kept])]
-        rest = [_powers(best), *(spread((p[k] for p in kept), 2) for k in ("variance", "weights"))]
+        ends = [spread((p["exact_loss"] for p in kept), 2), powers([p["gradient"] for p in kept])]
+        rest = [powers(best), *(spread((p[k] for p in kept), 2) for k in ("variance", "weights"))]
         lines.append([*case, *ends, *rest])
     heads = ["encoder", "β", "step size", "method", "collapsed", "exact L", "‖∇L‖²"]
     return pages.markdown([*heads, "least ‖∇L‖² on the way", "variance", "‖θ‖²"], lines)
 
 
-def _powers(values: list[float]) -> str:
+def powers(values: list[float]) -> str:
     """Geometric mean, and the factor by which seeds differ from it."""
     if not values:
         return "–"
