@@ -114,7 +114,7 @@ def exact(encoder: nn.Module, views: Tensor, beta: float) -> Row:
 
 
 def work(job: Row, deadline: float, measure: Measure | None = None) -> Row:
-    """One run of SGD, measured (by `exact`) at 16 steps spread evenly over the logarithm."""
+    """One run of SGD, measured at 16 steps spread evenly over the logarithm."""
     device = torch.device("cuda" if job["encoder"] == "resnet18" else "cpu")
     torch.manual_seed(job["seed"])
     images = first_images(job["data"], job["images"], job["size"])
