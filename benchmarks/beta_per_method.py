@@ -25,6 +25,7 @@ import pictures
 import torch
 
 from negchain.evaluation import few_label_probe, linear_probe
+from negchain.methods import title_of
 from negchain.optim import set_lr
 from negchain.reproduce.common import Options, Row, append, provenance, read_rows
 from negchain.reproduce.pages import distinct, markdown, spread, where
@@ -89,7 +90,9 @@ def table(rows: list[Row]) -> str:
             for key in ("test", "test_10pct")
         ]
         seeds = len(where(own, beta=best))
-        lines.append([data, batch, case, seeds, *by_beta, f"{best:g}", *ends])
+        method = own[0]["job"]["method"]
+        name = case.replace(method, title_of(method))
+        lines.append([data, batch, name, seeds, *by_beta, f"{best:g}", *ends])
     heads = ["data", "b", "method", "seeds", *(f"valid, β {b:g}" for b in BETAS), "chosen β"]
     heads += ["test", "test, 10 %", "test at 14.28", "test, 10 %, at 14.28"]
     return markdown(heads, lines)
