@@ -309,6 +309,14 @@ def test_quick_runs_do_not_enter_the_records(tmp_path: Path, monkeypatch) -> Non
     assert (tmp_path / "runs" / "quick" / "theory.jsonl").exists()
 
 
+def test_time_runs_what_it_reads(tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """It has no record of its own, and once ended in silence where there were none to read."""
+    ran: list[str] = []
+    monkeypatch.setattr(common, "perform", lambda names, *rest, **more: ran.extend(names) or 0)
+    assert run(["reproduce", "time", "cost", "--quick", "--out", str(tmp_path)]) == 0
+    assert ran == ["stl10", "cost"]
+
+
 def test_unknown_experiments_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["reproduce", "stl11"]) == 2
     assert "did you mean 'stl10'?" in capsys.readouterr().err
