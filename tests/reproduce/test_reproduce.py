@@ -309,6 +309,13 @@ def test_quick_runs_do_not_enter_the_records(tmp_path: Path, monkeypatch) -> Non
     assert (tmp_path / "runs" / "quick" / "theory.jsonl").exists()
 
 
+@pytest.mark.parametrize("name", ["stl10", "burn-in", "finite-augmentations", "imagenet100"])
+def test_quick_runs_have_the_normalisation_of_their_setting(name: str) -> None:
+    """The presets say "none", which quick runs leave out: digits have BatchNorm of their own."""
+    for job in reproduce.load(name).jobs(common.Options(quick=True, device="cpu")):
+        assert resolve(None, job["settings"]).norm == job["setting"].split("-")[1]
+
+
 def test_time_runs_what_it_reads(tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     """It has no record of its own, and once ended in silence where there were none to read."""
     ran: list[str] = []
