@@ -7,6 +7,7 @@ import math
 import multiprocessing
 import os
 import re
+import statistics
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -418,3 +419,20 @@ def test_tables_written_by_hand_are_those_of_their_records() -> None:
             wanted = [error["by_item"], error["by_view"], error["rms"]]
             assert numbers[:2] == pytest.approx(wanted[:2], abs=0.0051), cell
             assert numbers[2] == pytest.approx(wanted[2], abs=0.051), cell
+
+
+def test_the_paired_table_of_stationarity_is_that_of_its_record() -> None:
+    ends = {}
+    for row in lines_of("reproduce/stationarity.jsonl"):
+        job = row["job"]
+        ends[job["beta"], job["lr"], job["method"], job["seed"]] = row["curve"][-1]["exact_loss"]
+    shown = cells_under("| exact L minus EMC²'s |")
+    assert len(shown) == 3
+    for case, *cells in shown:
+        beta, lr = (float(number) for number in re.findall(r"\d+\.?\d*", case)[:2])
+        others = ("infonce", "dcl", "sogclr", "isir", "informed", "negcache")
+        for other, cell in zip(others, cells, strict=True):
+            gaps = [ends[beta, lr, other, s] - ends[beta, lr, "emc2", s] for s in range(5)]
+            mean, error = (float(part) for part in cell.replace("−", "-").split(" ± "))
+            assert mean == pytest.approx(statistics.mean(gaps), abs=6e-4)
+            assert error == pytest.approx(statistics.stdev(gaps) / math.sqrt(5), abs=6e-4)

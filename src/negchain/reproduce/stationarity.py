@@ -205,7 +205,7 @@ def draw(rows: list[Row]) -> dict[str, Any]:
         axes[0, column].set_title(f"{encoder}, β = {beta:g}, step {lr:g}")
     axes[0, 0].set_ylabel("exact L")
     axes[1, 0].set_ylabel("‖∇L‖²")
-    axes[0, -1].legend(fontsize=7)
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     return {"stationarity": figure}
 
 
