@@ -48,9 +48,9 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
 ]
 
 
-def chosen(data: Path, out: Path) -> Path:
+def copied(data: Path, out: Path, per_class: dict[str, int]) -> Path:
     """The first pictures of each class, copied: a folder's own order is by class."""
-    for split, number in PER_CLASS.items():
+    for split, number in per_class.items():
         for folder in sorted((data / split).iterdir()):
             (out / split / folder.name).mkdir(parents=True, exist_ok=True)
             for file in sorted(folder.iterdir())[:number]:
@@ -82,7 +82,7 @@ def main() -> None:
         if case in (given.cases or [case])
     ]
     if not given.redraw:
-        folder = str(chosen(given.data, Path("/tmp/negchain-pictures/cifar10-1000")))
+        folder = str(copied(given.data, Path("/tmp/negchain-pictures/cifar10-1000"), PER_CLASS))
         append(given.out, {"record": "pictures", **provenance(Options(device="cpu"))})
         done = [row["job"] for row in read_rows(given.out)]
         for job in (job for job in jobs if job not in done):

@@ -7,6 +7,7 @@ import math
 import multiprocessing
 import os
 import re
+import statistics
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -309,6 +310,21 @@ def test_quick_runs_do_not_enter_the_records(tmp_path: Path, monkeypatch) -> Non
     assert (tmp_path / "runs" / "quick" / "theory.jsonl").exists()
 
 
+@pytest.mark.parametrize("name", ["stl10", "burn-in", "finite-augmentations", "imagenet100"])
+def test_quick_runs_have_the_normalisation_of_their_setting(name: str) -> None:
+    """The presets say "none", which quick runs leave out: digits have BatchNorm of their own."""
+    for job in reproduce.load(name).jobs(common.Options(quick=True, device="cpu")):
+        assert resolve(None, job["settings"]).norm == job["setting"].split("-")[1]
+
+
+def test_time_runs_what_it_reads(tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """It has no record of its own, and once ended in silence where there were none to read."""
+    ran: list[str] = []
+    monkeypatch.setattr(common, "perform", lambda names, *rest, **more: ran.extend(names) or 0)
+    assert run(["reproduce", "time", "cost", "--quick", "--out", str(tmp_path)]) == 0
+    assert ran == ["stl10", "cost"]
+
+
 def test_unknown_experiments_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["reproduce", "stl11"]) == 2
     assert "did you mean 'stl10'?" in capsys.readouterr().err
@@ -403,3 +419,20 @@ def test_tables_written_by_hand_are_those_of_their_records() -> None:
             wanted = [error["by_item"], error["by_view"], error["rms"]]
             assert numbers[:2] == pytest.approx(wanted[:2], abs=0.0051), cell
             assert numbers[2] == pytest.approx(wanted[2], abs=0.051), cell
+
+
+def test_the_paired_table_of_stationarity_is_that_of_its_record() -> None:
+    ends = {}
+    for row in lines_of("reproduce/stationarity.jsonl"):
+        job = row["job"]
+        ends[job["beta"], job["lr"], job["method"], job["seed"]] = row["curve"][-1]["exact_loss"]
+    shown = cells_under("| exact L minus EMC²'s |")
+    assert len(shown) == 3
+    for case, *cells in shown:
+        beta, lr = (float(number) for number in re.findall(r"\d+\.?\d*", case)[:2])
+        others = ("infonce", "dcl", "sogclr", "isir", "informed", "negcache")
+        for other, cell in zip(others, cells, strict=True):
+            gaps = [ends[beta, lr, other, s] - ends[beta, lr, "emc2", s] for s in range(5)]
+            mean, error = (float(part) for part in cell.replace("−", "-").split(" ± "))
+            assert mean == pytest.approx(statistics.mean(gaps), abs=6e-4)
+            assert error == pytest.approx(statistics.stdev(gaps) / math.sqrt(5), abs=6e-4)

@@ -57,7 +57,9 @@ def command(
     failed = 0
     if not redraw:
         processes = jobs or (8 if options.on_gpu() else 1)
-        failed = common.perform(chosen, options, out, minutes=minutes, processes=processes, say=say)
+        # what an experiment reads instead of a record of its own is run for it
+        runs = list(dict.fromkeys(n for name in chosen for n in load(name).reads or (name,)))
+        failed = common.perform(runs, options, out, minutes=minutes, processes=processes, say=say)
     page = Path("docs/results.md")
     for name in chosen:
         if redraw or any(common.read_rows(out / f"{n}.jsonl") for n in load(name).reads or (name,)):

@@ -87,7 +87,7 @@ def with_options(settings: Row, options: Options) -> Row:
     """A setting with what the user gave laid over it; --quick: digits, small and short."""
     if options.quick:
         kept = {k: v for k, v in settings.items() if k in ("norm", "augmentations", "beta")}
-        return {**kept, **QUICK, "device": options.device}
+        return {"norm": "none", **kept, **QUICK, "device": options.device}
     if options.data is None:
         raise ValueError("--data must name the folder of images (train/, test/, unlabeled/)")
     given = {"epochs": options.epochs, "device": options.device, "data": options.data}

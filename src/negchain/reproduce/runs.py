@@ -32,7 +32,7 @@ def train(job: Row, deadline: float) -> Row:
     `seed`, perhaps `points`, and perhaps `chain`: P = `burn_in` steps of R = `copies` (b - 1) are
     discarded.
     """
-    with _prepared(job) as (run, graph):
+    with prepared(job) as (run, graph):
         at = {max(1, round(share * run.total_steps)) for share in job.get("points", POINTS)}
         curve, seconds, begin = [], 0.0, time.perf_counter()
         for step in range(run.total_steps):
@@ -61,7 +61,7 @@ def train(job: Row, deadline: float) -> Row:
 
 def time_steps(job: Row, steps: int) -> Row:
     """Milliseconds of a training step, after a warm-up, and the peak of GPU memory."""
-    with _prepared(job) as (run, graph):
+    with prepared(job) as (run, graph):
         cuda = run.device.type == "cuda"
         times = []
         for _ in range(6):
@@ -76,7 +76,7 @@ def time_steps(job: Row, steps: int) -> Row:
 
 
 @contextmanager
-def _prepared(job: Row) -> Iterator[tuple[Any, bool]]:
+def prepared(job: Row) -> Iterator[tuple[Any, bool]]:
     """A run ready for its first step, and whether its step is a CUDA graph."""
     _register_variant(job)
     settings = {"eval_every": 0, "checkpoint_every": 0, **job["settings"]}

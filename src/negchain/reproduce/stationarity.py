@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ METHODS = (*reproduced(), FULL)
 OPTIONS = {"burn_in": 3, "augmentations": 2, "gamma": 0.9, "refresh": 0.1}  # the paper's P and rho
 COLLAPSED = 0.01  # variance of unit embeddings
 CHUNK = 250  # views encoded at a time for exact gradients
+Measure = Callable[[nn.Module, Tensor, float], Row]  # of an encoder, stored views and beta
 
 
 SETTINGS = {"paper": (5.0, 1e-3), "larger": (5.0, 1e-2), "sharp": (14.28, 1e-2)}  # β, step size
@@ -111,7 +113,7 @@ def exact(encoder: nn.Module, views: Tensor, beta: float) -> Row:
     }
 
 
-def work(job: Row, deadline: float) -> Row:
+def work(job: Row, deadline: float, measure: Measure | None = None) -> Row:
     """One run of SGD, measured at 16 steps spread evenly over the logarithm."""
     device = torch.device("cuda" if job["encoder"] == "resnet18" else "cpu")
     torch.manual_seed(job["seed"])
@@ -141,7 +143,7 @@ def work(job: Row, deadline: float) -> Row:
     for step in range(steps + 1):
         late = time.time() > deadline
         if step in measured or late or full:
-            numbers = exact(encoder, views, job["beta"])
+            numbers = (measure or exact)(encoder, views, job["beta"])
             if step in measured or late:
                 curve.append({"step": step, **numbers})
         if step == steps or late:
@@ -169,14 +171,14 @@ def table(rows: list[Row]) -> str:
         best = [min(p["gradient"] for p in row["curve"][1:]) for row in found]
         case = [encoder, f"{beta:g}", f"{lr:g}", title_of(method)]
         case += [f"{len(last) - len(kept)} of {len(last)}"]
-        ends = [spread((p["exact_loss"] for p in kept), 2), _powers([p["gradient"] for p in kept])]
-        rest = [_powers(best), *(spread((p[k] for p in kept), 2) for k in ("variance", "weights"))]
+        ends = [spread((p["exact_loss"] for p in kept), 2), powers([p["gradient"] for p in kept])]
+        rest = [powers(best), *(spread((p[k] for p in kept), 2) for k in ("variance", "weights"))]
         lines.append([*case, *ends, *rest])
     heads = ["encoder", "β", "step size", "method", "collapsed", "exact L", "‖∇L‖²"]
     return pages.markdown([*heads, "least ‖∇L‖² on the way", "variance", "‖θ‖²"], lines)
 
 
-def _powers(values: list[float]) -> str:
+def powers(values: list[float]) -> str:
     """Geometric mean, and the factor by which seeds differ from it."""
     if not values:
         return "–"
@@ -203,7 +205,7 @@ def draw(rows: list[Row]) -> dict[str, Any]:
         axes[0, column].set_title(f"{encoder}, β = {beta:g}, step {lr:g}")
     axes[0, 0].set_ylabel("exact L")
     axes[1, 0].set_ylabel("‖∇L‖²")
-    axes[0, -1].legend(fontsize=7)
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     return {"stationarity": figure}
 
 
