@@ -23,11 +23,12 @@ from negchain.report.runs import group_runs, load_run
 from negchain.report.statistics import estimates
 from negchain.tasks.image_text import ImageTextTask, shared_captions
 from negchain.tasks.image_text_judge import Retrieval, distinct
+from negchain.tasks.image_text_towers import at_start
 from negchain.tasks.text import read_text_tower, read_tokenizer, tokenise
 from negchain.train import trainer
 from negchain.train.config import ConfigError
 from negchain.train.resolve import resolve
-from negchain.train.run_folder import RunFolder, read_metrics
+from negchain.train.run_folder import RunFolder, load_run_config, read_metrics
 from negchain.train.trained import Trained
 
 pytest.importorskip("transformers")
@@ -120,6 +121,10 @@ def test_evaluate_and_encode(run: Path, capsys: pytest.CaptureFixture[str]) -> N
     now = json.loads((run / "evaluation.json").read_text())
     then = json.loads((run / "summary.json").read_text())
     assert now["test_i2t_r1"] == then["test_i2t_r1"]
+    begun = [name for name in then if name.startswith("untrained_")]
+    assert begun and {n: now[n] for n in begun} == pytest.approx({n: then[n] for n in begun})
+    other = replace(load_run_config(run), pretrained="weights.pt")
+    assert at_start(other, {}) is None  # what it began from is not known here
     trained = negchain.load(run, device="cpu")
     images = trained.encode(run.parent / "data" / "test" / "004.png")
     texts = trained.encode_text(["red on yellow", "blue on black"])

@@ -51,8 +51,11 @@ def evaluate(
     if data is not None and task.unjudged is not None:
         raise ConfigError(f"{data} cannot be probed: {task.unjudged}; give data with labels")
     judge, numbers = task.judge(), {"step": step, "data": task.config.data}
-    fresh = tasks.named(task.config.task).rebuild(encoder.encoder_config).to(task.device)
-    numbers |= judge.baselines(judge.before(fresh)) | judge.thorough(encoder)[0]
+    kind, described = tasks.named(task.config.task), encoder.encoder_config
+    start = kind.start(task.config, described) if kind.start else kind.rebuild(described)
+    if start is not None:
+        numbers |= judge.baselines(judge.before(start.to(task.device)))
+    numbers |= judge.thorough(encoder)[0]
     result(f"step {step:,}, {task.config.data}")
     judged = replace(load_run(run), metrics=[], summary=numbers)
     Console(highlight=False).print(summary_table(judged))

@@ -40,6 +40,8 @@ class Kind:
         options: settings that belong to this task and others like it; the rest refuse them.
         fits: refuses an `encoder_config` whose weights cannot be in a file of so many bytes, before
             anything is built: whoever wrote the file chose its names.
+        start: settings and an `encoder_config` to the encoder before the first step, or None where
+            its weights are not at hand; by default what `rebuild` makes.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Kind:
     defaults: Callable[[str], Mapping[str, presets.Value]] = lambda data: {}
     options: tuple[str, ...] = ()
     fits: Callable[[Mapping[str, Any], int], None] = lambda described, num_bytes: None
+    start: Callable[[TrainConfig, Mapping[str, Any]], nn.Module | None] | None = None
 
 
 TASKS: dict[str, Kind] = {}
@@ -152,6 +155,7 @@ for _kind in (
         defaults=lambda data: presets.CAPTION_DEFAULTS,
         options=(*_PICTURES, "text_encoder"),
         fits=_later("tasks.image_text_towers", "refuse_larger"),
+        start=_later("tasks.image_text_towers", "at_start"),
     ),
 ):
     register(_kind)

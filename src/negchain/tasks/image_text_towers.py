@@ -87,12 +87,26 @@ def build(config: TrainConfig, image_size: int, small_stem: bool) -> ImageText:
         seed=config.seed,
         small_stem=small_stem,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
-        tower = text.read_text_tower(config.text_encoder or "", image.embedding_dim)
+    tower = _text_tower(config, image.embedding_dim)
     described = {"image": dict(image.encoder_config), "text": tower.described}
     described |= {"image_size": image_size, "seed": config.seed}
     return ImageText(image, tower, image.embedding_dim, config.beta, described)
+
+
+def _text_tower(config: TrainConfig, dim: int) -> text.TextTower:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        return text.read_text_tower(config.text_encoder or "", dim)
+
+
+def at_start(config: TrainConfig, described: Mapping[str, Any]) -> ImageText | None:
+    """The towers of a run before its first step; None where --pretrained brought weights."""
+    if config.pretrained is not None:
+        return None
+    towers = rebuild(described)
+    if "text" in described:
+        towers.text = _text_tower(config, towers.embedding_dim)
+    return towers
 
 
 def rebuild(described: Mapping[str, Any]) -> ImageText:
