@@ -81,10 +81,8 @@ WRONG_BATCHES = {
     "index as a mask": (lambda c: {"index": INDEX > 0}, "index must"),
     "z_b of another size": (lambda c: {"z_b": c["z_b"][:4]}, "one shape"),
     "z_b of another width": (lambda c: {"z_b": c["z_b"][:, :4]}, "one shape"),
-    "three dimensions": (
-        lambda c: {"z_a": c["z_a"][None], "z_b": c["z_b"][None]},
-        "one shape|must",
-    ),
+    "three dimensions": (lambda c: {"z_a": c["z_a"][None], "z_b": c["z_b"][None]}, "one shape"),
+    "no index": (lambda c: {"index": None}, "index= is missing"),
     "integers": (lambda c: {"z_a": c["z_a"].long(), "z_b": c["z_b"].long()}, "floating point"),
     "NaN in z_a": (lambda c: {"z_a": with_nan(c["z_a"])}, "finite"),
     "inf in z_b": (lambda c: {"z_b": c["z_b"] / 0.0}, "finite"),
@@ -142,6 +140,35 @@ def test_a_corpus_needs_the_positions_of_its_keys() -> None:
     refused(loss_fn, {**call, "key_index": INDEX + 2 * M - 1}, "key_index must")
 
 
+@every_case
+def test_what_follows_the_batch_is_named(case) -> None:
+    loss_fn, call = prepared(case)
+    rest = {k: v for k, v in call.items() if k not in ("z_a", "z_b", "index", "encode")}
+    for wrong in (encode, encode(INDEX)):
+        with pytest.raises(ValueError, match="requests follow index, got .*encode="):
+            loss_fn(call["z_a"], call["z_b"], INDEX, wrong, **rest)
+
+
+@pytest.mark.parametrize(
+    "wrong, words",
+    [
+        (lambda ids: None, r"must be a tensor \[5, D\], got NoneType"),
+        (lambda ids: (encode(ids), 0), r"must be a tensor \[5, D\], got tuple"),
+        (table_of(), "function from positions .* got Tensor"),
+        ((encode, encode), "views='shared' has one encoder.*views='paired'"),
+    ],
+    ids=["nothing", "tuple", "tensor", "pair"],
+)
+def test_what_encodes(wrong, words) -> None:
+    loss_fn, call = prepared(("mh", {}))
+    refused(loss_fn, {**call, "encode": wrong}, words)
+
+
+def test_lists_of_different_lengths() -> None:
+    loss_fn, call = prepared(("mh", {}))
+    refused(loss_fn, {**call, "known": [[1], [2, 4], [], [], []]}, r"known must be.*padded with -1")
+
+
 @pytest.mark.parametrize("options", [{"carried": "cached"}, {"proposals": Informed()}])
 def test_another_width_is_refused(options) -> None:
     loss_fn = EMC2Loss(M, 5.0, **options)
@@ -149,7 +176,7 @@ def test_another_width_is_refused(options) -> None:
     loss_fn(z, z, INDEX, encode=encode)
     wide = torch.randn(M, DIM + 1, generator=torch.Generator().manual_seed(0))
     call = {"z_a": wide[INDEX], "z_b": wide[INDEX], "index": INDEX, "encode": lambda i: wide[i]}
-    refused(loss_fn, call, "dimension")
+    refused(loss_fn, call, "dimension.*build a new loss")
 
 
 @pytest.mark.parametrize(
@@ -162,6 +189,8 @@ def test_another_width_is_refused(options) -> None:
         (lambda: InfoNCELoss(views="both"), "views.*both"),
         (lambda: InfoNCELoss(proposals=Uniform()), "num_samples="),
         (lambda: SogCLRLoss(1), "num_samples.*1"),
+        (lambda: SogCLRLoss(10.0), "num_samples must be an integer.*10.0"),
+        (lambda: EMC2Loss(torch.ones(10)), "num_samples must be an integer"),
         (lambda: SogCLRLoss(10, gamma=0.0), "gamma.*0.0"),
         (lambda: SogCLRLoss(10, gamma=1.1), "gamma.*1.1"),
         (lambda: SogCLRLoss(10, denominator="none"), "denominator.*none"),

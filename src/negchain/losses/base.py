@@ -47,6 +47,7 @@ from negchain.losses.settings import (
     Uniform,
     check_gather,
     check_proposals,
+    check_sizes,
     one_of,
 )  # fmt: skip
 from negchain.losses.state import Reporting, Rows
@@ -97,16 +98,7 @@ class ContrastiveLoss(Reporting):
             beta = float(beta)
         if not (beta.numel() == 1 if isinstance(beta, Tensor) else 0 < beta < math.inf):
             raise ValueError(f"beta (1 / temperature) must be one positive number, got {beta}")
-        if num_samples is not None and num_samples < (2 if num_keys is None else 1):
-            raise ValueError(
-                f"num_samples must be at least 2, got {num_samples}: one sample has no negative"
-            )
-        if num_keys is not None and (views != "paired" or num_keys < 2 or num_samples is None):
-            raise ValueError(
-                "num_keys (the size of a corpus of keys) needs num_samples, views='paired' and at "
-                f"least 2 keys, got num_keys={num_keys}, num_samples={num_samples} and "
-                f"views={views!r}"
-            )
+        check_sizes(num_samples, num_keys, views)
         # a Parameter is registered by nn.Module, and may be learned; a number may be numpy's
         self.beta = beta if isinstance(beta, Tensor) else float(beta)
         self.views: Views = views

@@ -150,7 +150,10 @@ class ChainTable(Stateful):
         """Refuse embeddings of another dimension than the cached ones."""
         width = self.keys.shape[2]
         if width != dim:
-            raise ValueError(f"the chains hold embeddings of dimension {width}, got {dim}")
+            raise ValueError(
+                f"the chains hold embeddings of dimension {width}, got {dim}; build a new loss for "
+                "another encoder"
+            )
 
     def commit(self, side: int, arrival: Arrival, valid: Tensor) -> None:
         """Store where the chains of the valid rows ended; the others stay as they are.

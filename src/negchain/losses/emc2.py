@@ -25,7 +25,7 @@ from torch import Tensor
 
 from negchain.losses import fused
 from negchain.losses.base import ContrastiveLoss
-from negchain.losses.batch import Batch, Call, Ids, Views, as_ids, check_answer
+from negchain.losses.batch import Batch, Call, Ids, Views, as_ids, check_answer, check_shapes
 from negchain.losses.chains import Carried, ChainTable, check_augmentations, stored_slots
 from negchain.losses.request import Part, Request, Want, answered, tower_of
 from negchain.losses.settings import (
@@ -239,7 +239,8 @@ class EMC2Loss(ContrastiveLoss):
 
     def visit(self, call: Call, requests: Sequence[Request], items: slice = slice(None)) -> Visit:
         """Loss and arrivals of the rows of some items against all columns; changes no chain."""
-        index = as_ids("index", call.index, len(call.z_a), call.z_a.device)  # type: ignore[arg-type]
+        check_shapes(call.z_a, call.z_b, call.key_index, self.num_keys)
+        index = as_ids("index", call.index, len(call.z_a), call.z_a.device)
         slots = self._slots(index, call.augmentation)
         backend: Backend = "auto" if self.backend == "fused" else self.backend
         sampler = Sampler(self.kernel, backend, self.seed, self.step, self.carried == "cached")

@@ -121,11 +121,7 @@ class Request:
                 f"the answer must hold one tensor per want, {len(counts)}, got {len(embeddings)}"
             )
         for part, count, z in zip(self.parts, counts, embeddings, strict=True):
-            if z.dim() != 2 or len(z) != count:
-                raise ValueError(
-                    f"the answer to {count} ids must be [{count}, D], got {tuple(z.shape)}"
-                )
-            part.embeddings = z
+            part.embeddings = _embeddings(z, count)
         return self
 
     def encode(self, encode: Encodes, *others: Request) -> Request:
@@ -137,6 +133,16 @@ class Request:
             encode: positions [R] to embeddings [R, D]; a pair (anchors', keys') for two encoders.
         """
         encoders = encode if isinstance(encode, tuple) else (encode,)
+        if not all(callable(each) for each in encoders):
+            raise ValueError(
+                "encode must be a function from positions [R] to embeddings [R, D], or a pair of "
+                f"them, got {type(encode).__name__}"
+            )
+        if len(encoders) == 2 and getattr(self.owner, "views", None) == "shared":
+            raise ValueError(
+                "views='shared' has one encoder, and encode= is a pair; pass one function, or "
+                "construct the loss with views='paired' if z_a and z_b come from two encoders"
+            )
         passes: dict[tuple[int, bool], list[Part]] = {}
         for part in (part for request in (self, *others) for part in request.parts):
             number = len(encoders) - 1 if part.want.tower == "keys" else 0
@@ -145,11 +151,7 @@ class Request:
             ids = [part.want.ids for part in parts]
             with torch.set_grad_enabled(gradient and torch.is_grad_enabled()):
                 z = encoders[number](ids[0] if len(ids) == 1 else torch.cat(ids))
-            count = sum(map(len, ids))
-            if z.dim() != 2 or len(z) != count:
-                raise ValueError(
-                    f"the answer to {count} ids must be [{count}, D], got {tuple(z.shape)}"
-                )
+            z = _embeddings(z, sum(map(len, ids)))
             for part, own in zip(parts, torch.split(z, [len(i) for i in ids]), strict=True):
                 part.embeddings = own
         return self
@@ -158,6 +160,14 @@ class Request:
         """The part for one purpose and side, if it was asked for."""
         found = (p for p in self.parts if (p.purpose, p.side) == (purpose, side))
         return next(found, None)
+
+
+def _embeddings(z: object, count: int) -> Tensor:  # [count, D]
+    """An answer to so many ids, if it is one."""
+    got = tuple(z.shape) if isinstance(z, Tensor) else type(z).__name__
+    if not isinstance(z, Tensor) or z.dim() != 2 or len(z) != count:
+        raise ValueError(f"the answer to {count} ids must be a tensor [{count}, D], got {got}")
+    return z
 
 
 def answered(requests: Sequence[Request], purpose: Purpose, side: int) -> Part:
@@ -178,6 +188,11 @@ def check_requests(owner: Any, turn: int, call: Call, requests: Sequence[Request
     if call.draw is not None and not isinstance(owner.proposals, Given):
         raise ValueError("draw= goes with proposals=Given() at construction; leave it out")
     for request in requests:
+        if not isinstance(request, Request):
+            raise ValueError(
+                f"requests follow index, got {type(request).__name__}; a function from positions "
+                "to embeddings is passed by name, encode=..."
+            )
         if request.owner is not owner:
             raise ValueError("this request was made by another loss; ask this one")
         views = zip(request.augmentation or (), call.augmentation or (), strict=False)

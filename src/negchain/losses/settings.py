@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 from typing import TYPE_CHECKING, ClassVar, Literal, TypedDict
 
 import torch.distributed as dist
@@ -249,6 +250,23 @@ def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
     """Refuse a value that is not among the allowed ones."""
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def check_sizes(num_samples: int | None, num_keys: int | None, views: Views) -> None:
+    """Refuse sizes of the data set and of a corpus of keys that no loss can have."""
+    for name, size in (("num_samples", num_samples), ("num_keys", num_keys)):
+        if size is not None and not isinstance(size, Integral):
+            raise ValueError(f"{name} must be an integer, len(dataset) say, got {size!r:.50}")
+    if num_samples is not None and num_samples < (2 if num_keys is None else 1):
+        raise ValueError(
+            f"num_samples must be at least 2, got {num_samples}: one sample has no negative"
+        )
+    if num_keys is not None and (views != "paired" or num_keys < 2 or num_samples is None):
+        raise ValueError(
+            "num_keys (the size of a corpus of keys) needs num_samples, views='paired' and at "
+            f"least 2 keys, got num_keys={num_keys}, num_samples={num_samples} and "
+            f"views={views!r}"
+        )
 
 
 def check_refresh(refresh: float) -> None:

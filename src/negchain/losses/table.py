@@ -71,7 +71,10 @@ class StaleTable(Stateful):
         if width == 0:
             return self.embeddings.new_zeros(1, 1).expand(size, dim)
         if width != dim:
-            raise ValueError(f"the table holds embeddings of dimension {width}, got {dim}")
+            raise ValueError(
+                f"the table holds embeddings of dimension {width}, got {dim}; build a new loss for "
+                "another encoder"
+            )
         return self.embeddings
 
     def logits(
