@@ -234,6 +234,17 @@ def test_help_names_every_option(
     assert [name for name in options.split() if name not in text] == []
 
 
+@pytest.mark.parametrize("command", ["train", "compare", "bench", "reproduce"])
+def test_help_has_a_line_for_each_example(
+    command: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert negchain(command, "--help") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert all(line.count(f"negchain {command}") <= 1 for line in lines)
+    assert sum(line.startswith(f"  negchain {command} ") for line in lines) >= 2
+
+
 def test_help_teaches_the_presets_and_choices(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

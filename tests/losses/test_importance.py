@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 
 import pytest
 import torch
@@ -354,3 +355,18 @@ def test_the_table_remembers_the_batch_even_where_it_is_no_column() -> None:
 def test_draws_stand_alone_unless_told() -> None:
     """Columns of the batch beside informed draws would bias the partition."""
     assert ImportanceLoss(M).proposals == Informed(alone=True)
+
+
+def test_a_top_of_nothing_is_said() -> None:
+    """In an empty table the nearest keys are the same for every row: nobody wants that."""
+    z, index = embeddings().float(), torch.tensor([2, 4])
+    call = {"encode": lambda ids: z[ids]}
+    loss_fn = TopKLoss(M, BETA, num=1, top=2)
+    with pytest.warns(UserWarning, match="table of TopKLoss is empty.*fill"):
+        loss_fn(z[index], z[index], index, **call)
+    filled = TopKLoss(M, BETA, num=1, top=2)
+    filled.fill(call["encode"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for told in (loss_fn, filled):  # once is enough
+            told(z[index], z[index], index, **call)

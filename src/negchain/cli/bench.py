@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 HELP = """Measure the speed of this machine: tables of ratios, and a dated record of them.
 
+For example:
+
     negchain bench                          # everything; minutes
     negchain bench --only scan,step         # some tables
 

@@ -37,12 +37,14 @@ Plan = tuple[Path, TrainConfig, dict[str, Any]]
 
 HELP = """Train several methods and seeds on one recipe and compare them on one page.
 
+For example:
+
     negchain compare --methods dcl,sogclr,emc2 --seeds 3 --data ./photos --out runs/duel
 
     negchain compare --methods dcl,hard --import own_method.py
 
-    negchain compare --methods infonce,informed --tune beta=20,50 --tune lr=2e-5,5e-5 \
-        --data ./scifact --encoder ./all-MiniLM-L6-v2
+    negchain compare --methods infonce,informed --tune beta=20,50 \\
+        --tune lr=2e-5,5e-5 --data ./scifact --encoder ./all-MiniLM-L6-v2
 
 With `--tune` every method is run with each combination (seed 0) and keeps the one with the best
 held-out score; its other seeds run with that, and the page shows these runs.

@@ -11,6 +11,8 @@ from negchain.reproduce import NAMES
 
 HELP = """Rerun experiments of the EMC² paper; records, tables and figures.
 
+For example:
+
     negchain reproduce theory                                # minutes on a CPU
     negchain reproduce stl10 burn-in --data ./stl10 --minutes 8
     negchain reproduce stl10 --redraw                        # figures from the record

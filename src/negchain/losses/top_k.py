@@ -12,6 +12,7 @@ Bias        the negatives below the top are counted as if there were few of them
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any, Unpack
 
@@ -76,6 +77,12 @@ class TopKLoss(WeightedLoss):
         parts = []
         sides = self._sides(self._checked(call), use_batch=False)
         for number, (side, table) in enumerate(zip(sides, self.tables, strict=True)):
+            if table.embeddings.shape[1] == 0:
+                warnings.warn(
+                    "the table of TopKLoss is empty, so the nearest keys of all rows are the same "
+                    "few; call loss_fn.fill(encode) once before training",
+                    stacklevel=2,
+                )
             nearest = table.top(self.top, side)
             row = torch.arange(side.num_rows, device=nearest.device)
             stream = draws.STREAM_PROPOSE + 16 * number
