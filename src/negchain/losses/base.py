@@ -270,7 +270,8 @@ class ContrastiveLoss(Reporting):
                 losses built without num_samples): all different.
             requests: what `request` handed out, answered.
             encode: instead of requests: a function from positions [R] to embeddings [R, D] under
-                the current encoder; a pair (anchors', keys') for paired views in both directions.
+                the current encoder; a pair (anchors', keys') for paired views in both directions:
+                position i is another item for each.
             key_index: [B] positions of z_b among the keys, with `num_keys`.
             known: [B, L] further positives of each row, padded with -1: never its negatives. A
                 relation that holds both ways is given from both sides.
