@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import negchain
 from negchain.data.indexed import Indexed, prefetch
@@ -33,6 +34,15 @@ class Counted:
     def __getitem__(self, position: int) -> tuple[Tensor, int]:
         self.fetched += 1
         return self.items[position], position
+
+
+def test_a_stream_has_no_positions() -> None:
+    class Stream(IterableDataset[Tensor]):
+        def __iter__(self) -> Iterator[Tensor]:
+            return iter(torch.zeros(3, 2))
+
+    with pytest.raises(ValueError, match="Stream is a stream.*map-style"):
+        Indexed(Stream())
 
 
 def make(method: str) -> Loss:
