@@ -48,6 +48,7 @@ def test_none_is_recommended_where_nothing_gains() -> None:
     for gain in (0.0, -0.1):
         said = recommendation([group("a", gain), group("b", gain)], LEAD)
         assert said is not None and said.startswith("Recommended: none of these.")
+        assert "keep the encoder you have" in said
 
 
 def test_nothing_is_said_without_a_start_to_compare_with() -> None:

@@ -197,7 +197,7 @@ def recommendation(groups: Sequence[Group], lead: Metric) -> str | None:
         return (
             f"Recommended: none of these. The most is gained by {name}, {gain} of {lead.name} over "
             f"the encoder as it was{tested}, which is within the noise of queries and seeds: keep "
-            "that one, or look at the proposals for false negatives."
+            "the encoder you have, or look at the proposals for false negatives."
         )
     alike = [
         known[i].label
