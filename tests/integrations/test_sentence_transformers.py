@@ -272,6 +272,18 @@ def test_hard_negatives_by_hand(folder) -> None:
     assert found["contrastive"].item() == pytest.approx(sum(rows).item() / 6, rel=1e-4)
 
 
+def test_two_views_of_the_same_texts(folder) -> None:
+    """As SimCSE has it: one position per text, and what chains hold is encoded by the model."""
+    words = [f"w{i}" for i in range(6)]
+    pairs = index_pairs(Dataset.from_dict({"one": words, "two": words}))
+    model = SentenceTransformer(str(folder), device="cpu")
+    loss = PairLoss(model, EMC2Loss(6, 10.0), pairs)
+    labels = torch.tensor(pairs.dataset["label"][:])
+    found = loss([model.preprocess(words) for _ in range(2)], labels)
+    found["contrastive"].backward()
+    assert int(loss.loss_fn.step) == 1
+
+
 def test_drawn_documents_are_encoded_as_the_column_is(folder, tmp_path) -> None:
     """The prompt is in what the model sees, and gradient goes through it."""
     made = trainer(folder, tmp_path, prompts={"answer": "w71 w72"})

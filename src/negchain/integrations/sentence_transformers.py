@@ -156,7 +156,8 @@ class PairLoss(nn.Module):
                 f"the column '{LABEL}' must hold positions, [anchor, key, ...] of integers; "
                 "train on index_pairs(dataset).dataset"
             )
-        encode = partial(self._encode, 0), partial(self._encode, 1)
+        towers = partial(self._encode, 0), partial(self._encode, 1)
+        encode = towers if self.loss_fn.views == "paired" else towers[1]
         if len(self.loss_fn.tables) and not int(self.loss_fn.step):
             self.loss_fn.fill(encode, self.chunk)
         index, keys = labels[:, 0], labels[:, 1]

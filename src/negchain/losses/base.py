@@ -282,6 +282,11 @@ class ContrastiveLoss(Reporting):
             [] scalar with the value of an estimate of the global loss, and the method's gradient.
         """
         call = Call(z_a, z_b, index, key_index, known, augmentation, draw, drawn)
+        if isinstance(encode, tuple) and self.views == "shared":
+            raise ValueError(
+                "views='shared' has one encoder, and encode= is a pair; pass one function, or "
+                "construct the loss with views='paired' if z_a and z_b come from two encoders"
+            )
         if encode is not None and index is not None:  # under the caller's autocast, as the batch
             first = self.request(index, augmentation=augmentation)
             second = self.request(

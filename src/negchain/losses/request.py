@@ -138,11 +138,6 @@ class Request:
                 "encode must be a function from positions [R] to embeddings [R, D], or a pair of "
                 f"them, got {type(encode).__name__}"
             )
-        if len(encoders) == 2 and getattr(self.owner, "views", None) == "shared":
-            raise ValueError(
-                "views='shared' has one encoder, and encode= is a pair; pass one function, or "
-                "construct the loss with views='paired' if z_a and z_b come from two encoders"
-            )
         passes: dict[tuple[int, bool], list[Part]] = {}
         for part in (part for request in (self, *others) for part in request.parts):
             number = len(encoders) - 1 if part.want.tower == "keys" else 0
