@@ -102,7 +102,9 @@ def play(
         call["draw"], call["drawn"] = (made[0], drawn[0]) if len(towers) == 1 else (made, drawn)
     z_a = embed(leaf[world.address("anchors", anchors, first)])
     z_b = embed(leaf[world.address("keys", keys, second)])
-    return loss_fn(z_a, z_b, anchors, encode=(encoder("anchors"), encoder("keys")), **call)
+    pair = encoder("anchors"), encoder("keys")
+    encode = pair if loss_fn.views == "paired" else pair[1]
+    return loss_fn(z_a, z_b, anchors, encode=encode, **call)
 
 
 def plan_of(world: World, batch_size: int, order: Order, steps: int, seed: int) -> list[Step]:
