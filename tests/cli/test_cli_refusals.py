@@ -71,7 +71,7 @@ def refusal(capsys: Capture, *arguments: object) -> str:
         ("train --encoder resnet18 --augmentations 1", "--augmentations must be from 2"),
         ("train --resume", "--resume needs --out"),
         ("train --resume --out nowhere", "nowhere"),
-        ("train extra", "extra"),
+        ("train extra", "extra); data go with --data"),
         ("evaluate", "RUN"),
         ("evaluate nowhere", "nowhere holds no run"),
         ("report nowhere --out page.html", "nowhere"),

@@ -21,6 +21,7 @@ from negchain.train.run_folder import (
     default_out,
     is_run,
     read_metrics,
+    require_run,
 )
 
 CONFIG = '{"beta": 5.0, "data": "µ"}\n'
@@ -221,3 +222,10 @@ def test_a_full_disk_is_told_by_the_write_that_failed_and_not_by_closing(folder:
             run._metrics = io.BufferedWriter(Full())
             run.log({"step": 1, "loss": 0.5})
     RunFolder.resume(folder).close()  # it was let go of
+
+
+def test_a_folder_of_runs_says_where_they_are(folder: Path) -> None:
+    with RunFolder.create(folder, config=CONFIG):
+        require_run(folder)
+    with pytest.raises(ValueError, match=r"holds no run .*runs are within it: .*runs/\*$"):
+        require_run(folder.parent)

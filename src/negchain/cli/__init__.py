@@ -109,7 +109,11 @@ def run(arguments: list[str]) -> int:
 
 
 def _value(error: Any, arguments: list[str]) -> str:
-    """The value of the option that is wrong: typer names the option only."""
+    """What typer leaves out: the value of the option that is wrong, and where data go."""
+    command = getattr(getattr(error, "ctx", None), "command", None)
+    if "unexpected extra argument" in error.format_message():
+        takes_data = any(param.name == "data" for param in getattr(command, "params", ()))
+        return "; data go with --data" if takes_data else ""
     flags = getattr(getattr(error, "param", None), "opts", ())
     given = [value for word, value in itertools.pairwise(arguments) if word in flags]
     return f", got {given[-1]!r}" if given else ""

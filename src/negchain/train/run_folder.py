@@ -55,9 +55,9 @@ def is_run(path: str | Path) -> bool:
 def require_run(path: Path) -> None:
     """Refuse a path that is no run folder."""
     if not is_run(path):
-        raise ConfigError(
-            f"{path} holds no run (no config.json); give a folder negchain train made"
-        )
+        within = path.is_dir() and any(is_run(each) for each in path.iterdir())
+        remedy = f"runs are within it: {path}/*" if within else "give a folder negchain train made"
+        raise ConfigError(f"{path} holds no run (no config.json); {remedy}")
 
 
 def load_run_config(path: Path) -> TrainConfig:
