@@ -142,6 +142,7 @@ def test_names_beside_the_matrix_can_be_read_on_a_phone(tmp_path: Path) -> None:
     assert outcome(dom(page, tmp_path / "profile", read=True), "scrolls") == "false"
 
 
+@pytest.mark.slow
 def test_the_pictures_of_readme_are_made_by_their_command(tmp_path: Path) -> None:
     write_comparison(tmp_path / "runs", seeds=1)
     gallery = runpy.run_path(str(ROOT / "docs/gallery.py"))
