@@ -17,8 +17,7 @@ from pathlib import Path
 import torch
 
 from negchain.files import replacing
-from negchain.machine import commit as commit
-from negchain.machine import hardware as hardware
+from negchain.machine import commit, hardware
 from negchain.train.run_folder import versions
 
 PACKAGES = ("negchain", "torch", "torchvision", "triton", "numpy")

@@ -122,8 +122,9 @@ def decode_files(
     (torch.Size([0, 3, 8, 8]), {0: 'no such file (a broken link?)'})
     """
     squares = torch.empty(len(places), 3, side, side, dtype=torch.uint8)
-    sizes, short = whole or ([(0, 0)] * len(places), 0)
-    shapes = torch.tensor([stored_size(size, short) for size in sizes]).view(-1, 2)
+    sizes, short = whole or ((), 0)
+    stored = [stored_size(size, short) for size in sizes]
+    shapes = torch.tensor(stored, dtype=torch.int64).view(-1, 2)
     ends = (3 * shapes.prod(1)).cumsum(0)
     begins = ends - 3 * shapes.prod(1)
     flat = torch.empty(int(ends[-1]) if len(ends) else 0, dtype=torch.uint8)

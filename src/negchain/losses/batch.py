@@ -101,9 +101,7 @@ def check_batch(
 def positions(call: Call, num_samples: int | None) -> Tensor:  # [B]
     """The positions of a batch's anchors; a loss without a size takes them to be all different."""
     size, device, index = len(call.z_a), call.z_a.device, call.index
-    if index is None:
-        if num_samples is not None:
-            raise ValueError("index= is missing: pass the data set positions of the batch, [B]")
+    if index is None and num_samples is None:
         index = torch.arange(size, device=device)
     return as_ids("index", index, size, device)
 

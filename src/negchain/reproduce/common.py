@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from negchain.bench.record import commit, hardware
+from negchain.machine import commit, hardware
 from negchain.methods import METHODS
 from negchain.reproduce import load
 from negchain.train.presets import ConfigError, choose
