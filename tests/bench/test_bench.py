@@ -299,8 +299,10 @@ def test_a_missing_gpu_is_refused(capsys: Capture) -> None:
 
 
 @pytest.mark.gpu
-def test_everything_is_measured_on_a_gpu(tmp_path: Path) -> None:
-    only = "scan,losses,large,tables,step"
+@pytest.mark.parametrize(
+    "only", ["scan", pytest.param("losses,large,tables,step", marks=pytest.mark.slow)]
+)
+def test_everything_is_measured_on_a_gpu(tmp_path: Path, only: str) -> None:
     assert run(f"bench --quick --device cuda --only {only} --out", tmp_path) == 0
     found = json.loads(next(tmp_path.glob("*.json")).read_text())
     assert list(found["tables"]) == only.split(",") and not found["failed"]
