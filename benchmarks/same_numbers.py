@@ -27,7 +27,6 @@ M, KEYS, D, STEPS, BETA = 48, 60, 8, 50, 8.0
 Case = tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], str]
 PAIRED, ONE_WAY = {"views": "paired"}, {"views": "paired", "symmetric": False}
 ALL = {"denominator": "all"}
-SLOWLY = {"denominator": "all", "partition_rate": 0.05}
 CASES: dict[str, Case] = {
     "infonce": ("InfoNCELoss", {}, {}, {}, ""),
     "infonce, paired": ("InfoNCELoss", PAIRED, {}, {}, ""),
@@ -50,8 +49,6 @@ CASES: dict[str, Case] = {
     "emc2, known": ("EMC2Loss", {}, {}, {}, "known"),
     "emc2, cached": ("EMC2Loss", {"carried": "cached", "dim": D}, {}, {}, ""),
     "emc2, all": ("EMC2Loss", ALL, {}, {}, ""),
-    "emc2, all, rate 0.05": ("EMC2Loss", SLOWLY, {}, {}, ""),
-    "emc2, all, rate 0.05, last batch of 3": ("EMC2Loss", SLOWLY, {}, {}, "short"),
     "emc2, burn-in 0": ("EMC2Loss", {}, {"burn_in": 0.0}, {"MH": {"burn_in": 0.0}}, ""),
     "emc2, counts every 3rd": ("EMC2Loss", {}, {"count_every": 3}, {"MH": {"count_every": 3}}, ""),
     "emc2, 2 augmentations": ("EMC2Loss", {"augmentations": 2}, {}, {}, "stored"),
@@ -63,9 +60,6 @@ CASES: dict[str, Case] = {
         "EMC2Loss", {}, {"stream": True}, {"stream": True, "MH": {"count_every": 1}}, "",
     ),
     "isir": ("EMC2Loss", {"kernel": "isir"}, {}, {}, ""),
-    "isir, paired, all, rate 0.05": (
-        "EMC2Loss", {"kernel": "isir", **PAIRED, **SLOWLY}, {}, {}, "",
-    ),
     "isir, cached": ("EMC2Loss", {"kernel": "isir", "carried": "cached", "dim": D}, {}, {}, ""),
     "isir, repeated ids": ("EMC2Loss", {"kernel": "isir"}, {}, {}, "repeats"),
     "isir, draws beside the batch": ("EMC2Loss", {"kernel": "isir"}, {}, {"Given": False}, "draw"),
@@ -95,10 +89,9 @@ def build(negchain: Any, case: Case, new: bool) -> Any:
 
 
 def batches(kind: str, generator: torch.Generator) -> list[Tensor]:
-    sizes = [3 if kind == "short" and step % 6 == 5 else 8 for step in range(STEPS)]
     if kind == "repeats":
-        return [torch.randint(M, (b,), generator=generator) for b in sizes]
-    return [torch.randperm(M, generator=generator)[:b] for b in sizes]
+        return [torch.randint(M, (8,), generator=generator) for _ in range(STEPS)]
+    return [torch.randperm(M, generator=generator)[:8] for _ in range(STEPS)]
 
 
 def call_old(loss_fn: Any, z: Tensor, index: Tensor, more: dict[str, Any]) -> Tensor:

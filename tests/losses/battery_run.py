@@ -247,8 +247,8 @@ def as_normal(t: float, freedom: int) -> float:
 def start_at_target(loss_fn: nn.Module, world: World, beta: float, seed: int) -> None:
     """Put the state of a loss with chains where it would be after endless visits.
 
-    Chains at draws from their exact targets, cached embeddings those of the states, running
-    partitions at the exact ones, keys counted for many epochs.
+    Chains at draws from their exact targets, cached embeddings those of the states, keys
+    counted for many epochs.
     """
     rng = np.random.default_rng(seed + 1_000_003)
     per_view, unit = bool(loss_fn.augmentations), nn.functional.normalize(world.table, dim=1)
@@ -257,12 +257,6 @@ def start_at_target(loss_fn: nn.Module, world: World, beta: float, seed: int) ->
         loss_fn.chains.states[side, chain] = int(ids[at])
         if loss_fn.carried == "cached":
             loss_fn.chains.keys[side, chain] = unit[row.negatives[at]]
-        if loss_fn.denominator == "all":
-            logits = beta * unit[row.negatives] @ unit[row.anchor]
-            scale = math.log(row.count * loss_fn.multiplicity)
-            item = chain // (loss_fn.augmentations or 1)
-            loss_fn.log_partition[side, item] = torch.logsumexp(logits, 0) + scale
-            loss_fn.seen.fill_(10**6)
     if world.num_keys is not None and loss_fn._counts_keys:
         counts = torch.bincount(world.pairs[:, 1], minlength=world.num_keys) * 1000
         loss_fn.key_counts.copy_(torch.cat([counts, counts.sum()[None]]))

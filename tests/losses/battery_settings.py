@@ -39,7 +39,6 @@ class Setting:
     views: Literal["shared", "paired"] = "shared"
     symmetric: bool = True
     denominator: str = "negatives"
-    partition_rate: float = 1.0
     corpus: bool = False
     key_counts: bool = False
     augmentations: int | None = None
@@ -130,7 +129,6 @@ class Setting:
             given["key_counts"] = torch.bincount(used, minlength=KEYS)
         if self.chains:
             given |= {"kernel": self.kernel, "carried": self.carried}
-            given["partition_rate"] = self.partition_rate
             if self.chain_file:
                 given["chain_file"] = Path(tempfile.mkdtemp()) / "chains.bin"
         if self.proposals is not None:
@@ -177,7 +175,7 @@ def refused(s: Setting) -> list[str]:
 def broken(s: Setting) -> str | None:
     """Settings whose gradient is known to be wrong by an amount nobody promises."""
     if s.denominator == "all" and s.batch_size == 1 and s.proposals in (None, "batch", InBatch(2)):
-        return "1 - p+ of a row that never had a proposal comes from its carried state alone"
+        return "1 - p+ of a row without a proposal comes from its carried state alone"
     return None
 
 
@@ -240,7 +238,6 @@ def numbered(number: int) -> Setting:
     loss = pick(("emc2", "emc2", "emc2", "streaming"))
     plain = loss == "streaming"  # no draws, no corpus, no stored augmentations to choose
     corpus = pick((False, False, True)) and not plain
-    denominator = pick(("negatives", "negatives", "all"))
     return Setting(
         loss=loss,
         beta=pick((2.0, 8.0, 14.28)),
@@ -250,8 +247,7 @@ def numbered(number: int) -> Setting:
         carried=pick(("encode", "encode", "encode", "cached")),
         views=pick(("shared", "paired") if not corpus else ("shared", "paired", "paired")),
         symmetric=pick((False, True)),
-        denominator=denominator,
-        partition_rate=pick((0.05, 0.2, 1.0)) if denominator == "all" else 1.0,
+        denominator=pick(("negatives", "negatives", "all")),
         corpus=corpus,
         key_counts=corpus and pick((False, True)),
         augmentations=None if plain else pick((None, None, None, 2, 3)),

@@ -135,7 +135,7 @@ def test_a_row_with_nan_changes_no_state(case) -> None:
     per_item = loss_fn.ids_per_item
     slots = slice(item * per_item, (item + 1) * per_item)
     before, after = snapshot(fresh), {k: v.cpu() for k, v in snapshot(loss_fn).items()}
-    for name in ("chains.states", "log_u", "log_partition"):
+    for name in ("chains.states", "log_u"):
         if name in after:
             old, new = (torch.nan_to_num(s[name][:, slots].float(), 9.0) for s in (before, after))
             assert torch.equal(old, new), name

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from battery_settings import Setting
 
 from negchain import Draw, EMC2Loss, Given
 
@@ -16,17 +15,6 @@ def test_stored_augmentations_with_one_view_as_anchors() -> None:
     loss_fn = EMC2Loss(10, augmentations=2, symmetric=False)
     index = torch.arange(4)
     loss_fn(z[:4], z[4:8], index, augmentation=which, encode=lambda ids: z[ids])
-
-
-def test_a_row_without_proposals_leaves_the_running_partition_alone() -> None:
-    """Its only value is the carried state's, a draw from p: as an estimate of Z far too high."""
-    setting = Setting(denominator="all", batch_size=1, beta=8.0)
-    world = setting.world
-    unit = torch.nn.functional.normalize(world.table, dim=1)
-    loss_fn = setting.build(0)
-    index = torch.tensor([0])
-    loss_fn(unit[index], unit[index], index, encode=lambda ids: unit[ids])
-    assert loss_fn.log_partition[0, 0] == -torch.inf
 
 
 def test_isir_with_a_held_key_the_batch_never_proposes() -> None:

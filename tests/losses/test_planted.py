@@ -28,12 +28,11 @@ from battery_plants import (
     panels_count_shared_graphs_twice,
     ratio_upside_down,
 )
-from battery_run import directions, judge, plan_of, run, start_at_target
+from battery_run import directions, judge, plan_of, run
 from battery_settings import Setting
 from battery_world import make_world
 from test_battery import faults_of, verdicts_of
 
-import negchain.losses.emc2 as emc2
 from negchain import MH, Draw, EMC2Loss, Given, Uniform
 from negchain.losses.table import StaleTable
 from oracles.exact import Exact, weighted
@@ -285,36 +284,3 @@ def test_burn_in_off_by_one_is_flagged(monkeypatch, plant) -> None:
     plant(monkeypatch)
     verdict = first_visit(seeds=150)
     assert not verdict.passes, verdict
-
-
-# ---------------------------------------------------------------- the rate of the running partition
-
-
-def moved_by() -> float:
-    """How far one visit of a small last batch moves the running partition, as a share."""
-    setting = Setting(denominator="all", batch_size=3, partition_rate=0.05)
-    world, loss_fn = setting.world, setting.build(0)
-    start_at_target(loss_fn, world, setting.beta, 0)
-    unit = torch.nn.functional.normalize(world.table, dim=1)
-    before = loss_fn.log_partition[0, 0].exp().item()
-    index = torch.tensor([0, 7, 21])
-    loss_fn(unit[index], unit[index], index, encode=lambda ids: unit[ids])
-    after = loss_fn.log_partition[0, 0].exp().item()
-    fresh = 47 * 2 * float((setting.beta * unit[index[1:]] @ unit[0]).exp().mean())
-    return (after - before) / (fresh - before)
-
-
-def test_a_small_last_batch_moves_the_partition_as_any_other() -> None:
-    assert moved_by() == pytest.approx(0.05, rel=1e-3)
-
-
-def test_a_rate_by_the_size_of_this_batch_is_flagged(monkeypatch) -> None:
-    """Issue 8: visits estimated as steps times the size of this batch."""
-
-    def rate_of_this_batch(self, number, side, log_partition):
-        old = self.log_partition[number][side.anchor_ids].to(log_partition.dtype)
-        visits = int(self.step) * (side.num_rows // 2) // self.num_samples
-        return emc2.moving_log_mean(old, log_partition, max(1 / (1 + visits), 0.05))
-
-    monkeypatch.setattr(EMC2Loss, "_running_partition", rate_of_this_batch)
-    assert moved_by() != pytest.approx(0.05, rel=1e-3)

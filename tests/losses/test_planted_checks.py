@@ -51,11 +51,6 @@ def nobody_asks_whether_chains_moved(patch) -> None:
     patch.setattr(EMC2Loss, "_check_held", lambda self, call, requests: None)
 
 
-def partition_remembers(patch) -> None:
-    right = emc2.moving_log_mean
-    patch.setattr(emc2, "moving_log_mean", lambda a, v, rate: right(a, v, rate.clamp(max=0.05)))
-
-
 def state_is_a_buffer(patch) -> None:
     def add(self, name, value, **_):
         self.register_buffer(name, value)
@@ -172,10 +167,6 @@ CASES: dict[str, tuple[Check, Check]] = {
     "7 moved since": (
         nobody_asks_whether_chains_moved,
         lambda _: test_requests.test_a_chain_that_moved_since_is_refused("shared"),
-    ),
-    "8 a partition that remembers": (
-        partition_remembers,
-        lambda _: test_values.test_the_partition_is_estimated_afresh_unless_told_otherwise(None),
     ),
     "9 DDP overwrites buffers": (
         state_is_a_buffer,

@@ -209,7 +209,6 @@ def test_another_width_is_refused(options) -> None:
         (lambda: EMC2Loss(10, carried="score"), "carried.*score"),
         (lambda: EMC2Loss(10, proposals="all"), "proposals.*all"),
         (lambda: EMC2Loss(10, backend="cuda"), "backend.*cuda"),
-        (lambda: EMC2Loss(10, partition_rate=2.0), "partition_rate.*2.0"),
         (lambda: EMC2Loss(10, augmentations=0), "augmentations.*0"),
         (lambda: EMC2Loss(10, augmentations=2, views="paired"), "augmentations"),
         (lambda: EMC2Loss(10, augmentations=2, proposals=Informed()), "augmentations"),

@@ -109,8 +109,8 @@ def test_a_state_that_lacks_something_is_refused() -> None:
     del state["chains.states"]
     with pytest.raises(RuntimeError, match="Missing.*chains.states"):
         EMC2Loss(M).load_state_dict(state)
-    with pytest.raises(RuntimeError, match="Unexpected.*log_partition"):
-        EMC2Loss(M).load_state_dict(EMC2Loss(M, denominator="all").state_dict())
+    with pytest.raises(RuntimeError, match="Unexpected.*log_u"):
+        EMC2Loss(M).load_state_dict(EMC2Loss(M).state_dict() | SogCLRLoss(M).state_dict())
 
 
 # ---------------------------------------------------------------- wrappers and modes

@@ -266,17 +266,6 @@ def only_the_first_panel_is_stored(monkeypatch) -> None:
     monkeypatch.setattr(streaming, "_joined", cut)
 
 
-def views_of_the_partition_are_mixed_up(monkeypatch) -> None:
-    joined = streaming._joined
-
-    def mixed(parts, shares):
-        whole = joined(parts, shares)
-        whole.runnings = [running.flip(0) for running in whole.runnings]
-        return whole
-
-    monkeypatch.setattr(streaming, "_joined", mixed)
-
-
 def every_panel_draws_the_same_numbers(monkeypatch) -> None:
     walk_chains = emc2.walk_chains
     monkeypatch.setattr(
@@ -292,7 +281,6 @@ def the_graph_is_not_cut(monkeypatch) -> None:
 PLANTED = [
     panels_count_the_same,
     only_the_first_panel_is_stored,
-    views_of_the_partition_are_mixed_up,
     every_panel_draws_the_same_numbers,
     the_graph_is_not_cut,
 ]

@@ -60,7 +60,7 @@ class Simulated:
         self.step = 0
         self.gradient, self.slope = np.zeros_like(self.unit), 0.0
         self.held: dict[tuple[int, int], Column] = {}
-        self.log_partition: dict[tuple[int, int], float] = {}
+        self.log_u: dict[tuple[int, int], float] = {}  # SogCLR
         self.stale = [
             {j: self.w.address(self.tower(side), j, 0) for j in range(self.num_items)}
             for side in range(self.num_sides)
@@ -78,9 +78,6 @@ class Simulated:
         for side, chain, ids, p, row in self.w.targets(self.s.beta, self.s.both_ways, per_view):
             at = int(rng.choice(len(ids), p=p))
             self.held[side, chain] = (int(ids[at]), row.negatives[at])
-            logits = self.s.beta * self.unit[row.negatives] @ self.unit[row.anchor]
-            exact = log_sum_exp(logits) + math.log(row.count * self.multiplicity)
-            self.log_partition[side, chain // self.per_item] = exact
 
     # ------------------------------------------------------------------ who is where
 
@@ -295,7 +292,6 @@ class Simulated:
     def _chains(self, side: int, rows: list[Row], share: float) -> None:
         asked: dict[tuple[int, int], Column] = {}  # carried states of a batch's places
         ends: dict[tuple[int, int], Column] = {}
-        running: dict[tuple[int, int], list[float]] = {}
         for n, row in enumerate(rows):
             name, at = self.held[side, row.slot]
             key = (row.place, n if self.s.augmentations else 0)
@@ -304,9 +300,7 @@ class Simulated:
             start = asked.get(key, (name, at))
             weights, carried, ends[row.place, n] = self.walk(row, start)
             low, high = self.partitions(row, start)
-            log_z = self.moving(self.log_partition[side, row.item], low, self.s.partition_rate)
-            running.setdefault((row.place, row.item), []).append(log_z)
-            pull = self.pull(row, log_z if log_z > -math.inf else high)
+            pull = self.pull(row, low if low > -math.inf else high)
             if high > -math.inf:
                 self.add(row, share, pull, weights, carried, start[1])
         stored: set[int] = set()
@@ -318,12 +312,6 @@ class Simulated:
             if self.shared and self.s.symmetric and not self.s.augmentations:
                 n = n % size + (size if self.rng.random() < 0.5 else 0)  # one of both views
             self.held[side, row.slot] = ends[row.place, n]
-        written: set[int] = set()
-        for (_, item), values in running.items():
-            mean = log_sum_exp(np.array(values)) - math.log(len(values))
-            if item not in written and math.isfinite(mean):
-                written.add(item)
-                self.log_partition[side, item] = mean
         if self.proposals == "Informed":
             self.remember(side, rows, list(asked.values()))
 
@@ -388,7 +376,7 @@ class Simulated:
                 log_m = self.log_m(row) + math.log(self.multiplicity)
                 log_z = log_sum + log_m - math.log(count)
             if self.s.loss == "sogclr":
-                old = self.log_partition.get((side, row.item), -math.inf)
+                old = self.log_u.get((side, row.item), -math.inf)
                 log_u = self.moving(old, log_sum - math.log(count), self.s.gamma)
                 averages.setdefault(row.item, []).append(log_u)
                 log_sum, log_z = log_u + math.log(count), log_u + log_m
@@ -397,6 +385,6 @@ class Simulated:
                 weights[address] = weights.get(address, 0.0) + float(w)
             self.add(row, share, self.pull(row, log_z), weights)
         for item, values in averages.items():  # of an item that stands there twice all are the same
-            self.log_partition[side, item] = log_sum_exp(np.array(values)) - math.log(len(values))
+            self.log_u[side, item] = log_sum_exp(np.array(values)) - math.log(len(values))
         if self.proposals == "Informed":
             self.remember(side, rows, [])

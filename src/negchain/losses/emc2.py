@@ -39,9 +39,8 @@ from negchain.losses.settings import (
 )
 from negchain.losses.walk import Sampler, Start, Visit, Walk, walk_chains
 from negchain.objective import Denominator, Estimate, bracket, constant, detached_logits, mean_loss
-from negchain.pool import Side, usable, write_view_mean
+from negchain.pool import Side, usable
 from negchain.weights.metropolis import Backend
-from negchain.weights.sogclr import moving_log_mean
 
 
 class EMC2Loss(ContrastiveLoss):
@@ -65,10 +64,7 @@ class EMC2Loss(ContrastiveLoss):
             encoders, a chain table per direction).
         symmetric: both views (directions) are anchors.
         denominator: "negatives" (eq. (1)) or "all": gradients are multiplied by 1 - p+, with p+
-            against an estimate of the partition over all negatives.
-        partition_rate: rate at which that estimate follows new values: 1 makes it afresh at every
-            visit; below, visits are averaged equally until their number reaches 1 / rate. An
-            average remembers an encoder that is gone, and solved pairs go on pulling.
+            against an estimate of the partition over all negatives, made afresh at every visit.
         num_keys: size of a corpus of keys that is not one-to-one with the anchors.
         key_counts: [num_keys] how many anchors each key is the positive of; None: counted on the
             way.
@@ -101,8 +97,6 @@ class EMC2Loss(ContrastiveLoss):
         ['acceptance_rate', 'carried_mass', 'chain_age']
     """
 
-    log_partition: Tensor
-    seen: Tensor
     streams = False  # whether rows are worked on in panels; see `StreamingEMC2Loss`
 
     def __init__(
@@ -116,7 +110,6 @@ class EMC2Loss(ContrastiveLoss):
         views: Views = "shared",
         symmetric: bool = True,
         denominator: Denominator = "negatives",
-        partition_rate: float = 1.0,
         num_keys: int | None = None,
         key_counts: Tensor | None = None,
         augmentations: int | None = None,
@@ -148,12 +141,9 @@ class EMC2Loss(ContrastiveLoss):
         )
         one_of("carried", carried, ("encode", "cached"))
         one_of("backend", backend, ("auto", "reference", "torch", "triton", "fused"))
-        if not 0 < partition_rate <= 1:
-            raise ValueError(f"partition_rate must be in (0, 1], got {partition_rate}")
         self.kernel = as_kernel(kernel)
         self.carried = carried
         self.augmentations = augmentations
-        self.partition_rate = partition_rate
         self.backend = backend
         self.chains = ChainTable(
             self.num_sides,
@@ -167,10 +157,6 @@ class EMC2Loss(ContrastiveLoss):
             file=chain_file,
             ranks=self.rows.ranks,
         )
-        if denominator == "all":
-            log_partition = torch.full((self.num_sides, self.rows.count), -math.inf)
-            self.add_state("log_partition", log_partition, rows=self.rows, dim=1)
-            self.add_state("seen", torch.zeros((), dtype=torch.int64))
 
     @property
     def multiplicity(self) -> int:
@@ -269,7 +255,7 @@ class EMC2Loss(ContrastiveLoss):
             logits = detached_logits(side, similarity, beta)
             start = self._start(number, side, mine, batch, requests, items)
             walk = walk_chains(side, similarity, start, beta, logits, mine, sampler, number, rows)
-            self._weigh(visit, number, side, similarity, logits, start, walk)
+            self._weigh(visit, side, similarity, logits, start, walk)
             visit.arrivals.append(walk.arrival)
             visit.note(walk.report(batch.valid[items]))
         return visit
@@ -277,7 +263,6 @@ class EMC2Loss(ContrastiveLoss):
     def _weigh(
         self,
         visit: Visit,
-        number: int,
         side: Side,
         similarity: Tensor,
         logits: Tensor,
@@ -288,12 +273,9 @@ class EMC2Loss(ContrastiveLoss):
         beta = self._beta(similarity)
         low, high, middle = bracket(side, logits, beta, start.ids, start.logit)
         self._count_lonely(high)
-        running = self._running_partition(number, side, low)
-        saturation = None if running is None else torch.where(running > -math.inf, running, high)
+        saturation = torch.where(low > -math.inf, low, high) if self.denominator == "all" else None
         estimate = Estimate(walk.weights, middle, saturation, walk.carried_weight)
         visit.total.append(self._value(side, similarity, estimate, start.similarity))
-        if running is not None:
-            visit.runnings.append(running)
         mean = partial(mean_loss, side.to_positives.detach(), constant(beta), self.denominator)
         ends = {"global_loss_low": low, "global_loss_high": high, "global_loss": middle}
         visit.note({name: partial(mean, log_partition) for name, log_partition in ends.items()})
@@ -334,18 +316,9 @@ class EMC2Loss(ContrastiveLoss):
 
     def _store(self, visit: Visit, requests: Sequence[Request]) -> None:
         """Where the chains ended, and what else the next visit needs."""
-        batch = visit.batch
-        self._remember(batch, visit.sides, requests)
+        self._remember(visit.batch, visit.sides, requests)
         for number, arrival in enumerate(visit.arrivals):
-            self.chains.commit(number, arrival, batch.valid)
-        for number, running in enumerate(visit.runnings):
-            table = self.log_partition[number]
-            write_view_mean(table, batch.index, running, batch.valid, self.rows.write)
-
-    def _count(self, keys: Tensor, valid: Tensor | None = None) -> None:
-        super()._count(keys, valid)
-        if self.denominator == "all":
-            self.seen += len(keys)
+            self.chains.commit(number, arrival, visit.batch.valid)
 
     def _touched(
         self, call: Call, index: Tensor, requests: Sequence[Request]
@@ -354,8 +327,6 @@ class EMC2Loss(ContrastiveLoss):
         slots = torch.cat(self._slots(index, call.augmentation))
         for side in range(self.num_sides):
             yield from ((table[side], slots) for table in self.chains.tables)
-            if self.denominator == "all":
-                yield self.log_partition[side], index
 
     # ------------------------------------------------------------------ parts of a step
 
@@ -381,12 +352,3 @@ class EMC2Loss(ContrastiveLoss):
         if augmentation is None or self.augmentations is None:
             return (index,)
         return stored_slots(index, augmentation, self.augmentations)
-
-    def _running_partition(self, number: int, side: Side, log_partition: Tensor) -> Tensor | None:
-        """The partition 1 - p+ is computed against: a moving average over visits, [N]."""
-        if self.denominator != "all":
-            return None
-        old = self.rows.read(self.log_partition[number], side.anchor_ids).to(log_partition.dtype)
-        visits = self.seen // (self.num_samples or 1)
-        rate = torch.clamp(1.0 / (1.0 + visits), min=self.partition_rate)
-        return moving_log_mean(old, log_partition, rate.to(log_partition.dtype))

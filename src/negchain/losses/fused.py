@@ -98,20 +98,17 @@ def emc2(loss_fn: EMC2Loss, call: Call, requests: Sequence[Request]) -> Sides:
     kernel, chains, beta = loss_fn.kernel, loss_fn.chains, loss_fn.beta
     if loss_fn.carried == "cached":
         chains.check_width(call.z_a.shape[1])
-    running = loss_fn.denominator == "all"
     tables = {
         "states": chains.states,
         "keys": chains.keys if loss_fn.carried == "cached" else None,
-        "running": loss_fn.log_partition if running else None,
+        "averages": None,
     }
     settings = {
         "weighting": "mh" if isinstance(kernel, MH) else "isir",
         "burn_in": float(kernel.burn_in) if isinstance(kernel, MH) else 0.0,
         "count_every": kernel.count_every,
-        "partition_rate": loss_fn.partition_rate,
         "stream": loss_fn.streams,
         "bound": math.inf if isinstance(beta, Tensor) or not loss_fn.normalize else beta,
-        "seen": loss_fn.seen if running else None,
     }
     return _sides(loss_fn, call, carried, tables, settings)
 
@@ -131,8 +128,8 @@ def in_batch(
     if loss_fn.num_samples is None:  # any integers will do: only which are equal matters
         index = torch.searchsorted(index.sort().values, index)
     weighting = "softmax" if log_u is None else "sogclr"
-    settings = {"weighting": weighting, "gamma": gamma, "seen": None}
-    tables = {"states": None, "keys": None, "running": log_u}
+    settings = {"weighting": weighting, "gamma": gamma}
+    tables = {"states": None, "keys": None, "averages": log_u}
     none: list[Tensor | None] = [None] * loss_fn.num_sides
     call = dataclasses.replace(call, index=index)
     total, report = _sides(loss_fn, call, none, tables, settings)

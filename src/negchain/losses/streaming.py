@@ -34,8 +34,8 @@ class StreamingEMC2Loss(EMC2Loss):
     """`EMC2Loss` for large batches; proposals are the batch.
 
     Args:
-        num_samples, beta, carried, views, symmetric, denominator, partition_rate, normalize, seed,
-            gather, shard_state, chain_file, dim, backend: as for `EMC2Loss`.
+        num_samples, beta, carried, views, symmetric, denominator, normalize, seed, gather,
+            shard_state, chain_file, dim, backend: as for `EMC2Loss`.
         kernel: with `count_every` a multiple of 128 (or `ISIR()`) in tiles on a GPU; every other
             one in panels of rows. With shared views the value (and 1 - p+ of denominator="all")
             counts one copy of every item.
@@ -59,7 +59,6 @@ class StreamingEMC2Loss(EMC2Loss):
         views: Views = "shared",
         symmetric: bool = True,
         denominator: Denominator = "negatives",
-        partition_rate: float = 1.0,
         normalize: bool = True,
         seed: int = 0,
         gather: Gather = True,
@@ -76,7 +75,6 @@ class StreamingEMC2Loss(EMC2Loss):
             views=views,
             symmetric=symmetric,
             denominator=denominator,
-            partition_rate=partition_rate,
             normalize=normalize,
             seed=seed,
             gather=gather,
@@ -165,11 +163,6 @@ def _joined(panels: list[Visit], shares: list[float]) -> Visit:
         slots, moved, ids = (torch.cat([part[field] for part in parts]) for field in range(3))
         keys = [part.key for part in parts if part.key is not None]
         arrivals.append(Arrival(slots, moved, ids, torch.cat(keys) if keys else None))
-    runnings = []
-    for number, value in enumerate(first.runnings):
-        views = value.shape[0] // len(first.arrivals[0].slots)
-        values = [panel.runnings[number].view(views, -1) for panel in panels]
-        runnings.append(torch.cat(values, 1).flatten())
     return Visit(
         batch=first.batch,
         sides=[],
@@ -182,7 +175,6 @@ def _joined(panels: list[Visit], shares: list[float]) -> Visit:
             for name, v in first.report.items()
         },
         arrivals=arrivals,
-        runnings=runnings,
     )
 
 

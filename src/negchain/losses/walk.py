@@ -101,7 +101,6 @@ class Visit:
     total: list[Tensor] = field(default_factory=list)
     report: Report = field(default_factory=dict)
     arrivals: list[Arrival] = field(default_factory=list)
-    runnings: list[Tensor] = field(default_factory=list)  # of denominator="all"
 
     def note(self, numbers: dict[str, Number]) -> None:
         """Numbers of one side for `info`."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 
-def moving_log_mean(log_average: Tensor, log_value: Tensor, rate: float | Tensor) -> Tensor:
+def moving_log_mean(log_average: Tensor, log_value: Tensor, rate: float) -> Tensor:
     """log((1 - rate) e^a + rate e^v); an average that was never written (-inf) starts at v.
 
     A value of -inf (nothing was seen) leaves the average as it is.
@@ -27,12 +27,8 @@ def moving_log_mean(log_average: Tensor, log_value: Tensor, rate: float | Tensor
         >>> moving_log_mean(torch.tensor([-math.inf, 1.0]), torch.tensor([2.0, -math.inf]), 0.9)
         tensor([2., 1.])
     """
-    if isinstance(rate, Tensor):
-        old, new = torch.log1p(-rate), rate.log()
-        mixed = torch.logaddexp(log_average + old, log_value + new)
-    else:  # numbers stay numbers: a copy to the device would wait for it
-        old_share = math.log1p(-rate) if rate < 1 else -math.inf
-        mixed = torch.logaddexp(log_average + old_share, log_value + math.log(rate))
+    old_share = math.log1p(-rate) if rate < 1 else -math.inf
+    mixed = torch.logaddexp(log_average + old_share, log_value + math.log(rate))
     mixed = torch.where(log_average == -math.inf, log_value, mixed)
     return torch.where(log_value == -math.inf, log_average, mixed)
 

@@ -98,17 +98,18 @@ def far_negatives() -> list[str]:
 
 def bad_duplicate() -> list[str]:
     """The other copy of an item that is not finite: no column, and counted as none."""
-    tables = []
+    found = []
     z = torch.randn(2, 5, 4, generator=torch.manual_seed(0))
     z[0, 4] = float("nan")
+    z.requires_grad_()
     for stream in (False, True):
         loss_fn = cached(
             views="paired", symmetric=False, denominator="all", dim=4, stream=stream,
             kernel=MH(count_every=128),
         )  # fmt: skip
-        loss_fn(z[0], z[1], torch.tensor([0, 1, 2, 3, 0]))
-        tables.append(loss_fn.log_partition[0, :4])
-    return [] if gap(*tables) < 1e-5 else [f"{tables[0].tolist()} {tables[1].tolist()}"]
+        value = loss_fn(z[0], z[1], torch.tensor([0, 1, 2, 3, 0]))
+        found.append(torch.autograd.grad(value, z)[0][0, :4])  # 1 - p+ hangs on the count
+    return [] if gap(*found) < 1e-5 else [f"{found[0].tolist()} {found[1].tolist()}"]
 
 
 def other_dimension() -> list[str]:

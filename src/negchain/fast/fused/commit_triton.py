@@ -1,4 +1,4 @@
-"""Store what the next visit needs: where the chains ended, and running averages.
+"""Store what the next visit needs: where the chains ended, and moving averages.
 
 A program takes ITEMS items; of several items with one chain the first valid one decides.
 
@@ -31,11 +31,11 @@ def _final(
 
 
 @triton.jit
-def _mean(running_ptr, item, mask, num_items, VIEWS: tl.constexpr):
-    """An item's running log partition: the mean of its rows'."""
-    mean = tl.load(running_ptr + item, mask=mask, other=float("-inf"))
+def _mean(averages_ptr, item, mask, num_items, VIEWS: tl.constexpr):
+    """An item's new average: the mean of its rows'."""
+    mean = tl.load(averages_ptr + item, mask=mask, other=float("-inf"))
     if VIEWS == 2:
-        second = tl.load(running_ptr + num_items + item, mask=mask, other=float("-inf"))
+        second = tl.load(averages_ptr + num_items + item, mask=mask, other=float("-inf"))
         mean = log_add_exp(mean, second) - 0.6931471805599453
     return mean
 
@@ -51,20 +51,19 @@ def commit_kernel(
     last_ptr,  # [N] column of the final state in its block, -1: unmoved
     pool_ptr,  # [blocks*K,P]
     pool_ids_ptr,
-    running_ptr,  # [N] running log partition
+    averages_ptr,  # [N] new moving averages, log
     same_ptr,  # [B] items with the item's chain, where COUNTED
     step_ptr,
     stats_ptr,  # [8,N] values of the rows first
     value_ptr,  # [] out: their mean
     moved_ptr,  # [B] out: valid and moved, valid
     counter_ptr,  # the caller's step, changed where COUNTS
-    seen_ptr,  # and its count of samples, where COUNTS and SEEN
     states_ptr,  # state tables, changed where TRAIN
-    keys_ptr, log_partition_ptr, faults_ptr, seed_key, num_items, num_columns, num_samples,
+    keys_ptr, table_ptr, faults_ptr, seed_key, num_items, num_columns, num_samples,
     num_rows, SIDE: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr,
     ITEMS: tl.constexpr, CHUNK: tl.constexpr, COUNTED: tl.constexpr, VIEWS: tl.constexpr,
-    SHARED: tl.constexpr, CARRIED: tl.constexpr, ALL: tl.constexpr, TRAIN: tl.constexpr,
-    ROWS: tl.constexpr, COUNTS: tl.constexpr, SEEN: tl.constexpr,
+    SHARED: tl.constexpr, CARRIED: tl.constexpr, AVERAGES: tl.constexpr, TRAIN: tl.constexpr,
+    ROWS: tl.constexpr, COUNTS: tl.constexpr,
 ):  # fmt: skip
     """Write the state tables, count faults, note who moved; the last program sums the values."""
     if tl.program_id(0) == tl.num_programs(0) - 1:
@@ -75,8 +74,6 @@ def commit_kernel(
         tl.store(value_ptr, tl.sum(total, 0) / num_rows)
         if COUNTS:
             tl.store(counter_ptr, tl.load(step_ptr) + 1)
-            if SEEN:
-                tl.store(seen_ptr, tl.load(seen_ptr) + num_items)
         return
     item = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
     there = item < num_items
@@ -93,9 +90,10 @@ def commit_kernel(
         tl.atomic_add(faults_ptr + 1 + item * 0, 1, mask=there & (valid < 2))
     if TRAIN:
         chain = tl.minimum(tl.maximum(index, 0), num_samples - 1)
-        mean = _mean(running_ptr, item, there, num_items, VIEWS)
-        writes = ok & (tl.abs(mean) < float("inf"))
-        # Of several items with one chain the first valid one decides, of partitions a finite one.
+        if AVERAGES:
+            mean = _mean(averages_ptr, item, there, num_items, VIEWS)
+            writes = ok & (tl.abs(mean) < float("inf"))
+        # Of several items with one chain the first valid one decides, of averages a finite one.
         ahead = tl.minimum((tl.program_id(0) + 1) * ITEMS, num_items)
         if COUNTED:
             shared = tl.load(same_ptr + item, mask=there, other=1) > 1
@@ -107,11 +105,12 @@ def commit_kernel(
             if tl.sum(tl.sum(same.to(tl.int32), 1), 0) > 0:
                 good = tl.load(valid_ptr + other, mask=other < ahead, other=0) == 3
                 moved = moved & ~_any(same & good[None, :])
-                if ALL:
-                    known = tl.abs(_mean(running_ptr, other, good, num_items, VIEWS)) < float("inf")
+                if AVERAGES:
+                    known = tl.abs(_mean(averages_ptr, other, good, num_items, VIEWS))
+                    known = known < float("inf")
                     writes = writes & ~_any(same & (good & known)[None, :])
-        if ALL:
-            tl.store(log_partition_ptr + chain, mean, mask=writes)
+        if AVERAGES:
+            tl.store(table_ptr + chain, mean, mask=writes)
         column = tl.maximum(column, 0)
         if CARRIED != "none":
             state = tl.load(pool_ids_ptr + column, mask=moved, other=0)

@@ -64,15 +64,15 @@ def _commit(walked: Walked, valid: Tensor, same: Tensor, plan: Plan) -> Tensor:
     value = walked.pull.new_empty(())
     unused = walked.pull
     commit_triton.commit_kernel[(triton.cdiv(size, COMMITTED) + 1,)](
-        plan.index, valid, walked.last, walked.pool, walked.pool_ids, walked.running, same,
-        walked.step, walked.stats, value, walked.moved, plan.step, given(plan.seen, unused),
-        given(plan.states, unused), given(plan.keys, unused), given(plan.running, unused),
+        plan.index, valid, walked.last, walked.pool, walked.pool_ids, walked.averages, same,
+        walked.step, walked.stats, value, walked.moved, plan.step,
+        given(plan.states, unused), given(plan.keys, unused), given(plan.averages, unused),
         plan.faults, draws.seed_key(plan.seed), size, plan.num_columns, plan.num_samples, rows,
         SIDE=plan.side, D=dim, WIDTH=triton.next_power_of_2(dim), STRIDE=walked.pool.shape[1],
         ITEMS=COMMITTED, CHUNK=min(1024, triton.next_power_of_2(size)), COUNTED=plan.stream,
-        VIEWS=plan.views, SHARED=plan.shared, CARRIED=plan.carried, ALL=plan.running is not None,
-        TRAIN=plan.training, ROWS=min(2048, triton.next_power_of_2(rows)), COUNTS=plan.counts,
-        SEEN=plan.seen is not None, num_warps=1 if size <= 256 else 4,
+        VIEWS=plan.views, SHARED=plan.shared, CARRIED=plan.carried, TRAIN=plan.training,
+        AVERAGES=plan.averages is not None, ROWS=min(2048, triton.next_power_of_2(rows)),
+        COUNTS=plan.counts, num_warps=1 if size <= 256 else 4,
     )  # fmt: skip
     return value
 
@@ -109,7 +109,7 @@ def _prepare(
         pool_ids=new(columns, dtype=torch.int32), penalty=new(columns),
         column=new(size, dtype=torch.int32), norms=new(3, size), pull=new(rows),
         carried_weight=new(rows), stats=new(8, rows), moved=new(2, size),
-        last=new(rows, dtype=torch.int32), running=new(rows),
+        last=new(rows, dtype=torch.int32), averages=new(rows),
         held=new(size, dim) if plan.carried == "cached" else new(0),
         repeated=plan.index,  # unless there is i-SIR
     )  # fmt: skip
@@ -139,10 +139,11 @@ def _in_batch(walked: Walked, positive: Tensor, plan: Plan) -> None:
     tile = triton.next_power_of_2(max(plan.blocks * columns, 16))
     in_batch_triton.in_batch_kernel[(rows,)](
         similarity, plan.index, walked.pool_ids, walked.penalty, positive,
-        given(plan.running, walked.pull), walked.beta, walked.weights, walked.pull, walked.running,
-        walked.last, walked.stats, plan.faults, rows, size, columns, plan.num_samples, plan.gamma,
-        plan.log_negatives, TILE=tile, BLOCKS=plan.blocks, SOGCLR=plan.weighting == "sogclr",
-        ALL=plan.denominator == "all", num_warps=max(1, min(4, tile // 256)),
+        given(plan.averages, walked.pull), walked.beta, walked.weights, walked.pull,
+        walked.averages, walked.last, walked.stats, plan.faults, rows, size, columns,
+        plan.num_samples, plan.gamma, plan.log_negatives, TILE=tile, BLOCKS=plan.blocks,
+        SOGCLR=plan.weighting == "sogclr", ALL=plan.denominator == "all",
+        num_warps=max(1, min(4, tile // 256)),
     )  # fmt: skip
 
 
@@ -159,11 +160,10 @@ def _rows(
     tile = triton.next_power_of_2(max(columns, 16))
     rows_triton.rows_kernel[(rows,)](
         similarity, plan.index, walked.pool_ids, walked.penalty, walked.repeated, positive,
-        start_logit, start_similarity, given(plan.running, walked.pull),
-        given(plan.seen, walked.pull), walked.beta, walked.step, walked.weights, walked.pull,
-        walked.carried_weight, walked.running, walked.last, walked.stats, plan.faults,
+        start_logit, start_similarity, walked.beta, walked.step, walked.weights, walked.pull,
+        walked.carried_weight, walked.last, walked.stats, plan.faults,
         draws.seed_key(plan.seed), rows, size, columns, plan.num_samples, plan.burn_in,
-        plan.count_every, plan.log_negatives, plan.partition_rate, SIDE=plan.side, TILE=tile,
-        BLOCKS=plan.blocks, ISIR=plan.weighting == "isir", ALL=plan.running is not None,
+        plan.count_every, plan.log_negatives, SIDE=plan.side, TILE=tile,
+        BLOCKS=plan.blocks, ISIR=plan.weighting == "isir", ALL=plan.denominator == "all",
         num_warps=max(1, min(4, tile // 256)),
     )  # fmt: skip

@@ -27,7 +27,7 @@ def in_batch_kernel(
     beta_ptr,
     weights_ptr,  # [N,C] out: beta / N times factor times weight
     pull_ptr,  # [N]
-    running_ptr,  # [N] SogCLR: the new average
+    averages_ptr,  # [N] SogCLR: the new average
     last_ptr,  # [N] no chain moves
     stats_ptr,  # [8,N] value, -, -, -, low, negatives, drive, -
     faults_ptr, num_rows, num_items, num_columns, num_samples, gamma, log_negatives,
@@ -53,15 +53,15 @@ def in_batch_kernel(
     gap = log_negatives - log_count  # of the global estimate to the batch's own sum
     positive = tl.load(positive_ptr + item)
     shift, log_partition, saturation = log_sum, log_sum, log_sum
-    running = log_sum
+    average = log_sum
     if SOGCLR:
         old, mean = tl.load(log_u_ptr + own), log_sum - log_count
         mixed = log_add_exp(old + tl.log(1 - gamma), mean + tl.log(gamma))
-        running = tl.where(old > float("-inf"), mixed, mean)
-        running = tl.where(has_negatives, running, old)
-        shift = running + log_count
+        average = tl.where(old > float("-inf"), mixed, mean)
+        average = tl.where(has_negatives, average, old)
+        shift = average + log_count
         log_partition = log_sum + gap
-        saturation = running + log_negatives
+        saturation = average + log_negatives
     pull = tl.where(has_negatives, 1.0, 0.0)
     if ALL:
         pull *= 1 / (1 + tl.exp(beta * positive - saturation))
@@ -75,7 +75,7 @@ def in_batch_kernel(
     mass, squares = tl.sum(weights, 0), tl.sum(weights * weights, 0)
     drive = tl.sum(tl.where(weights > 0, weights * logit, 0.0), 0) / beta - positive
     tl.store(pull_ptr + row, scale)
-    tl.store(running_ptr + row, running)
+    tl.store(averages_ptr + row, average)
     tl.store(last_ptr + row, -1)
     tl.store(stats_ptr + row, value)
     tl.store(stats_ptr + 4 * num_rows + row, low)

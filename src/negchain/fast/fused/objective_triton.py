@@ -40,33 +40,24 @@ def row_objective(
     positive,  # similarity to the positive
     beta,
     log_negatives,  # log m_neg
-    old,  # running log partition, -inf before the first visit
-    rate,  # of the running partition
     faults_ptr,
     ALL: tl.constexpr,
 ):
-    """The row's value between its bounds, its factor c_i, and the new running partition.
-
-    As `EMC2Loss._weigh`: (low, value, high), c_i, running.
-    """
+    """The row's value between its bounds, and its factor c_i, as in `EMC2Loss._weigh`."""
     missing = float("-inf")
     low = log_sum + log_negatives - tl.log(tl.maximum(count, 1).to(tl.float32))
     high = log_add_exp(log_sum, start) + log_negatives - tl.log((count + 1).to(tl.float32))
     high = tl.where(start > missing, high, low)
     middle = tl.where(low > missing, (low + high) / 2, high)
-    running = low
     logit = beta * positive
     pull = tl.where(middle > missing, 1.0, 0.0)
     count_lonely(faults_ptr, middle > missing)
     if ALL:
-        mixed = log_add_exp(old + tl.log(1 - rate), low + tl.log(rate))
-        running = tl.where(old > missing, mixed, low)
-        running = tl.where(low > missing, running, old)
-        saturation = tl.where(running > missing, running, high)
+        saturation = tl.where(low > missing, low, high)
         pull *= 1 / (1 + tl.exp(logit - saturation))
     # A positive that is not a number makes the value NaN, which a gradient scaler looks for.
     value = row_value(middle, logit, ALL) + positive * 0
-    return row_value(low, logit, ALL), value, row_value(high, logit, ALL), pull, running
+    return row_value(low, logit, ALL), value, row_value(high, logit, ALL), pull
 
 
 @triton.jit
@@ -79,22 +70,14 @@ def row_value(log_partition, logit, ALL: tl.constexpr):
 
 
 @triton.jit
-def earlier_partition(log_partition_ptr, chain, seen_ptr, num_samples, least_rate):
-    """The running log partition before this visit, and the rate at which it follows the new one."""
-    visits = tl.load(seen_ptr) // num_samples
-    rate = tl.maximum(1 / (1 + visits.to(tl.float32)), least_rate)
-    return tl.load(log_partition_ptr + chain), rate
-
-
-@triton.jit
 def store_row(
     row, num_rows, low, value, high, pull,
     scale,  # beta / N times pull
-    running, positive, start, start_weight,
+    positive, start, start_weight,
     mass,  # of the columns, and the sum of their squared weights
     squares,
     drive,  # sum of weight times similarity over the columns
-    moves, steps, start_similarity_ptr, pull_ptr, carried_weight_ptr, running_ptr, stats_ptr,
+    moves, steps, start_similarity_ptr, pull_ptr, carried_weight_ptr, stats_ptr,
 ):  # fmt: skip
     """What a row of an EMC² walk leaves behind, the carried state joined to its columns."""
     # A chain that had nowhere to go may still sit on an excluded state: that has no weight.
@@ -105,7 +88,6 @@ def store_row(
     squares += start_weight * start_weight
     tl.store(pull_ptr + row, scale)
     tl.store(carried_weight_ptr + row, start_weight * scale)
-    tl.store(running_ptr + row, running)
     tl.store(stats_ptr + row, value)
     tl.store(stats_ptr + num_rows + row, moves.to(tl.float32))
     tl.store(stats_ptr + 2 * num_rows + row, steps * 1.0)

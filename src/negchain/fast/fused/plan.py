@@ -27,12 +27,11 @@ class Plan:
     index: Tensor  # [B] int64, id of each item
     side: int
     step: Tensor  # [] of the caller
-    counts: bool  # whether this side increases `step` and `seen`
+    counts: bool  # whether this side increases `step`
     faults: Tensor  # [3]
     states: Tensor | None  # [M] where the chains stand; None: no chains
     keys: Tensor | None  # [M,D] embeddings of their states, with carried="cached"
-    running: Tensor | None  # [M] running partition (denominator="all"), SogCLR's moving average
-    seen: Tensor | None  # [] samples seen before, which the running partition's rate follows
+    averages: Tensor | None  # [M] SogCLR's moving averages
     dim: int
     denominator: Denominator
     weighting: Weighting
@@ -47,7 +46,6 @@ class Plan:
     bound: float = math.inf  # logits are known to lie between minus this and this
     burn_in: float = 0.0  # a share below 1, or steps
     count_every: int = 1
-    partition_rate: float = 0.0
     gamma: float = 0.0  # SogCLR
 
     @property
@@ -108,7 +106,7 @@ class Walked:
     stats: Tensor  # [8,N] see rows_triton
     moved: Tensor  # [2,B] valid and moved, valid
     last: Tensor  # [N]
-    running: Tensor  # [N]
+    averages: Tensor  # [N] SogCLR: the new ones
     held: Tensor  # [B,D] cached embeddings of the carried states; [0] without
     repeated: Tensor  # [B] i-SIR: which items the batch holds already
     weights: Tensor | None = None  # [N,K] pulled; small batch

@@ -16,7 +16,6 @@ import triton.language as tl
 from negchain import draws
 from negchain.fast import draws_triton as hashed
 from negchain.fast.fused.objective_triton import (
-    earlier_partition,
     log_add_exp,
     log_sum_exp,
     masked_logits,
@@ -35,14 +34,14 @@ def rows_kernel(
     repeated_ptr,  # [B] i-SIR: an earlier valid item has the item's id
     positive_ptr,  # [B]
     start_logit_ptr,  # [2,N] and as the walk sees it
-    start_similarity_ptr, log_partition_ptr,  # [N], [M]
-    seen_ptr, beta_ptr, step_ptr,
+    start_similarity_ptr,  # [N]
+    beta_ptr, step_ptr,
     weights_ptr,  # [N,K] out: beta / N times factor times weight
-    pull_ptr, carried_weight_ptr, running_ptr, last_ptr,  # [N]
+    pull_ptr, carried_weight_ptr, last_ptr,  # [N]
     stats_ptr,  # [8,N] value, accepts, steps, carried mass, low, negatives, drive, high
     faults_ptr, seed_key, num_rows, num_items, num_columns, num_samples,
     burn_in,  # a share below 1, or steps
-    every, log_negatives, partition_rate, SIDE: tl.constexpr, TILE: tl.constexpr,
+    every, log_negatives, SIDE: tl.constexpr, TILE: tl.constexpr,
     BLOCKS: tl.constexpr, ISIR: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
     """Weights, value, factor and end state of a row."""
@@ -63,12 +62,9 @@ def rows_kernel(
         other, _ = masked_logits(hidden + lane, ids_at, penalty_at, inside, own, beta)
         log_sum, count = log_add_exp(log_sum, log_sum_exp(other)), 2 * count
 
-    old, rate = 0.0, 0.0
-    if ALL:
-        old, rate = earlier_partition(log_partition_ptr, own, seen_ptr, num_samples, partition_rate)
     positive, start = tl.load(positive_ptr + item), tl.load(start_logit_ptr + row)
-    low, value, high, pull, running = row_objective(
-        log_sum, count, start, positive, beta, log_negatives, old, rate, faults_ptr, ALL
+    low, value, high, pull = row_objective(
+        log_sum, count, start, positive, beta, log_negatives, faults_ptr, ALL
     )
     scale = pull * beta / num_rows
     weights_at = weights_ptr + row.to(tl.int64) * num_columns
@@ -143,7 +139,7 @@ def rows_kernel(
         drive += tl.where(moved_final > 0, moved_final * last_logit, 0.0)
     tl.store(last_ptr + row, last)
     store_row(
-        row, num_rows, low, value, high, pull, scale, running, positive, start, start_weight, mass,
+        row, num_rows, low, value, high, pull, scale, positive, start, start_weight, mass,
         squares, drive / beta, accepts, num_steps, start_similarity_ptr, pull_ptr,
-        carried_weight_ptr, running_ptr, stats_ptr,
+        carried_weight_ptr, stats_ptr,
     )  # fmt: skip

@@ -12,7 +12,6 @@ import triton.language as tl
 from negchain import draws
 from negchain.fast import draws_triton as hashed
 from negchain.fast.fused.objective_triton import (
-    earlier_partition,
     log_add_exp,
     log_sum_exp,
     row_objective,
@@ -39,12 +38,10 @@ def _next_of_groups(noisy, position, start, row, key, TILE: tl.constexpr, SLOTS:
 
 @triton.jit
 def tile_rows_kernel(
-    index_ptr,  # [B]
     num_usable_ptr,  # [] usable columns of a block
     positive_ptr,  # [B]
     start_logit_ptr,  # [2,N] and as the walk sees it
-    start_similarity_ptr, log_partition_ptr,  # [N], [M]
-    seen_ptr,
+    start_similarity_ptr,  # [N]
     ends_ptr, part_last_ptr, accepts_ptr, reached_ptr,  # [parts,5,N], [parts,N], [2,N], [N,S+1]
     same_ptr,  # [B] columns with the item's own id
     positions_ptr,  # [N,S+1]
@@ -54,11 +51,11 @@ def tile_rows_kernel(
     last_ptr,  # [N] out, and all below
     pull_ptr,  # [N]
     joint_ptr,  # [N] i-SIR: log of the sum over columns and carried state
-    carried_weight_ptr, running_ptr,  # [N]
+    carried_weight_ptr,  # [N]
     stats_ptr,  # [8,N] as in rows_triton; MH: "accepts" and "steps" of one proposal
-    faults_ptr, seed_key, num_rows, num_items, num_samples,
+    faults_ptr, seed_key, num_rows, num_items,
     num_counted,  # S
-    log_negatives, partition_rate, SIDE: tl.constexpr, TILE: tl.constexpr,
+    log_negatives, SIDE: tl.constexpr, TILE: tl.constexpr,
     SLOTS: tl.constexpr,  # S + 1 rounded up to a power of two
     SPLIT: tl.constexpr, ISIR: tl.constexpr, GROUPED: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
@@ -90,14 +87,8 @@ def tile_rows_kernel(
             last = tl.where(goes_on, tl.load(part_last_ptr + num_rows + row), last)
     tl.store(last_ptr + row, last)
     count = tl.maximum(tl.load(num_usable_ptr).to(tl.int32) - tl.load(same_ptr + item), 0)
-    old, rate = 0.0, 0.0
-    if ALL:
-        index = tl.minimum(tl.maximum(tl.load(index_ptr + item), 0), num_samples - 1)
-        old, rate = earlier_partition(
-            log_partition_ptr, index, seen_ptr, num_samples, partition_rate
-        )
-    low, value, high, pull, running = row_objective(
-        log_sum, count, start, positive, beta, log_negatives, old, rate, faults_ptr, ALL
+    low, value, high, pull = row_objective(
+        log_sum, count, start, positive, beta, log_negatives, faults_ptr, ALL
     )
     scale = pull * beta / num_rows
     if ISIR:
@@ -150,7 +141,7 @@ def tile_rows_kernel(
         accepts = tl.load(accepts_ptr + row)
         num_steps = tl.load(accepts_ptr + num_rows + row)
     store_row(
-        row, num_rows, low, value, high, pull, scale, running, positive, start, start_weight, mass,
+        row, num_rows, low, value, high, pull, scale, positive, start, start_weight, mass,
         squares, drive, accepts, num_steps, start_similarity_ptr, pull_ptr, carried_weight_ptr,
-        running_ptr, stats_ptr,
+        stats_ptr,
     )  # fmt: skip

@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from negchain import draws
 from negchain.fast.backends import float32_products
 from negchain.fast.fused import tile_rows_triton, tiles_triton
-from negchain.fast.fused.plan import Plan, Walked, given
+from negchain.fast.fused.plan import Plan, Walked
 
 MAX_SPLIT_BLOCKS = 160  # of rows: beyond, there is enough to do without splitting the columns
 
@@ -63,14 +63,12 @@ def walk_tiles(
         BOUNDED=plan.bounded, SPLIT=parts == 2, **shape(walked),
     )  # fmt: skip
     tile_rows_triton.tile_rows_kernel[(rows,)](
-        plan.index, (walked.penalty == 0).sum(), positive, start_logit, start_similarity,
-        given(plan.running, walked.pull), given(plan.seen, walked.pull), ends, last, accepts,
+        (walked.penalty == 0).sum(), positive, start_logit, start_similarity, ends, last, accepts,
         reached, same, positions, weights, runs, drive, walked.beta, walked.step, walked.last,
-        walked.pull, joint, walked.carried_weight, walked.running, walked.stats, plan.faults,
-        draws.seed_key(plan.seed), rows, size, plan.num_samples, counted, plan.log_negatives,
-        plan.partition_rate, SIDE=plan.side, TILE=tiles_triton.TILE,
-        SLOTS=triton.next_power_of_2(slots), SPLIT=parts == 2, ISIR=isir, GROUPED=isir and sparse,
-        ALL=plan.running is not None, num_warps=1,
+        walked.pull, joint, walked.carried_weight, walked.stats, plan.faults,
+        draws.seed_key(plan.seed), rows, size, counted, plan.log_negatives, SIDE=plan.side,
+        TILE=tiles_triton.TILE, SLOTS=triton.next_power_of_2(slots), SPLIT=parts == 2, ISIR=isir,
+        GROUPED=isir and sparse, ALL=plan.denominator == "all", num_warps=1,
     )  # fmt: skip
     if sparse:
         walked.visits = positions, weights, runs
