@@ -179,34 +179,18 @@ class PlainGCLoss:
         return total
 
 
-@pytest.mark.parametrize("relative", [True, False])
-def test_relative_sogclr_is_libaucs(relative) -> None:
-    """Up to their factor tau K; without `relative` the two are far apart."""
-    beta, gamma, size, generator = 4.2, 0.4, 6, torch.Generator().manual_seed(0)
-    theirs = PlainGCLoss(size, 1 / beta, gamma)
-    ours = SogCLRLoss(size, beta, gamma, views="paired", relative=relative)
-    worst = 0.0
-    for _ in range(6):
-        index = torch.randperm(size, generator=generator)[:4]
+def test_sogclr_is_libaucs_on_a_first_visit_only() -> None:
+    """Up to their factor tau K; later sum W is not 1, and what u remembers differs."""
+    beta, gamma, size, generator = 4.2, 0.4, 4, torch.Generator().manual_seed(0)
+    theirs, ours = PlainGCLoss(size, 1 / beta, gamma), SogCLRLoss(size, beta, gamma, views="paired")
+    apart = []
+    for _ in range(3):
+        index = torch.randperm(size, generator=generator)
         z = torch.randn(2, 4, 5, generator=generator, dtype=torch.float64).requires_grad_()
         (expected,) = torch.autograd.grad(theirs(z[0], z[1], index.tolist()), z)
         (got,) = torch.autograd.grad(ours(z[0], z[1], index), z)
-        apart = (got * 3 / beta - expected).norm() / expected.norm()
-        worst = max(worst, float(apart))
-    assert (worst < 1e-6) == relative and (worst > 0.2) != relative
-
-
-def test_relative_sogclr_has_the_value_and_saturation_of_the_other() -> None:
-    """On the first visit only the pull of the positive differs, and by nothing: sum W = 1."""
-    z = torch.randn(2, 6, 5, generator=torch.manual_seed(1), dtype=torch.float64).requires_grad_()
-    found = []
-    for relative in (False, True):
-        loss_fn = SogCLRLoss(20, 4.2, denominator="all", relative=relative)
-        value = loss_fn(z[0], z[1], torch.arange(6))
-        found.append((value.detach(), torch.autograd.grad(value, z)[0]))
-    torch.testing.assert_close(found[0], found[1])
-    with pytest.raises(ValueError, match="fused"):
-        SogCLRLoss(20, relative=True, backend="fused")
+        apart.append(float((got * 3 / beta - expected).norm() / expected.norm()))
+    assert apart[0] < 1e-6 and min(apart[1:]) > 0.1, apart
 
 
 @pytest.mark.parametrize("proposals", [Uniform(32), Uniform(32, alone=True), InBatch()], ids=str)
