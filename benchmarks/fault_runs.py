@@ -23,7 +23,7 @@ TINY = (
     "train --encoder small-cnn --recipe digits --image-size 8 --batch-size 8 --probe-samples 8 "
     "--quiet --device cpu --log-every 1 --eval-every 2 --warmup-epochs 0 --checkpoint-every 3"
 )
-RESIDENT, STREAMED = "--workers 0", "--workers 2 --resident-gb 0"
+RESIDENT, ON_DISK = "--workers 0", "--workers 2 --resident-gb 0"
 
 
 def pictures(path: Path, seed: int = 0) -> Path:

@@ -32,9 +32,9 @@ import fault_ranks
 import fuzz
 import torch
 from fault_runs import (
+    ON_DISK,
     RESIDENT,
     STEPS,
-    STREAMED,
     TINY,
     at_step,
     ended,
@@ -69,16 +69,16 @@ Fault = Callable[[Path, random.Random], Row]
 
 def kill(top: Path, rng: random.Random) -> Row:
     """One run, killed ten times, each time at a random moment; then left to end."""
-    data, alone = whole(top, STREAMED)
+    data, alone = whole(top, ON_DISK)
     out, lost, kills = top / "killed", list[int](), 0
     begun = time.perf_counter()
-    finished_once = ended(f"{TINY} --steps {STEPS} {STREAMED} --data", data, "--out", top / "timed",
+    finished_once = ended(f"{TINY} --steps {STEPS} {ON_DISK} --data", data, "--out", top / "timed",
                           log=top / "log")  # fmt: skip
     assert finished_once[0] == 0
     length = time.perf_counter() - begun
     while kills < 10:
         fresh = not (out / "config.json").exists()
-        words = f"{TINY} --steps {STEPS} {STREAMED} --data {data} --out" if fresh else (
+        words = f"{TINY} --steps {STEPS} {ON_DISK} --data {data} --out" if fresh else (
             "train --quiet --resume --out")  # fmt: skip
         child = start(words, out, log=top / "log")
         child.join(rng.uniform(0, length))
@@ -190,10 +190,10 @@ def nan(top: Path, rng: random.Random) -> Row:
 
 def stop(top: Path, rng: random.Random) -> Row:
     """SIGSTOP for two seconds (a laptop that sleeps, a debugger), then SIGCONT."""
-    data, alone = whole(top, STREAMED)
+    data, alone = whole(top, ON_DISK)
     for number in range(5):
         out = top / f"stopped{number}"
-        child = start(f"{TINY} --steps {STEPS} {STREAMED} --data", data, "--out", out,
+        child = start(f"{TINY} --steps {STEPS} {ON_DISK} --data", data, "--out", out,
                       log=top / "log")  # fmt: skip
         time.sleep(rng.uniform(0.2, 3))
         if child.is_alive():
@@ -252,9 +252,9 @@ def two(top: Path, rng: random.Random) -> Row:
 
 
 def readonly(top: Path, rng: random.Random) -> Row:
-    """Data on a file system that cannot be written to, streamed and resident."""
+    """Data on a file system that cannot be written to, on disk and resident."""
     tried = 0
-    for how in (RESIDENT, STREAMED):
+    for how in (RESIDENT, ON_DISK):
         data, alone = whole(top / how.split()[1], how)
         subprocess.run(["mount", "--bind", data, data], check=True)
         subprocess.run(["mount", "-o", "remount,bind,ro", data], check=True)
@@ -274,8 +274,8 @@ def readonly(top: Path, rng: random.Random) -> Row:
 
 
 def changing(top: Path, rng: random.Random) -> Row:
-    """Streamed data that changes under the run: files removed, cut, replaced; shards too."""
-    data, alone = whole(top, STREAMED)
+    """Data on disk that changes under the run: files removed, cut, replaced; shards too."""
+    data, alone = whole(top, ON_DISK)
     kept = {p: (p.read_bytes(), p.stat()) for p in data.iterdir()}
 
     def remove() -> None:
@@ -312,7 +312,7 @@ def changing(top: Path, rng: random.Random) -> Row:
         require_equal(alone, out)
         tried += 1
     tried += _changing_shard(data, top)
-    fault = "streamed files or a shard removed, cut, replaced or made pipes while training"
+    fault = "files or a shard on disk removed, cut, replaced or made pipes while training"
     return Row(fault, tried, AGAIN, _short(text))
 
 

@@ -56,14 +56,14 @@ CASES: dict[str, Case] = {
     "emc2, draws beside the batch": ("EMC2Loss", {}, {}, {"Given": False}, "draw"),
     "emc2, informed": ("EMC2Loss", {"dim": D}, {"proposal": "cache"}, {"Informed": None}, ""),
     "emc2, corpus": ("EMC2Loss", {**PAIRED, "num_keys": KEYS}, {}, {}, "corpus"),
-    "emc2, streaming": (
+    "emc2, large batch": (
         "EMC2Loss", {}, {"stream": True}, {"stream": True, "MH": {"count_every": 1}}, "",
     ),
     "isir": ("EMC2Loss", {"kernel": "isir"}, {}, {}, ""),
     "isir, cached": ("EMC2Loss", {"kernel": "isir", "carried": "cached", "dim": D}, {}, {}, ""),
     "isir, repeated ids": ("EMC2Loss", {"kernel": "isir"}, {}, {}, "repeats"),
     "isir, draws beside the batch": ("EMC2Loss", {"kernel": "isir"}, {}, {"Given": False}, "draw"),
-    "isir, streaming": ("EMC2Loss", {"kernel": "isir"}, {"stream": True}, {"stream": True}, ""),
+    "isir, large batch": ("EMC2Loss", {"kernel": "isir"}, {"stream": True}, {"stream": True}, ""),
 }  # fmt: skip
 
 
@@ -84,7 +84,7 @@ def build(negchain: Any, case: Case, new: bool) -> Any:
     if "Informed" in options:
         options["proposals"] = negchain.Informed(refresh=0.0)
         options.pop("Informed")
-    name = "StreamingEMC2Loss" if options.pop("stream", False) else name
+    name = "LargeBatchEMC2Loss" if options.pop("stream", False) else name
     return getattr(negchain, name)(M, BETA, **options)
 
 

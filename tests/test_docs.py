@@ -135,6 +135,13 @@ def _site() -> dict[str, Any]:
     return found
 
 
+def test_a_stream_is_of_random_numbers() -> None:
+    """docs/glossary.md: losses have panels and tiles, data are resident or on disk."""
+    sources = [*PAGES, *ROOT.glob("src/**/*.py")]
+    found = [_name(p) for p in sources if re.search(r"(?i)stream(ed|ing)", p.read_text("utf-8"))]
+    assert found == []
+
+
 def test_every_page_is_in_the_site() -> None:
     def pages(entry: Any) -> list[str]:
         if isinstance(entry, str):

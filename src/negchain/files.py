@@ -242,8 +242,8 @@ def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
                 raise FileRefused(f"its arrays have more than {ARRAYS_LIMIT >> 20:,} MB")
             found = {}
             for member in members:
-                with archive.open(member) as stream:
-                    array = found[member.filename[:-4]] = np.lib.format.read_array(stream)
+                with archive.open(member) as content:
+                    array = found[member.filename[:-4]] = np.lib.format.read_array(content)
                 if array.size > member.file_size:  # of numbers without a byte there may be any
                     raise FileRefused(f"it claims an array of shape {array.shape}")
             return found

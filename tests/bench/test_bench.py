@@ -170,7 +170,7 @@ def test_the_usual_step_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found[-1] < 0.8 * found[0]
 
 
-# ---------------------------------------------------------------------- streaming
+# ---------------------------------------------------------------------- large batches
 
 
 def test_inputs_are_not_rounded(rng: torch.Generator) -> None:

@@ -123,13 +123,15 @@ def test_a_folder_without_labels_is_not_probed(
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("method", ["emc2", "negcache"])
-def test_streaming_equals_resident(method: str, workers: int, messy: Path, tmp_path: Path) -> None:
+def test_data_on_disk_equals_resident(
+    method: str, workers: int, messy: Path, tmp_path: Path
+) -> None:
     settings = TINY.replace("--workers 0", f"--workers {workers} --method {method} --steps 7")
-    kept, streamed = tmp_path / "kept", tmp_path / "streamed"
+    kept, on_disk = tmp_path / "kept", tmp_path / "on_disk"
     assert negchain("train", settings, "--data", messy, "--out", kept) == 0
     settings += " --resident-gb 0"
-    assert negchain("train", settings, "--data", messy, "--out", streamed) == 0
-    assert_same(state_of(kept), state_of(streamed))
+    assert negchain("train", settings, "--data", messy, "--out", on_disk) == 0
+    assert_same(state_of(kept), state_of(on_disk))
 
 
 def test_a_data_set_of_two(tmp_path: Path) -> None:

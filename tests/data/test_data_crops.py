@@ -106,7 +106,7 @@ def p_values(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> list
     return [float(stats.ks_2samp(ours[name], theirs[name]).pvalue) for name in ours]
 
 
-@pytest.mark.parametrize("budget", [8 << 30, 0], ids=["resident", "streamed"])
+@pytest.mark.parametrize("budget", [8 << 30, 0], ids=["resident", "on disk"])
 def test_detail_is_torchvisions(
     originals: Path, theirs: tuple[dict[str, np.ndarray], Tensor], budget: int
 ) -> None:

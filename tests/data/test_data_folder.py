@@ -115,7 +115,7 @@ SKIPPED = {
 }
 
 
-@pytest.mark.parametrize("budget", [8 << 30, 0], ids=["resident", "streamed"])
+@pytest.mark.parametrize("budget", [8 << 30, 0], ids=["resident", "on disk"])
 def test_messy_folder(tmp_path: Path, budget: int) -> None:
     bundle = load(messy(tmp_path), image_size=16, budget=budget)
     skipped = dict(bundle.skipped)
@@ -146,12 +146,12 @@ def test_messy_folder(tmp_path: Path, budget: int) -> None:
 
 def test_resident_and_streamed_are_the_same_set(tmp_path: Path) -> None:
     messy(tmp_path)
-    resident, streamed = load(tmp_path, 16), load(tmp_path, 16, budget=0)
-    assert resident.pretrain.resident and not streamed.pretrain.resident
-    assert resident.fingerprint == streamed.fingerprint
-    assert resident.pretrain.names == streamed.pretrain.names
+    resident, on_disk = load(tmp_path, 16), load(tmp_path, 16, budget=0)
+    assert resident.pretrain.resident and not on_disk.pretrain.resident
+    assert resident.fingerprint == on_disk.fingerprint
+    assert resident.pretrain.names == on_disk.pretrain.names
     everything = torch.arange(len(resident.pretrain))
-    assert torch.equal(resident.pretrain.fetch(everything), streamed.pretrain.fetch(everything))
+    assert torch.equal(resident.pretrain.fetch(everything), on_disk.pretrain.fetch(everything))
 
 
 def test_strict_names_the_first_and_counts(tmp_path: Path) -> None:
@@ -313,7 +313,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("budget", [8 << 30, 0], ids=["resident", "streamed"])
+@pytest.mark.parametrize("budget", [8 << 30, 0], ids=["resident", "on disk"])
 def test_classes_without_a_test_split_have_one_held_out(
     tmp_path: Path, layout: str, budget: int
 ) -> None:

@@ -37,12 +37,12 @@ class Counted:
 
 
 def test_a_stream_has_no_positions() -> None:
-    class Stream(IterableDataset[Tensor]):
+    class Unnumbered(IterableDataset[Tensor]):
         def __iter__(self) -> Iterator[Tensor]:
             return iter(torch.zeros(3, 2))
 
-    with pytest.raises(ValueError, match="Stream is a stream.*map-style"):
-        Indexed(Stream())
+    with pytest.raises(ValueError, match="Unnumbered yields samples.*map-style"):
+        Indexed(Unnumbered())
 
 
 def make(method: str) -> Loss:

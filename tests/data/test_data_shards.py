@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 import negchain
-from negchain.data import DataBundle, Indexed, files, image_set, load_data, prefetch, stream_batches
+from negchain.data import DataBundle, Indexed, files, image_set, load_batches, load_data, prefetch
 from negchain.data import sources as data_sources
 from negchain.data.shards import scan_shards
 
@@ -96,7 +96,7 @@ def test_a_position_has_the_picture_it_has_in_a_folder(kind: str, sources: dict[
         assert len(images) == COUNT and found.classes == ("cat", "dog") and found.native == 10
         assert images.labels is not None and images.labels.equal(expected.labels)
         assert images.resident == bool(budget)
-        for row, batch in zip(positions, stream_batches(images, positions, 0), strict=True):
+        for row, batch in zip(positions, load_batches(images, positions, 0), strict=True):
             assert images.fetch(row).equal(expected.fetch(row))  # as a carried item is asked for
             pairs = zip(batch, expected.pictures(row), strict=True)
             assert all(a.equal(b) for a, b in pairs)
@@ -104,7 +104,7 @@ def test_a_position_has_the_picture_it_has_in_a_folder(kind: str, sources: dict[
 
 def test_workers_read_shards(sources: dict[str, Any]) -> None:
     images, positions = load(sources["folder"]).pretrain, torch.arange(COUNT).view(4, 3)
-    for row, batch in zip(positions, stream_batches(images, positions, 2), strict=True):
+    for row, batch in zip(positions, load_batches(images, positions, 2), strict=True):
         pairs = zip(batch, images.pictures(row), strict=True)
         assert all(a.equal(b) for a, b in pairs)
 
@@ -125,7 +125,7 @@ def test_all_cores_decode_unless_told_otherwise(
         return loader(*given, **more)
 
     monkeypatch.setattr(image_set, "DataLoader", alone)
-    assert len([*stream_batches(images, torch.arange(8).view(4, 2))]) == 4 and asked[-1] == 3
+    assert len([*load_batches(images, torch.arange(8).view(4, 2))]) == 4 and asked[-1] == 3
 
 
 def test_a_saved_data_set_is_mapped_and_not_read(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import negchain.losses.batch as batch
 import negchain.losses.columns as columns
 import negchain.losses.emc2 as emc2
 import negchain.losses.walk as walk
-from negchain import EMC2Loss, StreamingEMC2Loss
+from negchain import EMC2Loss, LargeBatchEMC2Loss
 from negchain.losses.chains import ChainTable
 
 # ---------------------------------------------------------------- what an independent check found
@@ -53,14 +53,14 @@ def held_state_keeps_its_old_q(patch) -> None:
 
 def panels_count_shared_graphs_twice(patch) -> None:
     """Issue 3: embeddings of one graph are not cut apart, and each gets the gradient of both."""
-    right = StreamingEMC2Loss.visit
+    right = LargeBatchEMC2Loss.visit
 
     def twice(self, *args):
         visit = right(self, *args)
         visit.total[0] = 2 * visit.total[0] - visit.total[0].detach()
         return visit
 
-    patch.setattr(StreamingEMC2Loss, "visit", twice)
+    patch.setattr(LargeBatchEMC2Loss, "visit", twice)
 
 
 def lonely_rows_are_dropped(patch) -> None:

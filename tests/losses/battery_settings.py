@@ -30,7 +30,7 @@ SIZE, KEYS, DIM = 48, 40, 5  # anchors of every world, keys of a corpus, embeddi
 class Setting:
     """One way to build a loss, and the data and batches it meets."""
 
-    loss: Literal["emc2", "streaming", "infonce", "dcl", "sogclr", "cache", "importance"] = "emc2"
+    loss: Literal["emc2", "large batch", "infonce", "dcl", "sogclr", "cache", "importance"] = "emc2"
     beta: float = 8.0
     learned: bool = False
     kernel: Any = "mh"
@@ -62,7 +62,7 @@ class Setting:
 
     @property
     def chains(self) -> bool:
-        return self.loss in ("emc2", "streaming")
+        return self.loss in ("emc2", "large batch")
 
     @property
     def both_ways(self) -> bool:
@@ -122,7 +122,7 @@ class Setting:
         }
         if self.loss not in ("infonce", "dcl"):
             given["denominator"] = self.denominator
-        if self.loss != "streaming" and self.corpus:
+        if self.loss != "large batch" and self.corpus:
             given["num_keys"] = KEYS
         if self.key_counts:
             used = make_world("paired", self.size, num_keys=KEYS, popularity=1.0).pairs[:, 1]
@@ -144,7 +144,7 @@ class Setting:
     def build(self, seed: int) -> nn.Module:
         kinds = {
             "emc2": negchain.EMC2Loss,
-            "streaming": negchain.StreamingEMC2Loss,
+            "large batch": negchain.LargeBatchEMC2Loss,
             "infonce": negchain.InfoNCELoss,
             "dcl": negchain.DCLLoss,
             "sogclr": negchain.SogCLRLoss,
@@ -233,10 +233,10 @@ PROPOSALS = (
 
 
 def numbered(number: int) -> Setting:
-    """Setting number so-and-so of EMC2Loss and StreamingEMC2Loss, legal or not."""
+    """Setting number so-and-so of EMC2Loss and LargeBatchEMC2Loss, legal or not."""
     pick = random.Random(number).choice
-    loss = pick(("emc2", "emc2", "emc2", "streaming"))
-    plain = loss == "streaming"  # no draws, no corpus, no stored augmentations to choose
+    loss = pick(("emc2", "emc2", "emc2", "large batch"))
+    plain = loss == "large batch"  # no draws, no corpus, no stored augmentations to choose
     corpus = pick((False, False, True)) and not plain
     return Setting(
         loss=loss,

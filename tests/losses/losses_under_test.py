@@ -20,9 +20,9 @@ from negchain import (
     InBatch,
     InfoNCELoss,
     Informed,
+    LargeBatchEMC2Loss,
     NegativeCacheLoss,
     SogCLRLoss,
-    StreamingEMC2Loss,
     TopKLoss,
     Uniform,
 )
@@ -114,7 +114,7 @@ METHODS = {
     "isir-given": _emc2(kernel="isir", proposals=Given()),
     "isir-informed": _emc2(kernel="isir", proposals=Informed()),
     "isir-corpus": _emc2(("denominator",), kernel="isir", num_keys=2 * M, views="paired"),
-    "streaming": Method(StreamingEMC2Loss, {"kernel": MH()}),
+    "large batch": Method(LargeBatchEMC2Loss, {"kernel": MH()}),
 }
 Case = tuple[str, dict[str, str]]
 

@@ -57,7 +57,7 @@ FEWER = [  # with four ranks: every loss, layout, denominator and way of asking
     "infonce-paired", "dcl-five-shared", "sogclr-shared-all", "negcache-paired-all",
     "mh-augmentations-negatives", "mh-uniform-paired-all", "mh-given-shared-negatives",
     "isir-cached-paired-all", "isir-corpus-all", "mh-five-shared-negatives",
-    "streaming-shared-negatives", "importance-paired-all", "topk-shared-negatives",
+    "large batch-shared-negatives", "importance-paired-all", "topk-shared-negatives",
 ]  # fmt: skip
 
 

@@ -55,7 +55,7 @@ TOWERS = dataclasses.replace(DIFFERING, views="paired")
 DIFFERING_CORPUS = dataclasses.replace(TOWERS, corpus=True)
 PLANTED = [
     (keys_counted_as_uniform, dataclasses.replace(CORPUS, order="repeats")),
-    (panels_count_shared_graphs_twice, Setting(loss="streaming", kernel="mh")),
+    (panels_count_shared_graphs_twice, Setting(loss="large batch", kernel="mh")),
     (lonely_rows_are_dropped, dataclasses.replace(FEW, proposals=Uniform(1, alone=True))),
     (lonely_rows_are_dropped, Setting(batch_size=1, kernel="isir")),
     (held_state_keeps_its_old_q, TWO_KEYS),

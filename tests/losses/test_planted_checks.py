@@ -32,7 +32,7 @@ import negchain.losses.emc2 as emc2
 import negchain.losses.softmax as softmax
 import negchain.losses.table as table
 import negchain.losses.walk as walk
-from negchain import EMC2Loss, InfoNCELoss, NegativeCacheLoss, StreamingEMC2Loss
+from negchain import EMC2Loss, InfoNCELoss, LargeBatchEMC2Loss, NegativeCacheLoss
 from negchain.losses.state import Stateful
 from negchain.weights.metropolis import scan_reference
 
@@ -192,8 +192,8 @@ CASES: dict[str, tuple[Check, Check]] = {
     ),
     "12 torch.func": (values_are_looked_at, lambda _: test_state.test_torch_func(InfoNCELoss)),
     "12 torch.func, panels": (
-        lambda patch: patch.setattr("negchain.losses.streaming.is_traced", lambda z: False),
-        lambda _: test_state.test_torch_func(StreamingEMC2Loss),
+        lambda patch: patch.setattr("negchain.losses.large_batch.is_traced", lambda z: False),
+        lambda _: test_state.test_torch_func(LargeBatchEMC2Loss),
     ),
     "12 a zero vector": (
         directions_of_nothing,

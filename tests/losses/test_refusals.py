@@ -31,9 +31,9 @@ from negchain import (
     InBatch,
     InfoNCELoss,
     Informed,
+    LargeBatchEMC2Loss,
     NegativeCacheLoss,
     SogCLRLoss,
-    StreamingEMC2Loss,
     Uniform,
 )
 
@@ -204,7 +204,7 @@ def test_another_width_is_refused(options) -> None:
         ),
         (lambda: NegativeCacheLoss(10, refresh=1.5), "refresh.*1.5"),
         (lambda: EMC2Loss(10, kernel="gibbs"), "kernel.*gibbs"),
-        (lambda: StreamingEMC2Loss(10, kernel="gibbs"), "kernel.*gibbs"),
+        (lambda: LargeBatchEMC2Loss(10, kernel="gibbs"), "kernel.*gibbs"),
         (lambda: EMC2Loss(10, views="paired", num_keys=1), "num_keys.*1"),
         (lambda: EMC2Loss(10, carried="score"), "carried.*score"),
         (lambda: EMC2Loss(10, proposals="all"), "proposals.*all"),
@@ -241,12 +241,12 @@ def test_a_draw_with_probabilities_needs_the_size_of_the_data_set() -> None:
         DCLLoss(proposals=Given(alone=False))(z, z, INDEX, draw=draw, drawn=z[:2])
 
 
-def test_streaming_offers_the_batch_alone() -> None:
+def test_large_batches_are_offered_the_batch_alone() -> None:
     with pytest.raises(TypeError, match="proposals"):
-        StreamingEMC2Loss(M, proposals=Uniform())
+        LargeBatchEMC2Loss(M, proposals=Uniform())
 
 
-@pytest.mark.parametrize("build", [DCLLoss, EMC2Loss, StreamingEMC2Loss])
+@pytest.mark.parametrize("build", [DCLLoss, EMC2Loss, LargeBatchEMC2Loss])
 def test_an_empty_batch(build) -> None:
     empty, loss_fn = torch.zeros(0, 4), build(M)
     call = {"z_a": empty, "z_b": empty, "index": INDEX[:0], "encode": lambda ids: empty}

@@ -25,7 +25,7 @@ NAMES = [
     "negcache-paired-all", "negcache-shared-negatives", "sogclr-paired-all",
     "sogclr-informed-shared", "importance-shared-negatives", "importance-paired-all",
     "importance-rows-shared-negatives", "topk-paired-all", "mh-rows-paired",
-    "isir-corpus-all", "mh-augmentations-all", "streaming-shared-negatives",
+    "isir-corpus-all", "mh-augmentations-all", "large batch-shared-negatives",
 ]  # fmt: skip
 SAVED = ["mh-cached-paired-all", "mh-five-shared-negatives", "sogclr-paired-all"]
 GRID = (torch.arange(4000, dtype=torch.float64) + 0.5) / 4000

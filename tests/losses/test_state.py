@@ -174,7 +174,7 @@ def test_a_first_call_under_inference_mode(build, training) -> None:
         DCLLoss,
         negchain.SogCLRLoss,
         negchain.EMC2Loss,
-        negchain.StreamingEMC2Loss,
+        negchain.LargeBatchEMC2Loss,
         functools.partial(negchain.EMC2Loss, kernel="isir", denominator="all"),
         functools.partial(negchain.EMC2Loss, proposals=negchain.Uniform(3)),
         negchain.NegativeCacheLoss,

@@ -141,7 +141,7 @@ class Simulated:
                 [y if c else x for x, y, c in zip(*copies, first, strict=True)],
             )
             count = 1
-        if s.loss == "streaming":
+        if s.loss == "large batch":
             hidden = []
         usable = [z for z in columns if not self.excluded(row, z[0])]
         if self.w.num_keys is None:
@@ -283,7 +283,7 @@ class Simulated:
         for side, rows in enumerate(sides):
             share = 1 / (len(rows) * len(sides))
             self.draw(side, rows, len(pick))
-            kinds = {"cache": self._cached, "emc2": self._chains, "streaming": self._chains}
+            kinds = {"cache": self._cached, "emc2": self._chains, "large batch": self._chains}
             kinds.get(self.s.loss, self._weighted)(side, rows, share)
         if self.w.num_keys is not None and not self.s.key_counts:
             np.add.at(self.counts, self.w.pairs[pick, 1].numpy(), 1.0)

@@ -189,13 +189,13 @@ class StopsAt(trainer.Progress):
 
 
 def test_streamed_pictures_are_the_same(made: Path) -> None:
-    here, streamed = loaded(made), loaded(made, resident_gb=0.0)
-    assert here.resident and not streamed.resident
+    here, on_disk = loaded(made), loaded(made, resident_gb=0.0)
+    assert here.resident and not on_disk.resident
     step, index = torch.tensor(3), torch.tensor([5, 0, 7])
     wants = [Want(index, "anchors"), Want(torch.tensor([9, 9]), "anchors")]
-    (given,) = streamed.stream(index[None], 0)
+    (given,) = on_disk.load_ahead(index[None], 0)
     torch.testing.assert_close(
-        here.inputs(wants, step, 0), streamed.inputs(wants, step, 0, given), atol=2e-2, rtol=0
+        here.inputs(wants, step, 0), on_disk.inputs(wants, step, 0, given), atol=2e-2, rtol=0
     )
 
 

@@ -1,7 +1,7 @@
 """A task and a method of one's own, in one file for `--import`: words and their corpus.
 
 Anchors are 40 vectors, keys a corpus of 60; either has a tower of its own. A batch is loaded by
-`stream`, one anchor in four knows a second positive.
+`load_ahead`, one anchor in four knows a second positive.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class WordsTask(Task):
             return loaded
         return (self.anchors if wants[0].tower == "anchors" else self.keys)[ids]
 
-    def stream(self, positions: Tensor, first: int) -> Iterator[Tensor]:
+    def load_ahead(self, positions: Tensor, first: int) -> Iterator[Tensor]:
         yield from self.anchors[positions]
 
     def judge(self) -> WordsJudge:

@@ -204,7 +204,7 @@ MORE = {
     "negcache": "--norm none --method negcache",
     "informed": "--norm none --proposal informed",
     "stored": "--norm none --augmentations 3",
-    "streamed": "--norm none --resident-gb 0 --workers 0",
+    "on disk": "--norm none --resident-gb 0 --workers 0",
     "parts": "--norm batch --proposal informed --shard-encoder",
     "parts-lars": "--norm group --optimizer lars --shard-encoder",
     "parts-sgd": "--norm none --optimizer sgd --method negcache --shard-encoder",

@@ -217,7 +217,7 @@ def _gradients(
 def _cases(
     size: int,
 ) -> dict[str, tuple[float, negchain.MH | negchain.ISIR, Literal["shared", "paired"]]]:
-    """beta, kernel and views of the streaming loss at B = size."""
+    """beta, kernel and views of the loss for large batches at B = size."""
     mh = negchain.MH(count_every=max(128, size // 128))  # 128 counted states of a row at most
     groups = negchain.ISIR(max(2, -(-size // 4096)) * 128)  # 32 columns that have weight
     return {
@@ -229,24 +229,24 @@ def _cases(
     }
 
 
-def _large_loss(size: int, name: str, streaming: bool) -> negchain.EMC2Loss:
+def _large_loss(size: int, name: str, tiled: bool) -> negchain.EMC2Loss:
     beta, kernel, views = _cases(size)[name]
-    make = negchain.StreamingEMC2Loss if streaming else negchain.EMC2Loss
-    backend: Literal["auto", "torch"] = "auto" if streaming else "torch"
+    make = negchain.LargeBatchEMC2Loss if tiled else negchain.EMC2Loss
+    backend: Literal["auto", "torch"] = "auto" if tiled else "torch"
     symmetric = views == "shared"
     return make(NUM_LARGE, beta, kernel, views=views, symmetric=symmetric, backend=backend)
 
 
 def large(settings: Settings) -> Table:
-    """The streaming EMC² loss against InfoNCE by autograd: time and memory."""
+    """The EMC² loss for large batches against InfoNCE by autograd: time and memory."""
     settings.say("comparing with the dense loss")
     given = inputs(settings, CHECKED_SIZE, LARGE_DIM, NUM_LARGE, torch.bfloat16)
     checks = []
     for name, (_, _, views) in _cases(CHECKED_SIZE).items():
-        fast, slow = (_large_loss(CHECKED_SIZE, name, streaming) for streaming in (True, False))
-        # with shared views the dense value counts two copies of every item, the streaming one one
+        fast, slow = (_large_loss(CHECKED_SIZE, name, tiled) for tiled in (True, False))
+        # with shared views the dense value counts two copies of every item, the tiled one one
         tolerance = 1e-3 if views == "paired" else 0.05
-        checks.append(check(f"streaming {name}", fast, slow, given, tolerance))
+        checks.append(check(f"large batch, {name}", fast, slow, given, tolerance))
     found: list[Row] = []
     sizes = SIZES if settings.on_gpu else CPU_SIZES
     for size, shared in ((sizes[0], True), *((size, False) for size in sizes)):
@@ -254,7 +254,7 @@ def large(settings: Settings) -> Table:
         found += _large_rows(settings, size, "shared" if shared else "paired")
         release()
     return Table(
-        title=f"Streaming EMC² loss, forward + backward, d = {LARGE_DIM}",
+        title=f"EMC² loss for large batches, forward + backward, d = {LARGE_DIM}",
         compares="time and memory against InfoNCE by autograd on the same embeddings",
         rows=found,
         checks=checks,
@@ -275,7 +275,7 @@ def _large_rows(settings: Settings, size: int, views: str) -> list[Row]:
             value = info_nce(z_a, z_b, BETA, shared=views == "shared")
         return torch.autograd.grad(value, (z_a, z_b))
 
-    def streaming(loss_fn: negchain.EMC2Loss) -> Callable[[], object]:
+    def tiled(loss_fn: negchain.EMC2Loss) -> Callable[[], object]:
         wanted = (z_a, z_b, held)
         return lambda: torch.autograd.grad(
             loss_fn(z_a, z_b, index, encode=lambda ids: held), wanted
@@ -284,7 +284,7 @@ def _large_rows(settings: Settings, size: int, views: str) -> list[Row]:
     calls: dict[str, Callable[[], object]] = {"InfoNCE": baseline}
     for name, case in _cases(size).items():
         if case[2] == views:
-            calls[name] = streaming(_large_loss(size, name, True).to(settings.device))
+            calls[name] = tiled(_large_loss(size, name, True).to(settings.device))
     if views == "paired":
         a, b = z_a.detach(), z_b.detach()
         calls["one matrix product"] = lambda: a @ b.T

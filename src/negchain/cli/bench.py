@@ -30,7 +30,7 @@ For example:
 
 Tables: `scan` (mh_scan against a loop over columns), `losses` (each against InfoNCE), `step` (the
 trainer's step of each method against InfoNCE's), `trainer` (images per second against a DataLoader
-with torchvision's transforms), `large` (the streaming loss at large batches), `tables` (chain
+with torchvision's transforms), `large` (the loss for large batches), `tables` (chain
 tables of many samples).
 
 Fast paths are compared with their readable twins in the same run; a mismatch ends in exit status 1.

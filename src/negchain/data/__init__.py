@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from negchain.data.image_set import DataBundle, ImageSet, stream_batches
+    from negchain.data.image_set import DataBundle, ImageSet, load_batches
     from negchain.data.indexed import Indexed, Prefetched, prefetch
     from negchain.data.named import BUILT_IN
     from negchain.data.sources import load_data
@@ -23,9 +23,9 @@ __all__ = [
     "Prefetched",
     "load_data",
     "prefetch",
-    "stream_batches",
+    "load_batches",
 ]
-_WHERE = dict.fromkeys(("DataBundle", "ImageSet", "stream_batches"), "image_set")
+_WHERE = dict.fromkeys(("DataBundle", "ImageSet", "load_batches"), "image_set")
 _WHERE |= dict.fromkeys(("Indexed", "Prefetched", "prefetch"), "indexed")
 _WHERE |= {"BUILT_IN": "named", "load_data": "sources"}
 

@@ -116,9 +116,9 @@ class _Split:
             status = os.stat(path)
             with arrow.memory_map(str(path)) as mapped:
                 whole = mapped.read_buffer()
-            with arrow.ipc.open_stream(whole) as stream:
-                picture, label, names = self._columns(stream.schema)
-                for batch in stream:
+            with arrow.ipc.open_stream(whole) as reader:
+                picture, label, names = self._columns(reader.schema)
+                for batch in reader:
                     ranges = self._ranges(batch.column(picture), whole)
                     labels = [None] * len(batch)
                     if label is not None:

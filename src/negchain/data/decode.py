@@ -1,4 +1,4 @@
-"""Image files to uint8 RGB: one definition of "readable" for resident and streamed sets.
+"""Image files to uint8 RGB: one definition of "readable" for sets in memory and on disk.
 
 A file of a known format is turned upright (EXIF) and converted to RGB: alpha composited on white,
 16-bit grey scaled to 8 by the bits it uses (8, 12 or 16), 32-bit grey by its own range. Colour

@@ -168,7 +168,7 @@ def check_files(
     """{number: reason} of the files that `read_image` cannot read.
 
     Each file is decoded to one pixel (a JPEG at 1/8 of its size), since a truncated JPEG passes
-    PIL's `verify`; so a set holds the same items whether it is resident or streamed.
+    PIL's `verify`; so a set holds the same items whether it is resident or on disk.
 
     >>> check_files(["/nowhere/a.png"], workers=1)
     {0: 'no such file (a broken link?)'}

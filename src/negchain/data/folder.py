@@ -1,4 +1,4 @@
-"""A scanned folder or table as image sets: decoded into memory, or checked for streaming."""
+"""A scanned folder or table as image sets: decoded into memory, or checked and left on disk."""
 
 import hashlib
 from collections.abc import Iterable, Sequence

@@ -4,8 +4,8 @@ A position 0..M-1 is an item's place in the sorted order of the set's names (sou
 the integer that chains, caches and the data order refer to. Two forms, one interface:
 
 Resident    all pixels in memory; the trainer moves what crops are cut from to its device.
-Streamed    places only (files, or ranges of shards); decoded when asked for, or ahead by
-            `stream_batches` in DataLoader workers.
+On disk     places only (files, or ranges of shards); decoded when asked for, or ahead by
+            `load_batches` in DataLoader workers.
 
 An item has two faces. `fetch` gives its *square*, side x side pixels, which is evaluated and shown.
 `pictures` gives what random crops are cut from: the whole picture in its own proportions, or the
@@ -32,7 +32,7 @@ from negchain.printable import printable
 
 @dataclass(frozen=True, eq=False)
 class ImageSet:
-    """M images, each with a name and a position; resident (`images`) or streamed (`places`).
+    """M images, each with a name and a position; resident (`images`) or on disk (`places`).
 
     >>> digits = ImageSet(("d/0", "d/1"), torch.tensor([3, -1]),
     ...                   torch.zeros(2, 1, 8, 8, dtype=torch.uint8))
@@ -47,15 +47,15 @@ class ImageSet:
     labels: Tensor | None
     """int64 [M], -1 where an item has no label; None when no item has one."""
     images: Tensor | None
-    """The squares, uint8 [M,C,S,S] on the CPU; None when the set is streamed."""
+    """The squares, uint8 [M,C,S,S] on the CPU; None when the set is on disk."""
     places: tuple[Where, ...] | None = None
-    """Where the bytes are, when the set is streamed."""
+    """Where the bytes are, when the set is on disk."""
     side: int = 0
-    """S, when the set is streamed."""
+    """S, when the set is on disk."""
     whole: Images | None = None
     """The whole pictures, when the set is resident and they are more than the squares."""
     short: int = 0
-    """Shorter side up to which streamed pictures are decoded whole; 0: only squares are."""
+    """Shorter side up to which pictures on disk are decoded whole; 0: only squares are."""
 
     def __post_init__(self) -> None:
         """Checks that the parts are of one length."""
@@ -75,7 +75,7 @@ class ImageSet:
 
     @property
     def channels(self) -> int:
-        """1 for grey, 3 for RGB (streamed sets always)."""
+        """1 for grey, 3 for RGB (sets on disk always)."""
         return 3 if self.images is None else self.images.shape[1]
 
     @property
@@ -87,7 +87,7 @@ class ImageSet:
 
     @property
     def table(self) -> Images | None:
-        """All that crops are cut from; None when the set is streamed."""
+        """All that crops are cut from; None when the set is on disk."""
         return self.images if self.whole is None else self.whole
 
     def fetch(self, positions: Tensor) -> Tensor:  # int64 [B] -> uint8 [B,C,S,S]
@@ -203,7 +203,7 @@ class _Batches(Dataset[Images | str]):
         return Pictures.pack(decoded) if whole else _stack(decoded, images.side)
 
 
-def stream_batches(
+def load_batches(
     image_set: ImageSet, positions: Tensor, num_workers: int | None = None, pin: bool = False
 ) -> Iterator[Images]:  # positions int64 [T,B] -> T times B images
     """What crops are cut from, in the batches that `positions` names, in that order.
@@ -214,7 +214,7 @@ def stream_batches(
     Torch's global random state is left alone.
 
     >>> two = ImageSet(("0", "1"), None, torch.tensor([7, 9], dtype=torch.uint8).view(2, 1, 1, 1))
-    >>> [b.flatten().tolist() for b in stream_batches(two, torch.tensor([[1, 0], [1, 1]]))]
+    >>> [b.flatten().tolist() for b in load_batches(two, torch.tensor([[1, 0], [1, 1]]))]
     [[9, 7], [9, 9]]
     """
     if image_set.resident:

@@ -34,8 +34,8 @@ class Indexed(Dataset[tuple[Any, ...]]):
     def __init__(self, dataset: Any) -> None:
         if not hasattr(dataset, "__len__"):
             raise ValueError(
-                f"a sample needs a position, and {type(dataset).__name__} is a stream; give a "
-                "map-style data set, or use InfoNCELoss, which needs no positions"
+                f"a sample needs a position, and {type(dataset).__name__} yields samples without "
+                "one; give a map-style data set, or use InfoNCELoss, which needs no positions"
             )
         self.dataset = dataset
 

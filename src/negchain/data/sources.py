@@ -74,7 +74,7 @@ def load_data(
         download: fetch cifar10 or stl10 if `root` has not got them.
         strict: refuse unreadable files instead of leaving them out.
         resident_bytes: how much the pictures may take; decides at which size they are kept, and
-            whether they are streamed (see `negchain.data.storage`).
+            whether they stay on disk (see `negchain.data.storage`).
         holdout: share of each class held out to test probes, where there is no test split.
         num_workers: threads that decode; None: one per core.
         progress: show a bar with the remaining time on stderr.

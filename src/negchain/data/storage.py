@@ -4,7 +4,7 @@ A picture whose shorter side is three times the encoder's gives crops down to a 
 that are not enlarged, and, shrunk by a filter that keeps detail (Lanczos), crops that hold what
 torchvision's hold when cut from the original: the tests compare the two. Where that does not fit
 into the budget twice the side is tried: crops of a quarter of the area and more are not enlarged,
-four draws of five. What does not fit even so is streamed, at three times. Pictures that are no
+four draws of five. What does not fit even so stays on disk, at three times. Pictures that are no
 larger are kept as they are, and squares of the encoder's own size need nothing beside them.
 """
 

@@ -6,7 +6,7 @@
 | `sogclr.py` | `SogCLRLoss` |
 | `negative_cache.py` | `NegativeCacheLoss` |
 | `emc2.py` (`chains.py` its state, `walk.py` one visit) | `EMC2Loss` |
-| `streaming.py` | `StreamingEMC2Loss`, for batches of thousands |
+| `large_batch.py` | `LargeBatchEMC2Loss`, for batches of thousands |
 | `importance.py` | `ImportanceLoss`: fresh draws from a stale table, no chain |
 | `top_k.py` | `TopKLoss`: the nearest keys of a stale table, uncorrected |
 | `weighted.py` | `WeightedLoss`, base of a method of your own |
@@ -24,12 +24,12 @@ three lines are other paths.
 from negchain.losses.base import ContrastiveLoss
 from negchain.losses.emc2 import EMC2Loss
 from negchain.losses.importance import ImportanceLoss
+from negchain.losses.large_batch import LargeBatchEMC2Loss
 from negchain.losses.negative_cache import NegativeCacheLoss
 from negchain.losses.request import Request, Want
 from negchain.losses.settings import ISIR, MH, Given, InBatch, Informed, Uniform
 from negchain.losses.softmax import DCLLoss, InfoNCELoss
 from negchain.losses.sogclr import SogCLRLoss
-from negchain.losses.streaming import StreamingEMC2Loss
 from negchain.losses.top_k import TopKLoss
 from negchain.losses.weighted import WeightedLoss
 
@@ -47,7 +47,7 @@ __all__ = [
     "NegativeCacheLoss",
     "Request",
     "SogCLRLoss",
-    "StreamingEMC2Loss",
+    "LargeBatchEMC2Loss",
     "TopKLoss",
     "Uniform",
     "Want",

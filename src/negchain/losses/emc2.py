@@ -97,7 +97,7 @@ class EMC2Loss(ContrastiveLoss):
         ['acceptance_rate', 'carried_mass', 'chain_age']
     """
 
-    streams = False  # whether rows are worked on in panels; see `StreamingEMC2Loss`
+    large_batch = False  # whether similarities are forgotten at once; see `LargeBatchEMC2Loss`
 
     def __init__(
         self,
@@ -241,7 +241,7 @@ class EMC2Loss(ContrastiveLoss):
             coin=sampler.coin(len(call.z_a)) if one_copy else None,
             items=items,
         )
-        if self.streams:  # tiles meet one copy of every item, and so do their readable twins
+        if self.large_batch:  # tiles meet one copy of every item, and so do their readable twins
             sides = [dataclasses.replace(side, hidden_keys=None) for side in sides]
         visit = Visit(batch, sides)
         copies, size = self._views_per_item, len(batch.index)

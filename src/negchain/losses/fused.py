@@ -65,7 +65,7 @@ def not_applicable(like: Tensor) -> ValueError:
         "backend='fused' needs a GPU with Triton, negatives from the batch only (no draws, known=, "
         "num_keys= or stored augmentations), dim= for carried='cached', embeddings in float32, "
         f"bfloat16 or float16, 2 to {MAX_COLUMNS} of them, and for i-SIR count_every=1; "
-        "StreamingEMC2Loss takes more, with count_every a multiple of 128 (or ISIR() with a "
+        "LargeBatchEMC2Loss takes more, with count_every a multiple of 128 (or ISIR() with a "
         "fixed beta); "
         f"got {like.dtype} {tuple(like.shape)} on {like.device}; use backend='auto'"
     )
@@ -74,7 +74,7 @@ def not_applicable(like: Tensor) -> ValueError:
 def _size_applies(loss_fn: EMC2Loss, size: int) -> bool:
     kernel = loss_fn.kernel
     dense = isinstance(kernel, ISIR) and kernel.count_every == 1
-    if not loss_fn.streams:
+    if not loss_fn.large_batch:
         return 2 <= size <= MAX_COLUMNS and (isinstance(kernel, MH) or dense)
     learned = isinstance(loss_fn.beta, Tensor)
     if dense:
@@ -107,7 +107,7 @@ def emc2(loss_fn: EMC2Loss, call: Call, requests: Sequence[Request]) -> Sides:
         "weighting": "mh" if isinstance(kernel, MH) else "isir",
         "burn_in": float(kernel.burn_in) if isinstance(kernel, MH) else 0.0,
         "count_every": kernel.count_every,
-        "stream": loss_fn.streams,
+        "tiled": loss_fn.large_batch,
         "bound": math.inf if isinstance(beta, Tensor) or not loss_fn.normalize else beta,
     }
     return _sides(loss_fn, call, carried, tables, settings)

@@ -244,23 +244,23 @@ class _Unpacked(io.RawIOBase):
     """The text of a .gz. (The module gzip goes through zeros behind it one by one, for hours.)"""
 
     def __init__(self, packed: BinaryIO) -> None:
-        self._packed, self._stream = packed, zlib.decompressobj(zlib.MAX_WBITS + 16)
+        self._packed, self._unpacker = packed, zlib.decompressobj(zlib.MAX_WBITS + 16)
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        stream, found = self._stream, b""
+        unpacker, found = self._unpacker, b""
         while not found and (
-            rest := stream.unconsumed_tail or stream.unused_data or self._packed.read(8192)
+            rest := unpacker.unconsumed_tail or unpacker.unused_data or self._packed.read(8192)
         ):
-            if stream.eof:  # further packed text may follow, and nothing else
+            if unpacker.eof:  # further packed text may follow, and nothing else
                 if not b"\x1f\x8b".startswith(rest[:2]):
                     at = self._packed.tell() - len(rest)
                     raise ValueError(f"its packed text ends at byte {at:,} and something follows")
-                self._stream = stream = zlib.decompressobj(zlib.MAX_WBITS + 16)
-            found = stream.decompress(rest, len(buffer))
-        if not found and not stream.eof:
+                self._unpacker = unpacker = zlib.decompressobj(zlib.MAX_WBITS + 16)
+            found = unpacker.decompress(rest, len(buffer))
+        if not found and not unpacker.eof:
             raise EOFError("it ends before its packed text does")
         buffer[: len(found)] = found
         return len(found)

@@ -78,7 +78,7 @@ class ImageJudge(Judge):
         if not self.data.labelled:
             return result
 
-        def both(images: Tensor) -> Tensor:  # in one pass: a streamed set is decoded once
+        def both(images: Tensor) -> Tensor:  # in one pass: a set on disk is decoded once
             return torch.cat([encoder.features(images).float(), raw_pixels(images)], 1)
 
         train_x, train_y, test_x, test_y = self._features(encoder, both)

@@ -165,9 +165,9 @@ class ImageTextTask(Task):
         """Tokens of training captions by number, [R,L]."""
         return {name: table[numbers] for name, table in self.tokens.items()}
 
-    def stream(self, positions: Tensor, first: int) -> Iterator[Images]:
+    def load_ahead(self, positions: Tensor, first: int) -> Iterator[Images]:
         """Pictures decoded ahead by workers."""
-        return self.pictures.stream(positions, first)
+        return self.pictures.load_ahead(positions, first)
 
     def judge(self) -> ImageTextJudge:
         """Recall both ways and the exact loss."""

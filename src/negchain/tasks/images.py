@@ -14,7 +14,7 @@ from torch import Tensor
 
 from negchain import draws, methods
 from negchain.augment import Augmentation, Draws, Images, augmentation, finite_views, joined
-from negchain.data import DataBundle, load_data, stream_batches
+from negchain.data import DataBundle, load_batches, load_data
 from negchain.encoders import SMALL_IMAGE, Encoder, build_encoder
 from negchain.losses.request import Want
 from negchain.tasks.image_judge import ImageJudge
@@ -206,10 +206,10 @@ class ImageTask(Task):
         self.augment = OwnAugmentation(size=size, normalize=normalize, function=function)
         self.capturable = False
 
-    def stream(self, positions: Tensor, first: int) -> Iterator[Images]:
+    def load_ahead(self, positions: Tensor, first: int) -> Iterator[Images]:
         """Images decoded ahead by workers."""
         pinned = self.device.type == "cuda"
-        return stream_batches(self.data.pretrain, positions, self.config.workers, pinned)
+        return load_batches(self.data.pretrain, positions, self.config.workers, pinned)
 
     def judge(self) -> ImageJudge:
         """Probes, neighbours and the exact loss."""

@@ -107,7 +107,7 @@ class Task(ABC):
     one_pass: bool = True
     """All of a step goes through the encoder at once; False: anchors, then keys."""
     resident: bool = True
-    """Inputs are made on the device; False: `stream` loads batches ahead."""
+    """Inputs are made on the device; False: batches are loaded by `load_ahead`."""
     capturable: bool = False
     """On a GPU a step has fixed shapes and asks nobody: it can be a CUDA graph."""
     notes: Sequence[str] = ()
@@ -168,7 +168,7 @@ class Task(ABC):
             step: number of the step, on the device.
             row: of the step's draws that the first id has, and the others follow; [R] where other
                 ranks have some of the rows.
-            loaded: what `stream` gave for the batch; its wants come first.
+            loaded: what `load_ahead` gave for the batch; its wants come first.
         """
 
     def watch(self, embeddings: Tensor, index: Tensor) -> None:
@@ -191,7 +191,7 @@ class Task(ABC):
         """Take the user's own augmentation, before `place`."""
         raise ConfigError(f"augment= is for images, and --task is {self.config.task}; leave it out")
 
-    def stream(self, positions: Tensor, first: int) -> Iterator[Any]:
+    def load_ahead(self, positions: Tensor, first: int) -> Iterator[Any]:
         """What is loaded for the batches [T, B] of the steps from `first` on, in order."""
         raise NotImplementedError
 

@@ -118,7 +118,7 @@ class TrainConfig:
     workers: int = setting(2, DATA, rule=between(0, 1024), free=True,
         help="Processes that decode images.")
     resident_gb: float = setting(8.0, DATA, rule=between(0, 10**6), free=True,
-        help="Keep the pictures on the training device up to this size; stream larger sets.")
+        help="Keep the pictures on the training device up to this size; larger sets stay on disk.")
     max_length: int = setting(256, DATA, rule=between(4, 2**17),
         help="Texts: tokens the encoder sees of each.")
     method: str = setting("emc2", NEGATIVES, choices=methods.trained,

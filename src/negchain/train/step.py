@@ -39,7 +39,7 @@ from negchain.tasks.task import Task
 
 Towers = dict[Tower, fast_encoder.PlainEncoder]
 
-MAIN_PRIORITY = -1  # of the graph's stream, above the weight gradients'
+MAIN_PRIORITY = -1  # of the graph's CUDA stream, above the weight gradients'
 WARM_UP_STEPS = 3  # before capture: libraries initialise and allocate
 FILLED = 256  # rows of a table that one process fills at a time
 
@@ -112,7 +112,7 @@ class TrainStep:
         return {"anchors": made, "keys": made if keys is anchors else make(keys)}
 
     def __call__(self, step: int, index: Tensor, loaded: Any = None) -> None:
-        """Run step number `step` on the positions `index`, [B]; `loaded`: of the task's stream."""
+        """Run step number `step` on the positions `index`, [B]; `loaded`: by the task, ahead."""
         number = torch.full((1,), step, dtype=torch.int64)
         self._inputs.copy_(torch.cat([index.cpu(), number]), non_blocking=True)
         if self._graph is None:
@@ -128,15 +128,15 @@ class TrainStep:
         """
         kept = {id(tensor): (tensor, tensor.detach().clone()) for tensor in self._state()}
         made = self._towers(lambda tower: fast or fast_encoder.accelerate(tower, self.autocast))
-        stream = new_stream(self.device)
-        with forked(stream), warnings.catch_warnings():
+        side = new_stream(self.device)
+        with forked(side), warnings.catch_warnings():
             # torch warns where autograd's thread makes its CUDA context, which is harmless
             warnings.filterwarnings("ignore", "Attempting to run cuBLAS")
             # cuDNN times its algorithms for most shapes in the first step, with nothing beside.
             for _ in range(WARM_UP_STEPS):
                 self._run(None)
                 self.embed = made
-        join(stream)
+        join(side)
         graph = torch.cuda.CUDAGraph()
         # NCCL's watchdog may ask the device while this thread records
         mode = "global" if self.ranks is None else "thread_local"

@@ -237,7 +237,7 @@ class Run:
             epoch = self.order.epoch(self.done) + 1
             end = min(self.total_steps, epoch * self.order.steps_per_epoch)
             positions = self.order.batches(self.done, end)
-            loaded = self.task.stream(positions[:, self.step.rows], self.done)
+            loaded = self.task.load_ahead(positions[:, self.step.rows], self.done)
             yield from zip(positions, loaded, strict=True)
 
     def _lr(self, step: int) -> float:

@@ -101,67 +101,67 @@ CASES = [
 # fmt: on
 
 
-def streaming(name: str, *, size: int = 10, steps: int = 2, **options: Any) -> Case:
-    """A streaming case; Metropolis-Hastings counts at ends of tiles."""
+def tiled(name: str, *, size: int = 10, steps: int = 2, **options: Any) -> Case:
+    """A case in tiles; Metropolis-Hastings counts at ends of tiles."""
     every = 1 if options.get("kernel") == "isir" else 128
-    options = {"stream": True, "count_every": every, "num_samples": size + 5, **options}
+    options = {"large": True, "count_every": every, "num_samples": size + 5, **options}
     return emc2(name, size=size, steps=steps, **options)
 
 
 TILES = [
-    streaming("stream", repeats=True, learned=True),
-    streaming(
-        "stream-one-anchor-cached-all", evaluate=True, symmetric=False, carried="cached",
+    tiled("tiles", repeats=True, learned=True),
+    tiled(
+        "tiles-one-anchor-cached-all", evaluate=True, symmetric=False, carried="cached",
         denominator="all", steps=1,
     ),
-    streaming("stream-paired", views="paired", whole=True, steps=3, burn_in=3, zeros=True),
-    streaming("stream-one-item", one_item=True, size=3, denominator="all"),
-    streaming(
-        "stream-130", size=130, **ASYMMETRIC, dim=70, beta=12.0, whole=True, repeats=True,
+    tiled("tiles-paired", views="paired", whole=True, steps=3, burn_in=3, zeros=True),
+    tiled("tiles-one-item", one_item=True, size=3, denominator="all"),
+    tiled(
+        "tiles-130", size=130, **ASYMMETRIC, dim=70, beta=12.0, whole=True, repeats=True,
         denominator="all", burn_in=0.3, steps=1, seed=7,
     ),
-    streaming(
-        "stream-300", size=300, **ASYMMETRIC, dim=20, beta=12.0, whole=True, steps=1, learned=True,
+    tiled(
+        "tiles-300", size=300, **ASYMMETRIC, dim=20, beta=12.0, whole=True, steps=1, learned=True,
         burn_in=200,
     ),
-    streaming("stream-isir", kernel="isir", repeats=True),
-    streaming("stream-isir-one-item", kernel="isir", one_item=True, size=3, views="paired"),
-    streaming("stream-isir-all", kernel="isir", denominator="all", steps=1),
-    streaming("stream-isir-long", kernel="isir", beta=60.0, repeats=True, steps=1),
-    streaming(
-        "stream-isir-130", kernel="isir", size=130, **ASYMMETRIC, dim=70, beta=12.0, whole=True,
+    tiled("tiles-isir", kernel="isir", repeats=True),
+    tiled("tiles-isir-one-item", kernel="isir", one_item=True, size=3, views="paired"),
+    tiled("tiles-isir-all", kernel="isir", denominator="all", steps=1),
+    tiled("tiles-isir-long", kernel="isir", beta=60.0, repeats=True, steps=1),
+    tiled(
+        "tiles-isir-130", kernel="isir", size=130, **ASYMMETRIC, dim=70, beta=12.0, whole=True,
         repeats=True, carried="cached", steps=1,
     ),
-    streaming("stream-isir-one-group", kernel="isir", count_every=128, repeats=True, learned=True),
-    streaming(  # two groups, walked at once
-        "stream-isir-130-groups", kernel="isir", count_every=128, size=130, **ASYMMETRIC, dim=70,
+    tiled("tiles-isir-one-group", kernel="isir", count_every=128, repeats=True, learned=True),
+    tiled(  # two groups, walked at once
+        "tiles-isir-130-groups", kernel="isir", count_every=128, size=130, **ASYMMETRIC, dim=70,
         beta=12.0, whole=True, repeats=True, denominator="all", steps=1,
     ),
 ]  # fmt: skip
 
 SLOW = [
-    streaming(  # three groups one after the other, the last one short
-        "stream-isir-300-groups", kernel="isir", count_every=128, size=300, **ASYMMETRIC, dim=20,
+    tiled(  # three groups one after the other, the last one short
+        "tiles-isir-300-groups", kernel="isir", count_every=128, size=300, **ASYMMETRIC, dim=20,
         beta=12.0, whole=True, learned=True, repeats=True, steps=1,
     ),
-    streaming("stream-130-shared", size=130, dim=70, repeats=True, learned=True),
-    streaming("stream-130-paired", size=130, views="paired", carried="cached", whole=True),
-    streaming(
-        "stream-300-all", size=300, views="paired", count_every=256, denominator="all", whole=True,
+    tiled("tiles-130-shared", size=130, dim=70, repeats=True, learned=True),
+    tiled("tiles-130-paired", size=130, views="paired", carried="cached", whole=True),
+    tiled(
+        "tiles-300-all", size=300, views="paired", count_every=256, denominator="all", whole=True,
         burn_in=0.4, repeats=True,
     ),
-    streaming("stream-300-256", size=300, count_every=256, dim=70, burn_in=0.0),
-    streaming("stream-isir-300", kernel="isir", size=300, dim=70, denominator="all", repeats=True),
-    streaming(
-        "stream-isir-300-256", kernel="isir", count_every=256, size=300, carried="cached", dim=70,
+    tiled("tiles-300-256", size=300, count_every=256, dim=70, burn_in=0.0),
+    tiled("tiles-isir-300", kernel="isir", size=300, dim=70, denominator="all", repeats=True),
+    tiled(
+        "tiles-isir-300-256", kernel="isir", count_every=256, size=300, carried="cached", dim=70,
         denominator="all", repeats=True,
     ),
-    streaming(
-        "stream-isir-530-paired", kernel="isir", count_every=256, size=530, views="paired", dim=9,
+    tiled(
+        "tiles-isir-530-paired", kernel="isir", count_every=256, size=530, views="paired", dim=9,
         whole=True, steps=1,
     ),
-    streaming(
-        "stream-isir-300-long", kernel="isir", count_every=128, size=300, beta=90.0, whole=True,
+    tiled(
+        "tiles-isir-300-long", kernel="isir", count_every=128, size=300, beta=90.0, whole=True,
         views="paired", repeats=True, steps=1,
     ),
     *(
@@ -184,9 +184,9 @@ INVALID = [
     emc2("rows", carried="cached", size=7),
     emc2("rows-all", views="paired", denominator="all", burn_in=0.2),
     emc2("rows-isir", kernel="isir", size=7, symmetric=False),
-    streaming("tiles", carried="cached", denominator="all"),
-    streaming("tiles-isir", kernel="isir", **ASYMMETRIC),
-    streaming("tiles-isir-groups", kernel="isir", count_every=128, **ASYMMETRIC),
+    tiled("tiles", carried="cached", denominator="all"),
+    tiled("tiles-isir", kernel="isir", **ASYMMETRIC),
+    tiled("tiles-isir-groups", kernel="isir", count_every=128, **ASYMMETRIC),
 ]
 
 
@@ -201,10 +201,10 @@ def refusals() -> list[str]:
         "float64": lambda: cached()(z.double(), z.double(), index),
         "known": lambda: cached()(z, z, index, known=index[:, None]),
         "no dim": lambda: EMC2Loss(9, 5.0, carried="cached", backend="fused")(z, z, index),
-        "count_every": lambda: cached(stream=True, kernel=MH(count_every=100))(z, z, index),
-        "groups of 100": lambda: cached(stream=True, kernel=ISIR(100))(z, z, index),
+        "count_every": lambda: cached(large=True, kernel=MH(count_every=100))(z, z, index),
+        "groups of 100": lambda: cached(large=True, kernel=ISIR(100))(z, z, index),
         "groups of a small batch": lambda: cached(kernel=ISIR(128))(z, z, index),
-        "learned": lambda: cached(learned, stream=True, kernel="isir")(z, z, index),
+        "learned": lambda: cached(learned, large=True, kernel="isir")(z, z, index),
         "draws": lambda: cached(proposals=Given(alone=False))(z, z, index),
         "large": lambda: cached()(
             torch.randn(1025, 5), torch.randn(1025, 5), torch.arange(1025) % 9
@@ -243,22 +243,22 @@ def later_backward(**options: Any) -> list[str]:
 
 
 def later_backward_of_tiles() -> list[str]:
-    return later_backward(stream=True)
+    return later_backward(large=True)
 
 
 def second_backward() -> list[str]:
-    """A small batch can be differentiated again; a streaming one says that it cannot."""
+    """A small batch can be differentiated again; a large one says that it cannot."""
     found = []
     z = torch.randn(4, 5, requires_grad=True)
     value = cached()(z, z.roll(1, 1), torch.arange(4))
     first, second = (torch.autograd.grad(value, z, retain_graph=True)[0] for _ in range(2))
     if not torch.equal(first, second):
         found.append("a small batch differs the second time")
-    value = cached(stream=True)(z, z.roll(1, 1), torch.arange(4))
+    value = cached(large=True)(z, z.roll(1, 1), torch.arange(4))
     torch.autograd.grad(value, z, retain_graph=True)
     try:
         torch.autograd.grad(value, z)
-        found.append("a streaming loss was differentiated twice")
+        found.append("a large one was differentiated twice")
     except RuntimeError as error:
         if "once" not in str(error):
             found.append(str(error))
@@ -267,7 +267,7 @@ def second_backward() -> list[str]:
 
 def one_part_after_the_other() -> list[str]:
     """Rows enough to fill a GPU are not split into two parts walked at once: same results."""
-    cases = [case for case in TILES if case.name in ("stream-130", "stream-isir-130-groups")]
+    cases = [case for case in TILES if case.name in ("tiles-130", "tiles-isir-130-groups")]
     most, tiles.MAX_SPLIT_BLOCKS = tiles.MAX_SPLIT_BLOCKS, 0
     try:
         cases = [dataclasses.replace(case, whole=False) for case in cases]
@@ -286,16 +286,16 @@ PLANTED: dict[str, tuple[str, Change]] = {
     "burn-in off by one": ("one-way", lambda plan: {"burn_in": plan.burn_in - 1 / 9}),
     "counts every 4th": ("shared-one-anchor-cached", lambda plan: {"count_every": 4}),
     "steps taken for a share": ("burn-in-of-2-steps", lambda plan: {"burn_in": 2 / 7}),
-    "an end of a tile missed": ("stream-130", lambda plan: {"burn_in": 0.99}),
-    "groups of another size": ("stream-isir-130-groups", lambda plan: {"count_every": 256}),
-    "all columns weigh": ("stream-isir-130-groups", lambda plan: {"count_every": 1}),
+    "an end of a tile missed": ("tiles-130", lambda plan: {"burn_in": 0.99}),
+    "groups of another size": ("tiles-isir-130-groups", lambda plan: {"count_every": 256}),
+    "all columns weigh": ("tiles-isir-130-groups", lambda plan: {"count_every": 1}),
     "the positive left out": ("paired-all", lambda plan: {"denominator": "negatives"}),
     "one direction's draws for both": ("paired-all", lambda plan: {"side": 0}),
     "moves in evaluation mode": ("one-way", lambda plan: {"training": True}),
     "carried weight dropped": ("isir", lambda plan: {}),
-    "tiles in plain order": ("stream", lambda plan: {}),
+    "tiles in plain order": ("tiles", lambda plan: {}),
     "an item twice is proposed twice": ("isir", lambda plan: {}),
-    "and in tiles": ("stream-isir", lambda plan: {}),
+    "and in tiles": ("tiles-isir", lambda plan: {}),
 }
 
 
@@ -349,7 +349,7 @@ PROMISES = (
 # a step in tiles two to seven, so that one case of each kernel and the commonest bugs remain.
 QUICK = {
     "shared", "paired-all", "isir-cached-all", "sogclr-paired-all", "dcl-paired", "infonce",
-    "stream-one-item", "nan: rows", "refusals", "thinned_scan", "draw_bits", "bad_carried",
+    "tiles-one-item", "nan: rows", "refusals", "thinned_scan", "draw_bits", "bad_carried",
     "planted: another seed", "planted: burn-in off by one", "planted: carried weight dropped",
 }  # fmt: skip
 

@@ -13,15 +13,15 @@ from negchain import (
     DCLLoss,
     EMC2Loss,
     InfoNCELoss,
+    LargeBatchEMC2Loss,
     SogCLRLoss,
-    StreamingEMC2Loss,
 )
 
 
-def cached(beta: Any = 5.0, *, stream: bool = False, **options: Any) -> EMC2Loss:
+def cached(beta: Any = 5.0, *, large: bool = False, **options: Any) -> EMC2Loss:
     """A small loss that needs nothing encoded."""
     options = {"carried": "cached", "dim": 5, "backend": "fused", **options}
-    return (StreamingEMC2Loss if stream else EMC2Loss)(9, beta, **options)
+    return (LargeBatchEMC2Loss if large else EMC2Loss)(9, beta, **options)
 
 
 def _views(size: int = 8) -> torch.Tensor:
@@ -88,7 +88,7 @@ def far_negatives() -> list[str]:
         for kernel in (MH(count_every=128), ISIR(), ISIR(128)):
             options = {"views": "paired", "symmetric": False, "kernel": kernel, "dim": 2}
             a, b = (
-                cached(beta, stream=True, backend=backend, **options)(z, z, torch.arange(4))
+                cached(beta, large=True, backend=backend, **options)(z, z, torch.arange(4))
                 for backend in ("torch", "fused")
             )
             if gap(a, b) > 1e-5:
@@ -102,9 +102,9 @@ def bad_duplicate() -> list[str]:
     z = torch.randn(2, 5, 4, generator=torch.manual_seed(0))
     z[0, 4] = float("nan")
     z.requires_grad_()
-    for stream in (False, True):
+    for large in (False, True):
         loss_fn = cached(
-            views="paired", symmetric=False, denominator="all", dim=4, stream=stream,
+            views="paired", symmetric=False, denominator="all", dim=4, large=large,
             kernel=MH(count_every=128),
         )  # fmt: skip
         value = loss_fn(z[0], z[1], torch.tensor([0, 1, 2, 3, 0]))

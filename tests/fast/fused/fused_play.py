@@ -22,8 +22,8 @@ from negchain import (
     DCLLoss,
     EMC2Loss,
     InfoNCELoss,
+    LargeBatchEMC2Loss,
     SogCLRLoss,
-    StreamingEMC2Loss,
 )
 from negchain.losses import walk
 from negchain.weights import metropolis
@@ -52,7 +52,7 @@ class Case:
     zeros: bool = False  # some embeddings have no direction
     strided: bool = False  # embeddings that are not contiguous
     evaluate: bool = False  # a last step in evaluation mode
-    whole: bool = False  # a streaming loss against the loss that does not stream, too
+    whole: bool = False  # a large batch in tiles against the loss without them, too
     tolerance: float = 2e-5  # of gradients
 
 
@@ -70,12 +70,12 @@ class Step:
 
 
 def build(case: Case, device: str = "cpu", **more: Any) -> ContrastiveLoss:
-    """The case's loss; of EMC²'s options some are the kernel's, and `stream` chooses the class."""
+    """The case's loss; of EMC²'s options some are the kernel's, and `large` chooses the class."""
     beta = torch.nn.Parameter(torch.tensor(case.beta)) if case.learned else case.beta
     options = {**case.options, **more}
     kind: Any = LOSSES[case.loss]
     if case.loss == "emc2":
-        kind = StreamingEMC2Loss if options.pop("stream", False) else EMC2Loss
+        kind = LargeBatchEMC2Loss if options.pop("large", False) else EMC2Loss
         name, every = options.pop("kernel", "mh"), options.pop("count_every", 1)
         burn_in = options.pop("burn_in", 0.5)
         options["kernel"] = ISIR(every) if name == "isir" else MH(burn_in, every)
@@ -176,7 +176,7 @@ def compare(case: Case, device: str = "cpu") -> list[str]:
     fused = play(case, device, backend="fused")
     found = differences(case, play(case, device, backend="torch"), fused)
     if case.whole:
-        whole = differences(case, play(case, device, backend="torch", stream=False), fused)
+        whole = differences(case, play(case, device, backend="torch", large=False), fused)
         found += [f"whole: {text}" for text in whole]
     return found
 
@@ -238,7 +238,7 @@ def _info_differences(case: Case, a: Step, b: Step, strict: bool) -> Iterator[st
         yield f"info {sorted(a.info)} {sorted(b.info)}"
     for name in a.info.keys() & b.info.keys():
         bound = 1e-4 if strict else 0.05
-        estimated = case.options.get("stream") and case.options.get("kernel", "mh") == "mh"
+        estimated = case.options.get("large") and case.options.get("kernel", "mh") == "mh"
         if name == "acceptance_rate" and estimated:  # from one proposal per row: five deviations
             bound = 2.5 / case.size**0.5
         if not abs(a.info[name] - b.info[name]) <= bound * (1 + abs(a.info[name])):

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from interpreter import hurry
-from negchain import ISIR, MH, StreamingEMC2Loss
+from negchain import ISIR, MH, LargeBatchEMC2Loss
 from negchain.fast.fused import function, gather_triton
 from negchain.fast.fused.plan import Plan, Walked
 
@@ -156,7 +156,7 @@ def bad_rows(device: str = "cpu") -> list[str]:
 
     with patch.object(function, "_sparse_products", look):
         for kernel in (MH(count_every=128), ISIR(count_every=128)):
-            loss_fn = StreamingEMC2Loss(
+            loss_fn = LargeBatchEMC2Loss(
                 9, kernel=kernel, views="paired", carried="cached", dim=8, backend="fused"
             ).to(device)
             z = torch.randn(5, 8, device=device)

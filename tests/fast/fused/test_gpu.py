@@ -16,11 +16,11 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from fused_cases import CASES, INVALID, TILES, emc2, streaming  # noqa: E402
+from fused_cases import CASES, INVALID, TILES, emc2, tiled  # noqa: E402
 from fused_play import Case, build, compare, invalid_row  # noqa: E402
 
 from fast.kernel_cases import draw_bits, draw_logarithms, thinned_scan  # noqa: E402
-from negchain import ISIR, MH, DCLLoss, EMC2Loss, StreamingEMC2Loss, global_loss  # noqa: E402
+from negchain import ISIR, MH, DCLLoss, EMC2Loss, LargeBatchEMC2Loss, global_loss  # noqa: E402
 from negchain.fast.fused import function  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -28,20 +28,20 @@ pytestmark = pytest.mark.gpu
 NAMES = (
     "shared", "shared-all", "paired-cached-all", "burn-in-of-2-steps", "zeros", "bfloat16",
     "batch-of-2-equal", "one-item", "isir", "isir-cached-all", "infonce", "sogclr-paired-all",
-    "stream", "stream-130", "stream-isir", "stream-isir-130-groups",
+    "tiles", "tiles-130", "tiles-isir", "tiles-isir-130-groups",
 )  # fmt: skip
 CHOSEN = [case for case in (*CASES, *TILES) if case.name in NAMES]
 LARGE = [
     emc2("256", size=256, num_samples=300, dim=100, beta=12.0, repeats=True, learned=True),
     emc2("1000-isir", kernel="isir", size=1000, num_samples=1500, dim=70, denominator="all"),
-    streaming("1100-stream", size=1100, dim=100, beta=12.0, repeats=True, learned=True),
+    tiled("1100-tiles", size=1100, dim=100, beta=12.0, repeats=True, learned=True),
     # unit length comes before rounding to half precision: given as it is, both twins see the same
-    streaming(
-        "4096-stream-bfloat16", size=4096, dim=128, beta=0.1, dtype=torch.bfloat16,
+    tiled(
+        "4096-tiles-bfloat16", size=4096, dim=128, beta=0.1, dtype=torch.bfloat16,
         normalize=False, carried="cached", tolerance=2e-2, steps=1,
     ),
-    streaming(
-        "4096-stream-isir-bfloat16", kernel="isir", size=4096, dim=128, beta=0.1,
+    tiled(
+        "4096-tiles-isir-bfloat16", kernel="isir", size=4096, dim=128, beta=0.1,
         dtype=torch.bfloat16, normalize=False, carried="cached", tolerance=2e-2, steps=1,
     ),
 ]  # fmt: skip
@@ -53,7 +53,7 @@ def test_the_chosen_cases_exist() -> None:
 
 QUICK = (
     "shared", "paired-cached-all", "bfloat16", "batch-of-2-equal", "isir", "isir-cached-all",
-    "infonce", "sogclr-paired-all", "stream-130", "stream-isir-130-groups", "256", "1100-stream",
+    "infonce", "sogclr-paired-all", "tiles-130", "tiles-isir-130-groups", "256", "1100-tiles",
 )  # fmt: skip
 SLOW = pytest.mark.slow
 
@@ -85,7 +85,7 @@ def test_half_precision_at_unit_length_stays_close() -> None:
     """Rows rounded to bfloat16 after normalising: values agree to its rounding."""
     values = []
     for backend in ("torch", "fused"):
-        case = streaming("close", size=4096, dim=128, beta=14.28, dtype=torch.bfloat16)
+        case = tiled("close", size=4096, dim=128, beta=14.28, dtype=torch.bfloat16)
         loss_fn = build(case, "cuda", backend=backend, carried="cached")
         z = torch.randn(2, 4096, 128, generator=torch.manual_seed(1)).cuda().bfloat16()
         values.append(float(loss_fn(z[0], z[0] + z[1], torch.arange(4096, device="cuda"))))
@@ -97,8 +97,8 @@ def test_half_precision_at_unit_length_stays_close() -> None:
 STEPS = [
     emc2("rows-paired-all", size=64, num_samples=80, views="paired", denominator="all"),
     emc2("rows-isir", kernel="isir", size=64, num_samples=80, carried="cached"),
-    streaming("tiles", size=256, num_samples=272, denominator="all", carried="cached"),
-    streaming("tiles-isir", kernel="isir", size=256, num_samples=272),
+    tiled("tiles", size=256, num_samples=272, denominator="all", carried="cached"),
+    tiled("tiles-isir", kernel="isir", size=256, num_samples=272),
     Case("sogclr", {"views": "paired"}, loss="sogclr", size=64, num_samples=80),
 ]
 every_step = pytest.mark.parametrize("case", STEPS, ids=lambda case: case.name)
@@ -244,16 +244,16 @@ LONG = {  # a loss from its beta, its batch size and how many steps
     "in-batch": (lambda beta: DCLLoss(2048, beta, **ONE_WAY), 64, 1600),
     "mh": (lambda beta: EMC2Loss(2048, beta, MH(), **ONE_WAY), 64, 1600),
     "isir": (lambda beta: EMC2Loss(2048, beta, ISIR(), **ONE_WAY), 64, 1600),
-    "streaming-mh": (
-        lambda beta: StreamingEMC2Loss(8192, beta, MH(count_every=128), **ONE_WAY), 256, 800,
+    "tiles-mh": (
+        lambda beta: LargeBatchEMC2Loss(8192, beta, MH(count_every=128), **ONE_WAY), 256, 800,
     ),
-    "streaming-isir": (lambda beta: StreamingEMC2Loss(8192, beta, ISIR(), **ONE_WAY), 256, 800),
+    "tiles-isir": (lambda beta: LargeBatchEMC2Loss(8192, beta, ISIR(), **ONE_WAY), 256, 800),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=SLOW if n in ("isir", "streaming-mh") else ()) for n in LONG],
+    [pytest.param(n, marks=SLOW if n in ("isir", "tiles-mh") else ()) for n in LONG],
 )
 def test_a_long_run_has_the_exact_gradient(name) -> None:
     """Beta is learned, so that its gradient is in it, but for tiles that do not know it.
@@ -263,7 +263,7 @@ def test_a_long_run_has_the_exact_gradient(name) -> None:
     loss, 0.10 away, shows that a bias is seen. Seeds are fixed.
     """
     build_loss, size, steps = LONG[name]
-    learned = name != "streaming-isir"
+    learned = name != "tiles-isir"
     beta = torch.nn.Parameter(torch.tensor(BETA)) if learned else BETA
     apart, chance = long_run(build_loss(beta).cuda(), size, steps)
     assert chance < 0.03

@@ -1,7 +1,7 @@
 """The forward pass of a side: lay out, walk (or weigh), store.
 
     prepare -> similarities -> rows | in_batch   (small batch)   -> commit
-    prepare -> tiles                             (streaming)     -> commit
+    prepare -> tiles                             (large batch)   -> commit
 
 Shapes: as in `layout_triton`.
 """
@@ -50,7 +50,7 @@ def walk(
         walked.repeated = ranks.repeated(plan.index, valid)
     if plan.states is None:
         _in_batch(walked, positive, plan)
-    elif plan.stream:
+    elif plan.tiled:
         same = ranks.num_equal(plan.index, valid)
         walk_tiles(walked, start_logit, start_similarity, positive, same, plan)
     else:
@@ -69,7 +69,7 @@ def _commit(walked: Walked, valid: Tensor, same: Tensor, plan: Plan) -> Tensor:
         given(plan.states, unused), given(plan.keys, unused), given(plan.averages, unused),
         plan.faults, draws.seed_key(plan.seed), size, plan.num_columns, plan.num_samples, rows,
         SIDE=plan.side, D=dim, WIDTH=triton.next_power_of_2(dim), STRIDE=walked.pool.shape[1],
-        ITEMS=COMMITTED, CHUNK=min(1024, triton.next_power_of_2(size)), COUNTED=plan.stream,
+        ITEMS=COMMITTED, CHUNK=min(1024, triton.next_power_of_2(size)), COUNTED=plan.tiled,
         VIEWS=plan.views, SHARED=plan.shared, CARRIED=plan.carried, TRAIN=plan.training,
         AVERAGES=plan.averages is not None, ROWS=min(2048, triton.next_power_of_2(rows)),
         COUNTS=plan.counts, num_warps=1 if size <= 256 else 4,
@@ -83,7 +83,7 @@ def _prepare(
     (size, dim), device = a.shape, a.device
     rows, columns = plan.views * size, plan.num_columns
     stride, kind = dim, torch.float32
-    if plan.stream:
+    if plan.tiled:
         stride = triton.cdiv(dim, tiles_triton.DEPTH) * tiles_triton.DEPTH
         kind = a.dtype if a.dtype in (torch.bfloat16, torch.float16) else torch.float32
     times = plan.index
@@ -125,7 +125,7 @@ def _prepare(
         0.0 if isinstance(beta, Tensor) else beta, draws.seed_key(plan.seed), size, columns,
         plan.num_samples, SIDE=plan.side, D=dim, WIDTH=width, STRIDE=stride, ITEMS=items,
         SHARED=plan.shared, VIEWS=plan.views, CARRIED=plan.carried, TIMES=times_from,
-        TILE=tiles_triton.TILE if plan.stream else 1, CHECK_BATCH=plan.weighting == "isir",
+        TILE=tiles_triton.TILE if plan.tiled else 1, CHECK_BATCH=plan.weighting == "isir",
         NORMALIZE=plan.normalize, FIXED=not isinstance(beta, Tensor),
         num_warps=max(1, min(8, max(width, items) // WIDTH_OF_A_WARP)),
     )  # fmt: skip

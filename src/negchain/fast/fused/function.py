@@ -21,7 +21,7 @@ from negchain.fast.fused.forward import walk
 from negchain.fast.fused.plan import Numbers, Plan, Walked, given
 from negchain.fast.fused.tiles import operands, shape
 
-PANEL = 4096  # rows of i-SIR's weights at a time in its streaming backward pass
+PANEL = 4096  # rows of i-SIR's weights at a time in the backward pass of tiles
 
 
 def fused_loss(
@@ -85,8 +85,8 @@ def _backward(
     """Gradients of both embeddings and of the carried states' ones."""
     if walked.queries.numel() == 0:
         raise RuntimeError(
-            "a streaming loss can be differentiated once: its rows are freed to save memory; call "
-            "it again instead of passing retain_graph=True"
+            "the loss of a large batch can be differentiated once: its rows are freed to save "
+            "memory; call it again instead of passing retain_graph=True"
         )
     stride = walked.pool.shape[1]
     if walked.weights is not None:
@@ -95,7 +95,7 @@ def _backward(
         grad_queries, grad_pool = _sparse_products(plan, walked)
     else:
         grad_queries, grad_pool = _panel_products(plan, walked)
-    if plan.stream:
+    if plan.tiled:
         walked.queries, walked.pool = walked.queries.new_empty(0), walked.pool.new_empty(0)
     size, dim = a.shape
     grad_a, grad_b = torch.empty_like(a), torch.empty_like(b)

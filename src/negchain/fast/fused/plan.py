@@ -42,7 +42,7 @@ class Plan:
     seed: int
     num_samples: int
     multiplicity: int
-    stream: bool = False
+    tiled: bool = False  # a large batch
     bound: float = math.inf  # logits are known to lie between minus this and this
     burn_in: float = 0.0  # a share below 1, or steps
     count_every: int = 1
@@ -55,7 +55,7 @@ class Plan:
 
     @property
     def is_sparse(self) -> bool:
-        """Whether a streaming row weighs a few columns only: counted states, one of each group."""
+        """Whether a row in tiles weighs a few columns only: counted states, one of each group."""
         return self.weighting == "mh" or self.count_every > 1
 
     @property
@@ -74,7 +74,7 @@ class Plan:
     def num_columns(self) -> int:
         """K."""
         size, tile = len(self.index), tiles_triton.TILE
-        return triton.cdiv(size, tile) * tile if self.stream else size
+        return triton.cdiv(size, tile) * tile if self.tiled else size
 
     @property
     def log_negatives(self) -> float:
@@ -83,7 +83,7 @@ class Plan:
 
     @property
     def skipped(self) -> int:
-        """Streaming: counted columns come after this many, an end of a group among them."""
+        """Tiles: counted columns come after this many, an end of a group among them."""
         size = len(self.index)
         steps = self.burn_in if self.burn_in >= 1 else size * self.burn_in + 1e-3
         return min(int(steps), size - 1)
@@ -110,9 +110,9 @@ class Walked:
     held: Tensor  # [B,D] cached embeddings of the carried states; [0] without
     repeated: Tensor  # [B] i-SIR: which items the batch holds already
     weights: Tensor | None = None  # [N,K] pulled; small batch
-    # streaming: columns that have weight [N,S+1], their weights, pulled [N,S+1], how many [N]
+    # tiles: columns that have weight [N,S+1], their weights, pulled [N,S+1], how many [N]
     visits: tuple[Tensor, Tensor, Tensor] | None = None
-    joint: Tensor | None = None  # [N] streaming i-SIR that weighs all columns
+    joint: Tensor | None = None  # [N] tiles of i-SIR that weighs all columns
 
     def report(self, plan: Plan) -> Numbers:
         """Numbers for `info`, computed when somebody looks; names and meaning are the twin's.

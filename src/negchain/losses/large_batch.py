@@ -30,7 +30,7 @@ from negchain.weights.metropolis import Backend
 PANEL_ELEMENTS = 2**25  # similarities of a panel: 128 MiB in float32
 
 
-class StreamingEMC2Loss(EMC2Loss):
+class LargeBatchEMC2Loss(EMC2Loss):
     """`EMC2Loss` for large batches; proposals are the batch.
 
     Args:
@@ -41,13 +41,13 @@ class StreamingEMC2Loss(EMC2Loss):
             counts one copy of every item.
 
     Example:
-        >>> loss_fn = StreamingEMC2Loss(100, kernel=MH(count_every=128))
+        >>> loss_fn = LargeBatchEMC2Loss(100, kernel=MH(count_every=128))
         >>> z_a, z_b = torch.randn(2, 8, 4).requires_grad_().unbind()
         >>> encode = lambda ids: torch.randn(len(ids), 4)
         >>> loss_fn(z_a, z_b, torch.arange(8), encode=encode).backward()
     """
 
-    streams = True
+    large_batch = True
 
     def __init__(
         self,

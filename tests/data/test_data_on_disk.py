@@ -1,4 +1,4 @@
-"""Streaming: the pixels of the resident set, in the order asked for, from any step on."""
+"""On disk: the pixels of the resident set, in the order asked for, from any step on."""
 
 import os
 from pathlib import Path
@@ -10,7 +10,7 @@ from PIL import Image
 from torch import Tensor
 
 from negchain.augment import Pictures
-from negchain.data import DataBundle, ImageSet, load_data, stream_batches
+from negchain.data import DataBundle, ImageSet, load_batches, load_data
 from negchain.data.decode import stored_size
 from negchain.data.storage import Storage, choose
 
@@ -33,17 +33,17 @@ def load(folder: Path, budget: int) -> DataBundle:
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("start", [0, 2])
 def test_streamed_equals_resident(folder: Path, workers: int, start: int) -> None:
-    resident, streamed = load(folder, 8 << 30).pretrain, load(folder, 0).pretrain
+    resident, on_disk = load(folder, 8 << 30).pretrain, load(folder, 0).pretrain
     state = torch.get_rng_state()
-    batches = list(stream_batches(streamed, POSITIONS[start:], workers, pin=True))
+    batches = list(load_batches(on_disk, POSITIONS[start:], workers, pin=True))
     assert torch.equal(torch.get_rng_state(), state)
     assert len(batches) == len(POSITIONS) - start
-    again = list(stream_batches(resident, POSITIONS[start:], workers))
+    again = list(load_batches(resident, POSITIONS[start:], workers))
     for row, batch, kept in zip(POSITIONS[start:], batches, again, strict=True):
         assert isinstance(batch, Pictures) and batch.sizes.equal(kept.sizes)
-        for other in (kept, streamed.pictures(row), resident.pictures(row)):
+        for other in (kept, on_disk.pictures(row), resident.pictures(row)):
             assert all(a.equal(b) for a, b in zip(batch, other, strict=True))
-        assert torch.equal(streamed.fetch(row), resident.fetch(row))
+        assert torch.equal(on_disk.fetch(row), resident.fetch(row))
 
 
 def test_squares_of_the_size_asked_for_are_all_there_is(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_squares_of_the_size_asked_for_are_all_there_is(tmp_path: Path) -> None:
     for budget in (8 << 30, 0):
         images = load(tmp_path, budget).pretrain
         assert images.whole is None and not images.short
-        (batch,) = stream_batches(images, torch.tensor([[2, 0]]), 0)
+        (batch,) = load_batches(images, torch.tensor([[2, 0]]), 0)
         assert isinstance(batch, Tensor) and batch.equal(pixels[[2, 0]].permute(0, 3, 1, 2))
 
 
@@ -68,9 +68,9 @@ def test_budget_decides(folder: Path) -> None:
     assert isinstance(kept.pretrain.whole, Pictures)
     assert kept.pretrain.whole.sizes.tolist() == [list(shape) for shape in shapes]
     assert "shorter sides up to 48 px" in kept.notes[0]
-    streamed = load(folder, exact - 1).pretrain
-    assert not streamed.resident and streamed.images is None and streamed.short == 48
-    assert (streamed.channels, streamed.size, len(streamed)) == (3, (16, 16), 7)
+    on_disk = load(folder, exact - 1).pretrain
+    assert not on_disk.resident and on_disk.images is None and on_disk.short == 48
+    assert (on_disk.channels, on_disk.size, len(on_disk)) == (3, (16, 16), 7)
 
 
 def test_a_smaller_budget_keeps_smaller_pictures() -> None:
@@ -90,23 +90,23 @@ def test_a_smaller_budget_keeps_smaller_pictures() -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_file_that_vanishes_stops_the_run_with_its_name(folder: Path, workers: int) -> None:
-    streamed = load(folder, 0).pretrain
+    on_disk = load(folder, 0).pretrain
     (folder / "3.jpg").unlink()
-    batches = stream_batches(streamed, POSITIONS, workers)
+    batches = load_batches(on_disk, POSITIONS, workers)
     assert len(next(batches)) == 3
     with pytest.raises(ValueError, match="3.jpg was readable when the run began and is not now"):
         next(batches)
     with pytest.raises(ValueError, match="3.jpg was readable"):
-        streamed.fetch(torch.tensor([3]))
+        on_disk.fetch(torch.tensor([3]))
 
 
 def test_stopping_early_and_nothing_to_do(folder: Path) -> None:
-    streamed = load(folder, 0).pretrain
-    for batch in stream_batches(streamed, POSITIONS.repeat(50, 1), 2):
+    on_disk = load(folder, 0).pretrain
+    for batch in load_batches(on_disk, POSITIONS.repeat(50, 1), 2):
         assert len(batch) == 3
         break
-    assert list(stream_batches(streamed, POSITIONS[4:], 2)) == []
-    assert streamed.fetch(torch.empty(0, dtype=torch.int64)).shape == (0, 3, 16, 16)
+    assert list(load_batches(on_disk, POSITIONS[4:], 2)) == []
+    assert on_disk.fetch(torch.empty(0, dtype=torch.int64)).shape == (0, 3, 16, 16)
 
 
 def test_select_shares_memory_only_when_it_can() -> None:
@@ -121,9 +121,9 @@ def test_select_shares_memory_only_when_it_can() -> None:
 
 
 @pytest.mark.parametrize("change", ["replaced", "cut", "a pipe", "removed"])
-def test_a_file_that_changes_while_streaming_is_noticed(folder: Path, change: str) -> None:
+def test_a_file_that_changes_on_disk_is_noticed(folder: Path, change: str) -> None:
     """Also another picture under the same name, which could be decoded as well as the first."""
-    streamed, file = load(folder, 0).pretrain, folder / "3.jpg"
+    on_disk, file = load(folder, 0).pretrain, folder / "3.jpg"
     if change == "replaced":
         size = file.stat().st_size
         Image.new("RGB", (30, 35)).save(file)
@@ -136,5 +136,5 @@ def test_a_file_that_changes_while_streaming_is_noticed(folder: Path, change: st
         if change == "a pipe":
             os.mkfifo(file)
     with pytest.raises(ValueError, match=r"3.jpg in .*3.jpg was readable when the run began"):
-        streamed.pictures(torch.tensor([3]))
-    assert len(streamed.pictures(torch.tensor([2]))) == 1
+        on_disk.pictures(torch.tensor([3]))
+    assert len(on_disk.pictures(torch.tensor([2]))) == 1

@@ -1,4 +1,4 @@
-"""StreamingEMC2Loss on any device: panels of rows give what the whole batch gives, in float64."""
+"""LargeBatchEMC2Loss on any device: panels of rows give what the whole batch gives, in float64."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from losses_under_test import same_state, snapshot
 from torch import Tensor, nn
 
-from negchain import ISIR, MH, EMC2Loss, StreamingEMC2Loss, draws
-from negchain.losses import emc2, streaming
+from negchain import ISIR, MH, EMC2Loss, LargeBatchEMC2Loss, draws
+from negchain.losses import emc2, large_batch
 
 M, B, DIM, BETA = 17, 11, 5, 6.0
 KERNELS = [MH(0.29, count_every=3), MH(), ISIR(), ISIR(count_every=4)]
@@ -20,7 +20,7 @@ every_kernel = pytest.mark.parametrize("kernel", KERNELS, ids=["mh-3", "mh", "is
 @pytest.fixture
 def small_panels(monkeypatch) -> list[slice]:
     """Panels of three items; the list names the items of every visit."""
-    monkeypatch.setattr(streaming, "PANEL_ELEMENTS", 3 * 2 * B)
+    monkeypatch.setattr(large_batch, "PANEL_ELEMENTS", 3 * 2 * B)
     visit, seen = EMC2Loss.visit, []
 
     def watched(self, call, requests, items=slice(None)):
@@ -31,9 +31,9 @@ def small_panels(monkeypatch) -> list[slice]:
     return seen
 
 
-def build(stream: bool, kernel=KERNELS[1], learned: bool = True, **options) -> EMC2Loss:
+def build(large: bool, kernel=KERNELS[1], learned: bool = True, **options) -> EMC2Loss:
     beta = nn.Parameter(torch.tensor(BETA, dtype=torch.float64)) if learned else BETA
-    return (StreamingEMC2Loss if stream else EMC2Loss)(M, beta, kernel, seed=5, **options)
+    return (LargeBatchEMC2Loss if large else EMC2Loss)(M, beta, kernel, seed=5, **options)
 
 
 def steps(
@@ -96,7 +96,7 @@ def test_panels_equal_the_whole(small_panels, kernel, carried, denominator, know
 @every_kernel
 def test_panels_of_one_direction(small_panels, kernel) -> None:
     options = {"views": "paired", "symmetric": False, "normalize": False}
-    whole, parts = (steps(build(stream, kernel, **options)) for stream in (False, True))
+    whole, parts = (steps(build(large, kernel, **options)) for large in (False, True))
     assert_equal_steps(whole, parts)
 
 
@@ -115,12 +115,12 @@ def test_shared_views_have_the_same_gradient(small_panels, kernel, symmetric) ->
 # ---------------------------------------------------------------- inputs that share a graph
 
 
-def gradient_of(stream: bool, make, **options) -> Tensor:
+def gradient_of(large: bool, make, **options) -> Tensor:
     """Gradient with respect to one leaf that everything the loss is given was made from."""
     leaf = torch.randn(M, DIM, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
     leaf.requires_grad_()
     z_a, z_b, encode = make(leaf)
-    loss_fn = build(stream, learned=False, **options)
+    loss_fn = build(large, learned=False, **options)
     index = torch.arange(B)
     loss_fn(z_a[index], z_b[index], index, encode=encode(leaf)).backward()
     return leaf.grad
@@ -146,14 +146,14 @@ SHARED = {
 @pytest.mark.parametrize("make", SHARED.values(), ids=SHARED)
 def test_embeddings_that_share_a_graph(small_panels, make, views) -> None:
     """Neither counted twice nor a graph that was already freed."""
-    whole, parts = (gradient_of(stream, make, views=views) for stream in (False, True))
+    whole, parts = (gradient_of(large, make, views=views) for large in (False, True))
     assert whole.abs().max() > 0 and (whole - parts).abs().max() < 1e-12
 
 
 def test_one_tensor_answers_both_directions(small_panels) -> None:
     grads = []
-    for stream in (False, True):
-        loss_fn = build(stream, learned=False, views="paired")
+    for large in (False, True):
+        loss_fn = build(large, learned=False, views="paired")
         z = torch.randn(3, B, DIM, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
         z.requires_grad_()
         request = loss_fn.request(torch.arange(B))
@@ -167,11 +167,11 @@ def test_one_tensor_answers_both_directions(small_panels) -> None:
 def test_panels_reach_an_encoder(small_panels) -> None:
     """Gradients flow on through the graph before the loss, twice if asked to."""
     grads = []
-    for stream in (False, True):
+    for large in (False, True):
         torch.manual_seed(1)
         net, x = nn.Linear(7, DIM).double(), torch.randn(2, B, 7, dtype=torch.float64)
         items = torch.randn(M, 7, dtype=torch.float64)
-        loss_fn = build(stream, learned=False, views="paired")
+        loss_fn = build(large, learned=False, views="paired")
         index = torch.arange(B)
         value = loss_fn(net(x[0]), net(x[1]), index, encode=lambda i, n=net, t=items: n(t[i]))
         value.backward(retain_graph=True)
@@ -249,11 +249,11 @@ def test_a_refused_batch_changes_nothing(small_panels) -> None:
 
 def panels_count_the_same(monkeypatch) -> None:
     """Whatever their size."""
-    monkeypatch.setattr(streaming, "_mean", lambda values, shares: sum(values) / len(values))
+    monkeypatch.setattr(large_batch, "_mean", lambda values, shares: sum(values) / len(values))
 
 
 def only_the_first_panel_is_stored(monkeypatch) -> None:
-    joined = streaming._joined
+    joined = large_batch._joined
 
     def cut(parts, shares):
         whole = joined(parts, shares)
@@ -263,7 +263,7 @@ def only_the_first_panel_is_stored(monkeypatch) -> None:
         ]
         return whole
 
-    monkeypatch.setattr(streaming, "_joined", cut)
+    monkeypatch.setattr(large_batch, "_joined", cut)
 
 
 def every_panel_draws_the_same_numbers(monkeypatch) -> None:
@@ -275,7 +275,7 @@ def every_panel_draws_the_same_numbers(monkeypatch) -> None:
 
 def the_graph_is_not_cut(monkeypatch) -> None:
     """The answers' own graph is differentiated panel by panel."""
-    monkeypatch.setattr(streaming, "_cut_answers", lambda requests, cut: requests)
+    monkeypatch.setattr(large_batch, "_cut_answers", lambda requests, cut: requests)
 
 
 PLANTED = [
@@ -297,7 +297,7 @@ def test_a_planted_bug_is_caught(small_panels, monkeypatch, plant) -> None:
 
 def test_a_learned_beta_may_be_frozen_for_a_while() -> None:
     beta = torch.nn.Parameter(torch.tensor(5.0))
-    loss_fn, items = StreamingEMC2Loss(20, beta), torch.randn(20, 4)
+    loss_fn, items = LargeBatchEMC2Loss(20, beta), torch.randn(20, 4)
     z = torch.randn(2, 6, 4).requires_grad_()
     for learns in (False, True):
         beta.requires_grad_(learns)
