@@ -18,27 +18,27 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor
 
 from negchain.losses import fused
 from negchain.losses.base import ContrastiveLoss
-from negchain.losses.batch import Batch, Call, Ids, Views, as_ids, check_answer, check_shapes
+from negchain.losses.batch import Batch, Call, Ids, as_ids, check_answer, check_shapes
 from negchain.losses.chains import Carried, ChainTable, check_augmentations, stored_slots
 from negchain.losses.request import Part, Request, Want, answered, tower_of
 from negchain.losses.settings import (
-    Gather,
     InBatch,
     Kernel,
     Proposals,
+    Shared,
     as_kernel,
     for_corpus,
     one_of,
 )
 from negchain.losses.walk import Sampler, Start, Visit, Walk, walk_chains
-from negchain.objective import Denominator, Estimate, bracket, constant, detached_logits, mean_loss
+from negchain.objective import Estimate, bracket, constant, detached_logits, mean_loss
 from negchain.pool import Side, usable
 from negchain.weights.metropolis import Backend
 
@@ -107,37 +107,23 @@ class EMC2Loss(ContrastiveLoss):
         *,
         proposals: Proposals | Literal["batch"] | None = None,
         carried: Carried = "encode",
-        views: Views = "shared",
-        symmetric: bool = True,
-        denominator: Denominator = "negatives",
-        num_keys: int | None = None,
         key_counts: Tensor | None = None,
         augmentations: int | None = None,
-        dim: int | None = None,
-        normalize: bool = True,
-        seed: int = 0,
-        gather: Gather = True,
-        shard_state: bool = False,
         chain_file: str | os.PathLike[str] | None = None,
         backend: Backend | Literal["fused"] = "auto",
+        **shared: Unpack[Shared],
     ) -> None:
         reached = key_counts is not None and bool((torch.as_tensor(key_counts) > 0).all())
-        proposals = for_corpus(proposals, num_keys, reached)
+        proposals = for_corpus(proposals, shared.get("num_keys"), reached)
         super().__init__(
             num_samples,
             beta,
-            views=views,
-            symmetric=symmetric,
-            denominator=denominator,
             proposals=proposals,
-            num_keys=num_keys,
             key_counts=key_counts,
-            normalize=normalize,
-            seed=seed,
-            gather=gather,
-            shard_state=shard_state,
-            dim=dim,
-            ids_per_item=check_augmentations(augmentations, views, proposals),
+            ids_per_item=check_augmentations(
+                augmentations, shared.get("views", "shared"), proposals
+            ),
+            **shared,
         )
         one_of("carried", carried, ("encode", "cached"))
         one_of("backend", backend, ("auto", "reference", "torch", "triton", "fused"))
@@ -150,10 +136,10 @@ class EMC2Loss(ContrastiveLoss):
             num_samples * self.ids_per_item,
             num_states=self.num_ids or 0,
             ids_per_item=self.ids_per_item,
-            own=num_keys is None,
+            own=self.num_keys is None,
             keep=carried,
-            dim=dim,
-            seed=seed,
+            dim=shared.get("dim"),
+            seed=self.seed,
             file=chain_file,
             ranks=self.rows.ranks,
         )

@@ -12,19 +12,19 @@ Shapes: `B` batch, `D` embedding.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, Unpack
 
 import torch
 from torch import Tensor
 
-from negchain.losses.batch import Call, Views, is_traced
+from negchain.losses.batch import Call, is_traced
 from negchain.losses.chains import Arrival, Carried
 from negchain.losses.emc2 import EMC2Loss
 from negchain.losses.request import Part, Request
-from negchain.losses.settings import MH, Gather, Kernel
+from negchain.losses.settings import MH, Kernel, Shared
 from negchain.losses.walk import Visit
-from negchain.objective import Denominator
 from negchain.weights.metropolis import Backend
 
 PANEL_ELEMENTS = 2**25  # similarities of a panel: 128 MiB in float32
@@ -56,33 +56,14 @@ class LargeBatchEMC2Loss(EMC2Loss):
         kernel: Kernel | Literal["mh", "isir"] = MH(count_every=128),  # noqa: B008 frozen
         *,
         carried: Carried = "encode",
-        views: Views = "shared",
-        symmetric: bool = True,
-        denominator: Denominator = "negatives",
-        normalize: bool = True,
-        seed: int = 0,
-        gather: Gather = True,
-        shard_state: bool = False,
-        dim: int | None = None,
-        chain_file: str | None = None,
+        chain_file: str | os.PathLike[str] | None = None,
         backend: Backend | Literal["fused"] = "auto",
+        **shared: Unpack[Shared],
     ) -> None:
         super().__init__(
-            num_samples,
-            beta,
-            kernel,
-            carried=carried,
-            views=views,
-            symmetric=symmetric,
-            denominator=denominator,
-            normalize=normalize,
-            seed=seed,
-            gather=gather,
-            shard_state=shard_state,
-            dim=dim,
-            chain_file=chain_file,
-            backend=backend,
-        )
+            num_samples, beta, kernel, proposals="batch", carried=carried, chain_file=chain_file,
+            backend=backend, **shared,
+        )  # fmt: skip
 
     def visit(self, call: Call, requests: Sequence[Request], items: slice = slice(None)) -> Visit:
         """The visit of the whole batch, panel by panel; `total` carries the gradient."""
