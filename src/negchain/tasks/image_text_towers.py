@@ -1,6 +1,6 @@
 """The towers of pictures and captions, and the temperature they learn.
 
-Either a timm image encoder and a transformers text encoder, each with a linear projection to a
+Either a timm image encoder and a text encoder from a folder, each with a linear projection to a
 common dimension, or both towers of an open_clip model built from its config.
 
 Shapes: `R` rows of a pass, `L` tokens, `D` embedding.
@@ -9,6 +9,7 @@ Shapes: `R` rows of a pass, `L` tokens, `D` embedding.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from negchain import encoders
-from negchain.encoders import build_encoder, rebuild_encoder
+from negchain.encoders import Encoder, build_encoder, rebuild_encoder
 from negchain.files import read_object
 from negchain.tasks import text
 from negchain.tasks.image_settings import LARGEST_BETA, is_open_clip
@@ -37,14 +38,13 @@ class ImageText(nn.Module):
     normalised.
     """
 
-    def __init__(
-        self, image: nn.Module, text: nn.Module, dim: int, beta: float, described: dict[str, Any]
-    ) -> None:
+    def __init__(self, image: nn.Module, text: nn.Module, described: Mapping[str, Any]) -> None:
         super().__init__()
         self.image, self.text = image, text
-        self.log_beta = nn.Parameter(torch.tensor(math.log(beta)))
-        self.embedding_dim = dim
-        self.encoder_config = {**described, "channels": 3, "beta": beta}
+        self.log_beta = nn.Parameter(torch.tensor(math.log(described["beta"])))
+        clip = described.get("open_clip")
+        self.embedding_dim: int = clip["embed_dim"] if clip else described["text"]["dim"]
+        self.encoder_config = {**described, "channels": 3}
 
     def features(self, images: Tensor) -> Tensor:
         """Embeddings of pictures, [R,3,S,S] -> [R,D]: what a trained run encodes them to."""
@@ -58,6 +58,13 @@ class ImageText(nn.Module):
     def clamp(self) -> None:
         """Keep beta at most 100."""
         self.log_beta.clamp_(max=math.log(LARGEST_BETA))
+
+
+class Absent(nn.Module):
+    """In the place of a text encoder whose folder is gone: pictures are encoded without it."""
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        """Weights without a model to take them."""
 
 
 class ClipText(nn.Module):
@@ -87,42 +94,34 @@ def build(config: TrainConfig, image_size: int, small_stem: bool) -> ImageText:
         seed=config.seed,
         small_stem=small_stem,
     )
-    tower = _text_tower(config, image.embedding_dim)
-    described = {"image": dict(image.encoder_config), "text": tower.described}
-    described |= {"image_size": image_size, "seed": config.seed}
-    return ImageText(image, tower, image.embedding_dim, config.beta, described)
-
-
-def _text_tower(config: TrainConfig, dim: int) -> text.TextTower:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
-        return text.read_text_tower(config.text_encoder or "", dim)
+    words = {"folder": config.text_encoder or "", "max_length": text.MAX_TOKENS}
+    words |= {"dim": image.embedding_dim}
+    described = {"image": dict(image.encoder_config), "text": words, "image_size": image_size}
+    return _joined(image, {**described, "seed": config.seed, "beta": config.beta})
 
 
 def at_start(config: TrainConfig, described: Mapping[str, Any]) -> ImageText | None:
     """The towers of a run before its first step; None where --pretrained brought weights."""
-    if config.pretrained is not None:
-        return None
-    towers = rebuild(described)
-    if "text" in described:
-        towers.text = _text_tower(config, towers.embedding_dim)
-    return towers
+    return None if config.pretrained is not None else rebuild(described)
 
 
 def rebuild(described: Mapping[str, Any]) -> ImageText:
-    """The towers an `encoder_config` describes, with fresh weights."""
-    kept = {n: value for n, value in described.items() if n not in ("beta", "channels")}
+    """The towers an `encoder_config` describes: as its folder has the text encoder, else fresh."""
+    if "open_clip" not in described:
+        return _joined(rebuild_encoder(described["image"]), described)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(described["seed"])
-        if "open_clip" not in described:
-            image, tower = (
-                rebuild_encoder(described["image"]),
-                text.TextTower.rebuilt(described["text"]),
-            )
-            return ImageText(image, tower, image.embedding_dim, described["beta"], kept)
         model = _clip(described["open_clip"])
-    dim = described["open_clip"]["embed_dim"]
-    return ImageText(model.visual, ClipText(model.text), dim, described["beta"], kept)
+    return ImageText(model.visual, ClipText(model.text), described)
+
+
+def _joined(image: Encoder, described: Mapping[str, Any]) -> ImageText:
+    words: nn.Module = Absent()
+    if os.path.isdir(described["text"]["folder"]):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(described["seed"])
+            words = text.TextEncoder.rebuilt(described["text"])
+    return ImageText(image, words, described)
 
 
 def refuse_larger(described: Mapping[str, Any], num_bytes: int) -> None:
@@ -132,7 +131,7 @@ def refuse_larger(described: Mapping[str, Any], num_bytes: int) -> None:
     elif not is_open_clip(described.get("name", "")):
         encoders.refuse_larger(described.get("image", described), num_bytes)
     if "text" in described:
-        text.refuse_larger(described["text"]["model"], num_bytes)
+        text.TextEncoder.refuse_larger(described["text"], num_bytes)
 
 
 def image_size_of(encoder: str) -> int | None:

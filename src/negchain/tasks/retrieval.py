@@ -14,7 +14,6 @@ import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -187,8 +186,6 @@ def check(config: TrainConfig) -> TrainConfig:
             f"--draws must be at least {1 + chains} where negatives come from a table "
             f"(--method {known.name}), got {config.draws}; raise it, or use --method infonce"
         )
-    if find_spec("sentence_transformers") is None:
-        raise ConfigError("texts need sentence-transformers: pip install sentence-transformers")
     folders = {"data": os.path.abspath(config.data), "encoder": os.path.abspath(config.encoder)}
     return replace(config, **folders)  # type: ignore[arg-type]
 

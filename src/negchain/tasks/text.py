@@ -1,14 +1,10 @@
 """Text encoders from a folder on this machine: nothing is ever fetched, nothing in it is run.
 
-`TextEncoder` is a sentence-transformers model, fed by `Texts`; `TextTower`, beside an image tower,
-is a transformers model with a projection, and its checkpoints do not need the folder.
-
 Shapes: `N` texts, `R` of them in a pass, `T` tokens, `D` embedding.
 """
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,7 +26,6 @@ if TYPE_CHECKING:
 
 Role = Literal["query", "document"]
 Tokens = dict[str, Any]  # what a sentence-transformers model eats, and "role"
-Pooling = Literal["mean", "cls"]
 
 PROMPTS = {"query": ("query",), "document": ("document", "passage", "corpus")}
 """Names under which models keep what stands before a text, as in their `encode_query`."""
@@ -45,8 +40,8 @@ LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 
 def check_model_folder(folder: str | None, option: str = "--encoder") -> None:
     """Refuse what is no folder of a model, before anything slow: names are not looked up."""
-    if find_spec("transformers") is None:
-        raise ConfigError(f"{option} needs transformers: pip install 'negchain[text]'")
+    if find_spec("sentence_transformers") is None:
+        raise ConfigError(f"{option} needs sentence-transformers: pip install 'negchain[text]'")
     files = ("modules.json", "config.json")
     if folder is None or not any(os.path.isfile(Path(folder) / name) for name in files):
         there = "is no folder"
@@ -136,22 +131,37 @@ class TextEncoder(nn.Module):
         folder: of a sentence-transformers model, or of a transformers model, which gets mean
             pooling (last token, where it is a causal one).
         max_length: tokens of a text that it sees, at most what the model allows.
+        dim: beside another tower, width of a projection to their common space. Dropout is then off:
+            one text has one embedding in a step, whichever part of the loss asks for it.
     """
 
-    def __init__(self, folder: str, max_length: int) -> None:
+    def __init__(self, folder: str, max_length: int, dim: int | None = None) -> None:
         super().__init__()
-        with explained("--encoder", folder):
-            self.model = load_model(folder)
+        option = "--encoder" if dim is None else "--text-encoder"
+        with explained(option, folder):
+            self.model = load_model(folder, option)
             allowed = self.model.max_seq_length
             self.model.max_seq_length = min(max_length, allowed) if allowed else max_length
-            self.embedding_dim = int(self.model.get_embedding_dimension())
+            width = int(self.model.get_embedding_dimension())
             check_words(self.model.tokenizer)
-        self.encoder_config = {"folder": folder, "max_length": max_length}
+        self.encoder_config = {"folder": folder, "max_length": max_length, "dim": dim}
+        self.embedding_dim, self.project = dim or width, None
+        if dim is not None:
+            if type(self.model[-1]).__name__ == "Normalize":
+                del self.model[-1]  # the loss's affair
+            self.project = nn.Linear(width, dim, bias=False)
 
     @classmethod
     def rebuilt(cls, described: Mapping[str, Any]) -> TextEncoder:
         """The encoder an `encoder_config` describes."""
-        return cls(described["folder"], described["max_length"])
+        return cls(described["folder"], described["max_length"], described.get("dim"))
+
+    def train(self, mode: bool = True) -> TextEncoder:
+        """Into training mode, but for dropout beside another tower."""
+        super().train(mode)
+        if self.project is not None:
+            self.model.eval()
+        return self
 
     @staticmethod
     def refuse_larger(described: Mapping[str, Any], num_bytes: int) -> None:
@@ -161,7 +171,7 @@ class TextEncoder(nn.Module):
         if "model_type" in config:
             refuse_larger(config, num_bytes)
 
-    def forward(self, tokens: Tokens) -> Tensor:  # -> [R, D]
+    def forward(self, tokens: Mapping[str, Any]) -> Tensor:  # -> [R, D]
         """Embeddings; of models with routes, by that of the role."""
         count = len(tokens["input_ids"])
         parts = [slice(None)]
@@ -169,18 +179,22 @@ class TextEncoder(nn.Module):
             parts = [slice(begin, begin + PASS) for begin in range(0, count, PASS)]
         return torch.cat([self._pass(tokens, part) for part in parts])
 
-    def _pass(self, tokens: Tokens, part: slice) -> Tensor:
+    def _pass(self, tokens: Mapping[str, Any], part: slice) -> Tensor:
         given = {k: v[part] if isinstance(v, Tensor) else v for k, v in tokens.items()}
-        embeddings: Tensor = self.model(given, task=given.pop("role"))["sentence_embedding"]
-        return embeddings
+        if self.project is None:
+            embeddings: Tensor = self.model(given, task=given.pop("role"))["sentence_embedding"]
+            return embeddings
+        longest = int(given["attention_mask"].sum(1).max())  # padding beyond is not computed
+        given = {name: table[:, :longest].long() for name, table in given.items()}
+        return self.project(self.model(given)["sentence_embedding"])  # type: ignore[no-any-return]
 
 
-def load_model(folder: str) -> SentenceTransformer:
+def load_model(folder: str, option: str) -> SentenceTransformer:
     """The model of a folder, float32, on the CPU."""
     from sentence_transformers import SentenceTransformer
     from transformers.utils.logging import disable_progress_bar
 
-    check_model_folder(folder)
+    check_model_folder(folder, option)
     disable_progress_bar()  # the tool shows its own
     _check_sizes(folder)
     return SentenceTransformer(folder, device="cpu", model_kwargs={"dtype": torch.float32}, **LOCAL)
@@ -251,65 +265,11 @@ class Texts:
         return {**moved, **self.more, "role": self.role}
 
 
-class TextTower(nn.Module):
-    """A transformers encoder, its pooling and a projection: tokens to [R,D], not normalised.
-
-    Dropout is off: one text has one embedding in a step, whichever part of the loss asks for it.
-    Made by `read_text_tower`; `described` is all `TextTower.rebuilt` needs.
-    """
-
-    def __init__(self, model: Any, pooling: Pooling, dim: int) -> None:
-        super().__init__()
-        self.model = model
-        self.pooling = pooling
-        self.project = nn.Linear(model.config.hidden_size, dim, bias=False)
-        settings = json.loads(model.config.to_json_string(use_diff=False))
-        self.described = {"model": settings, "pooling": pooling, "dim": dim}
-
-    @classmethod
-    def rebuilt(cls, described: Mapping[str, Any]) -> TextTower:
-        """A tower of the same layers with fresh weights."""
-        return cls(_fresh(**described["model"]), described["pooling"], described["dim"])
-
-    def forward(self, tokens: Mapping[str, Tensor]) -> Tensor:
-        """Embeddings of tokens, [R,L] each -> [R,D]."""
-        longest = int(tokens["attention_mask"].sum(1).max())  # padding beyond is not computed
-        cut = {name: table[:, :longest].long() for name, table in tokens.items()}
-        hidden = self.model(**cut).last_hidden_state
-        if self.pooling == "cls":
-            return self.project(hidden[:, 0])  # type: ignore[no-any-return]
-        mask = cut["attention_mask"][..., None].to(hidden.dtype)
-        mean = (hidden * mask).sum(1) / mask.sum(1).clamp(min=1)
-        return self.project(mean)  # type: ignore[no-any-return]
-
-
 @torch.no_grad()
 def try_out(tower: nn.Module, tokens: Mapping[str, Tensor]) -> None:
     """Let a tower on the CPU encode the hardest of some texts."""
     hard = hardest(tokens["attention_mask"].sum(1), tokens["input_ids"].amax(1))
     tower({name: table[hard].cpu() for name, table in tokens.items()})
-
-
-def read_text_tower(folder: str, dim: int) -> TextTower:
-    """The encoder a folder of transformers or sentence-transformers holds, with its weights."""
-    check_model_folder(folder, "--text-encoder")
-    from transformers import AutoConfig, AutoModel
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    with explained("--text-encoder", folder):
-        _check_sizes(folder)
-        config = AutoConfig.from_pretrained(folder, **LOCAL)
-        for name, value in config.to_dict().items():
-            if "dropout" in name and isinstance(value, float):
-                setattr(config, name, 0.0)
-        model = AutoModel.from_pretrained(folder, config=config, **LOCAL).float()
-        if config.is_encoder_decoder or not hasattr(config, "hidden_size"):
-            raise ConfigError(
-                f"--text-encoder must be an encoder such as BERT, and {folder} holds "
-                f"{config.model_type}; choose another"
-            )
-        return TextTower(model, _pooling(Path(folder)), dim)
 
 
 def read_tokenizer(folder: str) -> Any:
@@ -334,18 +294,3 @@ def tokenise(tokenizer: Any, texts: Sequence[str]) -> tuple[dict[str, Tensor], i
     }
     cut = int((tokens["attention_mask"].sum(1) >= limit).sum())
     return tokens, cut
-
-
-def _pooling(folder: Path) -> Pooling:
-    """What sentence-transformers wrote beside the weights; the mean where it wrote nothing."""
-    file = (folder / "1_Pooling" / "config.json").resolve()  # a cache of the hub is full of links
-    said = read_object(file) if file.is_file() else {}
-    old = [name for name, on in said.items() if name.startswith("pooling_mode_") and on]
-    told = str(said.get("pooling_mode", " and ".join(old) or "mean"))
-    mode = told.removeprefix("pooling_mode_").removesuffix("_tokens").removesuffix("_token")
-    if mode not in ("mean", "cls"):
-        raise ConfigError(
-            f"--text-encoder must pool by the mean or the first token, and {folder} pools by "
-            f"{show(told)}; choose another"
-        )
-    return mode  # type: ignore[return-value]
