@@ -54,10 +54,12 @@ class Draw(NamedTuple):
     log_q: Tensor | Callable[[Tensor], Tensor] | None = None
 
     def log_q_of(self, ids: Tensor) -> Tensor | None:
-        """Log-probability of ids, of their shape."""
-        if self.log_q is None or not callable(self.log_q):
-            return None if self.log_q is None else self.log_q.to(ids.device)[ids]
-        return self.log_q(ids)
+        """Log-probability of ids, of their shape; weights are never differentiated, nor is q."""
+        if self.log_q is None:
+            return None
+        if callable(self.log_q):
+            return self.log_q(ids).detach()
+        return self.log_q.detach().to(ids.device)[ids]
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
-from negchain import Draw, EMC2Loss, Given
+import negchain.losses.emc2 as emc2
+from negchain import DCLLoss, Draw, EMC2Loss, Given, ImportanceLoss, Informed
+from oracles import unit
 
 
 def test_stored_augmentations_with_one_view_as_anchors() -> None:
@@ -51,3 +55,80 @@ def test_an_item_that_stands_twice_in_a_batch_leaves_p_as_it_is(kernel) -> None:
         seen.append((loss_fn.held(index[:count])[0] == 0).double())
     share = torch.stack(seen[4:]).mean(0)
     assert abs(share.mean() - p[0]) < 4.8 * share.std() / count**0.5
+
+
+def test_isir_over_stored_augmentations_leaves_p_as_it_is(monkeypatch) -> None:
+    """All batches of two of three items, in all views, from all states: the mean weights are p.
+
+    A batch has one view of an item, so a set that holds two of them (the held one and the batch's)
+    can be met from one of its members only. Counting both, one visit from p was off by 0.024.
+    """
+    generator = torch.Generator().manual_seed(3)
+    stored = unit(torch.randn(8, 3, dtype=torch.float64, generator=generator))
+    loss_fn = EMC2Loss(4, 4.0, "isir", augmentations=2).eval()
+    walks = []
+
+    def spy(side, *rest):
+        walks.append((side, original(side, *rest)))
+        return walks[-1][1]
+
+    original = emc2.walk_chains
+    monkeypatch.setattr(emc2, "walk_chains", spy)
+    logits = 4.0 * stored @ stored[0]
+    logits[:2] = -torch.inf  # the anchor is view 0 of item 0
+    p, mean = logits.softmax(0), torch.zeros(8, dtype=torch.float64)
+    views = list(itertools.product((0, 1), repeat=2))
+    batches = list(itertools.product(itertools.combinations((1, 2, 3), 2), views))
+    for (items, shown), state in itertools.product(batches, range(2, 8)):
+        index, first = torch.tensor([0, *items]), torch.tensor([0, *shown])
+        loss_fn.chains.states[0, 0] = state
+        pair = stored[2 * index + first], stored[2 * index + 1 - first]
+        loss_fn(*pair, index, augmentation=(first, 1 - first), encode=lambda ids: stored[ids])
+        side, walk = walks[-1]
+        weights = torch.zeros(8, dtype=torch.float64)
+        weights.index_add_(0, side.column_ids()[0], walk.weights[0])
+        weights[state] += walk.carried_weight[0]
+        mean += p[state] * weights / len(batches)
+    assert torch.allclose(mean, p, atol=1e-12)
+
+
+@pytest.mark.parametrize("as_function", [False, True])
+def test_no_gradient_goes_through_the_probabilities_of_draws(as_function) -> None:
+    """They may come from the embeddings; weights are never differentiated."""
+    keys, ids, index = torch.randn(20, 4), torch.arange(0, 20, 2), torch.arange(6)
+    grads = []
+    for learned in (False, True):
+        queries = keys[:6].clone().requires_grad_()
+        log_q = (queries.mean(0) @ keys.T).log_softmax(0)
+        log_q = log_q if learned else log_q.detach()
+        draw = Draw(ids, (lambda i, q=log_q: q[i]) if as_function else log_q)
+        loss_fn = DCLLoss(20, 5.0, proposals=Given())
+        loss_fn(queries, keys[:6] + 0.1, index, draw=draw, drawn=keys[ids]).backward()
+        grads.append(queries.grad)
+    assert torch.equal(*grads)
+
+
+@pytest.mark.parametrize("per_row", [False, True])
+def test_a_row_without_negatives_leaves_informed_draws_to_the_others(per_row) -> None:
+    """Its stale softmax is 0 / 0, and the mean of the rows' once was NaN: nobody trained."""
+    keys, index = torch.randn(20, 4, dtype=torch.float64), torch.arange(6)
+    loss_fn = ImportanceLoss(20, 2.0, Informed(8, alone=True, per_row=per_row))
+    loss_fn.fill(lambda ids: keys[ids])
+    known = torch.full((6, 20), -1)
+    known[2] = torch.arange(20)
+    (part,) = loss_fn.request(index, keys[:6], keys[:6], known=known).parts
+    if not per_row:
+        assert float(part.draw.log_q.exp().sum()) == pytest.approx(1.0, abs=1e-9)
+    with pytest.warns(UserWarning, match="no negatives"):
+        loss_fn(keys[:6], keys[:6] + 0.1, index, known=known, encode=lambda ids: keys[ids])
+    assert loss_fn.info["rows_without_negatives"] == 2  # two views of one item
+
+
+def test_another_key_of_an_anchor_in_the_batch_is_no_negative_of_it() -> None:
+    """Of a corpus: equal ids are never negatives of each other, whatever their keys are."""
+    queries, keys = torch.eye(3, 4), torch.randn(3, 4, requires_grad=True)
+    loss_fn = DCLLoss(10, 5.0, views="paired", num_keys=20, normalize=False)
+    index, key_index = torch.tensor([4, 4, 5]), torch.tensor([0, 1, 2])
+    loss_fn(queries, keys, index, key_index=key_index).backward()
+    assert keys.grad[0, 1] == 0 == keys.grad[1, 0]  # neither is pushed from the other's anchor
+    assert keys.grad[2, 0] > 0 and keys.grad[2, 1] > 0

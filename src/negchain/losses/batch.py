@@ -157,6 +157,8 @@ def lay_out(
     mask = None
     if use_batch:
         mask = matches(own, own[items], row_known)
+        if own is not index:  # a corpus: another key of the row's anchor is a positive of it too
+            mask = mask | (index[None, :] == anchors[:, None])
         mask = mask if batch.faults is None else mask | ~batch.valid[None, :]
 
     def side(

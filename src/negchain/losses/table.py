@@ -191,11 +191,12 @@ class StaleTable(Stateful):
         return ids.gather(1, at).sort(1).values
 
     def _log_sum(self, side: Side, beta: float | Tensor) -> Tensor:  # -> [N]
-        """Log partition of every row's stale softmax."""
+        """Log partition of every row's stale softmax; +inf without negatives: no share."""
         log_sum = side.queries.new_full((side.num_rows,), -math.inf)
         for _, logits in self.logits(side, beta):
             log_sum = torch.logaddexp(log_sum, torch.logsumexp(logits, 1))
-        return torch.logsumexp(self.rows.every(log_sum), 0)
+        log_sum = torch.logsumexp(self.rows.every(log_sum), 0)
+        return torch.where(log_sum > -math.inf, log_sum, math.inf)
 
     def _mixed(self, log_stale: Tensor, settings: Informed) -> Tensor:
         """log( (1 - share) / M + share * stale )."""
@@ -210,7 +211,9 @@ class StaleTable(Stateful):
         beta = constant(beta) * settings.sharpness
         mean = side.queries.new_full((self.rows.count,), -math.inf)
         if settings.share > 0:
-            log_sum = self._log_sum(side, beta)[:, None] + math.log(side.num_rows)
+            log_sum = self._log_sum(side, beta)[:, None]
+            num_rows = (log_sum < math.inf).sum().clamp(min=1)  # that have negatives
+            log_sum = log_sum + num_rows.to(log_sum.dtype).log()
             for keys, logits in self.logits(side, beta):
                 own = slice(keys.start - self.rows.first, keys.stop - self.rows.first)
                 mean[own] = torch.logsumexp(logits - log_sum, 0)

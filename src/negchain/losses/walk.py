@@ -277,18 +277,23 @@ def _sweeps(
 def _as_set(
     side: Side, kind: Kind, ids: Tensor, start: Tensor, logits: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """i-SIR over a batch as a set: {held} u batch holds an item once."""
-    batch = side.key_ids[:, kind.first : kind.last]
+    """i-SIR over a batch as a set: {held} u batch holds an item once.
+
+    A stored augmentation of the held item gives way to the held one: the batch has one of each item
+    at most, so a set with two of one item could be met from one of its members and not from others.
+    """
+    batch = side.key_ids[:, kind.first : kind.last] // side.ids_per_item
     names = batch.repeat_interleave(side.num_rows // len(batch), 0)
-    inside = (ids[:, None] == names).any(1)
-    return start.masked_fill(inside, -math.inf), logits.masked_fill(
-        _repeated(side, kind), -math.inf
-    )
+    logits = logits.masked_fill(_repeated(side, kind), -math.inf)
+    held = (ids // side.ids_per_item)[:, None] == names
+    if side.ids_per_item > 1:
+        return start, logits.masked_fill(held & (start > -math.inf)[:, None], -math.inf)
+    return start.masked_fill(held.any(1), -math.inf), logits
 
 
 def _repeated(side: Side, kind: Kind) -> Tensor:  # [N,K] bool
     """Columns that repeat the item of a usable one to their left, within a copy of the batch."""
-    batch = side.key_ids[:, : kind.last]
+    batch = side.key_ids[:, : kind.last] // side.ids_per_item
     groups, width = batch.shape
     usable = ~side.excluded[:, :width].reshape(groups, -1, width).all(1)
     masks = []
