@@ -230,3 +230,11 @@ def test_a_sample_that_a_batch_holds_twice_draws_twice() -> None:
     assert (drawn[:, 0] == drawn[:, 2]).float().mean() < 0.5
     alone = torch.stack([loss_fn.request([7, 3], ahead=n).ids for n in range(40)])
     assert torch.equal(alone[:, 1], drawn[:, 0])  # whoever else is there
+
+
+def test_a_request_beside_encode_is_refused() -> None:
+    """It would be encoded anew, and one of another loss or step go unnoticed."""
+    loss_fn, z, index = EMC2Loss(M, 5.0), table_of(), torch.arange(4)
+    request = loss_fn.request(index).answer(z[:4])
+    with pytest.raises(ValueError, match="instead of requests"):
+        loss_fn(z[:4], z[:4], index, request, encode=lambda ids: z[ids])

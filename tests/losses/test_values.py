@@ -128,6 +128,12 @@ def test_in_batch_global_loss_in_info(pair) -> None:
     assert abs(value.item() - contrastive_loops(*map(unit, pair), 3.0)) < 1e-12
     expected = contrastive_loops(*map(unit, pair), 3.0, num_negatives=2 * (M - 1))
     assert loss_fn.info["global_loss_low"] == pytest.approx(expected, abs=1e-12)
+    options = {"num_negatives": 2 * (M - 1), "denominator": "all"}
+    for beta in (3.0, 40.0):  # most pairs unsolved, most solved
+        loss_fn = InfoNCELoss(M, beta)
+        loss_fn(*pair, INDEX)
+        expected = contrastive_loops(*map(unit, pair), beta, **options)
+        assert loss_fn.info["global_loss_low"] == pytest.approx(expected, abs=1e-9)
 
 
 def test_negative_cache_value_comes_from_the_table() -> None:

@@ -287,6 +287,8 @@ class ContrastiveLoss(Reporting):
                 "views='shared' has one encoder, and encode= is a pair; pass one function, or "
                 "construct the loss with views='paired' if z_a and z_b come from two encoders"
             )
+        if encode is not None and requests:
+            raise ValueError("encode= stands instead of requests; pass one or the other")
         if encode is not None and index is not None:  # under the caller's autocast, as the batch
             first = self.request(index, augmentation=augmentation)
             second = self.request(

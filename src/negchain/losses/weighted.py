@@ -14,7 +14,14 @@ from negchain.losses.base import ContrastiveLoss
 from negchain.losses.batch import Batch, Call
 from negchain.losses.request import Request
 from negchain.losses.state import Report
-from negchain.objective import Estimate, detached_logits, effective_negatives, global_log_partition
+from negchain.objective import (
+    Estimate,
+    constant,
+    detached_logits,
+    effective_negatives,
+    global_log_partition,
+    mean_loss,
+)
 from negchain.pool import Side
 
 Learn = Callable[[Batch], None]
@@ -78,8 +85,9 @@ class WeightedLoss(ContrastiveLoss):
             values.append(self._value(side, similarity, estimate))
             log_partition = global_log_partition(side, logits)
             if log_partition is not None:
-                gap = (log_partition - estimate.log_partition).nan_to_num(0.0)
-                report["global_loss_low"].append(partial(_shifted, values[-1].detach(), gap))
+                positive, beta = side.to_positives.detach(), constant(self._beta(similarity))
+                low = partial(mean_loss, positive, beta, self.denominator, log_partition)
+                report["global_loss_low"].append(low)
             report["effective_negatives"].append(partial(effective_negatives, estimate.weights))
             learned.append(learn)
         if self.training:
@@ -89,7 +97,3 @@ class WeightedLoss(ContrastiveLoss):
             if self._counts_steps:
                 self.step += 1
         return self._finish(values, report)
-
-
-def _shifted(value: Tensor, gap: Tensor) -> Tensor:
-    return value + gap.mean()

@@ -66,9 +66,7 @@ def in_batch_kernel(
     if ALL:
         pull *= 1 / (1 + tl.exp(beta * positive - saturation))
     value = row_value(log_partition, beta * positive, ALL) + positive * 0
-    low = value
-    if not SOGCLR:
-        low += tl.where(has_negatives, gap, 0.0)
+    low = row_value(log_sum + gap, beta * positive, ALL)
     weights = tl.exp(logit - tl.where(shift > float("-inf"), shift, 0.0))
     scale = pull * beta / num_rows
     tl.store(weights_ptr + at, weights * scale, mask=inside)
