@@ -124,13 +124,12 @@ def call_old(loss_fn: Any, z: Tensor, index: Tensor, more: dict[str, Any]) -> Te
 
 def call_new(loss_fn: Any, z: Tensor, index: Tensor, more: dict[str, Any]) -> Tensor:
     """One step as it is."""
-    z_a, z_b, towers = z[0][index], z[1][more.get("key_index", index)], (z[0], z[1])
-    if loss_fn.views == "shared":
-        towers = (z[0], z[0])
+    z_a, z_b = z[0][index], z[1][more.get("key_index", index)]
     if "augmentation" in more:
         first, second = more["augmentation"]
         z_a, z_b = z[0][index * 2 + first], z[0][index * 2 + second]
-    encode = tuple(lambda ids, t=t: t[ids] for t in towers)
+    towers = tuple(lambda ids, t=t: t[ids] for t in z)
+    encode = towers[0] if loss_fn.views == "shared" else towers
     return loss_fn(z_a, z_b, index, encode=encode, **more)
 
 
