@@ -42,6 +42,34 @@ def test_numpy_and_torch_draw_the_same_bits(seed, step) -> None:
     assert torch.equal(draws._bits_numpy(*key), draws._bits_torch(*key))
 
 
+@pytest.mark.parametrize("step", [0, 31, 32, 100, 2**33 + 1])
+@pytest.mark.parametrize("draw", [draws.bits, draws.coins, draws.log_uniform, draws.gumbel])
+def test_draws_made_ahead_are_the_same(draw, step) -> None:
+    """To the bit, though they are made for many steps at once; no two cells get in the way."""
+    more = () if draw in (draws.bits, draws.coins) else (torch.float32, 3)
+    for rows in (torch.arange(16), torch.arange(5, 12), torch.zeros(1, dtype=torch.int32)):
+        for seed, stream, columns in ((3, 2, 9), (3, 18, 9), (2**40 + 3, 2, 9), (3, 2, 10)):
+            where = (seed, torch.tensor(step), stream, rows, columns, *more)
+            assert torch.equal(draws.ahead(draw, *where), draw(*where))
+    order = torch.argsort(draws.bits(3, torch.tensor(step), 1, torch.zeros(1), 40)[0], stable=True)
+    assert torch.equal(draws.permutation(3, torch.tensor(step), 1, 40), order)
+
+
+def test_draws_made_ahead_stay_few() -> None:
+    """Large ones are made for their own step alone; those first made in inference mode train."""
+    before = draws._block.cache_info().currsize
+    rows = torch.arange(draws.FEW)
+    assert draws.ahead(draws.bits, 0, STEP, 2, rows, 2).shape == (draws.FEW, 2)
+    assert draws._block.cache_info().currsize == before
+    assert draws._block.cache_info().maxsize * draws.AHEAD * draws.FEW <= 2**21  # 8 MiB of floats
+    with torch.inference_mode():
+        draws.ahead(draws.uniform, 77, STEP, 2, ROWS[:4], 5, torch.float32)
+    kept = draws.ahead(draws.uniform, 77, STEP, 2, ROWS[:4], 5, torch.float32)
+    weight = torch.ones(5, requires_grad=True)
+    (kept * weight).sum().backward()
+    assert torch.equal(weight.grad, kept.sum(0))
+
+
 @pytest.mark.statistical
 @pytest.mark.parametrize("seed", [0, 1, 2**40 + 7])
 def test_uniform(seed) -> None:

@@ -16,6 +16,8 @@ Shapes: `N` rows, `K` columns.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -42,6 +44,9 @@ STREAM_AUGMENT = 32  # the views of a step
 STREAM_STORED = 33  # which stored augmentations a step uses
 STREAM_PROBE = 34  # views of the fixed set the exact loss is computed on
 STREAM_POSITIVE = 35  # which of its positives an anchor is shown
+
+AHEAD = 32  # steps whose draws `ahead` makes together
+FEW = 2048  # draws of a step, at most, for which it does
 
 
 def _mix(x: Tensor) -> Tensor:
@@ -119,9 +124,12 @@ def _bits_numpy(
     seed: int, step: Tensor, stream: int, rows: Tensor, num_columns: int, first_column: int
 ) -> Tensor:
     """The same on a CPU, where torch takes several times as long over small integers."""
-    first, more = seed_key(seed), stream * GOLDEN
-    keys = [_mix_int(_mix_int(number + first) + more) for number in step.reshape(-1).tolist()]
-    key, count = np.array(keys, dtype=np.uint32), rows.shape[0]
+    first, more, count = seed_key(seed), stream * GOLDEN, rows.shape[0]
+    if step.dim() == 0:
+        key = np.array([_mix_int(_mix_int(int(step) + first) + more)], dtype=np.uint32)
+    else:
+        key = _mix_numpy(step.numpy().astype(np.uint32) + np.uint32(first % 2**32))
+        key = _mix_numpy(key + np.uint32(more % 2**32))
     columns = np.arange(first_column, first_column + num_columns, dtype=np.uint32)
     columns = columns * np.uint32(GOLDEN % 2**32) ^ key[:, None]
     x = _mix_numpy(np.concatenate([rows.numpy().astype(np.uint32) + key, columns.ravel()]))
@@ -180,14 +188,61 @@ def gumbel(*where: Any, **more: Any) -> Tensor:
     return uniform(*where, **more).neg_().log1p_().neg_().log_().neg_()
 
 
+def coins(*where: Any) -> Tensor:
+    """Fair coins, [N, K] bool; arguments as of `bits`."""
+    return bits(*where) & 1 == 0
+
+
 def permutation(seed: int, step: Tensor, stream: int, num_columns: int) -> Tensor:
     """A uniformly random order of `num_columns` columns for this step, [K] int64.
 
     A stable sort of 31-bit keys: the same order on every device. Two equal keys (probability
     K^2 / 2^32) keep their relative order, a departure from uniformity too small to measure.
     """
-    row = torch.zeros(1, dtype=torch.int32, device=step.device)
-    return torch.argsort(bits(seed, step, stream, row, num_columns)[0], stable=True)
+    row = torch.zeros(1, dtype=torch.int64, device=step.device)
+    return ahead(_orders, seed, step, stream, row, num_columns)[0]
+
+
+def _orders(*where: Any) -> Tensor:
+    return torch.argsort(bits(*where), stable=True)
+
+
+def ahead(
+    draw: Callable[..., Tensor],
+    seed: int,
+    step: Tensor,
+    stream: int,
+    rows: Tensor,
+    num_columns: int,
+    *more: Any,
+) -> Tensor:
+    """`draw` of the same arguments, for a function above whose rows are the same at every step.
+
+    On a CPU a few numbers cost what calling the operations costs. So those of AHEAD steps are made
+    together, and kept: a step is then one look-up. What comes back must not be changed in place.
+
+    Example:
+        >>> where = (0, torch.tensor(7), STREAM_ACCEPT, torch.arange(4), 5)
+        >>> torch.equal(ahead(bits, *where), bits(*where))
+        True
+    """
+    few = rows.shape[0] * num_columns <= FEW and step.dim() == 0
+    if not few or not fit_for_numpy(step) or not fit_for_numpy(rows):
+        return draw(seed, step, stream, rows, num_columns, *more)
+    block, place = divmod(int(step), AHEAD)
+    numbers = rows.numpy().astype(np.int64).tobytes()
+    return _block(draw, seed, block, stream, numbers, num_columns, *more)[place]
+
+
+@lru_cache(maxsize=32)
+def _block(
+    draw: Callable[..., Tensor], seed: int, block: int, stream: int, rows: bytes, *more: Any
+) -> Tensor:  # [AHEAD,N,K]
+    with torch.inference_mode(False):  # kept, and used when that is over
+        numbers = torch.from_numpy(np.frombuffer(rows, dtype=np.int64).copy())
+        steps = torch.arange(block * AHEAD, (block + 1) * AHEAD)
+        where = steps.repeat_interleave(len(numbers)), stream, numbers.repeat(AHEAD)
+        return draw(seed, *where, *more).view(AHEAD, len(numbers), -1)
 
 
 def integers_below(bound: Tensor, u: Tensor) -> Tensor:  # [N] int64, [N] float64 -> [N] int64

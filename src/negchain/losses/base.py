@@ -290,11 +290,13 @@ class ContrastiveLoss(Reporting):
         if encode is not None and requests:
             raise ValueError("encode= stands instead of requests; pass one or the other")
         if encode is not None and index is not None:  # under the caller's autocast, as the batch
-            first = self.request(index, augmentation=augmentation)
-            second = self.request(
-                index, z_a, z_b, key_index=key_index, known=known, augmentation=augmentation
-            )
-            requests = first.encode(encode, second), second
+            requests = (self.request(index, augmentation=augmentation),)
+            if self.tables:  # then some of it depends on the embeddings
+                second = self.request(
+                    index, z_a, z_b, key_index=key_index, known=known, augmentation=augmentation
+                )
+                requests = (*requests, second)
+            requests[0].encode(encode, *requests[1:])
         with without_autocast(z_a):
             ranks = self.ranks()
             if ranks is None:

@@ -170,7 +170,8 @@ def lay_out(
         if mask is None:
             keys, ids = keys[:, :0], ids[:, :0]
         elif excluded.shape != (rows.shape[0], keys.shape[1]):
-            excluded = excluded.repeat(copies, keys.shape[1] // size)
+            wide = torch.cat([excluded] * (keys.shape[1] // size), 1)
+            excluded = repeated(wide, copies)
         uniform = Kind(0, keys.shape[1], (~excluded).sum(1), None)  # over the row's negatives
         return Side(
             queries=rows,
@@ -249,9 +250,9 @@ def as_ids(name: str, ids: Ids | None, rows: int, device: torch.device, dims: in
     return ids.to(device=device, dtype=torch.int64, non_blocking=True).contiguous()
 
 
-def repeated(ids: Tensor, copies: int) -> Tensor:  # [B] -> [copies * B]
-    """Ids of a batch's rows, view after view."""
-    return ids if copies == 1 else ids.repeat(copies)
+def repeated(ids: Tensor, copies: int) -> Tensor:  # [B,...] -> [copies * B,...]
+    """What is the same for a batch's rows of every view, view after view."""
+    return ids if copies == 1 else torch.cat([ids] * copies)  # repeat takes several times as long
 
 
 def inside(ids: Tensor, size: int | None) -> Tensor:

@@ -146,8 +146,10 @@ class Request:
             ids = [part.want.ids for part in parts]
             with torch.set_grad_enabled(gradient and torch.is_grad_enabled()):
                 z = encoders[number](ids[0] if len(ids) == 1 else torch.cat(ids))
-            z = _embeddings(z, sum(map(len, ids)))
-            for part, own in zip(parts, torch.split(z, [len(i) for i in ids]), strict=True):
+            counts = [len(i) for i in ids]
+            z = _embeddings(z, sum(counts))
+            split = torch.split(z, counts) if len(counts) > 1 else (z,)
+            for part, own in zip(parts, split, strict=True):
                 part.embeddings = own
         return self
 

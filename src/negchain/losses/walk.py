@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,8 +51,12 @@ class Sampler:
 
     def coin(self, num_items: int) -> Tensor:  # [B] bool
         """Whether rows of the first view are offered z_a's copy of each item, or z_b's."""
-        row = torch.zeros(1, dtype=torch.int32, device=self.step.device)
-        return draws.bits(self.seed, self.step, draws.STREAM_COPY, row, num_items)[0] & 1 == 0
+        row = torch.zeros(1, dtype=torch.int64, device=self.step.device)
+        return self.draw(draws.coins, draws.STREAM_COPY, row, num_items)[0]
+
+    def draw(self, kind: Callable[..., Tensor], stream: int, rows: Tensor, *more: Any) -> Tensor:
+        """Random numbers of this step; see `negchain.draws`."""
+        return draws.ahead(kind, self.seed, self.step, stream, rows, *more)
 
 
 @dataclass(frozen=True)
@@ -191,26 +196,17 @@ def _sweep(
         skipped: [N] steps that are not counted.
         sampler, stream, rows: the draws.
     """
-    seed, step, num_columns = sampler.seed, sampler.step, logits.shape[1]
-    kernel, kind = sampler.kernel, side.kinds[number]
+    kernel, kind, num_columns = sampler.kernel, side.kinds[number], logits.shape[1]
     if isinstance(kernel, ISIR):
         if number == 0 and kind.log_q is None and len(side.key_ids[0]) >= kind.last:
             start, logits = _as_set(side, kind, ids, start, logits)
         stays = start == math.inf  # this kind never proposes the held state, so it never leaves it
         start, logits = start.masked_fill(stays, 0.0), logits.masked_fill(stays[:, None], -math.inf)
-        noise = draws.gumbel(
-            seed,
-            step,
-            draws.STREAM_GUMBEL + stream,
-            rows,
-            num_columns + 1,
-            logits.dtype,
-            first_column=kind.first + number,
-        )
+        key, first = draws.STREAM_GUMBEL + stream, kind.first + number
+        noise = sampler.draw(draws.gumbel, key, rows, num_columns + 1, logits.dtype, first)
         return isir_weights(logits, start, noise, kernel.count_every)
-    log_u = draws.log_uniform(
-        seed, step, draws.STREAM_ACCEPT + stream, rows, num_columns, logits.dtype, kind.first
-    )
+    key = draws.STREAM_ACCEPT + stream
+    log_u = sampler.draw(draws.log_uniform, key, rows, num_columns, logits.dtype, kind.first)
     burn_in: int | Tensor = skipped
     if kernel.count_every > 1:
         share = kernel.burn_in
@@ -218,7 +214,8 @@ def _sweep(
         burn_in = min(burn_in, num_columns - 1)  # nothing left to count: the final state counts
     if number > 0:  # draws come in a random order as they are
         return mh_scan(logits, start, log_u, burn_in, sampler.backend, kernel.count_every)
-    order = draws.permutation(seed, step, draws.STREAM_ORDER + stream, num_columns)
+    key = draws.STREAM_ORDER + stream
+    order = draws.permutation(sampler.seed, sampler.step, key, num_columns)
     met = logits.index_select(1, order)
     scan = mh_scan(met, start, log_u, burn_in, sampler.backend, kernel.count_every)
     weights = scan.weights.index_select(1, torch.argsort(order))  # back into place
@@ -320,7 +317,7 @@ def _arrival(
     size, row = len(slots[0]), torch.arange(len(last), device=last.device)
     if len(last) > size:
         key = draws.STREAM_VIEW + stream
-        coin = draws.bits(sampler.seed, sampler.step, key, rows[:size], 1)[:, 0] & 1 == 0
+        coin = sampler.draw(draws.coins, key, rows[:size], 1)[:, 0]
         first, second = row.view(2, size)
         row = torch.where(coin, first, second)
         if len(slots) == 2:  # a chain per view, unless both views are of one augmentation
