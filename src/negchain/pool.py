@@ -92,6 +92,7 @@ class Side:
     private_ids: Tensor | None = None  # [N,C]
     kinds: tuple[Kind, ...] = field(default=())
     copies: int = 1  # how often every item of the batch is among the columns of a row
+    views: int = 1  # rows of every item
 
     @property
     def num_rows(self) -> int:

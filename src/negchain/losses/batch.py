@@ -186,6 +186,7 @@ def lay_out(
             ids_per_item=ids_per_item,
             num_keys=num_positions,
             kinds=() if mask is None else (uniform,),
+            views=copies,
             **more,
         )
 

@@ -32,7 +32,7 @@ def with_draw(side: Side, draw: Draw, drawn: Tensor, num_ids: int | None, normal
     """Append a draw's columns, shared ([R]) or private to each row ([N, C])."""
     ids, shape = draw.ids.to(side.keys.device), tuple(draw.ids.shape)
     dim, groups = side.keys.shape[2], side.keys.shape[0]
-    check_draw(draw, drawn, dim, (side.num_rows // 2, side.num_rows))
+    check_draw(draw, drawn, dim, (side.num_rows // side.views, side.num_rows))
     _check_ids(draw, ids, num_ids)
     drawn = check_answer(drawn.reshape(-1, dim), side.queries, normalize)
     first, columns = side.keys.shape[1], shape[-1]
@@ -97,7 +97,10 @@ def check_draw(draw: Draw, drawn: Tensor, dim: int, rows: tuple[int, int]) -> No
             "pass positions (of a mask: mask.nonzero().flatten())"
         )
     if ids.dim() == 2 and shape[0] not in rows:
-        raise ValueError(f"draw.ids [N, C] must have {rows[1]} rows, got {shape}")
+        raise ValueError(
+            f"draw.ids [N, C] must have a row for each of the batch's {rows[1]} rows, got {shape}; "
+            "pass one for each, or draws [R] that all of them share"
+        )
     if tuple(drawn.shape) not in ((*shape, dim), (ids.numel(), dim)):
         raise ValueError(
             f"drawn must be the embeddings of draw.ids, [{ids.numel()}, {dim}], "
