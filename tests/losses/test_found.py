@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import negchain.losses.emc2 as emc2
-from negchain import DCLLoss, Draw, EMC2Loss, Given, ImportanceLoss, Informed
+from negchain import DCLLoss, Draw, EMC2Loss, Given, ImportanceLoss, Informed, NegativeCacheLoss
 from oracles import unit
 
 
@@ -122,6 +122,17 @@ def test_a_row_without_negatives_leaves_informed_draws_to_the_others(per_row) ->
     with pytest.warns(UserWarning, match="no negatives"):
         loss_fn(keys[:6], keys[:6] + 0.1, index, known=known, encode=lambda ids: keys[ids])
     assert loss_fn.info["rows_without_negatives"] == 2  # two views of one item
+
+
+def test_a_row_of_negative_cache_without_negatives_is_counted() -> None:
+    """All keys are its positives. It trained nothing, and nobody was told."""
+    keys, index = torch.randn(6, 4), torch.arange(3)
+    known = torch.tensor([[-1] * 6, [*range(6)], [-1] * 6])
+    loss_fn = NegativeCacheLoss(6, 2.0, views="paired", symmetric=False)
+    loss_fn.fill(lambda ids: keys[ids])
+    with pytest.warns(UserWarning, match="1 rows had no negatives"):
+        loss_fn(keys[:3], keys[:3], index, known=known, encode=lambda ids: keys[ids])
+    assert loss_fn.info["rows_without_negatives"] == 1
 
 
 def test_another_key_of_an_anchor_in_the_batch_is_no_negative_of_it() -> None:

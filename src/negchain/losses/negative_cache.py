@@ -98,6 +98,7 @@ class NegativeCacheLoss(ContrastiveLoss):
             similarity = torch.linalg.vecdot(side.queries, keys)[:, None]
             weights = (~side.excludes(ids)).to(similarity.dtype)[:, None]
             estimate = Estimate(weights, part.log_partition)
+            self._count_lonely(part.log_partition)
             total.append(self._value(side, similarity, estimate))
             report["global_loss"].append(keep(total[-1]))
             report["effective_negatives"].append(partial(effective_negatives, weights))
