@@ -49,6 +49,7 @@ def test_options_reach_the_loss() -> None:
     assert built("emc2", proposal="informed", refresh=0.2).proposals == Informed(refresh=0.2)
     assert built("emc2", augmentations=3).proposals == InBatch(2)
     assert built("emc2", augmentations=3).ids_per_item == 3
+    assert built("isir", augmentations=3).proposals == InBatch(1)  # both copies: biased
     assert build_loss("sogclr", LossSettings(M, options={"gamma": 0.3})).gamma == 0.3
     for name, method in METHODS.items():
         for option in method.options:  # what the command line offers is read by somebody

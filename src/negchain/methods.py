@@ -234,8 +234,9 @@ def _emc2(s: LossSettings, isir: bool = False) -> ContrastiveLoss:
     num, k = s.option("draws", None), s.option("k", None)
     if num and k:
         num -= num // k  # each sample encodes a carried one as well
-    # Stored views have a chain each, so that both copies of an item are different states.
-    proposals: Any = InBatch(copies=2) if stored else _uniform(num)
+    # Stored views have a chain each, so that both copies of an item are different states. i-SIR's
+    # set would hold two of every item beside one of the held: biased (tests/losses/test_found.py).
+    proposals: Any = InBatch(copies=2) if stored and not isir else _uniform(num)
     if s.option("proposal", "batch") == "informed":
         proposals = _informed(s, num or None)
     chain = {"proposals": proposals, "carried": carried, "augmentations": stored}

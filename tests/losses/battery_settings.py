@@ -198,7 +198,7 @@ def is_exact(s: Setting) -> bool:
     return (
         (independent or (isir and not s.corpus))
         and not s.several
-        and s.proposals != InBatch(copies=2)
+        and (s.proposals != InBatch(copies=2) or (isir and s.augmentations is None))
         and (s.denominator, s.carried) == ("negatives", "encode")
     )
 

@@ -167,8 +167,19 @@ def test_the_oracle_knows_where_chains_are_exact(isir) -> None:
     sets = [Small(table, 5, 2, 4.0, isir=isir), Small(table, 5, 2, 4.0, isir=isir, uniform=1)]
     sets.append(Small(table, 5, 2, 4.0, isir=isir, informed=(0.9, 1.0)))
     sets.append(Small(table, 5, 3, 4.0, isir=isir, use_batch=False, uniform=2))
+    if isir:
+        sets.append(Small(table, 5, 3, 4.0, isir=True, copies=2))
     for s in sets:
         assert np.allclose(mean_gradient(s)[0].gradient, right.gradient, atol=1e-12), s
+
+
+def test_both_copies_leave_isir_a_smaller_bias_where_views_differ() -> None:
+    world, biases = TWO.world, []
+    right = oracles.exact(world.rows(True, 1.0), world.table, 4.0).negative
+    for copies in (1, 2):
+        s = Small(world.table.numpy(), 5, 3, 4.0, num_views=2, isir=True, copies=copies)
+        biases.append(np.linalg.norm(mean_gradient(s)[0].negative - right))
+    assert np.allclose(np.array(biases) / np.linalg.norm(right), [0.049, 0.017], atol=1e-3)
 
 
 # ---------------------------------------------------------------- planted

@@ -6,9 +6,19 @@ import itertools
 
 import pytest
 import torch
+from torch import Tensor
 
 import negchain.losses.emc2 as emc2
-from negchain import DCLLoss, Draw, EMC2Loss, Given, ImportanceLoss, Informed, NegativeCacheLoss
+from negchain import (
+    DCLLoss,
+    Draw,
+    EMC2Loss,
+    Given,
+    ImportanceLoss,
+    InBatch,
+    Informed,
+    NegativeCacheLoss,
+)
 from oracles import unit
 
 
@@ -57,15 +67,25 @@ def test_an_item_that_stands_twice_in_a_batch_leaves_p_as_it_is(kernel) -> None:
     assert abs(share.mean() - p[0]) < 4.8 * share.std() / count**0.5
 
 
-def test_isir_over_stored_augmentations_leaves_p_as_it_is(monkeypatch) -> None:
-    """All batches of two of three items, in all views, from all states: the mean weights are p.
+def test_isir_over_two_equal_copies_weighs_as_over_one() -> None:
+    """The carried item counts twice, as all others do; counted once, it was left too easily."""
+    z = unit(torch.randn(12, 4, dtype=torch.float64))
+    index, grads = torch.tensor([0, 5, 7, 9]), []
+    for copies in (1, 2):
+        leaf = z.clone().requires_grad_()
+        loss_fn = EMC2Loss(12, 3.0, "isir", proposals=InBatch(copies=copies))
+        loss_fn.chains.states[0, index] = torch.tensor([5, 2, 3, 0], dtype=torch.int32)
+        loss_fn(leaf[index], leaf[index], index, encode=lambda ids, z=leaf: z[ids]).backward()
+        grads.append(leaf.grad)
+    assert torch.allclose(*grads, atol=1e-12)
 
-    A batch has one view of an item, so a set that holds two of them (the held one and the batch's)
-    can be met from one of its members only. Counting both, one visit from p was off by 0.024.
-    """
+
+def after_a_visit(monkeypatch, copies: int) -> tuple[Tensor, Tensor]:
+    """p, and the mean weights of a visit from p: all batches, in all views, from all states."""
     generator = torch.Generator().manual_seed(3)
     stored = unit(torch.randn(8, 3, dtype=torch.float64, generator=generator))
-    loss_fn = EMC2Loss(4, 4.0, "isir", augmentations=2).eval()
+    proposals = InBatch(copies=copies)
+    loss_fn = EMC2Loss(4, 4.0, "isir", augmentations=2, proposals=proposals).eval()
     walks = []
 
     def spy(side, *rest):
@@ -89,7 +109,23 @@ def test_isir_over_stored_augmentations_leaves_p_as_it_is(monkeypatch) -> None:
         weights.index_add_(0, side.column_ids()[0], walk.weights[0])
         weights[state] += walk.carried_weight[0]
         mean += p[state] * weights / len(batches)
+    return p, mean
+
+
+def test_isir_over_stored_augmentations_leaves_p_as_it_is(monkeypatch) -> None:
+    """The mean weights of a visit are p where one copy of every item is offered.
+
+    A batch then has one view of an item, so a set that holds two of them (the held one and the
+    batch's) can be met from one of its members only. Counting both was off by 0.024.
+    """
+    p, mean = after_a_visit(monkeypatch, copies=1)
     assert torch.allclose(mean, p, atol=1e-12)
+
+
+def test_isir_over_both_of_two_stored_augmentations_is_biased(monkeypatch) -> None:
+    """A set of two views of every other item and one of the held: the register offers one copy."""
+    p, mean = after_a_visit(monkeypatch, copies=2)
+    assert 0.08 < float((mean - p).abs().sum() / 2) < 0.1
 
 
 @pytest.mark.parametrize("as_function", [False, True])

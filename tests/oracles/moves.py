@@ -26,6 +26,7 @@ class Kind:
     log_q: np.ndarray | None = None  # [ids] log(q m); None: uniform, 0
     is_set: bool = False  # a batch: in no order, and every item at most once per copy
     copies: int = 1
+    log_held: float = 0.0  # log of how often a held item counts beside a set
 
 
 State = Column | None
@@ -87,6 +88,8 @@ def resample(kind: Kind, columns: list[State], levels: Law, at: State, start: Co
                 seen.add(z[0])
                 offered.append(z)
     level = np.array([levels[z] for z in offered])
+    if offered[:1] == [at]:
+        level[0] += kind.log_held
     if not len(level) or level.max() == -math.inf:
         return {at: 1.0}
     weights: Law = {}

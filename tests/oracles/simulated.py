@@ -145,7 +145,8 @@ class Simulated:
             hidden = []
         usable = [z for z in columns if not self.excluded(row, z[0])]
         if self.w.num_keys is None:
-            row.kinds.append(Kind(columns, len(usable), None, True, count))
+            twice = 0.0 if s.augmentations else math.log(count)
+            row.kinds.append(Kind(columns, len(usable), None, True, count, twice))
             row.hidden = [z for z in hidden if not self.excluded(row, z[0])]
         else:  # a corpus: columns are as likely as their keys are somebody's
             counts, m = self.counts.copy(), self.w.num_anchors

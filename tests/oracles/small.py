@@ -264,7 +264,8 @@ def isir(
 ) -> tuple[Walk, np.ndarray, np.ndarray]:
     """The softmax over {held} and the columns, which is both the weights and the next state's law.
 
-    A batch is a set: a held item that is in it is not counted beside itself.
+    A batch is a set: a held item that is in it is not counted beside itself, and another one as
+    often as those that are.
     """
     inside = {z // s.num_views for z in sweep.columns} if sweep.a_set else set()
     columns = list(sweep.columns)
@@ -272,6 +273,8 @@ def isir(
     def split(held: int) -> tuple[float, np.ndarray]:  # share that stays, shares of the columns
         own = [] if held // s.num_views in inside else [held]
         level = logits[own + columns]
+        if own and sweep.a_set:  # as often as the others
+            level[0] += math.log(s.copies)
         p = np.exp(level - log_sum_exp(level))
         return (float(p[0]), p[1:]) if own else (0.0, p)
 

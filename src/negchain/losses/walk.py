@@ -274,7 +274,7 @@ def _sweeps(
 def _as_set(
     side: Side, kind: Kind, ids: Tensor, start: Tensor, logits: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """i-SIR over a batch as a set: {held} u batch holds an item once.
+    """i-SIR over a batch as a set: {held} u batch holds an item once; in two copies, each twice.
 
     A stored augmentation of the held item gives way to the held one: the batch has one of each item
     at most, so a set with two of one item could be met from one of its members and not from others.
@@ -285,7 +285,7 @@ def _as_set(
     held = (ids // side.ids_per_item)[:, None] == names
     if side.ids_per_item > 1:
         return start, logits.masked_fill(held & (start > -math.inf)[:, None], -math.inf)
-    return start.masked_fill(held.any(1), -math.inf), logits
+    return start.masked_fill(held.any(1), -math.inf) + math.log(side.copies), logits
 
 
 def _repeated(side: Side, kind: Kind) -> Tensor:  # [N,K] bool
