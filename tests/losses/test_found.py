@@ -19,6 +19,7 @@ from negchain import (
     Informed,
     NegativeCacheLoss,
 )
+from negchain.weights import mh_scan
 from oracles import unit
 
 
@@ -126,6 +127,24 @@ def test_isir_over_both_of_two_stored_augmentations_is_biased(monkeypatch) -> No
     """A set of two views of every other item and one of the held: the register offers one copy."""
     p, mean = after_a_visit(monkeypatch, copies=2)
     assert 0.08 < float((mean - p).abs().sum() / 2) < 0.1
+
+
+@pytest.mark.statistical
+@pytest.mark.parametrize("copies", [1, 2])
+def test_a_chain_that_meets_both_stored_views_of_an_item_leaves_p(copies) -> None:
+    """Seven items in two stored views, batches of two. False alarms: 1e-5 for one copy."""
+    rows, generator = 100_000, torch.Generator().manual_seed(0)
+    logits = 1.5 * torch.randn(14, generator=generator)  # item * 2 + view
+    p = logits.softmax(0)
+    start = torch.multinomial(p, rows, True, generator=generator)
+    first = torch.randint(14, (rows,), generator=generator)
+    met = torch.stack([first, first ^ 1], 1)[:, :copies]
+    log_u = torch.rand(rows, copies, generator=generator).log()
+    last = mh_scan(logits[met], logits[start], log_u, burn_in=0).last
+    ends = torch.where(last < 0, start, met.gather(1, last.clamp(min=0)[:, None])[:, 0])
+    share = torch.bincount(ends, minlength=14) / rows
+    chi_square = float((rows * (share - p) ** 2 / p).sum())
+    assert (chi_square < 48) == (copies == 1), chi_square  # 13 degrees of freedom
 
 
 @pytest.mark.parametrize("as_function", [False, True])
