@@ -14,8 +14,8 @@ Estimates   p_i by the expected occupation of one i-SIR transition (Rao-Blackwel
             softmax is used, not only the drawn state).
 State       the drawn state; the caller stores it (one integer per anchor).
 Cost        one exponential per logit; no scan. With c > 1 gradients touch K / c columns.
-Bias        zero at stationarity, with i.i.d. proposals and with proposals drawn without
-            replacement, provided a carried state that is itself in the pool is counted once
+Bias        zero at stationarity with i.i.d. proposals, a carried state that is among them counted
+            beside itself; and with proposals drawn without replacement, where it is counted once
             (tests/weights/test_kernels.py; groups: tests/weights/test_count_every.py).
 
 Shapes: `N` chains, `K` proposals (columns).
