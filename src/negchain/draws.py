@@ -125,11 +125,8 @@ def _bits_numpy(
 ) -> Tensor:
     """The same on a CPU, where torch takes several times as long over small integers."""
     first, more, count = seed_key(seed), stream * GOLDEN, rows.shape[0]
-    if step.dim() == 0:
-        key = np.array([_mix_int(_mix_int(int(step) + first) + more)], dtype=np.uint32)
-    else:
-        key = _mix_numpy(step.numpy().astype(np.uint32) + np.uint32(first % 2**32))
-        key = _mix_numpy(key + np.uint32(more % 2**32))
+    key = _mix_numpy(step.numpy().reshape(-1).astype(np.uint32) + np.uint32(first % 2**32))
+    key = _mix_numpy(key + np.uint32(more % 2**32))
     columns = np.arange(first_column, first_column + num_columns, dtype=np.uint32)
     columns = columns * np.uint32(GOLDEN % 2**32) ^ key[:, None]
     x = _mix_numpy(np.concatenate([rows.numpy().astype(np.uint32) + key, columns.ravel()]))

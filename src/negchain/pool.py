@@ -109,10 +109,14 @@ class Side:
         numbers = self.num_keys - 1 - num_distinct(self.known, self.positive_ids)
         return (numbers.clamp(min=1) * self.multiplicity).to(self.queries.dtype).log()
 
+    def items_of(self, ids: Tensor) -> Tensor:
+        """The items that ids name, of the ids' shape."""
+        return ids // self.ids_per_item if self.ids_per_item > 1 else ids
+
     def excludes(self, ids: Tensor) -> Tensor:  # [N] or [N,C] -> bool of the same shape
         """Whether an id given per row is the row's own positive or a known one."""
         own, known = self.positive_ids, self.known
-        ids = ids // self.ids_per_item if self.ids_per_item > 1 else ids
+        ids = self.items_of(ids)
         if ids.dim() == 2:
             own, known = own[:, None], None if known is None else known[:, None, :]
         mask = ids == own

@@ -21,9 +21,9 @@ __all__ = [
     "ImageSet",
     "Indexed",
     "Prefetched",
+    "load_batches",
     "load_data",
     "prefetch",
-    "load_batches",
 ]
 _WHERE = dict.fromkeys(("DataBundle", "ImageSet", "load_batches"), "image_set")
 _WHERE |= dict.fromkeys(("Indexed", "Prefetched", "prefetch"), "indexed")

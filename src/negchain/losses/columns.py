@@ -46,7 +46,7 @@ def with_draw(side: Side, draw: Draw, drawn: Tensor, num_ids: int | None, normal
             private_keys=drawn.view(*shape, -1).repeat(repeat, 1, 1),
             kinds=kinds,
         )
-    excluded = matches(ids // side.ids_per_item, side.positive_ids, side.known)
+    excluded = matches(side.items_of(ids), side.positive_ids, side.known)
     excluded = excluded | ~torch.isfinite(drawn).all(1)[None, :]
     return dataclasses.replace(
         side,

@@ -279,10 +279,10 @@ def _as_set(
     A stored augmentation of the held item gives way to the held one: the batch has one of each item
     at most, so a set with two of one item could be met from one of its members and not from others.
     """
-    batch = side.key_ids[:, kind.first : kind.last] // side.ids_per_item
+    batch = side.items_of(side.key_ids[:, kind.first : kind.last])
     names = batch.repeat_interleave(side.num_rows // len(batch), 0)
     logits = logits.masked_fill(_repeated(side, kind), -math.inf)
-    held = (ids // side.ids_per_item)[:, None] == names
+    held = side.items_of(ids)[:, None] == names
     if side.ids_per_item > 1:
         return start, logits.masked_fill(held & (start > -math.inf)[:, None], -math.inf)
     return start.masked_fill(held.any(1), -math.inf) + math.log(side.copies), logits
@@ -290,7 +290,7 @@ def _as_set(
 
 def _repeated(side: Side, kind: Kind) -> Tensor:  # [N,K] bool
     """Columns that repeat the item of a usable one to their left, within a copy of the batch."""
-    batch = side.key_ids[:, : kind.last] // side.ids_per_item
+    batch = side.items_of(side.key_ids[:, : kind.last])
     groups, width = batch.shape
     usable = ~side.excluded[:, :width].reshape(groups, -1, width).all(1)
     masks = []
