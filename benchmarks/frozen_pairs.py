@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import image_text
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ from torch.nn.functional import cross_entropy, normalize
 
 from negchain import EMC2Loss, ImportanceLoss, InfoNCELoss, Informed, SogCLRLoss, Uniform
 
-ENCODER, BATCH, HELD = "tf_efficientnet_lite0", 16, 700
+BATCH, HELD = 16, 700
 METHODS = ("infonce", "sogclr", "emc2", "isir", "informed", "exact")
 
 
@@ -36,10 +37,10 @@ def features(carried: Path) -> tuple[Tensor, Tensor, Tensor]:
     import timm
     from PIL import Image
     from safetensors.torch import load_file
-    from transformers import AutoModel, AutoTokenizer
+    from sentence_transformers import SentenceTransformer
 
     given = dict(np.load(carried / "pictures.npz"))
-    model = timm.create_model(ENCODER, num_classes=0).eval()
+    model = timm.create_model(image_text.ENCODER, num_classes=0).eval()
     weights = load_file(carried / "image.safetensors")
     model.load_state_dict({n: v.to(model.state_dict()[n].dtype) for n, v in weights.items()})
     mean, std = (torch.tensor(model.pretrained_cfg[n])[:, None, None] for n in ("mean", "std"))
@@ -55,16 +56,9 @@ def features(carried: Path) -> tuple[Tensor, Tensor, Tensor]:
     parts = [spans[n : n + 64] for n in range(0, len(spans), 64)]
     images = torch.cat([model(torch.stack([picture(*span) for span in part])) for part in parts])
 
-    tokenizer = AutoTokenizer.from_pretrained(carried / "minilm")
-    bert = AutoModel.from_pretrained(carried / "minilm").float().eval()
+    bert = SentenceTransformer(str(carried / "minilm"), device="cpu")  # the mean of its tokens
     texts = [str(text) for text in given["captions"].flatten()]
-    order = sorted(range(len(texts)), key=lambda n: len(texts[n]))
-    found = torch.zeros(len(texts), bert.config.hidden_size)
-    for begin in range(0, len(texts), 128):
-        rows = order[begin : begin + 128]
-        tokens = tokenizer([texts[n] for n in rows], padding=True, return_tensors="pt")
-        mask = tokens["attention_mask"][..., None]
-        found[rows] = (bert(**tokens).last_hidden_state * mask).sum(1) / mask.sum(1)
+    found = bert.encode(texts, convert_to_tensor=True, show_progress_bar=False).float()
     captions = found.view(len(images), -1, found.shape[1])
     return images, captions, torch.from_numpy(given["split"] == 1)
 
