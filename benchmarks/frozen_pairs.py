@@ -37,7 +37,8 @@ def features(carried: Path) -> tuple[Tensor, Tensor, Tensor]:
     import timm
     from PIL import Image
     from safetensors.torch import load_file
-    from sentence_transformers import SentenceTransformer
+
+    from negchain.tasks.text import load_model
 
     given = dict(np.load(carried / "pictures.npz"))
     model = timm.create_model(image_text.ENCODER, num_classes=0).eval()
@@ -56,7 +57,7 @@ def features(carried: Path) -> tuple[Tensor, Tensor, Tensor]:
     parts = [spans[n : n + 64] for n in range(0, len(spans), 64)]
     images = torch.cat([model(torch.stack([picture(*span) for span in part])) for part in parts])
 
-    bert = SentenceTransformer(str(carried / "minilm"), device="cpu")  # the mean of its tokens
+    bert = load_model(str(carried / "minilm"), "CARRIED")  # the mean of its tokens
     texts = [str(text) for text in given["captions"].flatten()]
     found = bert.encode(texts, convert_to_tensor=True, show_progress_bar=False).float()
     captions = found.view(len(images), -1, found.shape[1])
