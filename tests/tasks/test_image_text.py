@@ -20,6 +20,7 @@ from negchain import methods, tasks, train
 from negchain.cli import run as command_line
 from negchain.encoders import build_encoder
 from negchain.losses.request import Want
+from negchain.optim import set_lr
 from negchain.report.runs import group_runs, load_run
 from negchain.report.statistics import estimates
 from negchain.tasks.image_text import ImageTextTask, shared_captions
@@ -454,3 +455,50 @@ def test_the_commands_of_the_page(
         assert (
             command_line([*words, *small, *(["--seeds", "1"] if which == "compare" else [])]) == 0
         )
+
+
+def after_steps(made: Path, folder: Path, graph: bool, method: str, number: int = 6) -> tuple:
+    """Losses of some steps on a GPU in float32 and beta at the end; whether it was a graph."""
+    task = tasks.load(
+        resolve(None, settings(made, device="cuda", graph=graph, method=method, norm="batch",
+                               precision="float32", warmup_epochs=0.0, lr=1e-3))
+    )  # fmt: skip
+    run = prepared(task, folder)
+    recorded = graph and run.step.try_capture()
+    run.step.fill()
+    losses = []
+    for step in range(number):
+        set_lr(run.step.optimizer, 1e-3)
+        run.step(step, run.order.batch(step))
+        losses.append(run.step.loss.item())
+    return [*losses, run.encoder.beta().item()], recorded
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["infonce", "emc2", "isir", "sogclr", "informed", "topk"])
+def test_a_step_is_a_cuda_graph_that_does_what_the_eager_one_does(
+    made: Path, tmp_path: Path, method: str
+) -> None:
+    plain = after_steps(made, tmp_path / "plain", False, method)
+    graph = after_steps(made, tmp_path / "graph", True, method)
+    assert graph[1] and not plain[1]
+    assert len(set(plain[0])) == len(plain[0])  # it learns, or draws: no two steps are the same
+    assert graph[0] == pytest.approx(plain[0], rel=2e-3)
+
+
+@pytest.mark.gpu
+def test_a_text_encoder_that_asks_the_device_is_trained_without_a_graph(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = TextEncoder.forward
+
+    def asking(self: TextEncoder, tokens: dict) -> torch.Tensor:
+        assert int(tokens["input_ids"].max()) > 0
+        return whole(self, tokens)
+
+    plain = after_steps(made, tmp_path / "plain", False, "emc2")
+    monkeypatch.setattr(TextEncoder, "forward", asking)
+    with pytest.warns(UserWarning, match="no CUDA graph"):
+        asked = after_steps(made, tmp_path / "asked", True, "emc2")
+    assert not asked[1]
+    assert asked[0] == pytest.approx(plain[0], rel=2e-3)

@@ -68,7 +68,8 @@ def training_jobs(
     chosen = options.settings or tuple(settings)
     if unknown := set(chosen) - set(settings):
         raise ValueError(f"--settings must be among {', '.join(settings)}, got {min(unknown)}")
-    few = {"points": [0.5, 1.0]} if options.quick else {}
+    few = {"points": [0.5, 1.0] if options.quick else [0.25, 0.5, 1.0]}
+    few = few if options.quick or options.epochs else {}
     return [
         {
             "seed": seed,
@@ -90,8 +91,10 @@ def with_options(settings: Row, options: Options) -> Row:
         return {"norm": "none", **kept, **QUICK, "device": options.device}
     if options.data is None:
         raise ValueError("--data must name the folder of images (train/, test/, unlabeled/)")
-    given = {"epochs": options.epochs, "device": options.device, "data": options.data}
-    return {**settings, **{k: v for k, v in given.items() if v is not None}}
+    given: Row = {"device": options.device, "data": options.data}
+    if options.epochs:  # the authors' tenth of a run is warm-up
+        given |= {"epochs": options.epochs, "warmup_epochs": options.epochs / 10}
+    return {**settings, **given}
 
 
 def stl10(options: Options) -> list[Row]:

@@ -92,22 +92,16 @@ def prepared(job: Row) -> Iterator[tuple[Any, bool]]:
             torch.compiler.reset()  # else the compiler takes each run's encoder for a variant
             torch.cuda.reset_peak_memory_stats()
         with tempfile.TemporaryDirectory() as folder:
-            run = _begun(config, _loaded[key], Path(folder) / "a")
-            graph = config.graph and run.device.type == "cuda"
-            if graph:
-                try:
-                    run.step.capture()
-                except RuntimeError:  # told in the record: "graph": false
-                    run, graph = _begun(config, _loaded[key], Path(folder) / "b"), False
+            task = ImageTask(config, _loaded[key])
+            run = trainer.prepare(
+                task, lambda: RunFolder.create(Path(folder) / "run", config="{}\n")
+            )
+            graph = config.graph and run.device.type == "cuda" and run.step.try_capture()
             run.step.fill()
             with run.folder:
                 yield run, graph
     finally:
         METHODS.pop(VARIANT, None)
-
-
-def _begun(config: Any, data: Any, path: Path) -> trainer.Run:
-    return trainer.prepare(ImageTask(config, data), lambda: RunFolder.create(path, config="{}\n"))
 
 
 def _chain_numbers(run: trainer.Run) -> dict[str, float]:

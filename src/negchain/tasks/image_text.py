@@ -75,7 +75,7 @@ class ImageTextTask(Task):
         self.train, self.held = train, held  # "validation" and "test", where there are any
         self.num_samples = len(train.images)
         self.fingerprint = bundle.fingerprint
-        self.resident = train.images.resident
+        self.resident = self.capturable = train.images.resident
         self.skipped = bundle.skipped
         self.unjudged = None if held else bundle.unprobed
         self.pictures = ImageTask(config, replace(bundle, pretrain=train.images))

@@ -70,6 +70,8 @@ class Absent(nn.Module):
 class ClipText(nn.Module):
     """open_clip's text tower, fed as the others are."""
 
+    compiles = False
+
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model

@@ -135,6 +135,9 @@ class TextEncoder(nn.Module):
             one text has one embedding in a step, whichever part of the loss asks for it.
     """
 
+    compiles = False
+    """Models of transformers are run as they are: their own code breaks what is compiled."""
+
     def __init__(self, folder: str, max_length: int, dim: int | None = None) -> None:
         super().__init__()
         option = "--encoder" if dim is None else "--text-encoder"
@@ -184,7 +187,9 @@ class TextEncoder(nn.Module):
         if self.project is None:
             embeddings: Tensor = self.model(given, task=given.pop("role"))["sentence_embedding"]
             return embeddings
-        longest = int(given["attention_mask"].sum(1).max())  # padding beyond is not computed
+        mask = given["attention_mask"]
+        # Padding beyond the longest is not computed; a GPU is not asked for its length.
+        longest = mask.shape[1] if mask.is_cuda else int(mask.sum(1).max())
         given = {name: table[:, :longest].long() for name, table in given.items()}
         return self.project(self.model(given)["sentence_embedding"])  # type: ignore[no-any-return]
 

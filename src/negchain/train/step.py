@@ -121,12 +121,43 @@ class TrainStep:
             graph, self.loss_fn._info = self._graph
             graph.replay()
 
+    def try_capture(self) -> bool:
+        """`capture`, or warn that this step cannot be recorded; returns whether it was."""
+        try:
+            self.capture()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            reason = str(error).split("\n")[0]
+            warnings.warn(
+                f"the step is no CUDA graph but runs operation by operation, more slowly: {reason}",
+                stacklevel=2,
+            )
+            return False
+        return True
+
     def capture(self, fast: fast_encoder.PlainEncoder | None = None) -> None:
         """Record the step as a CUDA graph; parameters and state end as they began.
 
         `fast` is the fast path of the one tower; None takes what `fast.encoder.accelerate` chooses.
+        Where an operation cannot be recorded torch says so in a RuntimeError, and steps go on
+        as before.
         """
         kept = {id(tensor): (tensor, tensor.detach().clone()) for tensor in self._state()}
+        try:
+            self._graph = self._recorded(fast)
+        except RuntimeError:
+            self.embed = self.plain
+            raise
+        finally:
+            with torch.no_grad():
+                for tensor, value in kept.values():
+                    tensor.copy_(value)
+                for tensor in self._state():
+                    if id(tensor) not in kept:
+                        tensor.zero_()  # optimizer state of the warm-up: zero is where it begins
+
+    def _recorded(self, fast: fast_encoder.PlainEncoder | None) -> tuple[torch.cuda.CUDAGraph, Any]:
         made = self._towers(lambda tower: fast or fast_encoder.accelerate(tower, self.autocast))
         side = new_stream(self.device)
         with forked(side), warnings.catch_warnings():
@@ -143,13 +174,7 @@ class TrainStep:
         main = new_stream(self.device, MAIN_PRIORITY)
         with torch.cuda.graph(graph, stream=main, capture_error_mode=mode):
             self._run(None)
-        with torch.no_grad():
-            for tensor, value in kept.values():
-                tensor.copy_(value)
-            for tensor in self._state():
-                if id(tensor) not in kept:
-                    tensor.zero_()  # optimizer state made by the warm-up: zero is where it begins
-        self._graph = graph, self.loss_fn._info
+        return graph, self.loss_fn._info
 
     def _state(self) -> list[Tensor]:
         """Every tensor a step changes in place."""

@@ -67,7 +67,7 @@ class Run:
     def train(self, progress: Progress) -> dict[str, Any]:
         """Train to the end, evaluate, write summary and report; returns the summary."""
         if _graphed(self.task):
-            self.step.capture()
+            self.step.try_capture()
         with stopping(self), progress:
             if self.done == 0:
                 self._fill(progress)
