@@ -15,6 +15,7 @@ import pytest
 import torch
 
 pytest.importorskip("sentence_transformers")
+pytest.importorskip("datasets")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a test forks
 
 from datasets import Dataset  # noqa: E402

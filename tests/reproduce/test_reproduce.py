@@ -273,7 +273,7 @@ def test_a_process_that_dies_takes_no_other_run_along(tmp_path: Path, monkeypatc
     monkeypatch.setattr(common, "CONTEXT", multiprocessing.get_context("fork"))  # fast
     said: list[str] = []
     waiting = [("stl10", {"seed": seed}) for seed in range(5)]
-    found = common._side_by_side(waiting, time.time() + 60, 2, said.append)
+    found = common._side_by_side(waiting, time.time() + 6e7, 2, said.append)  # the default
     rows = {row["job"]["seed"]: row for _, row in found}
     assert sorted(rows) == [0, 1, 2, 3, 4] and len(said) == 3
     assert rows[3]["error"] == "its process died (exit code 7)"

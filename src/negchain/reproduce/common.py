@@ -162,7 +162,7 @@ def _side_by_side(
                 connection, process = idle.pop() if idle else _worker()
                 busy[connection] = process, queue.pop(0)
                 connection.send((*busy[connection][1][:2], deadline))
-            for answering in multiprocessing.connection.wait(list(busy), timeout=left):
+            for answering in multiprocessing.connection.wait(list(busy), timeout=min(left, 3600.0)):
                 connection = cast(Connection, answering)
                 process, (name, job, attempt) = busy.pop(connection)
                 try:

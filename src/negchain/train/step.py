@@ -105,6 +105,7 @@ class TrainStep:
         self.embed = self.plain
         self._one = torch.ones((), device=self.device)
         self._graph: tuple[torch.cuda.CUDAGraph, Any] | None = None  # and its numbers for `info`
+        self._forget_beta()
 
     def _towers(self, make: Callable[[nn.Module], fast_encoder.PlainEncoder]) -> Towers:
         anchors, keys = self.task.towers(self.encoder)
@@ -190,11 +191,17 @@ class TrainStep:
             tower.begin()
         loss = self._forward(loaded)
         torch.autograd.backward(loss, self._one.to(loss.dtype))
+        self._forget_beta()
         if self.ranks is not None:
             self._average(self.ranks)
         self.optimizer.step()
         self.task.after_step(self.encoder)
         self.loss.copy_(loss.detach())
+
+    def _forget_beta(self) -> None:
+        """Drop the graph of a computed beta: what it holds belongs to the stream of its step."""
+        if isinstance(self.loss_fn.beta, Tensor) and self.loss_fn.beta.grad_fn is not None:
+            self.loss_fn.beta = self.loss_fn.beta.detach()
 
     def _average(self, ranks: Ranks) -> None:
         """Gradients become their mean over the ranks: that of one process on the whole batch."""
