@@ -50,7 +50,7 @@ def mean_partition(
         for pair in itertools.product(range(M), repeat=2):
             part.draw = draw._replace(ids=torch.tensor(pair).expand_as(draw.ids))
             part.embeddings = z[part.draw.ids.flatten()]
-            (side,) = loss_fn._begin(call, [request])[1]
+            (side,) = loss_fn._begin(loss_fn._checked(call), call, [request])
             logits = detached_logits(side, side.similarities(), BETA)
             if planted is not None:
                 logits = logits - (planted(z, rows, index) - log_q)[list(pair)]

@@ -45,6 +45,7 @@ from negchain.losses.settings import (
     Informed,
     Proposals,
     Uniform,
+    as_beta,
     check_gather,
     check_proposals,
     check_sizes,
@@ -94,13 +95,8 @@ class ContrastiveLoss(Reporting):
         super().__init__()
         one_of("views", views, ("shared", "paired"))
         one_of("denominator", denominator, ("negatives", "all"))
-        if isinstance(beta, Tensor) and beta.numel() == 1 and not beta.requires_grad:
-            beta = float(beta)
-        if not (beta.numel() == 1 if isinstance(beta, Tensor) else 0 < beta < math.inf):
-            raise ValueError(f"beta (1 / temperature) must be one positive number, got {beta}")
         check_sizes(num_samples, num_keys, views)
-        # a Parameter is registered by nn.Module, and may be learned; a number may be numpy's
-        self.beta = beta if isinstance(beta, Tensor) else float(beta)
+        self.beta = as_beta(beta)  # a Parameter is registered by nn.Module
         self.views: Views = views
         # A corpus of keys has no anchors of its own to run the other direction from.
         self.symmetric = symmetric and num_keys is None
@@ -333,10 +329,9 @@ class ContrastiveLoss(Reporting):
         return [columns.by_popularity(side, batch, log_q, layout.get("items")) for side in sides]
 
     def _begin(
-        self, call: Call, requests: Sequence[Request], quiet: bool = False, **layout: Any
-    ) -> tuple[Batch, list[Side]]:
-        """The batch and its sides, with drawn columns appended."""
-        batch = self._checked(call)
+        self, batch: Batch, call: Call, requests: Sequence[Request], **layout: Any
+    ) -> list[Side]:
+        """The sides of a batch, with drawn columns appended."""
         sides = self._sides(batch, use_batch=not self.proposals.alone, **layout)
         if not isinstance(self.proposals, InBatch):
             given = isinstance(self.proposals, Given)
@@ -345,9 +340,12 @@ class ContrastiveLoss(Reporting):
                 columns.with_draw(side, *pair, self.num_ids, self.normalize)
                 for side, pair in zip(sides, drawn, strict=True)
             ]
-        if batch.faults is not None and not quiet and not is_traced(batch.faults):
+        return sides
+
+    def _count_faults(self, batch: Batch) -> None:
+        """Note the samples that are not finite or out of range, for `info`."""
+        if batch.faults is not None and not is_traced(batch.faults):
             self.faults[:2] += batch.faults
-        return batch, sides
 
     def _count_lonely(self, log_partition: Tensor) -> None:  # [N]
         """Note the rows without any negative (-inf), for `info`."""

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from negchain.losses import fused
 from negchain.losses.base import ContrastiveLoss
-from negchain.losses.batch import Batch, Call, Ids, as_ids, check_answer, check_shapes
+from negchain.losses.batch import Batch, Call, Ids, as_ids, check_answer
 from negchain.losses.chains import Carried, ChainTable, check_augmentations, stored_slots
 from negchain.losses.request import Part, Request, Want, answered, tower_of
 from negchain.losses.settings import (
@@ -211,22 +211,23 @@ class EMC2Loss(ContrastiveLoss):
 
     def visit(self, call: Call, requests: Sequence[Request], items: slice = slice(None)) -> Visit:
         """Loss and arrivals of the rows of some items against all columns; changes no chain."""
-        check_shapes(call.z_a, call.z_b, call.key_index, self.num_keys)
-        index = as_ids("index", call.index, len(call.z_a), call.z_a.device)
-        slots = self._slots(index, call.augmentation)
+        batch = self._checked(call)
+        slots = self._slots(batch.index, call.augmentation)
         backend: Backend = "auto" if self.backend == "fused" else self.backend
         sampler = Sampler(self.kernel, backend, self.seed, self.step, self.carried == "cached")
         one_copy = self.views == "shared" and not (
             isinstance(self.proposals, InBatch) and self.proposals.copies == 2
         )
-        batch, sides = self._begin(
+        sides = self._begin(
+            batch,
             call,
             requests,
-            quiet=items.start not in (None, 0),
             key_ids=slots if self.augmentations else None,
             coin=sampler.coin(len(call.z_a)) if one_copy else None,
             items=items,
         )
+        if items.start in (None, 0):  # once for all panels of a batch
+            self._count_faults(batch)
         if self.large_batch:  # tiles meet one copy of every item, and so do their readable twins
             sides = [dataclasses.replace(side, hidden_keys=None) for side in sides]
         visit = Visit(batch, sides)

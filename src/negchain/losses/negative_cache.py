@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from negchain.losses.base import ContrastiveLoss
-from negchain.losses.batch import Call, check_answer, is_traced
+from negchain.losses.batch import Call, check_answer
 from negchain.losses.request import Part, Request, Want, answered, tower_of
 from negchain.losses.settings import Shared, check_refresh
 from negchain.losses.state import Report, keep
@@ -85,8 +85,7 @@ class NegativeCacheLoss(ContrastiveLoss):
 
     def _loss(self, call: Call, requests: Sequence[Request]) -> Tensor:
         batch = self._checked(call)
-        if batch.faults is not None and not is_traced(batch.faults):
-            self.faults[:2] += batch.faults
+        self._count_faults(batch)
         sides = self._sides(batch, use_batch=False)
         total: list[Tensor] = []
         report: Report = {"global_loss": [], "effective_negatives": []}

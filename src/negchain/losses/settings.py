@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from numbers import Integral
 from typing import TYPE_CHECKING, ClassVar, Literal, TypedDict
 
 import torch.distributed as dist
+from torch import Tensor
 
 if TYPE_CHECKING:
     from negchain.losses.batch import Views
@@ -189,6 +191,15 @@ def as_kernel(kernel: Kernel | Literal["mh", "isir"]) -> Kernel:
     if kernel not in ("mh", "isir"):
         raise ValueError(f"kernel must be 'mh', 'isir', MH(...) or ISIR(...), got {kernel!r}")
     return MH() if kernel == "mh" else ISIR()
+
+
+def as_beta(beta: float | Tensor) -> float | Tensor:
+    """A number (which may come as numpy's), or a tensor that is learned."""
+    if isinstance(beta, Tensor) and beta.numel() == 1 and not beta.requires_grad:
+        beta = float(beta)
+    if not (beta.numel() == 1 if isinstance(beta, Tensor) else 0 < beta < math.inf):
+        raise ValueError(f"beta (1 / temperature) must be one positive number, got {beta}")
+    return beta if isinstance(beta, Tensor) else float(beta)
 
 
 def as_proposals(proposals: Proposals | Literal["batch"]) -> Proposals:

@@ -15,7 +15,7 @@ from typing import Any, Literal, Unpack
 from torch import Tensor
 
 from negchain.losses import fused
-from negchain.losses.batch import Batch, Call
+from negchain.losses.batch import Call
 from negchain.losses.request import Request
 from negchain.losses.settings import Common, InBatch, Proposals, as_proposals, one_of
 from negchain.losses.weighted import WeightedLoss
@@ -55,13 +55,11 @@ class _InBatchLoss(WeightedLoss):
         sides = fused.in_batch(self, call)
         return super()._loss(call, requests) if sides is None else self._finish(*sides)
 
-    def _begin(
-        self, call: Call, requests: Sequence[Request], *args: Any, **layout: Any
-    ) -> tuple[Batch, list[Side]]:
-        batch, sides = super()._begin(call, requests, *args, **layout)
+    def _begin(self, *given: Any, **layout: Any) -> list[Side]:
+        sides = super()._begin(*given, **layout)
         if isinstance(self.proposals, InBatch) and self.num_keys is not None:
             sides = [without_probabilities(side) for side in sides]
-        return batch, sides
+        return sides
 
     def weigh(self, logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """The batch's own softmax."""

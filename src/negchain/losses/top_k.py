@@ -13,15 +13,14 @@ Bias        the negatives below the top are counted as if there were few of them
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
 from negchain import draws
-from negchain.losses.batch import Batch, Call
-from negchain.losses.request import Part, Request, Want, tower_of
+from negchain.losses.batch import Call
+from negchain.losses.request import Part, Want, tower_of
 from negchain.losses.settings import Informed, Shared
 from negchain.losses.softmax import without_probabilities
 from negchain.losses.weighted import WeightedLoss
@@ -92,12 +91,9 @@ class TopKLoss(WeightedLoss):
             parts.append(Part("draw", number, want, Draw(ids)))
         return parts
 
-    def _begin(
-        self, call: Call, requests: Sequence[Request], quiet: bool = False, **layout: Any
-    ) -> tuple[Batch, list[Side]]:
+    def _begin(self, *given: Any, **layout: Any) -> list[Side]:
         """Columns without probabilities, from a set of unknown size."""
-        batch, sides = super()._begin(call, requests, quiet, **layout)
-        return batch, [without_probabilities(side) for side in sides]
+        return [without_probabilities(side) for side in super()._begin(*given, **layout)]
 
     def weigh(self, logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """The softmax over the columns, and their own sum."""

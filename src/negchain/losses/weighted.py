@@ -73,7 +73,9 @@ class WeightedLoss(ContrastiveLoss):
         return estimate, lambda batch: self.commit(logits, side.anchor_ids)
 
     def _loss(self, call: Call, requests: Sequence[Request]) -> Tensor:
-        batch, sides = self._begin(call, requests)
+        batch = self._checked(call)
+        sides = self._begin(batch, call, requests)
+        self._count_faults(batch)
         values: list[Tensor] = []
         report: Report = {"global_loss_low": [], "effective_negatives": []}
         learned: list[Learn] = []
