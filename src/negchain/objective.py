@@ -112,7 +112,7 @@ def global_log_partition(side: Side, logits: Tensor) -> Tensor | None:  # [N,K+C
 def bracket(
     side: Side, logits: Tensor, beta: float | Tensor, held_ids: Tensor, held_logit: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:  # [N,K+C] ... [N] [N] -> three [N]
-    """Log partitions below and above the true one on average, and between, given carried states.
+    """Log partitions without carried states (low on average), with them, and the middle.
 
     The copies of the batch's items that rows are not offered as proposals (`Side.hidden_keys`)
     count too: a partition may count an item twice, a walk must not meet it twice.
@@ -126,8 +126,11 @@ def bracket(
         log_sum, count = torch.logaddexp(log_sum, torch.logsumexp(others, 1)), 2 * count
     count = count.to(log_m.dtype)
     low = log_sum + log_m - count.clamp(min=1).log()
-    # With the carried state, a draw from p, among the columns E[1 / mean] = m_neg / Z (the
-    # identity behind i-SIR), so that the logarithm of this mean lies above log Z on average.
+    # With the carried state, a draw from p, as one more column of independent draws E[1 / mean] =
+    # m_neg / Z (the identity behind i-SIR): the logarithm of that mean lies above log Z on average.
+    # Where items count in two copies the state still counts in one. With equal views that is a mean
+    # between `low`'s and the identity's, about which nothing is proven; it lay above where it was
+    # tried (tests/losses/test_long_run.py).
     correction = side.correction(held_ids)
     held = held_logit if correction is None else held_logit - correction
     high = torch.logaddexp(log_sum, held) + log_m - (count + 1).log()
