@@ -250,6 +250,21 @@ def test_large_batches_are_offered_the_batch_alone() -> None:
         LargeBatchEMC2Loss(M, proposals=Uniform())
 
 
+@pytest.mark.parametrize(
+    ("build", "name", "remedy"),
+    [
+        (EMC2Loss, "bta", "; did you mean 'beta'?"),
+        (LargeBatchEMC2Loss, "view", "; did you mean 'views'?"),
+        (DCLLoss, "temperature", ""),
+    ],
+)
+def test_an_unknown_argument_is_said_of_the_class_that_was_called(build, name, remedy) -> None:
+    with pytest.raises(TypeError) as refusal:
+        build(M, **{name: 1})
+    said = f"{build.__name__}() got an unexpected keyword argument {name!r}{remedy}"
+    assert str(refusal.value) == said
+
+
 @pytest.mark.parametrize("build", [DCLLoss, EMC2Loss, LargeBatchEMC2Loss])
 def test_an_empty_batch(build) -> None:
     empty, loss_fn = torch.zeros(0, 4), build(M)

@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Never
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from negchain.draws import fit_for_numpy
-from negchain.losses import columns, distributed
+from negchain.losses import columns, distributed, settings
 from negchain.losses.batch import (
     Batch,
     Call,
@@ -38,19 +38,7 @@ from negchain.losses.batch import (
 )  # fmt: skip
 from negchain.losses.distributed import Ranks
 from negchain.losses.request import Encodes, Part, Request, Want, check_requests, tower_of
-from negchain.losses.settings import (
-    Gather,
-    Given,
-    InBatch,
-    Informed,
-    Proposals,
-    Uniform,
-    as_beta,
-    check_gather,
-    check_proposals,
-    check_sizes,
-    one_of,
-)  # fmt: skip
+from negchain.losses.settings import Gather, Given, InBatch, Informed, Proposals, Uniform
 from negchain.losses.state import Reporting, Rows
 from negchain.losses.table import Tables
 from negchain.objective import Denominator, Estimate, contrastive_objective
@@ -91,24 +79,26 @@ class ContrastiveLoss(Reporting):
         ids_per_item: int = 1,
         gather: Gather = True,
         shard_state: bool = False,
+        **unknown: Never,
     ) -> None:
         super().__init__()
-        one_of("views", views, ("shared", "paired"))
-        one_of("denominator", denominator, ("negatives", "all"))
-        check_sizes(num_samples, num_keys, views)
-        self.beta = as_beta(beta)  # a Parameter is registered by nn.Module
+        settings.refuse_unknown(type(self), unknown)
+        settings.one_of("views", views, ("shared", "paired"))
+        settings.one_of("denominator", denominator, ("negatives", "all"))
+        settings.check_sizes(num_samples, num_keys, views)
+        self.beta = settings.as_beta(beta)  # a Parameter is registered by nn.Module
         self.views: Views = views
         # A corpus of keys has no anchors of its own to run the other direction from.
         self.symmetric = symmetric and num_keys is None
         self.denominator: Denominator = denominator
-        self.proposals = check_proposals(proposals or InBatch(), num_samples, views)
+        self.proposals = settings.check_proposals(proposals or InBatch(), num_samples, views)
         self.num_samples = num_samples
         self.num_keys = num_keys
         self.normalize = normalize
         self.seed = seed
         self.ids_per_item = ids_per_item
         self._turn = 0
-        self.gather = check_gather(gather, shard_state)
+        self.gather = settings.check_gather(gather, shard_state)
         self.bytes_sent = 0  # to other ranks, so far
         self.rows = Rows(num_samples or 0, self.ranks() if shard_state else None)
         self.add_state("step", torch.zeros((), dtype=torch.int64))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from numbers import Integral
 from typing import TYPE_CHECKING, ClassVar, Literal, TypedDict
@@ -255,6 +258,16 @@ def check_gather(gather: Gather, shard_state: bool) -> Gather:
     if not isinstance(gather, (bool, dist.ProcessGroup)) and gather != "even":
         raise ValueError(f"gather must be True, False, 'even' or a process group, got {gather!r}")
     return gather
+
+
+def refuse_unknown(kind: type, arguments: Iterable[str]) -> None:
+    """Refuse arguments that no constructor on the way to the base took, in the user's words."""
+    for name in arguments:
+        takes = [p for base in kind.__mro__ for p in inspect.signature(base).parameters.values()]
+        known = sorted({p.name for p in takes if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)})
+        near = difflib.get_close_matches(name, known, n=1)
+        remedy = f"; did you mean {near[0]!r}?" if near else ""
+        raise TypeError(f"{kind.__name__}() got an unexpected keyword argument {name!r}{remedy}")
 
 
 def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
