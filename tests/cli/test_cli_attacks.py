@@ -271,11 +271,31 @@ def test_names_are_shown_as_text(name: str, tmp_path: Path, capsys: Capture) -> 
 # ---- damage -----------------------------------------------------------------------------------
 
 
-def test_evaluate_says_that_it_stepped_back(run: Path, capsys: Capture) -> None:
+@pytest.mark.parametrize("name", ["evaluate", "embed", "duplicates", "export"])
+def test_a_command_says_that_it_stepped_back(
+    name: str, run: Path, pictures: Path, tmp_path: Path, capsys: Capture
+) -> None:
     newest = run / "checkpoints" / "step-000000004.pt"
     newest.write_bytes(newest.read_bytes()[:-1] + b"?")
-    text = said(capsys, 0, "evaluate", run)
+    out = tmp_path / ("found.html" if name == "duplicates" else "found.npz")
+    given = [] if name == "evaluate" else ["--out", out]
+    given += ["--data", pictures] if name in ("embed", "duplicates") else []
+    text = said(capsys, 0, name, run, *given)
     assert "skipped because it is damaged" in text and "step 2 is used instead" in text
+
+
+def test_embed_takes_the_checkpoint_it_is_given(
+    run: Path, pictures: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    def embeddings(*option: str) -> np.ndarray:
+        assert negchain("embed", run, "--data", pictures, "--out", tmp_path / "x.npz", *option) == 0
+        with np.load(tmp_path / "x.npz") as found:
+            return np.asarray(found["embeddings"])
+
+    assert np.array_equal(embeddings("--checkpoint 4"), embeddings())
+    assert not np.array_equal(embeddings("--checkpoint 2"), embeddings())
+    given = ["--data", pictures, "--out", tmp_path / "x.npz", "--checkpoint 3"]
+    assert "no checkpoint '3'; it has 2, 4" in said(capsys, 2, "embed", run, *given)
 
 
 def archive_of(content: object) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -74,6 +75,7 @@ def embed(
         ),
     ],
     out: Annotated[Path, typer.Option(help="File to write: .npz, .csv or .parquet.")],
+    checkpoint: Checkpoint = "latest",
     root: Root = "data",
     device: Device = "auto",
 ) -> int:
@@ -84,7 +86,8 @@ def embed(
     from negchain.train.trained import check_embedding_file, load_run_encoder
 
     check_embedding_file(out)
-    trained = load_run_encoder(run, device, root)
+    trained = load_run_encoder(run, device, root, checkpoint)
+    _note(trained.notes)
     found = trained.read(data[0] if len(data) == 1 else data)
     embedded = trained.embed_found(found)
     embedded.save(out)
@@ -123,8 +126,7 @@ def export(
             f"only encoders of --task images are exported, and {run} is of --task {config.task}; "
             + use
         )
-    for warning in loaded.warnings:
-        say(f"note: {warning}; step {loaded.step} is used instead")
+    _note(loaded.notes)
     summary = run / "summary.json"
     ended = summary.exists() and checkpoint == "latest"  # its numbers are of the last step
     export_encoder(out, encoder, config, read_object(summary) if ended else {}, form)
@@ -146,6 +148,11 @@ def report(
     return 0
 
 
+def _note(notes: Iterable[str]) -> None:
+    for note in notes:
+        say(f"note: {note}")
+
+
 def _judge(
     run: Path, data: str | None, device: str, root: str, which: str
 ) -> tuple[Task, Any, int]:
@@ -154,8 +161,7 @@ def _judge(
 
     config = load_run_config(run)
     encoder, loaded = load_trained(run, which)
-    for warning in loaded.warnings:
-        say(f"note: {warning}; step {loaded.step} is used instead")
+    _note(loaded.notes)
     changed = replace(config, device=device, data=data or config.data, root=root)  # type: ignore[arg-type]
     if data is not None:
         changed = replace(changed, subset=None)  # a part of the run's own data, not of others
@@ -177,6 +183,7 @@ def duplicates(
         typer.Option(help="Images to look at: a folder, or a list; the run's own by default."),
     ] = None,
     above: Annotated[float, typer.Option(help="Least cosine similarity of a pair.")] = 0.98,
+    checkpoint: Checkpoint = "latest",
     device: Device = "auto",
 ) -> int:
     """Find near-duplicates: pairs of images whose embeddings are more similar than --above.
@@ -191,7 +198,8 @@ def duplicates(
 
     if out.suffix != ".html":
         raise ConfigError(f"--out must end in .html, got {out.name!r}; the .csv goes beside it")
-    trained = load_run_encoder(run, device)
+    trained = load_run_encoder(run, device, which=checkpoint)
+    _note(trained.notes)
     found = trained.read(data or trained.config.data)
     embedded = trained.embed_found(found)
     count = len(embedded.names)

@@ -46,6 +46,11 @@ class Loaded:
     num_bytes: int  # of the file
     warnings: list[str]
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """The sentences, for who wanted the newest."""
+        return tuple(f"{warning}; step {self.step} is used instead" for warning in self.warnings)
+
 
 def save(folder: Path, state: dict[str, Any], step: int, keep: int) -> Path:
     """Write `state` as the checkpoint of `step`, then delete all but the latest `keep`.

@@ -37,7 +37,7 @@ def load_trained(path: Path, which: str = "latest") -> tuple[Any, checkpoint.Loa
     Args:
         path: the run folder.
         which: "latest", "best", or the step of one that was kept. Where "latest" had to step back
-            from a damaged file, `Loaded.warnings` says so.
+            from a damaged file, `Loaded.notes` says so.
     """
     folder = path / "checkpoints"
     loaded = checkpoint.load_latest(folder) if which == "latest" else None

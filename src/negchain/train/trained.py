@@ -134,6 +134,8 @@ class Trained:
     encoder: Encoder | ImageText
     config: TrainConfig
     device: torch.device
+    notes: tuple[str, ...] = ()
+    """Why it is not of the newest checkpoint, where that is damaged."""
 
     @property
     def side(self) -> int:
@@ -243,13 +245,15 @@ class Trained:
         )
 
 
-def load_run_encoder(run: str | Path, device: str = "auto", root: str = "data") -> Trained:
-    """What `negchain.load` does; `root` holds downloaded data sets."""
+def load_run_encoder(
+    run: str | Path, device: str = "auto", root: str = "data", which: str = "latest"
+) -> Trained:
+    """What `negchain.load` does; `root` holds downloaded data sets, `which` is a checkpoint."""
     config = replace(load_run_config(Path(run)), device=device, root=root)  # type: ignore[arg-type]
-    encoder, where = load_trained(Path(run))[0], choose_device(device)
+    (encoder, loaded), where = load_trained(Path(run), which), choose_device(device)
     if "image_size" not in encoder.encoder_config:
         raise ConfigError(
             f"this encodes images, and {run} is of --task {config.task}; a retriever is loaded by "
             f"sentence-transformers: SentenceTransformer('{run}/model')"
         )
-    return Trained(encoder.to(where), config, where)
+    return Trained(encoder.to(where), config, where, loaded.notes)
