@@ -11,6 +11,7 @@ from PIL import Image
 from torchvision.datasets import ImageFolder
 
 from negchain.data import DataBundle, load_data
+from negchain.data.scan import scan_folder
 
 RNG = np.random.default_rng(1)
 
@@ -344,6 +345,16 @@ def test_an_added_picture_moves_few_others(tmp_path: Path) -> None:
     after = load(tmp_path)
     assert before.test is not None and after.test is not None
     assert len(set(before.test.names) ^ set(after.test.names)) <= 2
+
+
+def test_a_split_that_is_not_read_is_not_walked(tmp_path: Path, monkeypatch) -> None:
+    picture(labelled(tmp_path) / "val/cat/0.png")
+    listed, scandir = [], os.scandir
+    monkeypatch.setattr("os.scandir", lambda path: listed.append(Path(path)) or scandir(path))
+    scan = scan_folder(tmp_path)
+    assert len(scan.pretrain) == 6 and len(scan.test) == 2
+    assert "the split val is not read" in scan.notes
+    assert tmp_path / "test/cat" in listed and tmp_path / "val" not in listed
 
 
 @pytest.mark.parametrize("split", ["val", "valid", "validation"])

@@ -230,16 +230,18 @@ def _scan_here(top: str, holdout: float) -> Scan:
 
 
 def _scan_splits(top: str, folders: dict[str, str], holdout: float) -> Scan:
-    walks = {
-        split: _Walk(top).enter(os.path.join(top, folder), f"{folder}/")
-        for split, folder in folders.items()
-    }
-    files = {split: walk.labelled(1) for split, walk in walks.items()}
+    walks: dict[str, _Walk] = {}
+    files: dict[str, list[ImageFile]] = {}
+    for split, folder in folders.items():  # test folders come last
+        if tested_on(files) is None:
+            walks[split] = _Walk(top).enter(os.path.join(top, folder), f"{folder}/")
+            files[split] = walks[split].labelled(1)
     tested = tested_on(files)
     read = {s: walk for s, walk in walks.items() if s == tested or s not in TEST_FOLDERS}
     other = sum((walk.other for walk in read.values()), Counter[str]())
     notes = [note for walk in read.values() for note in walk.notes]
     notes += [*_beside(top, list(folders.values())), *ignored(other)]
+    notes += [f"the split {split} is not read" for split in folders if split not in walks]
     scan = divide(top, files, holdout, notes)
     unreadable = sorted(pair for walk in read.values() for pair in walk.unreadable)
     return replace(scan, unreadable=tuple(unreadable))
