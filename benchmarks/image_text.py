@@ -120,7 +120,7 @@ def _train(row: dict[str, Any], folder: Path) -> dict[str, Any]:
     from negchain.tasks.image_text import ImageTextTask
     from negchain.tasks.image_text_judge import distinct
     from negchain.train import trainer
-    from negchain.train.progress import Progress
+    from negchain.progress import Progress
     from negchain.train.resolve import resolve
     from negchain.train.run_folder import RunFolder
 

@@ -15,10 +15,10 @@ import torch
 from negchain import __version__
 from negchain.cli import run
 from negchain.data import DataBundle, ImageSet
+from negchain.progress import Progress
 from negchain.tasks.image_judge import ImageJudge
 from negchain.tasks.images import small_stem
 from negchain.train.pretrained import load_trained
-from negchain.train.progress import Progress
 from negchain.train.resolve import resolve
 from negchain.train.step import TrainStep
 from tool_runs import TINY, class_folder, metrics_of, negchain, picture_folder, state_of

@@ -20,12 +20,12 @@ pytest.importorskip("sentence_transformers")
 from negchain import tasks, train  # noqa: E402
 from negchain.cli import run as command_line  # noqa: E402
 from negchain.losses.request import Want  # noqa: E402
+from negchain.progress import Progress  # noqa: E402
 from negchain.report.runs import load_run  # noqa: E402
 from negchain.tasks.beir import read_beir  # noqa: E402
 from negchain.tasks.retrieval_judge import _short, measured  # noqa: E402
 from negchain.train import trainer  # noqa: E402
 from negchain.train.config import ConfigError  # noqa: E402
-from negchain.train.progress import Progress  # noqa: E402
 from negchain.train.resolve import resolve  # noqa: E402
 from negchain.train.run_folder import RunFolder, read_metrics  # noqa: E402
 from tasks.tiny_texts import ASKED, FACTS, write_beir, write_model  # noqa: E402

@@ -17,9 +17,9 @@ import torch
 import negchain
 from negchain import methods, tasks, train
 from negchain.cli import run as command_line
+from negchain.progress import Progress
 from negchain.train import trainer
 from negchain.train.config import ConfigError
-from negchain.train.progress import Progress
 from negchain.train.resolve import resolve
 from negchain.train.run_folder import RunFolder, read_metrics
 from negchain.train.step import TrainStep

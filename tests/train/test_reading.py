@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from negchain import EMC2Loss, InfoNCELoss
+from negchain.progress import Progress
 from negchain.tasks.images import ImageTask, load_images
 from negchain.train import checkpoint, reading, trainer
 from negchain.train.config import TrainConfig
-from negchain.train.progress import Progress
 from negchain.train.reading import Clock, Reading
 from negchain.train.resolve import resolve
 from negchain.train.run_folder import RunFolder, read_metrics

@@ -29,10 +29,10 @@ from negchain.bench.losses import info_nce
 from negchain.bench.record import Row, Settings, Table
 from negchain.bench.timing import release
 from negchain.data import DataBundle
+from negchain.progress import Progress
 from negchain.tasks.images import build_run_encoder, run_augmentation
 from negchain.train import trainer
 from negchain.train.config import TrainConfig
-from negchain.train.progress import Progress
 
 OURS = (runs.BASE, runs.DEFAULT)
 USUAL = "the usual way"

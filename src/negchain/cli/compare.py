@@ -25,9 +25,9 @@ from negchain.cli.terminal import Stopped, result, say
 from negchain.files import open_plain, read_object, real_folder
 from negchain.methods import import_file, trained
 from negchain.printable import show
+from negchain.progress import Progress
 from negchain.train.config import ConfigError, TrainConfig, flag, hints, method_named, same_run
 from negchain.train.presets import choose
-from negchain.train.progress import Progress
 from negchain.train.resolve import for_method, resolve
 from negchain.train.run_folder import is_run, last_metrics, load_run_config, read_metrics
 from negchain.train.sharing import APART, shared_gpu

@@ -15,10 +15,10 @@ from negchain.cli.options import IMPORT, option, with_config_options
 from negchain.cli.terminal import Failed, Stopped, result, say
 from negchain.files import read_object, read_text
 from negchain.methods import import_file
+from negchain.progress import Progress
 from negchain.train import loggers
 from negchain.train.config import ConfigError, TrainConfig, from_json, same_run
 from negchain.train.presets import PRESET_HELP
-from negchain.train.progress import Progress
 from negchain.train.resolve import resolve, resume
 from negchain.train.run_folder import RunFolder, is_run, load_run_config, own_settings
 from negchain.train.team import PATIENCE, Silent, here, joined, restarted

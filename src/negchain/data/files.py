@@ -12,14 +12,6 @@ from typing import Any
 import numpy.typing as npt
 import torch
 from PIL import Image
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-)
 from torch import Tensor
 
 from negchain.augment.pictures import Pictures
@@ -32,6 +24,7 @@ from negchain.data.decode import (
     why_unreadable,
 )
 from negchain.data.places import Where
+from negchain.progress import Progress
 
 _FILES_PER_TASK = 16
 
@@ -57,30 +50,18 @@ def _run(
     def some(start: int) -> list[str | None]:
         return [one(i) for i in range(start, min(start + _FILES_PER_TASK, count))]
 
-    console = Console(stderr=True)
-    # A folder's name is text, not markup.
-    text = TextColumn("{task.description}", markup=False)
-    bar = Progress(
-        text,
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=console.is_terminal,  # a log keeps the line
-        disable=title is None,
-    )
     Image.init()  # registers readers: not safe to happen in several threads at once
     pool = ThreadPoolExecutor(workers)
     failed: dict[int, str] = {}
     try:
-        with warnings.catch_warnings(), bar:
+        with warnings.catch_warnings(), Progress(title is not None) as progress:
             warnings.simplefilter("ignore")  # PIL warns of odd metadata; what matters raises
-            task = bar.add_task(title or "", total=count)
+            progress.begin(count, "files", title or "")
             results = pool.map(some, range(0, count, _FILES_PER_TASK))
             for chunk, reasons in enumerate(results):
                 first = chunk * _FILES_PER_TASK
                 failed |= {first + k: r for k, r in enumerate(reasons) if r is not None}
-                bar.advance(task, len(reasons))
+                progress.at(first + len(reasons))
     finally:
         pool.shutdown(cancel_futures=True)  # Ctrl-C must not wait for the rest of the folder
     return failed

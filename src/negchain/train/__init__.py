@@ -36,7 +36,7 @@ def run(
         ...     return images.flip(-1) if torch.rand(()) < 0.5 else images
         >>> folder = run(augment=mirrored, steps=2, subset=64, out=tempfile.mkdtemp() + "/own")
     """
-    from negchain.train.progress import Progress
+    from negchain.progress import Progress
     from negchain.train.resolve import resolve
     from negchain.train.start import start
     from negchain.train.team import joined

@@ -21,6 +21,7 @@ from torch import Tensor
 from negchain import tasks
 from negchain.files import replacing
 from negchain.optim import build_optimizer, load_optimizer, lr_at, set_lr
+from negchain.progress import Progress
 from negchain.report import write_report
 from negchain.tasks.task import Judge, Task
 from negchain.train import checkpoint
@@ -29,7 +30,6 @@ from negchain.train.config import ConfigError, TrainConfig
 from negchain.train.device import autocast_dtype, check_ranks, choose_device, in_double
 from negchain.train.joint_norm import join_norms
 from negchain.train.order import DataOrder
-from negchain.train.progress import Progress
 from negchain.train.reading import Clock, Reading, logged
 from negchain.train.run_folder import RunFolder, read_metrics
 from negchain.train.step import TrainStep, build_loss

@@ -8,8 +8,8 @@ import re
 import pytest
 from rich.console import Console
 
-from negchain.train import progress
-from negchain.train.progress import Progress
+from negchain import progress
+from negchain.progress import Progress
 
 
 class Clock:
