@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from negchain.files import FileRefused
 from negchain.train import checkpoint
-from negchain.train.checkpoint import CheckpointError, load_latest, replacing, save
+from negchain.train.checkpoint import load_latest, replacing, save
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -138,7 +139,7 @@ def test_a_damaged_newest_one_is_never_kept_instead_of_a_good_one(tmp_path: Path
 def test_all_damaged_is_an_error_not_a_fresh_start(tmp_path: Path) -> None:
     save(tmp_path, state_of(1), 1, keep=2).write_bytes(b"x")
     save(tmp_path, state_of(2), 2, keep=2).write_bytes(b"y" * 5000)
-    with pytest.raises(CheckpointError, match="all 2 checkpoints .* are damaged"):
+    with pytest.raises(FileRefused, match="all 2 checkpoints .* are damaged"):
         load_latest(tmp_path)
 
 
@@ -146,7 +147,7 @@ def test_another_schema_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     save(tmp_path, state_of(1), 1, keep=2)
     now = checkpoint.CHECKPOINT_SCHEMA
     monkeypatch.setattr(checkpoint, "CHECKPOINT_SCHEMA", now + 1)
-    with pytest.raises(CheckpointError, match=f"schema {now} and this version reads {now + 1}"):
+    with pytest.raises(FileRefused, match=f"schema {now} and this version reads {now + 1}"):
         load_latest(tmp_path)
 
 
@@ -176,7 +177,7 @@ def test_foreign_pickles_are_not_executed(tmp_path: Path) -> None:
     archive = buffer.getvalue()
     footer = b"\nsha256:" + hashlib.sha256(archive).hexdigest().encode()
     (tmp_path / "step-000000001.pt").write_bytes(archive + footer)
-    with pytest.raises(CheckpointError, match="more than tensors"):
+    with pytest.raises(FileRefused, match="more than tensors"):
         load_latest(tmp_path)
     assert not (tmp_path / "owned").exists()
 

@@ -33,10 +33,6 @@ _FOOTER_SIZE = len(_FOOTER) + 64
 _LEAVES = (torch.Tensor, torch.nn.Parameter, int, float, str, bool, type(None))
 
 
-class CheckpointError(ValueError):
-    """There are checkpoints, but none that this version can continue from."""
-
-
 @dataclass(frozen=True)
 class Loaded:
     """A checkpoint read back, and a sentence for each newer file that had to be skipped."""
@@ -80,19 +76,17 @@ def save(folder: Path, state: dict[str, Any], step: int, keep: int) -> Path:
     return path
 
 
-def save_best(folder: Path, state: dict[str, Any], step: int) -> Path:
+def save_best(folder: Path, state: dict[str, Any], step: int) -> None:
     """Write `state` as the best checkpoint so far, in the place of the one before."""
     _check_plain(state, "state")
-    path = real_folder(folder) / BEST
-    _write(path, state, step)
-    return path
+    _write(real_folder(folder) / BEST, state, step)
 
 
 def load_named(folder: Path, name: str) -> Loaded:
     """Read one checkpoint: "best", or a step such as "1234".
 
     >>> import tempfile; folder = Path(tempfile.mkdtemp())
-    >>> path = save_best(folder, {"weights": torch.ones(3)}, step=7)
+    >>> save_best(folder, {"weights": torch.ones(3)}, step=7)
     >>> load_named(folder, "best").step
     7
     """
@@ -101,20 +95,20 @@ def load_named(folder: Path, name: str) -> Loaded:
         files["best"] = folder / BEST
     path = files.get(name.removeprefix("step-").removesuffix(".pt").lstrip("0") or "0")
     if path is None:
-        raise CheckpointError(
+        raise FileRefused(
             f"{folder} has no checkpoint {name!r}; it has {', '.join(files) or 'none'}"
         )
     try:
         return _checked(path, _read(path), [])
     except (OSError, ValueError, _Damaged) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}; choose another one") from error
+        raise FileRefused(f"{path} cannot be read: {error}; choose another one") from error
 
 
 def load_latest(folder: Path) -> Loaded | None:
     """Read the newest undamaged checkpoint of `folder`; None if it holds none at all.
 
     Damaged files are skipped in favour of older ones and named in `Loaded.warnings`. If every file
-    is damaged, or the newest good one was written with another schema, `CheckpointError` says so:
+    is damaged, or the newest good one was written with another schema, `FileRefused` says so:
     starting afresh in their place is the user's decision.
     """
     found = _checkpoints(folder)
@@ -129,7 +123,7 @@ def load_latest(folder: Path) -> Loaded | None:
             continue
         return _checked(path, content, warnings)
     if found:
-        raise CheckpointError(
+        raise FileRefused(
             f"all {len(found)} checkpoints in {folder} are damaged (the newest: {warnings[0]}); "
             "start a new run in another folder"
         )
@@ -217,7 +211,7 @@ def refuse_compressed(archive: mmap.mmap, size: int) -> None:
 def _checked(path: Path, content: dict[str, Any], warnings: list[str]) -> Loaded:
     schema = content["schema"]
     if schema != CHECKPOINT_SCHEMA:
-        raise CheckpointError(
+        raise FileRefused(
             f"{path} has checkpoint schema {schema} and this version reads "
             f"{CHECKPOINT_SCHEMA}; continue it with the version that wrote it"
         )

@@ -43,10 +43,6 @@ _OURS = ("config.json", "metrics.jsonl", "tensorboard", "checkpoints", "summary.
          "report.html", "artifacts.npz", "logger.json")  # fmt: skip
 
 
-class RunFolderError(ValueError):
-    """The folder cannot be used for this run; the message is one sentence for the user."""
-
-
 def is_run(path: str | Path) -> bool:
     """Whether `path` is the folder of a run: it holds a config.json."""
     return is_plain(Path(path) / "config.json")
@@ -107,7 +103,7 @@ def _writing_in(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise RunFolderError(f"cannot write in {folder} ({error}); choose another --out") from error
+        raise ConfigError(f"cannot write in {folder} ({error}); choose another --out") from error
 
 
 class RunFolder:
@@ -153,7 +149,7 @@ class RunFolder:
         """Take up the run in `path`; call `truncate_after` with the checkpoint's step next."""
         path = Path(path)
         if not is_run(path):
-            raise RunFolderError(f"{path} holds no run to resume; leave out --resume to start one")
+            raise ConfigError(f"{path} holds no run to resume; leave out --resume to start one")
         run = cls(path, _locked(path))
         try:
             for name in ("checkpoints", "tensorboard"):
@@ -190,26 +186,17 @@ class RunFolder:
         if self._metrics is not None:
             os.fsync(self._metrics.fileno())
 
-    def truncate_after(self, step: int) -> int:
-        """Go back to `step`: drop later metrics, half-written lines and the summary.
-
-        Returns how many lines of metrics went.
-        """
+    def truncate_after(self, step: int) -> None:
+        """Go back to `step`: drop later metrics, half-written lines and the summary."""
         if self._lock is None:
-            return 0
+            return
         assert self._metrics is None and self._logger is None, "truncate before logging"
         self._purge_step = step + 1
         (self.path / "summary.json").unlink(missing_ok=True)
         path = self.path / "metrics.jsonl"
-        if not path.exists():
-            return 0
-        dropped = sum(1 for line in _lines(path) if not _until(line, step))
-        if dropped:
+        if path.exists() and not all(_until(line, step) for line in _lines(path)):
             with replacing(path) as file:
-                for line in _lines(path):
-                    if _until(line, step):
-                        file.write(line)
-        return dropped
+                file.writelines(line for line in _lines(path) if _until(line, step))
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json, which marks the run as finished; non-finite numbers become null."""
@@ -310,13 +297,13 @@ def _finite(value: Any) -> Any:
 def refuse_taken(path: Path) -> None:
     """Refuse a folder that is none, or holds something a run would write."""
     if path.exists() and not path.is_dir():
-        raise RunFolderError(f"--out must be a folder and {path} is a file; choose another --out")
+        raise ConfigError(f"--out must be a folder and {path} is a file; choose another --out")
     if is_run(path):
-        raise RunFolderError(
+        raise ConfigError(
             f"{path} already holds a run; add --resume to continue it or choose another --out"
         )
     if taken := [name for name in _OURS if os.path.lexists(path / name)]:
-        raise RunFolderError(
+        raise ConfigError(
             f"{path} already holds {taken[0]}, which a run would overwrite; choose another --out"
         )
 
@@ -337,7 +324,7 @@ def _locked(path: Path) -> BinaryIO:
         lock.seek(0)
         owner = lock.read(32).decode(errors="replace").strip()
         lock.close()
-        raise RunFolderError(
+        raise ConfigError(
             f"{path} is in use by process {owner or 'unknown'}; wait for it or choose another --out"
         ) from error
     with naming(path / ".lock"):
@@ -352,7 +339,7 @@ def _require_utf8(path: Path) -> None:
     try:
         str(path).encode()
     except UnicodeEncodeError:
-        raise RunFolderError(
+        raise ConfigError(
             f"the name of a run folder must be UTF-8, got {path}; choose another --out"
         ) from None
 
