@@ -91,7 +91,7 @@ def test_a_pickle_in_the_artifacts_is_refused(tmp_path: Path) -> None:
 def test_groups_name_what_differs_within_a_method_and_ignore_seed_and_bookkeeping(
     tmp_path: Path,
 ) -> None:
-    configs = [make_config("emc2", seed, carried=carried, out=f"{seed}{carried}")
+    configs = [make_config("emc2", seed, carried=carried, out=f"{seed}{carried}", logger=f"{seed}")
                for carried in ("encode", "cached") for seed in (0, 1)]  # fmt: skip
     configs.append(make_config("infonce", 0, lr=0.5))
     loaded = [load_run(write_run(tmp_path / str(i), c, [])) for i, c in enumerate(configs)]
@@ -100,6 +100,9 @@ def test_groups_name_what_differs_within_a_method_and_ignore_seed_and_bookkeepin
         ("EMC² · carried=encode", 2, 0), ("EMC² · carried=cached", 2, 1), ("InfoNCE", 1, 0),
     ]  # fmt: skip
     assert groups[2].settings == {"carried": "encode", "lr": 0.5}
+    cpu, gpu = (make_config(device=device) for device in ("cpu", "cuda"))
+    loaded = [load_run(write_run(tmp_path / n, c, [])) for n, c in (("a", cpu), ("b", gpu))]
+    assert len(group_runs(loaded)) == 2
 
 
 def test_mean_curve_equals_numpy_over_seeds_and_leaves_no_seed_out(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from negchain.files import read_arrays, read_object
 from negchain.methods import title_of
+from negchain.train.config import RECORDED, hints, setting_of
 from negchain.train.run_folder import metric_lines, require_run
 
 from .measures import Shown, shown
@@ -30,12 +31,9 @@ from .measures import Shown, shown
 FloatArray = NDArray[np.float64]
 
 
-# What a run was called, when, where and how it ran: never an option that tells two groups apart.
-_BOOKKEEPING = frozenset(
-    "method seed out out_dir run name path preset command argv resume created started finished "
-    "date host hostname pid versions hardware commit data_info root download strict workers "
-    "resident_gb log_every eval_every checkpoint_every keep_checkpoints graph".split()
-)
+# What a run was called and how it ran: never an option that tells two groups apart, as a device is.
+_BOOKKEEPING = {"method", "seed", "preset", *RECORDED}
+_BOOKKEEPING |= {name for name in hints() if setting_of(name).free} - {"device"}
 _KINDS = {"test": int, "classes": list, "notes": list, "skipped": list}
 _OPTIONS_NAMED = 3  # in a label; the table and each run's settings show the rest
 
