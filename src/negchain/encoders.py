@@ -198,15 +198,20 @@ def _backbone(config: EncoderConfig) -> nn.Module:
         return _small_cnn(channels)
     if name in OWN_ENCODERS:
         return _resnet(name, channels, small=config["small_stem"])
-    arguments: dict[str, Any] = {"num_classes": 0, "in_chans": channels}
-    published = timm.get_pretrained_cfg(name)
-    if published is not None and published.fixed_input_size:  # ViTs and their kin
-        arguments["img_size"] = config["image_size"]
     try:
-        model: nn.Module = timm.create_model(name, pretrained=False, **arguments)
+        model: nn.Module = timm.create_model(name, pretrained=False, **timm_arguments(config))
     except Exception as error:  # over a thousand models, each with its own way to refuse
         raise _refused(config, error) from error
     return model
+
+
+def timm_arguments(config: EncoderConfig) -> dict[str, Any]:
+    """Of `timm.create_model`, for a backbone without a classifier."""
+    arguments = {"num_classes": 0, "in_chans": config["channels"]}
+    published = timm.get_pretrained_cfg(config["name"])
+    if published is not None and published.fixed_input_size:  # ViTs and their kin
+        arguments["img_size"] = config["image_size"]
+    return arguments
 
 
 def _resnet(name: str, channels: int, *, small: bool) -> nn.Module:

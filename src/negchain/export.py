@@ -24,7 +24,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from negchain.augment import augmentation
-from negchain.encoders import Encoder
+from negchain.encoders import Encoder, timm_arguments
 from negchain.files import replacing
 from negchain.train.config import ConfigError, TrainConfig
 from negchain.train.loggers import for_others
@@ -50,8 +50,6 @@ def export_encoder(
         form: one of `FORMATS`.
     """
     choose("--format", form, FORMATS)
-    if not isinstance(encoder, Encoder):
-        raise ConfigError("only encoders of images are exported, and this run's is another task's")
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"--out {folder} is not empty; name a new folder")
     recipe = augmentation(config.recipe, size=encoder.encoder_config["image_size"])
@@ -131,17 +129,14 @@ def _torchvision(encoder: Encoder) -> tuple[dict[str, Tensor], str]:
 
 def _timm(encoder: Encoder) -> tuple[dict[str, Tensor], str]:
     described = encoder.encoder_config
-    name, channels = described["name"], described["channels"]
+    name = described["name"]
     if name == "small-cnn":
         raise ConfigError("timm has no small-cnn; use --format onnx or safetensors")
     if name in _RESNETS:
         create = f"timm.create_model({name!r}, num_classes={_RESNETS[name]}"
         norms = {"none": "nn.Identity", "group": "timm.layers.GroupNorm"}
         return _resnet(encoder), _resnet_code(encoder, create, norms, "import timm")
-    arguments: dict[str, Any] = {"num_classes": 0, "in_chans": channels}
-    published = timm.get_pretrained_cfg(name)
-    if published is not None and published.fixed_input_size:  # as in build_encoder
-        arguments["img_size"] = described["image_size"]
+    arguments = timm_arguments(described)
     weights = _weights(encoder.backbone)
     if timm.create_model(name, **arguments).state_dict().keys() != weights.keys():
         raise ConfigError(

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from negchain import tasks
-from negchain.encoders import Encoder
+from negchain.encoders import Encoder, timm_arguments
 from negchain.files import open_plain
 from negchain.train import checkpoint
 from negchain.train.config import ConfigError
@@ -120,16 +120,12 @@ def _matching(own: Mapping[str, Tensor], weights: Mapping[str, Any], prefix: str
 
 
 def _from_timm(encoder: Encoder) -> dict[str, Any]:
-    described = encoder.encoder_config
-    name = described["name"]
-    arguments: dict[str, Any] = {"num_classes": 0, "in_chans": described["channels"]}
+    name = encoder.encoder_config["name"]
     published = timm.get_pretrained_cfg(name)
     if published is None or not published.has_weights:
         raise ConfigError(f"timm has no weights for {name!r}; leave out --pretrained")
-    if published.fixed_input_size:
-        arguments["img_size"] = described["image_size"]
     try:
-        model = timm.create_model(name, pretrained=True, **arguments)
+        model = timm.create_model(name, pretrained=True, **timm_arguments(encoder.encoder_config))
     except Exception as error:  # no network, mostly; each library in between has errors of its own
         reason = str(error).split("\n")[0]
         raise ConfigError(
