@@ -38,13 +38,13 @@ class Pictures:
     """1 or 3."""
 
     @classmethod
-    def pack(cls, pictures: Sequence[Tensor], channels: int = 3) -> Pictures:
-        """Copy pictures [C,h,w] into one buffer; `channels` is that of an empty sequence."""
+    def pack(cls, pictures: Sequence[Tensor]) -> Pictures:
+        """Copy pictures [C,h,w] into one buffer; none count as RGB."""
         sizes = torch.tensor([p.shape[1:] for p in pictures], dtype=torch.int32).view(-1, 2)
         ends = torch.tensor([p.numel() for p in pictures], dtype=torch.int64).cumsum(0)
         offsets = torch.cat([ends.new_zeros(1), ends[:-1]]) if pictures else ends
         flat = [p.flatten() for p in pictures] or [torch.empty(0, dtype=torch.uint8)]
-        return cls(torch.cat(flat), offsets, sizes, len(pictures[0]) if pictures else channels)
+        return cls(torch.cat(flat), offsets, sizes, len(pictures[0]) if pictures else 3)
 
     @classmethod
     def of(cls, images: Tensor) -> Pictures:
@@ -56,7 +56,6 @@ class Pictures:
         return cls(flat, offsets.to(flat.device), sizes.to(flat.device), channels)
 
     def __len__(self) -> int:
-        """N."""
         return len(self.offsets)
 
     def __getitem__(self, positions: Tensor | slice) -> Pictures:

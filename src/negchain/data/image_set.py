@@ -65,7 +65,6 @@ class ImageSet:
         assert self.labels is None or self.labels.shape == (len(self.names),)
 
     def __len__(self) -> int:
-        """M."""
         return len(self.names)
 
     @property

@@ -40,7 +40,6 @@ class Indexed(Dataset[tuple[Any, ...]]):
         self.dataset = dataset
 
     def __len__(self) -> int:
-        """Number of samples."""
         return len(self.dataset)
 
     def __getitem__(self, position: int) -> tuple[Any, ...]:

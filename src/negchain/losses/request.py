@@ -85,7 +85,6 @@ class Request:
     index: Tensor  # [B]
     turn: int  # number of the call it is for
     parts: list[Part] = field(default_factory=list)
-    given: bool = False  # made with the batch's embeddings
     augmentation: tuple[Tensor, Tensor] | None = None  # [B] each, of stored ones
 
     @property

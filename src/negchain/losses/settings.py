@@ -33,7 +33,6 @@ class MH:
     """Count every c-th state only (for large batches): at stationarity only the variance grows."""
 
     def __post_init__(self) -> None:
-        """Refuse what is out of range."""
         if not (0 <= self.burn_in < 1 or self.burn_in == int(self.burn_in) >= 1):
             raise ValueError(
                 f"burn_in must be a share in [0, 1) or a whole number of steps, got {self.burn_in}"
@@ -54,7 +53,6 @@ class ISIR:
     """One column of every c speaks for all c: more variance, the same mean given the batch."""
 
     def __post_init__(self) -> None:
-        """Refuse what is out of range."""
         _check_count_every(self.count_every)
 
 
@@ -73,7 +71,6 @@ class InBatch:
     """Shared views: copies of every item a row is offered, 1 (one of the two views) or 2 (both)."""
 
     def __post_init__(self) -> None:
-        """Refuse what is out of range."""
         if self.copies not in (1, 2):
             raise ValueError(f"copies must be 1 or 2 (the two views of an item), got {self.copies}")
 
@@ -93,7 +90,6 @@ class Uniform:
     """Instead of the batch (Algorithm 1 to the letter), not beside it."""
 
     def __post_init__(self) -> None:
-        """Refuse what is out of range."""
         _check_num(self.num)
 
 
@@ -124,7 +120,6 @@ class Informed:
     """Each row draws for itself; else all rows share all draws."""
 
     def __post_init__(self) -> None:
-        """Refuse what is out of range."""
         _check_num(self.num)
         if not 0 <= self.share < 1:
             raise ValueError(

@@ -248,11 +248,9 @@ class Tables(nn.ModuleList):
         super().__init__(StaleTable(size, dim, ranks) for _ in range(count))
 
     def __iter__(self) -> Iterator[StaleTable]:  # type: ignore[override]
-        """The tables, side by side."""
         return super().__iter__()  # type: ignore[return-value]
 
     def __getitem__(self, side: int) -> StaleTable:  # type: ignore[override]
-        """The table of a side."""
         return super().__getitem__(side)  # type: ignore[return-value]
 
     def keep_as(self, dtype: torch.dtype) -> None:

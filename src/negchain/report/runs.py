@@ -47,7 +47,6 @@ class Curve:
     values: FloatArray
 
     def __len__(self) -> int:
-        """Number of points."""
         return len(self.values)
 
 

@@ -137,8 +137,8 @@ def timed(rows: list[Row]) -> list[Row]:
     return [row for row in found if methods[row["job"]["setting"]] > 1]
 
 
-def reached(rows: list[Row], target: float, measure: str = "probe") -> float | None:
-    """Mean over seeds of the seconds after which a target is reached, on straight lines between
+def reached(rows: list[Row], target: float) -> float | None:
+    """Mean over seeds of the seconds until the probe reaches a target, on straight lines between
     measurements; None if a seed never reaches it.
 
     Example:
@@ -148,12 +148,12 @@ def reached(rows: list[Row], target: float, measure: str = "probe") -> float | N
     """
     seconds = []
     for row in rows:
-        at = next((i for i, p in enumerate(row["curve"]) if p[measure] >= target), None)
+        at = next((i for i, p in enumerate(row["curve"]) if p["probe"] >= target), None)
         if at is None:
             return None
         after, before = row["curve"][at], row["curve"][max(at - 1, 0)]
-        rise = after[measure] - before[measure]
-        share = (target - before[measure]) / rise if rise else 0.0
+        rise = after["probe"] - before["probe"]
+        share = (target - before["probe"]) / rise if rise else 0.0
         seconds.append(before["seconds"] + share * (after["seconds"] - before["seconds"]))
     return statistics.fmean(seconds) if seconds else None
 

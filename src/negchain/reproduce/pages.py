@@ -151,9 +151,9 @@ def plot_curves(
     axes.fill_between(at, low, high, color=tint, alpha=0.15)
 
 
-def panels(count: int, width: float = 3.4, height: float = 2.8) -> tuple[Figure, list[Any]]:
+def panels(count: int, width: float = 3.4) -> tuple[Figure, list[Any]]:
     """A figure with some axes in a row."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width * count, height), layout="constrained")
+    figure = Figure(figsize=(width * count, 2.8), layout="constrained")
     return figure, list(figure.subplots(1, count, squeeze=False)[0])

@@ -16,7 +16,6 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +38,6 @@ METHODS = (*reproduced(), FULL)
 OPTIONS = {"burn_in": 3, "augmentations": 2, "gamma": 0.9, "refresh": 0.1}  # the paper's P and rho
 COLLAPSED = 0.01  # variance of unit embeddings
 CHUNK = 250  # views encoded at a time for exact gradients
-Measure = Callable[[nn.Module, Tensor, float], Row]  # of an encoder, stored views and beta
-
 
 SETTINGS = {"paper": (5.0, 1e-3), "larger": (5.0, 1e-2), "sharp": (14.28, 1e-2)}  # β, step size
 FLOORS = 2  # seeds of full-gradient descent, which encodes everything at every step
@@ -113,7 +110,7 @@ def exact(encoder: nn.Module, views: Tensor, beta: float) -> Row:
     }
 
 
-def work(job: Row, deadline: float, measure: Measure | None = None) -> Row:
+def work(job: Row, deadline: float) -> Row:
     """One run of SGD, measured at 16 steps spread evenly over the logarithm."""
     device = torch.device("cuda" if job["encoder"] == "resnet18" else "cpu")
     torch.manual_seed(job["seed"])
@@ -143,7 +140,7 @@ def work(job: Row, deadline: float, measure: Measure | None = None) -> Row:
     for step in range(steps + 1):
         late = time.time() > deadline
         if step in measured or late or full:
-            numbers = (measure or exact)(encoder, views, job["beta"])
+            numbers = exact(encoder, views, job["beta"])
             if step in measured or late:
                 curve.append({"step": step, **numbers})
         if step == steps or late:

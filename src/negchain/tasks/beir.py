@@ -42,7 +42,6 @@ class Queries:
     relevant: list[Graded]
 
     def __len__(self) -> int:
-        """How many."""
         return len(self.ids)
 
     def take(self, places: list[int]) -> Queries:

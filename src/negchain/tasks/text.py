@@ -253,7 +253,6 @@ class Texts:
                 encoder(self.tokens(hardest(self.lengths, largest), model.device))
 
     def __len__(self) -> int:
-        """N."""
         return len(self.rows)
 
     def tokens(self, places: Tensor, device: torch.device) -> Tokens:  # [R] -> ids, mask [R, T]

@@ -217,7 +217,6 @@ class RunFolder:
                 self._lock.close()
 
     def __enter__(self) -> Self:
-        """Return the folder itself."""
         return self
 
     def __exit__(

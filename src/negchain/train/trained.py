@@ -47,21 +47,6 @@ class Found:
     classes: tuple[str, ...] = ()
     skipped: tuple[tuple[str, str], ...] = ()
 
-    @property
-    def names(self) -> list[str]:
-        """One per image, part after part."""
-        return [name for part in self.parts for name in part.names]
-
-    @property
-    def class_names(self) -> list[str]:
-        """One per image; "" where it has no label."""
-        labels = [
-            label
-            for part in self.parts
-            for label in ([-1] * len(part) if part.labels is None else part.labels.tolist())
-        ]
-        return ["" if label < 0 else self.classes[label] for label in labels]
-
     def picture(self, position: int) -> Tensor:
         """The image at a position, uint8 [C,S,S]."""
         for part in self.parts:
@@ -73,7 +58,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Embeddings:
-    """Features [N,F] float32 with the file and class name of each; `save` writes them."""
+    """Features [N,F] float32 with file and class name ("": none) of each; `save` writes them."""
 
     names: list[str]
     class_names: list[str]
@@ -186,8 +171,13 @@ class Trained:
 
     def embed_found(self, found: Found) -> Embeddings:
         """Features of images that `read` found."""
+        names, classes = list[str](), list[str]()
+        for part in found.parts:
+            labels = [-1] * len(part) if part.labels is None else part.labels.tolist()
+            names += part.names
+            classes += ["" if label < 0 else found.classes[label] for label in labels]
         features = torch.cat([self._features(part) for part in found.parts])
-        return Embeddings(found.names, found.class_names, features)
+        return Embeddings(names, classes, features)
 
     def read(self, what: Paths) -> Found:
         """The images of a file, a folder, a data set, a .txt with a path per line, or a list."""
