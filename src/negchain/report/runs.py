@@ -142,18 +142,15 @@ class Run:
 
     @cached_property
     def _curves(self) -> dict[str, Curve]:
-        keys = {key for line in self.metrics for key in line}
-        return {key: self._read_curve(key) for key in keys}
-
-    def _read_curve(self, key: str) -> Curve:
-        rows = [line for line in self.metrics if key in line and "samples" in line]
-        columns = [[line.get(k, math.nan) for line in rows] for k in ("samples", "seconds", key)]
-        return Curve(*(np.array(column, dtype=np.float64) for column in columns))
+        return {}
 
     def curve(self, key: str) -> Curve:
         """The finite values of one metric, in order of samples seen (empty if never recorded)."""
-        empty = np.empty(0)
-        return self._curves.get(key, Curve(empty, empty, empty))
+        if key not in self._curves:
+            rows = [line for line in self.metrics if key in line and "samples" in line]
+            columns = [[r.get(k, math.nan) for r in rows] for k in ("samples", "seconds", key)]
+            self._curves[key] = Curve(*(np.array(c, dtype=np.float64) for c in columns))
+        return self._curves[key]
 
     def final(self, key: str) -> float | None:
         """The summary's number; without one, the last recorded (for throughput, the median)."""
