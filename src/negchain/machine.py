@@ -7,9 +7,13 @@ import platform
 import re
 import shutil
 import subprocess
+from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 
 import torch
+
+PACKAGES = ("negchain", "torch", "torchvision", "timm", "triton", "numpy", "scikit-learn")
 
 
 def hardware(device: torch.device) -> str:
@@ -20,6 +24,15 @@ def hardware(device: torch.device) -> str:
     name = named[1].strip() if named else platform.processor() or platform.machine()
     cpu = f"{os.cpu_count()} cores of {name}, {torch.get_num_threads()} threads"
     return f"{torch.cuda.get_device_name()}, {cpu}" if device.type == "cuda" else cpu
+
+
+def versions() -> dict[str, str]:
+    """Of Python, and of the packages that decide what a run computes and how fast."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
 def commit() -> str:

@@ -17,10 +17,7 @@ from pathlib import Path
 import torch
 
 from negchain.files import replacing
-from negchain.machine import commit, hardware
-from negchain.train.run_folder import versions
-
-PACKAGES = ("negchain", "torch", "torchvision", "triton", "numpy")
+from negchain.machine import commit, hardware, versions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +157,7 @@ class Record:
     @classmethod
     def new(cls, device: torch.device, command: str, seed: int, quick: bool) -> Record:
         """An empty record of this machine, today."""
-        used = {**versions(PACKAGES), "cuda": torch.version.cuda or "none"}
+        used = {**versions(), "cuda": torch.version.cuda or "none"}
         date = time.strftime("%Y-%m-%d")
         return cls(date, command, hardware(device), used, commit(), seed, quick)
 

@@ -26,18 +26,16 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from negchain.machine import commit, hardware
+from negchain.machine import commit, hardware, versions
 from negchain.methods import METHODS
 from negchain.reproduce import load
 from negchain.train.presets import ConfigError, choose
-from negchain.train.run_folder import versions
 from negchain.train.sharing import shared_gpu
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Row = dict[str, Any]
-PACKAGES = ("negchain", "torch", "torchvision", "timm", "numpy", "scikit-learn")
 CONTEXT: Any = multiprocessing.get_context("spawn")
 FULL = "full gradient"  # instead of a method: the exact gradient
 GRACE = 30.0  # seconds after the deadline in which runs may hand over what they have
@@ -240,7 +238,7 @@ def provenance(options: Options) -> Row:
         "command": " ".join([named, *sys.argv[1:]]),
         "commit": commit(),
         "hardware": hardware(torch.device("cuda" if options.on_gpu() else "cpu")),
-        "versions": versions(PACKAGES),
+        "versions": versions(),
     }
 
 

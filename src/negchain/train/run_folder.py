@@ -15,12 +15,10 @@ to the step from which the run continues, so a resumed run's metrics equal an un
 
 import contextlib
 import fcntl
-import importlib.metadata
 import itertools
 import json
 import math
 import os
-import platform
 import re
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -352,12 +350,3 @@ def check_writable(path: Path) -> None:
             raise NotADirectoryError("it is no folder")
         with tempfile.TemporaryFile(dir=there):
             pass
-
-
-def versions(packages: tuple[str, ...]) -> dict[str, str]:
-    """Python's version, and those of the packages that are installed, for a record."""
-    found = {"python": platform.python_version()}
-    for name in packages:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found

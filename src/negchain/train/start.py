@@ -11,21 +11,13 @@ from typing import Any
 from torch import Tensor
 
 from negchain import tasks
-from negchain.machine import commit, hardware
+from negchain.machine import commit, hardware, versions
 from negchain.tasks.task import Task
 from negchain.train import loggers, trainer
 from negchain.train.config import TrainConfig
 from negchain.train.device import choose_device
-from negchain.train.run_folder import (
-    RunFolder,
-    check_writable,
-    default_out,
-    refuse_taken,
-    versions,
-)
+from negchain.train.run_folder import RunFolder, check_writable, default_out, refuse_taken
 from negchain.train.team import here
-
-PACKAGES = ("negchain", "torch", "torchvision", "timm", "triton", "numpy", "scikit-learn")
 
 
 def start(
@@ -78,7 +70,7 @@ def record(task: Task) -> dict[str, Any]:
     }
     return {
         **asdict(task.config),
-        "versions": versions(PACKAGES),
+        "versions": versions(),
         "hardware": hardware(choose_device(task.config.device)),
         "commit": commit(),
         "data_info": data,
