@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,13 +11,13 @@ from typing import Any
 
 import torch
 
+from negchain.bench.runs import prepared as vanishing
 from negchain.methods import METHODS, LossSettings, register
 from negchain.optim import set_lr
 from negchain.reproduce.common import Row
-from negchain.tasks.images import ImageTask, load_images
+from negchain.tasks.images import load_images
 from negchain.train import trainer
 from negchain.train.resolve import for_method, resolve
-from negchain.train.run_folder import RunFolder
 
 VARIANT = "emc2-variant"
 POINTS = (0.125, 0.25, 0.5, 0.75, 1.0)  # of a run, where it is evaluated
@@ -91,15 +90,10 @@ def prepared(job: Row) -> Iterator[tuple[Any, bool]]:
         if torch.cuda.is_available():
             torch.compiler.reset()  # else the compiler takes each run's encoder for a variant
             torch.cuda.reset_peak_memory_stats()
-        with tempfile.TemporaryDirectory() as folder:
-            task = ImageTask(config, _loaded[key])
-            run = trainer.prepare(
-                task, lambda: RunFolder.create(Path(folder) / "run", config="{}\n")
-            )
+        with vanishing(config, _loaded[key]) as run:
             graph = config.graph and run.device.type == "cuda" and run.step.try_capture()
             run.step.fill()
-            with run.folder:
-                yield run, graph
+            yield run, graph
     finally:
         METHODS.pop(VARIANT, None)
 
