@@ -64,3 +64,19 @@ def test_a_page_shows_what_validation_chose(
             assert abs(float(cell) - mean(tests)) < 6e-4, (title, batch, mean(tests))
             shown += 1
     assert shown == cells
+
+
+def test_the_page_shows_what_equal_time_gives() -> None:
+    text = (ROOT / "records/2026-11-16_scifact_h200/time.jsonl").read_text(encoding="utf-8")
+    rows = [json.loads(line) for line in text.splitlines()]
+    head = "| test nDCG@10, in the time of `informed` | b = 16 | b = 64 |"
+    page = (ROOT / "docs/retrieval.md").read_text(encoding="utf-8").split(head)[1]
+    lines = page.split("\n\n")[0].splitlines()[2:]
+    assert len(lines) == len(SCIFACT)
+    for line in lines:
+        title, *told = [cell.strip() for cell in line.strip("|").split("|")]
+        (method,) = (name for words, name in SCIFACT.items() if words in title)
+        for batch, cell in zip((16, 64), told, strict=True):
+            own = [r["test"] for r in rows if (r["method"], r["batch"]) == (method, batch)]
+            assert len(own) == (0 if cell == "–" else 5), (title, batch)
+            assert cell == "–" or abs(float(cell) - mean(own)) < 6e-4, (title, batch, mean(own))
