@@ -136,7 +136,8 @@ def table(label: str, rows: list[Row]) -> str:
     """Last measurements of every setting, length and method, mean and deviation over seeds."""
     lines, ended = [], [row for row in rows if row.get("complete", True)]
     cases = [(r["job"]["setting"], r["config"]["epochs"], r["job"][label]) for r in ended]
-    for case in dict.fromkeys(cases):
+    settings = distinct(ended, "setting")
+    for case in dict.fromkeys(sorted(cases, key=lambda case: (settings.index(case[0]), case[1]))):
         setting, epochs, name = case
         last = [r["curve"][-1] for r, its in zip(ended, cases, strict=True) if its == case]
         collapsed = sum(point["embedding_variance"] < 0.05 for point in last)
@@ -147,22 +148,33 @@ def table(label: str, rows: list[Row]) -> str:
     return pages.markdown([*heads, "collapsed"], lines)
 
 
+def by_case(rows: list[Row]) -> dict[str, list[Row]]:
+    """Runs by setting and number of epochs."""
+    found = dict[str, list[Row]]()
+    for row in rows:
+        case = f"{row['job']['setting']}, {row['config']['epochs']} epochs"
+        found.setdefault(case, []).append(row)
+    return found
+
+
 def figure(label: str, rows: list[Row], measure: str, against: str = "samples") -> Any:
-    """A panel per setting, a line per method: accuracy against samples seen or seconds."""
-    settings = distinct(rows, "setting")
-    many = label == "augmentations"  # lines: their names stand beside the panels
-    drawn, axes = pages.panels(len(settings), 5.5 if many else 3.4)
-    for axis, setting in zip(axes, settings, strict=True):
-        for number, name in enumerate(distinct(where(rows, setting=setting), label)):
-            found = where(rows, setting=setting, **{label: name})
+    """A panel per setting and length, a line per method: accuracy against samples or seconds."""
+    cases = by_case(rows)
+    many = label == "augmentations"  # a line for every number of them
+    drawn, axes = pages.panels(len(cases))
+    for axis, (case, own) in zip(axes, cases.items(), strict=True):
+        for number, name in enumerate(distinct(own, label)):
+            found = where(own, **{label: name})
             job = found[0]["job"]
             tint = f"C{number}" if label == "burn-in" else colour(job["method"])
             style = STORED[job["settings"]["augmentations"]] if many else "-"
             pages.plot_curves(axis, found, against, measure, title_of(str(name)), tint, style)
-        axis.set(title=setting, xlabel=AXES[against])
-    axes[0].set_ylabel(AXES[measure])
-    beside = {"loc": "upper left", "bbox_to_anchor": (1, 1), "ncols": 2} if many else {}
-    axes[-1].legend(fontsize=7, **beside)
+        axis.set(title=case, xlabel=AXES[against])
+        axis.set_ylabel(AXES[measure])
+    named = dict[str, Any]()
+    for axis in axes:
+        named |= {text: line for line, text in zip(*axis.get_legend_handles_labels(), strict=True)}
+    drawn.legend(named.values(), named, fontsize=7, loc="outside lower center", ncols=4)
     return drawn
 
 

@@ -16,7 +16,6 @@ time
 from __future__ import annotations
 
 import statistics
-from collections import Counter
 from typing import Any
 
 import torch
@@ -133,8 +132,8 @@ def timed(rows: list[Row]) -> list[Row]:
         if ms is not None:
             curve = [{**p, "seconds": p["step"] * ms / 1e3} for p in row["curve"]]
             found.append({**row, "curve": curve})
-    methods = Counter(setting for setting, _ in distinct(found, "setting", "method"))
-    return [row for row in found if methods[row["job"]["setting"]] > 1]
+    several = [own for own in accuracy.by_case(found).values() if len(distinct(own, "method")) > 1]
+    return [row for own in several for row in own]
 
 
 def reached(rows: list[Row], target: float) -> float | None:
@@ -161,8 +160,7 @@ def reached(rows: list[Row], target: float) -> float | None:
 def time_table(rows: list[Row]) -> str:
     """Seconds until the accuracy that the slowest of EMC², SimCLR and SogCLR reaches in the end."""
     lines, runs = [], timed(rows)
-    for setting in distinct(runs, "setting"):
-        here = where(runs, setting=setting)
+    for case, here in accuracy.by_case(runs).items():
         of = {method: where(here, method=method) for method in distinct(here, "method")}
         main = [row for method in reproduced(small=False) for row in of.get(method, [])]
         if not main:
@@ -173,7 +171,7 @@ def time_table(rows: list[Row]) -> str:
             seconds = reached(found, target)
             ratio = f"{seconds / ours:.2f}" if seconds and ours else "–"
             shown = "not reached" if seconds is None else f"{seconds:.1f}"
-            lines.append([setting, f"{target:.3f}", title_of(method), shown, ratio])
+            lines.append([case, f"{target:.3f}", title_of(method), shown, ratio])
     heads = ["setting", "probe accuracy", "method", "seconds until then", "against EMC²"]
     return pages.markdown(heads, lines) if lines else ""
 

@@ -152,8 +152,13 @@ def plot_curves(
 
 
 def panels(count: int, width: float = 3.4) -> tuple[Figure, list[Any]]:
-    """A figure with some axes in a row."""
+    """A figure with some axes, at most three in a row."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width * count, 2.8), layout="constrained")
-    return figure, list(figure.subplots(1, count, squeeze=False)[0])
+    across = min(count, 3)
+    down = -(-count // across)
+    figure = Figure(figsize=(width * across, 2.8 * down), layout="constrained")
+    axes = list(figure.subplots(down, across, squeeze=False).flat)
+    for unused in axes[count:]:
+        unused.remove()
+    return figure, axes[:count]
