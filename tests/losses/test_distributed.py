@@ -23,6 +23,7 @@ from negchain import (
     Chunked,
     DCLLoss,
     EMC2Loss,
+    ImportanceLoss,
     Informed,
     NegativeCacheLoss,
     Uniform,
@@ -184,6 +185,20 @@ def local_pools(rank: int, world: int) -> dict[str, Any]:
     return found
 
 
+class Columns(ImportanceLoss):
+    def weigh(self, logits: Tensor, ids: Tensor) -> tuple[Tensor, None]:
+        self.count = logits.shape[1]
+        return super().weigh(logits, ids)
+
+
+def columns_of_repeats(rank: int, world: int) -> int:
+    """Draws of a step in which sample 7 is on both ranks."""
+    net, items = under_test.data(1)
+    loss_fn = Columns(M, proposals=Uniform(alone=True))
+    under_test.run(loss_fn, net, items, torch.tensor([[3, 7, 7], [7, 5]][rank]))
+    return loss_fn.count
+
+
 def refusals(rank: int, world: int) -> dict[str, str]:
     """What ranks say that were called wrongly, one of them or all; none may wait for ever."""
     net, items = under_test.data(1)
@@ -225,6 +240,7 @@ def one_rank(rank: int, world: int, folder: str) -> None:
     if world == 2:
         made |= {"plants": plants(rank, world), "wrapped": wrapped(rank, world)}
         made |= {"local": local_pools(rank, world), "refusals": refusals(rank, world)}
+        made |= {"columns": columns_of_repeats(rank, world)}
     else:
         made |= {"others": others(rank, world)}
     torch.save(made, f"{folder}/rank{rank}.pt")
@@ -333,6 +349,11 @@ def test_a_local_pool_is_the_loss_of_its_batch(found: dict[int, Any]) -> None:
     mean = {n: (values[0][n] + values[1][n]) / 2 for n in values[0] if isinstance(n, int)}
     told = found[2][0]["local"]["mh-shared-negatives"][0]
     same([{n: told[n] for n in mean}], [mean])
+
+
+def test_a_sample_on_two_ranks_draws_once(found: dict[int, Any]) -> None:
+    """Its draws are the same on both: offered twice, p = 0.85 of a chain's state became 0.76."""
+    assert [found[2][rank]["columns"] for rank in range(2)] == [4, 4]
 
 
 def test_refusals_reach_every_rank(found: dict[int, Any]) -> None:

@@ -60,15 +60,21 @@ def with_draw(side: Side, draw: Draw, drawn: Tensor, num_ids: int | None, normal
 def uniform_ids(index: Tensor, num: int | None, num_ids: int, key: Key) -> Tensor:  # [num or B]
     """Uniform draws: `num`, or one per sample of a batch, which every rank makes for its own."""
     seed, step, side = key
-    rows, count = index.new_zeros(1), num or 1
-    if num is None:  # by sample; one that a batch holds twice draws twice, or draws were no longer
-        order = torch.argsort(index, stable=True)  # independent and chains left their target
-        at = torch.arange(len(index), device=index.device)
-        before = at - torch.searchsorted(index[order], index[order])
-        rows = index + 1_000_003 * torch.empty_like(index).index_copy_(0, order, before)
+    rows, count = (sample_rows(index), 1) if num is None else (index.new_zeros(1), num)
     stream = draws.STREAM_PROPOSE + 16 * side
     u = draws.uniform(seed, step, stream, rows, count, torch.float64).flatten()
     return draws.integers_below(torch.full_like(u, num_ids, dtype=torch.int64), u)
+
+
+def sample_rows(index: Tensor) -> Tensor:  # [B] -> [B]
+    """Rows of draws by sample; one that a batch holds twice draws twice.
+
+    Otherwise draws were no longer independent, and chains left their target.
+    """
+    order = torch.argsort(index, stable=True)
+    at = torch.arange(len(index), device=index.device)
+    before = at - torch.searchsorted(index[order], index[order])
+    return index + 1_000_003 * torch.empty_like(index).index_copy_(0, order, before)
 
 
 def drawn_for(

@@ -30,9 +30,9 @@ from torch import Tensor
 
 from negchain.losses.agreement import Own, agreed, is_drawn, parts_of
 from negchain.losses.batch import Call, as_ids
-from negchain.losses.columns import drawn_for
+from negchain.losses.columns import drawn_for, sample_rows
 from negchain.losses.request import Part, Request, check_requests
-from negchain.pool import Draw, write_rows
+from negchain.pool import Draw, first_writer, write_rows
 
 if TYPE_CHECKING:
     from negchain.losses.base import ContrastiveLoss
@@ -203,7 +203,10 @@ def gathered(
     answers = [replace(request, index=found["index"][0], parts=[]) for request in requests]
     for at, part in parts_of(requests):
         place = answers[int(at.split(".")[0])]
-        place.parts.append(_whole_part(part, found.get(at), z_of[at].flatten(0, 1)))
+        whole = _whole_part(part, found.get(at), z_of[at].flatten(0, 1))
+        if part.purpose == "draw" and part.per_row and ranks.loss_fn.gather != "even":
+            whole = _drawn_once(whole, torch.split(found["index"][0], sizes))
+        place.parts.append(whole)
     return (
         replace(
             call,
@@ -231,6 +234,17 @@ def _whole_part(part: Part, ids: Tensor | None, z: Tensor) -> Part:
         draw = Draw(ids.flatten(), draw.log_q)
     want = part.want._replace(ids=ids.flatten())
     return replace(part, want=want, draw=draw, embeddings=z[: ids.numel()])
+
+
+def _drawn_once(part: Part, index: Sequence[Tensor]) -> Part:
+    """Draws by sample, given every rank's samples: what two ranks have drawn alike counts once."""
+    assert part.embeddings is not None
+    rows = torch.cat([sample_rows(own) for own in index])
+    first = first_writer(rows, torch.ones_like(rows, dtype=torch.bool))
+    new = first == torch.arange(len(rows), device=rows.device)
+    ids = part.want.ids[new]
+    want, z = part.want._replace(ids=ids), part.embeddings[new]
+    return replace(part, want=want, draw=Draw(ids), embeddings=z)
 
 
 # ---------------------------------------------------------------------- pools of their own
