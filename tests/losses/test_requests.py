@@ -141,17 +141,18 @@ def test_a_request_for_other_augmentations_is_refused() -> None:
     assert torch.isfinite(loss_fn(z[:5], z[5:10], INDEX, request, augmentation=which))
 
 
+@pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("views", ["shared", "paired"])
-def test_a_chain_that_moved_since_is_refused(views) -> None:
+def test_a_chain_that_moved_since_is_refused(views, ahead) -> None:
     """Asked before another visit of the same items: the negatives encoded are not those held."""
     loss_fn = EMC2Loss(M, 5.0, views=views, symmetric=views == "shared")
-    early, z = answered(loss_fn), table_of()[INDEX]
+    early, z = answered(loss_fn, ahead=ahead), table_of()[INDEX]
     held = loss_fn.held(INDEX)[0]
     loss_fn(z, z, INDEX, answered(loss_fn))
     assert not torch.equal(held, loss_fn.held(INDEX)[0])
     refused("have moved", loss_fn, early)
     other = torch.tensor([1, 2, 4, 5, 6])  # visited by nobody meanwhile: what was asked still holds
-    early, z = answered(loss_fn, other), table_of()[other]
+    early, z = answered(loss_fn, other, ahead), table_of()[other]
     mine = table_of()[INDEX]
     loss_fn(mine, mine, INDEX, answered(loss_fn))
     assert torch.isfinite(loss_fn(z, z, other, early))

@@ -185,7 +185,7 @@ class ContrastiveLoss(Reporting):
                     parts = self._parts_given(call, step)
         if ranks is not None:
             parts = [distributed.share_out(part, ranks) for part in parts]
-        return Request(self, index, self._turn + ahead, parts, augmentation)
+        return Request(self, index, self._turn + ahead, parts, augmentation, ahead)
 
     def _parts(
         self, index: Tensor, augmentation: tuple[Tensor, Tensor] | None, step: Tensor

@@ -200,7 +200,7 @@ class EMC2Loss(ContrastiveLoss):
         """Refuse carried states that were asked for before another visit moved their chains."""
         for request in requests:
             asked = [part for part in request.parts if part.purpose == "carried"]
-            if not asked or request.turn == self._turn:
+            if not asked or request.turn - request.ahead == self._turn:
                 continue
             held = self._asked(request.index, call.augmentation)
             for part, now in zip(asked, held, strict=True):

@@ -86,6 +86,7 @@ class Request:
     turn: int  # number of the call it is for
     parts: list[Part] = field(default_factory=list)
     augmentation: tuple[Tensor, Tensor] | None = None  # [B] each, of stored ones
+    ahead: int = 0  # calls between its making and the one it is for
 
     @property
     def wants(self) -> tuple[Want, ...]:
