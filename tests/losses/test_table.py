@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import negchain.losses.table as module
-from negchain import EMC2Loss, Informed, NegativeCacheLoss
+from negchain import EMC2Loss, ImportanceLoss, Informed, NegativeCacheLoss
 from negchain.losses.table import StaleTable
 from negchain.pool import Side
 from oracles import unit
@@ -162,3 +162,24 @@ def test_a_round_of_refreshes() -> None:
         seen += want.ids.tolist()
         loss_fn(z[[1, 2]], z[[1, 2]], [1, 2], encode=lambda ids: z[ids])
     assert seen == [i % SIZE for i in range(60)]
+
+
+@pytest.mark.parametrize("per_row", [False, True])
+def test_draws_keep_the_q_they_were_made_with(per_row) -> None:
+    """Shared draws have q of every key; rows look theirs up, so a table written since is refused.
+
+    It was read as it stood at the call: a loss of 3.9 became 7.4.
+    """
+    z, index = unit(torch.randn(20, DIM, dtype=torch.float64)), torch.arange(5)
+    proposals = Informed(3, refresh=0.0, alone=True, per_row=per_row)
+    loss_fn = ImportanceLoss(20, BETA, proposals)
+    loss_fn.fill(lambda ids: z[ids])
+    first, second = loss_fn.request(index), loss_fn.request(index, z[index], z[index])
+    second.answer(z[second.ids])
+    value = loss_fn.eval()(z[index], z[index], index, first, second)
+    loss_fn.fill(lambda ids: z.flip(0)[ids])
+    if per_row:
+        with pytest.raises(ValueError, match="written to since .* ask again"):
+            loss_fn(z[index], z[index], index, first, second)
+    else:
+        assert torch.equal(loss_fn(z[index], z[index], index, first, second), value)

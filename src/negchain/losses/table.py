@@ -60,6 +60,7 @@ class StaleTable(Stateful):
     def __init__(self, size: int, dim: int | None, ranks: Ranks | None = None) -> None:
         super().__init__()
         self.size = size
+        self.writes = 0  # so far; draws whose q is looked up later belong to one number of them
         self.rows = Rows(size, ranks)
         embeddings = torch.zeros(self.rows.count, dim or 0)
         self.add_state("embeddings", embeddings, lazy=True, rows=self.rows)
@@ -162,8 +163,14 @@ class StaleTable(Stateful):
         drawn = self.rows.every(drawn).amax(0)
         drawn = torch.where(drawn < 0, self.size - 1, drawn)  # beyond the sum by rounding
         table, queries = self._rows(side.queries.shape[1]), side.queries.detach() * beta
+        writes = self.writes
 
         def log_q(ids: Tensor) -> Tensor:
+            if self.writes != writes:
+                raise ValueError(
+                    "the table has been written to since these draws were made, and no longer has "
+                    "their probabilities; ask again, request(index, z_a, z_b), before the call"
+                )
             flat = ids.reshape(len(queries), -1)
             keys = self.rows.values(table, flat).to(queries.dtype)
             stale = torch.einsum("nd,ncd->nc", queries, keys)
@@ -222,6 +229,7 @@ class StaleTable(Stateful):
     def write(self, ids: Tensor, embeddings: Tensor) -> None:
         """Remember embeddings [R, D] of keys, as they are; non-finite ones are left out."""
         rows = self._rows(embeddings.shape[1])
+        self.writes += 1
         if self.embeddings.shape[1] == 0:
             with torch.inference_mode(False):
                 self.embeddings = torch.zeros(rows.shape, device=rows.device, dtype=rows.dtype)
