@@ -16,6 +16,7 @@ from torch import Tensor
 
 import negchain.losses.columns as columns
 from negchain import DCLLoss, Draw, EMC2Loss, Given, ImportanceLoss, InBatch, SogCLRLoss, Uniform
+from oracles import unit
 
 ANCHORS, KEYS, DIM, BETA = 40, 80, 8, 5.0
 
@@ -282,3 +283,16 @@ def test_in_batch_losses_take_the_batch_as_it_is() -> None:
     value = corpus(queries[i], keys[i], i, key_index=i)
     assert value.item() == pytest.approx(plain(queries[i], keys[i], i).item(), abs=1e-6)
     assert "global_loss_low" not in corpus.info
+
+
+def test_given_counts_are_as_precise_as_the_embeddings() -> None:
+    """Their logarithm was taken in float32."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = unit(torch.randn(2, 4, 3, dtype=torch.float64, generator=generator))
+    counts, index = torch.tensor([3, 1, 2, 1, 1]), torch.arange(4)
+    more = {"views": "paired", "num_keys": 5, "key_counts": counts, "denominator": "negatives"}
+    value = ImportanceLoss(8, 2.0, InBatch(), **more)(q, k, index, key_index=index)
+    terms = (2 * q @ k.T).exp() / (counts[:4].double() / 7)
+    terms.fill_diagonal_(0)
+    exact = (terms.sum(1) / 3).log() - 2 * torch.linalg.vecdot(q, k)
+    assert abs(value - exact.mean()) < 1e-12

@@ -248,6 +248,8 @@ def test_a_draw_with_probabilities_needs_the_size_of_the_data_set() -> None:
 def test_large_batches_are_offered_the_batch_alone() -> None:
     with pytest.raises(TypeError, match="proposals"):
         LargeBatchEMC2Loss(M, proposals=Uniform())
+    with pytest.raises(ValueError, match="for a corpus .* use EMC2Loss"):
+        LargeBatchEMC2Loss(M, views="paired", num_keys=2 * M)
 
 
 @pytest.mark.parametrize(

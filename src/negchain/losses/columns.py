@@ -43,7 +43,7 @@ def with_draw(side: Side, draw: Draw, drawn: Tensor, num_ids: int | None, normal
         return dataclasses.replace(
             side,
             private_ids=ids.repeat(repeat, 1),
-            private_keys=drawn.view(*shape, -1).repeat(repeat, 1, 1),
+            private_keys=drawn.view(*shape, dim).repeat(repeat, 1, 1),
             kinds=kinds,
         )
     excluded = matches(side.items_of(ids), side.positive_ids, side.known)
@@ -178,7 +178,7 @@ def popularity(counts: Tensor, batch: Batch, num_samples: int | None, counting: 
     """
     kind = batch.both.dtype
     if not counting or num_samples is None:
-        log_q = (counts[:-1] / (counts[-1] - 1).clamp(min=1)).log().to(kind)
+        log_q = (counts[:-1].double() / (counts[-1] - 1).clamp(min=1)).log().to(kind)
         return lambda ids: log_q[ids]
     mine = torch.where(batch.valid, batch.key_index, -1).sort().values
     passes = (counts[-1].double() / num_samples).clamp(min=1)

@@ -60,6 +60,11 @@ class LargeBatchEMC2Loss(EMC2Loss):
         backend: Backend | Literal["fused"] = "auto",
         **shared: Unpack[Shared],
     ) -> None:
+        if shared.get("num_keys") is not None:
+            raise ValueError(
+                "LargeBatchEMC2Loss proposes the batch alone, which reaches only keys that are "
+                "somebody's positive; for a corpus (num_keys=) use EMC2Loss"
+            )
         super().__init__(
             num_samples, beta, kernel, proposals="batch", carried=carried, chain_file=chain_file,
             backend=backend, **shared,
