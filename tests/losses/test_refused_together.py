@@ -61,6 +61,15 @@ def local(rank: int, loss_fn: Any, spoil: float = 1.0, shift: int = 0, answers: 
     loss_fn(z() * spoil, z(), index, encode=lambda ids: encode(ids) * answers)
 
 
+def moved(rank: int) -> None:
+    """Chains of rank 1 move between its request and its call."""
+    loss_fn = EMC2Loss(M, gather=False)
+    early = loss_fn.request(positions(1 if rank else 3)).encode(encode)
+    for _ in range(3):
+        loss_fn(z(), z(), positions(rank), encode=encode)
+    loss_fn(z(), z(), early.index, early)
+
+
 NAN, ONE = float("nan"), torch.ones(1, dtype=torch.int64)
 THREE, TWO = Draw(torch.zeros(8, 3, dtype=torch.int64)), Draw(torch.zeros(8, 2, dtype=torch.int64))
 WRONG: dict[str, Callable[[int], Any]] = {
@@ -99,6 +108,7 @@ WRONG: dict[str, Callable[[int], Any]] = {
     "local average": lambda r: local(r, SogCLRLoss(M, gather=False), NAN),
     "local table": lambda r: local(r, NegativeCacheLoss(M, gather=False), shift=M),
     "local informed": lambda r: local(r, EMC2Loss(M, proposals=Informed(4), gather=False), NAN),
+    "local, moved since": moved,
     "local key": lambda r: corpus(r, positions(r) + 30, gather=False),
 }
 

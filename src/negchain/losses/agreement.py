@@ -18,7 +18,7 @@ from torch import Tensor
 
 from negchain.losses.batch import Call, Ids, as_ids, check_answer, check_shapes, check_width
 from negchain.losses.columns import check_draw, drawn_for
-from negchain.losses.request import Part, Request, check_requests
+from negchain.losses.request import Part, Request, check_held, check_requests
 
 if TYPE_CHECKING:
     from negchain.losses.distributed import Ranks
@@ -65,6 +65,7 @@ def _own(
             check_answer(z, call.z_a, loss_fn.normalize)
     if not ranks.join:
         loss_fn._checked(call)
+        check_held(loss_fn, loss_fn._turn, call, requests)
     return numbers, rows
 
 

@@ -27,7 +27,7 @@ from negchain.losses import fused
 from negchain.losses.base import ContrastiveLoss
 from negchain.losses.batch import Batch, Call, Ids, as_ids, check_answer
 from negchain.losses.chains import Carried, ChainTable, check_augmentations, stored_slots
-from negchain.losses.request import Part, Request, Want, answered, tower_of
+from negchain.losses.request import Part, Request, Want, answered, check_held, tower_of
 from negchain.losses.settings import (
     InBatch,
     Kernel,
@@ -184,7 +184,7 @@ class EMC2Loss(ContrastiveLoss):
         return (torch.cat(held),) if self.augmentations else held
 
     def _loss(self, call: Call, requests: Sequence[Request]) -> Tensor:
-        self._check_held(call, requests)
+        check_held(self, self._turn, call, requests)
         plain = call.known is None and call.augmentation is None
         if plain and self._fuses(call.z_a):
             return self._finish(*fused.emc2(self, call, requests))
@@ -195,19 +195,6 @@ class EMC2Loss(ContrastiveLoss):
             self._store(visit, requests)
             self.step += 1
         return self._finish(visit.total, visit.report)
-
-    def _check_held(self, call: Call, requests: Sequence[Request]) -> None:
-        """Refuse carried states that were asked for before another visit moved their chains."""
-        for request in requests:
-            asked = [part for part in request.parts if part.purpose == "carried"]
-            if not asked or request.turn - request.ahead == self._turn:
-                continue
-            held = self._asked(request.index, call.augmentation)
-            for part, now in zip(asked, held, strict=True):
-                if not torch.equal(part.want.ids, now):
-                    raise ValueError(
-                        "the chains of this batch have moved since its request was made; ask again"
-                    )
 
     def visit(self, call: Call, requests: Sequence[Request], items: slice = slice(None)) -> Visit:
         """Loss and arrivals of the rows of some items against all columns; changes no chain."""

@@ -210,6 +210,20 @@ def check_requests(owner: Any, turn: int, call: Call, requests: Sequence[Request
             )
 
 
+def check_held(owner: Any, turn: int, call: Call, requests: Sequence[Request]) -> None:
+    """Refuse carried states that were asked for before another visit moved their chains."""
+    for request in requests:
+        asked = [part for part in request.parts if part.purpose == "carried"]
+        if not asked or request.turn - request.ahead == turn:
+            continue
+        held = owner._asked(request.index, call.augmentation)
+        for part, now in zip(asked, held, strict=True):
+            if not torch.equal(part.want.ids, now):
+                raise ValueError(
+                    "the chains of this batch have moved since its request was made; ask again"
+                )
+
+
 def _same(mine: Tensor, given: Ids) -> bool:
     """Whether two batches have equal positions; taken for granted in a CUDA graph."""
     if mine is given:
