@@ -32,8 +32,8 @@ def positions(rank: int) -> Tensor:
     return torch.arange(4) + 4 * rank
 
 
-def given(rank: int, bad: Draw, good: Draw, **more: Any) -> None:
-    loss_fn = EMC2Loss(M, proposals=Given())
+def given(rank: int, bad: Draw, good: Draw, gather: bool = True, **more: Any) -> None:
+    loss_fn = EMC2Loss(M, proposals=Given(), gather=gather)
     draw = bad if rank else good
     call = {"draw": draw, "drawn": z(draw.ids.numel())} | (more if rank else {})
     request = loss_fn.request(positions(rank)).encode(encode)
@@ -59,6 +59,11 @@ def local(rank: int, loss_fn: Any, spoil: float = 1.0, shift: int = 0, answers: 
     spoil, shift, answers = (spoil, shift, answers) if rank else (1.0, 0, 1)
     index = positions(rank) + shift
     loss_fn(z() * spoil, z(), index, encode=lambda ids: encode(ids) * answers)
+
+
+def stored(rank: int) -> None:
+    loss_fn, first = EMC2Loss(M, augmentations=2, carried="cached", gather=False), 0 * positions(0)
+    loss_fn(z(), z(), positions(rank), augmentation=(first, first + 1 + rank))
 
 
 def moved(rank: int) -> None:
@@ -95,6 +100,7 @@ WRONG: dict[str, Callable[[int], Any]] = {
     "draws for one view": lambda r: given(r, Draw(THREE.ids[:4]), THREE),
     "draws of another width": lambda r: given(r, TWO, THREE),
     "draws without embeddings": lambda r: given(r, THREE, THREE, drawn=None),
+    "draws of another set": lambda r: given(r, Draw(THREE.ids, torch.zeros(M + 1)), THREE),
     "draws nobody asked for": lambda r: DCLLoss(M)(
         z(), z(), positions(r), draw=THREE if r else None, drawn=z(24) if r else None
     ),
@@ -109,6 +115,9 @@ WRONG: dict[str, Callable[[int], Any]] = {
     "local table": lambda r: local(r, NegativeCacheLoss(M, gather=False), shift=M),
     "local informed": lambda r: local(r, EMC2Loss(M, proposals=Informed(4), gather=False), NAN),
     "local, moved since": moved,
+    "local stored view": stored,
+    "local draws": lambda r: given(r, Draw(THREE.ids + M), THREE, gather=False),
+    "local drawn": lambda r: given(r, THREE, THREE, gather=False, drawn=NAN * z(24)),
     "local key": lambda r: corpus(r, positions(r) + 30, gather=False),
 }
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from negchain.losses.batch import Call, Ids, as_ids, check_answer, check_shapes, check_width
-from negchain.losses.columns import check_draw, drawn_for
+from negchain.losses.columns import check_draw, check_ids, drawn_for
 from negchain.losses.request import Part, Request, check_held, check_requests
 
 if TYPE_CHECKING:
@@ -51,6 +51,9 @@ def _own(
     given = [] if call.draw is None else drawn_for(call, None, loss_fn.num_sides)
     for side, (draw, z) in enumerate(given):
         check_draw(draw, z, dim, (size, 2 * size))
+        check_ids(draw, draw.ids, loss_fn.num_ids)
+        if not ranks.join:
+            check_answer(z.reshape(-1, dim), call.z_a, loss_fn.normalize)
         ids = draw.ids.to(device)[None]
         numbers[f"draw{side}"] = Own(ids, ids.dim() == 3)
         rows[f"drawn{side}"] = Own(z.reshape(*ids.shape, dim), ids.dim() == 3)
@@ -66,6 +69,8 @@ def _own(
     if not ranks.join:
         loss_fn._checked(call)
         check_held(loss_fn, loss_fn._turn, call, requests)
+        if "index" in numbers:  # the rows that others will be told of have to be rows of the state
+            list(loss_fn._touched(call, numbers["index"].rows[0], requests))
     return numbers, rows
 
 

@@ -33,7 +33,7 @@ def with_draw(side: Side, draw: Draw, drawn: Tensor, num_ids: int | None, normal
     ids, shape = draw.ids.to(side.keys.device), tuple(draw.ids.shape)
     dim, groups = side.keys.shape[2], side.keys.shape[0]
     check_draw(draw, drawn, dim, (side.num_rows // side.views, side.num_rows))
-    _check_ids(draw, ids, num_ids)
+    check_ids(draw, ids, num_ids)
     drawn = check_answer(drawn.reshape(-1, dim), side.queries, normalize)
     first, columns = side.keys.shape[1], shape[-1]
     count = torch.full_like(side.positive_ids, columns)
@@ -114,7 +114,8 @@ def check_draw(draw: Draw, drawn: Tensor, dim: int, rows: tuple[int, int]) -> No
         )
 
 
-def _check_ids(draw: Draw, ids: Tensor, size: int | None) -> None:
+def check_ids(draw: Draw, ids: Tensor, size: int | None) -> None:
+    """Refuse positions that are none, and probabilities that are not those of every position."""
     if draw.log_q is not None and size is None:
         raise ValueError(
             "a draw with probabilities needs the size of the data set to compare them with the "
