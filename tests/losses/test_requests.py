@@ -6,7 +6,7 @@ import pytest
 import torch
 from losses_under_test import DIM, METHODS, M, battery, case_name, extras, same_state, snapshot
 
-from negchain import DCLLoss, EMC2Loss, Informed, NegativeCacheLoss, Uniform
+from negchain import DCLLoss, EMC2Loss, ImportanceLoss, Informed, NegativeCacheLoss, Uniform
 
 INDEX = torch.tensor([3, 14, 20, 7, 0])
 every_case = pytest.mark.parametrize("case", battery(), ids=case_name)
@@ -239,3 +239,22 @@ def test_a_request_beside_encode_is_refused() -> None:
     request = loss_fn.request(index).answer(z[:4])
     with pytest.raises(ValueError, match="instead of requests"):
         loss_fn(z[:4], z[:4], index, request, encode=lambda ids: z[ids])
+
+
+@pytest.mark.parametrize("spoil", [lambda z: z[:, :3], lambda z: z / 0.0])
+@pytest.mark.parametrize("build", [NegativeCacheLoss, ImportanceLoss])
+def test_a_refused_answer_has_written_nothing(build, spoil) -> None:
+    """Neither to the table of the direction before it, nor what precedes refreshed rows."""
+    table, index = table_of(), torch.arange(4)
+    for number in range(4):
+        loss_fn = build(M, 5.0, views="paired")
+        requests = loss_fn.request(index), loss_fn.request(index, table[:4], table[4:8])
+        parts = [part for request in requests for part in request.parts]
+        for place, part in enumerate(parts):
+            z = table[part.want.ids]
+            part.embeddings = spoil(z) if place == number else z
+        before = snapshot(loss_fn)
+        if parts[number].want.gradient or spoil(table).shape != table.shape:
+            with pytest.raises(ValueError, match="answer"):
+                loss_fn(table[:4], table[4:8], index, *requests)
+            assert same_state(before, snapshot(loss_fn))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from negchain.losses.batch import Call, Ids, as_ids, check_answer, check_shapes, check_width
+from negchain.losses.batch import Call, Ids, as_ids, check_answer, check_shapes
 from negchain.losses.columns import check_draw, check_ids, drawn_for
 from negchain.losses.request import Part, Request, check_held, check_requests
 
@@ -59,7 +59,7 @@ def _own(
         rows[f"drawn{side}"] = Own(z.reshape(*ids.shape, dim), ids.dim() == 3)
     for at, part in parts_of(requests):
         assert part.embeddings is not None
-        z = check_width(part.embeddings.to(device), dim)
+        z = part.embeddings.to(device)
         rows[at] = Own(z[None], of_batch=False)
         if part.per_row:
             numbers[at] = Own(part.want.ids.to(device).view(part.per_row, size))

@@ -89,25 +89,26 @@ class NegativeCacheLoss(ContrastiveLoss):
         sides = self._sides(batch, use_batch=False)
         total: list[Tensor] = []
         report: Report = {"global_loss": [], "effective_negatives": []}
-        for number, (side, table) in enumerate(zip(sides, self.tables, strict=True)):
+        drawn: list[tuple[Tensor, Tensor]] = []
+        for number, side in enumerate(sides):
             part = answered(requests, "draw", number)
             assert part.embeddings is not None and part.log_partition is not None
             keys = check_answer(part.embeddings, batch.both, self.normalize)
-            ids = part.want.ids
             similarity = torch.linalg.vecdot(side.queries, keys)[:, None]
-            weights = (~side.excludes(ids)).to(similarity.dtype)[:, None]
+            weights = (~side.excludes(part.want.ids)).to(similarity.dtype)[:, None]
             estimate = Estimate(weights, part.log_partition)
             self._count_lonely(part.log_partition)
             total.append(self._value(side, similarity, estimate))
             report["global_loss"].append(keep(total[-1]))
             report["effective_negatives"].append(partial(effective_negatives, weights))
-            if self.training:
+            drawn.append((part.want.ids, keys))
+        if self.training:
+            for number, (table, (ids, keys)) in enumerate(zip(self.tables, drawn, strict=True)):
                 table.write(batch.index if number else batch.key_index, batch.both[1 - number])
                 table.write(ids, keys)
                 for request in requests:
                     due = request.part("refresh", number)
                     if due is not None and due.embeddings is not None:
                         table.refresh(due.want.ids, due.embeddings, normalize=self.normalize)
-        if self.training:
             self.step += 1
         return self._finish(total, report)

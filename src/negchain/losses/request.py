@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from negchain.losses.batch import Call, Ids, as_ids
+from negchain.losses.batch import Call, Ids, as_ids, check_width
 from negchain.losses.settings import Given
 from negchain.pool import Draw
 
@@ -198,10 +198,13 @@ def check_requests(owner: Any, turn: int, call: Call, requests: Sequence[Request
                 "this request was made for another batch: its index (or augmentation) is not that "
                 "of this call; ask again with the positions you pass here"
             )
-        if any(part.embeddings is None for part in request.parts):
-            raise ValueError(
-                "this request was not answered: call request.answer(encoder(items[request.ids]))"
-            )
+        for part in request.parts:
+            if part.embeddings is None:
+                raise ValueError(
+                    "this request was not answered: call "
+                    "request.answer(encoder(items[request.ids]))"
+                )
+            check_width(part.embeddings, call.z_a.shape[-1])
         drawn = any(part.purpose == "draw" for part in request.parts)
         if drawn and request.turn != turn:
             raise ValueError(
