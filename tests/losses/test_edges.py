@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from negchain import MH, Draw, EMC2Loss, Given, InfoNCELoss
+from negchain import ISIR, MH, Draw, EMC2Loss, Given, InfoNCELoss
 
 INDEX = torch.arange(8)
 
@@ -51,10 +51,11 @@ def test_draws_nobody_asked_for_are_refused(backend) -> None:
         InfoNCELoss(40, backend=backend)(z[0], z[1], INDEX, draw=Draw(INDEX), drawn=z[0])
 
 
+@pytest.mark.parametrize("kernel", [MH(), MH(count_every=3), ISIR()])
 @pytest.mark.parametrize("shape", [(0,), (8, 0)])
-def test_a_draw_of_nothing_leaves_the_carried_state(shape) -> None:
+def test_a_draw_of_nothing_leaves_the_carried_state(shape, kernel) -> None:
     """Shared by all rows or private to each; the latter had no shape to be brought into."""
-    loss_fn, z = EMC2Loss(40, 5.0, proposals=Given()), torch.randn(40, 6)
+    loss_fn, z = EMC2Loss(40, 5.0, kernel, proposals=Given()), torch.randn(40, 6)
     draw, drawn = Draw(torch.zeros(shape, dtype=torch.int64)), torch.zeros(*shape, 6)
     held = loss_fn.held(INDEX)[0]
     loss_fn(z[:8], z[:8], INDEX, draw=draw, drawn=drawn, encode=lambda ids: z[ids])

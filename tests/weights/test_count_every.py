@@ -80,6 +80,13 @@ def test_the_walk_itself_does_not_depend_on_it(inputs) -> None:
         assert torch.equal(getattr(thin, name), getattr(full, name))
 
 
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_without_columns_the_start_has_all_weight(backend) -> None:
+    nothing = torch.zeros(2, 0)
+    scan = mh_scan(nothing, torch.zeros(2), nothing, 0, backend, count_every=3)
+    assert scan.start_weight.tolist() == [1, 1] and scan.last.tolist() == [-1, -1]
+
+
 def test_one_counted_state_is_the_last() -> None:
     generator = torch.Generator().manual_seed(0)
     logits, start = torch.randn(5, 9, generator=generator), torch.randn(5, generator=generator)

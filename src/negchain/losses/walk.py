@@ -211,7 +211,7 @@ def _sweep(
     if kernel.count_every > 1:
         share = kernel.burn_in
         burn_in = int(share if share >= 1 else num_columns * share + 1e-3)
-        burn_in = min(burn_in, num_columns - 1)  # nothing left to count: the final state counts
+        burn_in = max(0, min(burn_in, num_columns - 1))  # then the final state counts at least
     if number > 0:  # draws come in a random order as they are
         return mh_scan(logits, start, log_u, burn_in, sampler.backend, kernel.count_every)
     key = draws.STREAM_ORDER + stream

@@ -129,6 +129,7 @@ def scan_reference(
         visits[rows, state] += counts.to(logits.dtype)
         step += is_step
     if count_every > 1:
+        visits[rows, state] += float(not ends)  # without a column the start state counts
         weights = visits / max(len(ends), 1)
         return Scan(weights[:, :-1], weights[:, -1], state, current, accepts)
     none_counted = step <= burn_in
