@@ -117,10 +117,10 @@ def train(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def _train(row: dict[str, Any], folder: Path) -> dict[str, Any]:
+    from negchain.progress import Progress
     from negchain.tasks.image_text import ImageTextTask
     from negchain.tasks.image_text_judge import distinct
     from negchain.train import trainer
-    from negchain.progress import Progress
     from negchain.train.resolve import resolve
     from negchain.train.run_folder import RunFolder
 
