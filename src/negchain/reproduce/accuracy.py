@@ -91,10 +91,8 @@ def with_options(settings: Row, options: Options) -> Row:
         return {"norm": "none", **kept, **QUICK, "device": options.device}
     if options.data is None:
         raise ValueError("--data must name the folder of images (train/, test/, unlabeled/)")
-    given: Row = {"device": options.device, "data": options.data}
-    if options.epochs:  # the authors' tenth of a run is warm-up
-        given |= {"epochs": options.epochs, "warmup_epochs": options.epochs / 10}
-    return {**settings, **given}
+    given = {"device": options.device, "data": options.data, "epochs": options.epochs}
+    return {**settings, **{k: v for k, v in given.items() if v is not None}}
 
 
 def stl10(options: Options) -> list[Row]:
