@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import negchain.losses.table as module
 from negchain import EMC2Loss, ImportanceLoss, Informed, NegativeCacheLoss
-from negchain.losses.table import StaleTable
+from negchain.losses.table import Spread, StaleTable
 from negchain.pool import Side
 from oracles import unit
 
@@ -161,7 +161,40 @@ def test_a_round_of_refreshes() -> None:
         want = next(w for w in loss_fn.request([1, 2]).wants if not w.gradient)
         seen += want.ids.tolist()
         loss_fn(z[[1, 2]], z[[1, 2]], [1, 2], encode=lambda ids: z[ids])
-    assert seen == [i % SIZE for i in range(60)]
+    assert set(seen[:SIZE]) == set(range(SIZE))  # all of them before any comes again
+    assert len(seen) == 60 and seen[SIZE:] == seen[: 60 - SIZE]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 10, 97, 1000, 12_000])
+def test_keys_are_encoded_anew_far_apart(size) -> None:
+    order, places = Spread(size), torch.arange(size)
+    ids = order.ids(places)
+    assert torch.equal(ids.sort().values, places)
+    assert torch.equal(order.places(ids), places)
+    assert torch.equal(order.ids(places + size), ids)
+    if size >= 1000:  # any hundredth of them has every tenth of the data
+        for some in ids.split(size // 100):
+            assert len(torch.unique(some * 10 // size)) >= min(10, len(some)) - 2
+
+
+def test_a_table_of_sorted_data_tells_classes_apart(monkeypatch) -> None:
+    """BatchNorm takes from a pass over one class what the class has in common."""
+    generator, label = torch.Generator().manual_seed(0), torch.arange(240) // 60
+    means = torch.randn(4, DIM, generator=generator)[label]
+    items = means + 0.5 * torch.randn(240, DIM, generator=generator)
+    encoder = torch.nn.BatchNorm1d(DIM)  # in training mode: by the statistics of a pass
+
+    def told_apart() -> float:
+        loss_fn = NegativeCacheLoss(240, BETA, refresh=0.25)
+        loss_fn.fill(lambda ids: encoder(items[ids]).detach(), chunk=60)
+        table = loss_fn.tables[0].embeddings
+        own = label[:, None] == label
+        similarity = table @ table.T
+        return float(similarity[own].mean() - similarity[~own].mean())
+
+    assert told_apart() > 0.5
+    monkeypatch.setattr(Spread, "ids", lambda self, places: places % self.size)
+    assert told_apart() < 0.05  # in the order of the data: class by class
 
 
 @pytest.mark.parametrize("per_row", [False, True])

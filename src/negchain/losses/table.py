@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,6 +38,33 @@ if TYPE_CHECKING:
 CHUNK_ELEMENTS = 1 << 22  # logits held at a time: 16 MiB in float32
 
 
+class Spread:
+    """An order of 0 .. M - 1 in which neighbours are far apart: steps of a golden section of M.
+
+    Keys are encoded anew in it. Data often lie class by class, and with BatchNorm a pass over one
+    class has that class's statistics: its embeddings lose what the class has in common.
+
+    Example:
+        >>> order = Spread(10)
+        >>> order.ids(torch.arange(10))
+        tensor([0, 7, 4, 1, 8, 5, 2, 9, 6, 3])
+        >>> order.places(order.ids(torch.arange(3)))
+        tensor([0, 1, 2])
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.step = next(n for n in count(round(0.618 * size)) if math.gcd(n, size) == 1)
+
+    def ids(self, places: Tensor) -> Tensor:
+        """What stands at some places, which may go round."""
+        return places % self.size * self.step % self.size
+
+    def places(self, ids: Tensor) -> Tensor:
+        """Where some stand."""
+        return ids * pow(self.step, -1, self.size) % self.size
+
+
 class StaleTable(Stateful):
     """M embeddings, zero until first written, and the cursor of their refresh.
 
@@ -48,10 +76,10 @@ class StaleTable(Stateful):
     Example:
         >>> table = StaleTable(4, 2)
         >>> table.next_ids(3), table.next_ids(3)      # looking does not move the cursor
-        (tensor([0, 1, 2]), tensor([0, 1, 2]))
-        >>> table.refresh(torch.tensor([0, 1, 2]), torch.eye(3, 2), normalize=True)
+        (tensor([0, 3, 2]), tensor([0, 3, 2]))
+        >>> table.refresh(torch.tensor([0, 3, 2]), torch.eye(3, 2), normalize=True)
         >>> table.next_ids(3)
-        tensor([3, 0, 1])
+        tensor([1, 0, 3])
     """
 
     embeddings: Tensor
@@ -59,7 +87,7 @@ class StaleTable(Stateful):
 
     def __init__(self, size: int, dim: int | None, ranks: Ranks | None = None) -> None:
         super().__init__()
-        self.size = size
+        self.size, self.order = size, Spread(size)
         self.writes = 0  # so far; draws whose q is looked up later belong to one number of them
         self.rows = Rows(size, ranks)
         embeddings = torch.zeros(self.rows.count, dim or 0)
@@ -238,7 +266,7 @@ class StaleTable(Stateful):
 
     def next_ids(self, count: int) -> Tensor:
         """The next `count` keys due for re-encoding, [count]."""
-        return (self.cursor + torch.arange(count, device=self.cursor.device)) % self.size
+        return self.order.ids(self.cursor + torch.arange(count, device=self.cursor.device))
 
     def refresh(self, ids: Tensor, embeddings: Tensor, *, normalize: bool) -> None:
         """Write re-encoded keys and move the cursor past them."""
@@ -281,7 +309,7 @@ class Tables(nn.ModuleList):
         ranks = loss_fn.ranks()
         world = 1 if ranks is None else ranks.world
         for number, table in enumerate(self):
-            whole = torch.arange(table.size, device=loss_fn.step.device)
+            whole = table.order.ids(torch.arange(table.size, device=loss_fn.step.device))
             for ids in torch.split(whole, chunk * world):
                 part = Part("refresh", number, Want(ids, tower_of(number), gradient=False))
                 part = part if ranks is None else share_out(part, ranks)

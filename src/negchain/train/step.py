@@ -330,7 +330,9 @@ class TrainStep:
         def encode(ids: Tensor, tower: Tower) -> Tensor:
             nonlocal done
             (want,) = self._items([Want(ids, tower, gradient=False)])
-            places = None if self.ranks is None else ids % FILLED
+            places, tables = None, self.loss_fn.tables
+            if tables and self.ranks is not None:  # as one process numbers them
+                places = tables[0].order.places(ids) % FILLED
             z = self._renewed(Share(want, len(ids), places), 0)
             told(done := done + len(ids) * (1 if self.ranks is None else self.ranks.world))
             return z
