@@ -182,7 +182,8 @@ def test_processes_take_the_step_of_one(folder, tmp_path, world) -> None:
     assert_same(first, one, atol=1e-6)  # the table is in float32
     exact = [k for k, v in one.items() if v.dtype == torch.float64]
     assert any("beta" in k for k in exact) and len(exact) > 10
-    assert_same({k: first[k] for k in exact}, {k: one[k] for k in exact}, atol=1e-12)
+    # not to the last bit: a row of the table may be rounded the other way, and q with it
+    assert_same({k: first[k] for k in exact}, {k: one[k] for k in exact}, atol=1e-9)
 
 
 @pytest.mark.parametrize("build", [importance, emc2])
