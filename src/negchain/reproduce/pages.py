@@ -155,7 +155,7 @@ def panels(count: int, width: float = 3.4) -> tuple[Figure, list[Any]]:
     """A figure with some axes, at most three in a row."""
     from matplotlib.figure import Figure
 
-    across = min(count, 3)
+    across = 2 if count == 4 else min(count, 3)
     down = -(-count // across)
     figure = Figure(figsize=(width * across, 2.8 * down), layout="constrained")
     axes = list(figure.subplots(down, across, squeeze=False).flat)
