@@ -1,12 +1,13 @@
 """Does Negative Cache learn? Its own loss beside the one methods are compared by.
 
     python benchmarks/negative_cache.py STL10 [--steps 300] [--norms batch,none] [--lr 1e-3]
-        [--encoder small-cnn] [--pictures 1000] [--cases dcl,negcache,negcache-in-order]
+        [--encoder small-cnn] [--pictures 1000] [--cases dcl,negcache]
 
 STL10 is a folder of pictures, such as the one `unpack.py stl10.npz STL10 --limit 3000` of the
 project's data makes. Every case trains an encoder on pictures of 32 px (b = 32, β = 14.28, the
-data's recipe, 30 steps of warm-up, then a constant rate) through the trainer's step. The last two
-are forms the trainer once had: augmented keys, and a table encoded anew in the order of the data.
+data's recipe, 30 steps of warm-up, then a constant rate) through the trainer's step. Two cases are
+forms the trainer once had: augmented keys ("negcache-views"), and a table encoded anew in the order
+of the data ("negcache-in-order").
 A line has the exact loss of two augmented views ("views"), and that of an augmented view against
 plain keys ("plain"), which is what Negative Cache trains; lower is better, and an encoder that maps
 everything to one point has log 598 and log 299.
