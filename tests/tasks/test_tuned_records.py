@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import pytest
 
@@ -31,6 +32,28 @@ FLICKR = {
 }
 
 
+Cells = dict[tuple[str, int], str]
+
+
+def rows_of(record: str) -> list[dict[str, Any]]:
+    text = (ROOT / f"records/2026-11-16_{record}.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def cells_of(page: str, head: str, names: dict[str, str]) -> Cells:
+    """A page's table under a head: its cells by method and batch."""
+    lines = (ROOT / f"docs/{page}.md").read_text(encoding="utf-8").split(f"| {head} |")[1]
+    first, _, *lines = lines.split("\n\n")[0].splitlines()
+    batches = [int(cell.split("=")[1]) for cell in first.strip("| ").split("|")]
+    assert len(lines) == len(names)
+    found: Cells = {}
+    for line in lines:
+        title, *told = [cell.strip() for cell in line.strip("|").split("|")]
+        (method,) = (name for words, name in names.items() if words in title)
+        found |= {(method, b): cell for b, cell in zip(batches, told, strict=True)}
+    return found
+
+
 @pytest.mark.parametrize(
     "page, head, record, names, tried, seeds, cells",
     [
@@ -42,41 +65,27 @@ def test_a_page_shows_what_validation_chose(
     page: str, head: str, record: str, names: dict[str, str], tried: int, seeds: int, cells: int
 ) -> None:
     """Of `tried` settings with seed 0; a cell without all of them, and only such a one, is "–"."""
-    text = (ROOT / f"records/2026-11-16_{record}_h200/runs.jsonl").read_text(encoding="utf-8")
-    rows = [json.loads(line) for line in text.splitlines()]
-    lines = (ROOT / f"docs/{page}.md").read_text(encoding="utf-8").split(f"| {head} |")[1]
-    first, _, *lines = lines.split("\n\n")[0].splitlines()
-    batches = [int(cell.split("=")[1]) for cell in first.strip("| ").split("|")]
-    shown = 0
-    for line in lines:
-        title, *told = [cell.strip() for cell in line.strip("|").split("|")]
-        (method,) = (name for words, name in names.items() if words in title)
-        for batch, cell in zip(batches, told, strict=True):
-            own = [r for r in rows if (r["method"], r["batch"]) == (method, batch)]
-            grid = [r for r in own if r["seed"] == 0]
-            assert (cell == "–") == (len(grid) < tried), (title, batch)
-            if cell == "–":
-                continue
-            assert len(grid) == tried
-            best = max(grid, key=lambda r: r["validation"])
-            tests = [r["test"] for r in own if (r["beta"], r["lr"]) == (best["beta"], best["lr"])]
-            assert len(tests) == seeds
-            assert abs(float(cell) - mean(tests)) < 6e-4, (title, batch, mean(tests))
-            shown += 1
+    rows, shown = rows_of(f"{record}_h200/runs"), 0
+    for case, cell in cells_of(page, head, names).items():
+        own = [r for r in rows if (r["method"], r["batch"]) == case]
+        grid = [r for r in own if r["seed"] == 0]
+        assert (cell == "–") == (len(grid) < tried), case
+        if cell == "–":
+            continue
+        assert len(grid) == tried
+        best = max(grid, key=lambda r: r["validation"])
+        tests = [r["test"] for r in own if (r["beta"], r["lr"]) == (best["beta"], best["lr"])]
+        assert len(tests) == seeds
+        assert abs(float(cell) - mean(tests)) < 6e-4, (case, mean(tests))
+        shown += 1
     assert shown == cells
 
 
 def test_the_page_shows_what_equal_time_gives() -> None:
-    text = (ROOT / "records/2026-11-16_scifact_h200/time.jsonl").read_text(encoding="utf-8")
-    rows = [json.loads(line) for line in text.splitlines()]
-    head = "| test nDCG@10, in the time of `informed` | b = 16 | b = 64 |"
-    page = (ROOT / "docs/retrieval.md").read_text(encoding="utf-8").split(head)[1]
-    lines = page.split("\n\n")[0].splitlines()[2:]
-    assert len(lines) == len(SCIFACT)
-    for line in lines:
-        title, *told = [cell.strip() for cell in line.strip("|").split("|")]
-        (method,) = (name for words, name in SCIFACT.items() if words in title)
-        for batch, cell in zip((16, 64), told, strict=True):
-            own = [r["test"] for r in rows if (r["method"], r["batch"]) == (method, batch)]
-            assert len(own) == (0 if cell == "–" else 5), (title, batch)
-            assert cell == "–" or abs(float(cell) - mean(own)) < 6e-4, (title, batch, mean(own))
+    rows = rows_of("scifact_h200/time")
+    for case, cell in cells_of(
+        "retrieval", "test nDCG@10, in the time of `informed`", SCIFACT
+    ).items():
+        own = [r["test"] for r in rows if (r["method"], r["batch"]) == case]
+        assert len(own) == (0 if cell == "–" else 5), case
+        assert cell == "–" or abs(float(cell) - mean(own)) < 6e-4, (case, mean(own))
