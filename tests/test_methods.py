@@ -47,6 +47,8 @@ def test_options_reach_the_loss() -> None:
     assert built("emc2", burn_in=0.25).kernel.burn_in == 0.25
     assert built("isir", carried="cached").carried == "cached"
     assert built("emc2", proposal="informed", refresh=0.2).proposals == Informed(refresh=0.2)
+    assert built("emc2", proposal="both").proposals == InBatch(2)
+    assert built("isir", proposal="both").proposals == InBatch(2)
     assert built("emc2", augmentations=3).proposals == InBatch(2)
     assert built("emc2", augmentations=3).ids_per_item == 3
     assert built("isir", augmentations=3).proposals == InBatch(1)  # both copies: biased

@@ -70,6 +70,7 @@ class Method:
         aliases: other names people type.
         trains: offered by `compare` and `train`; False: `estimator_report` only.
         plain_keys: pictures as keys (positives, negatives, tables) are not augmented, anchors are.
+        lr_share: of the rate that the data's defaults name; a preset's or the user's stays.
         reproduced: in `reproduce`'s comparisons: in all, or in small ones (it needs a table).
     """
 
@@ -82,6 +83,7 @@ class Method:
     aliases: tuple[str, ...] = ()
     trains: bool = True
     plain_keys: bool = False
+    lr_share: float = 1.0
     reproduced: Literal["all", "small"] | None = None
 
 
@@ -234,10 +236,12 @@ def _emc2(s: LossSettings, isir: bool = False) -> ContrastiveLoss:
     num, k = s.option("draws", None), s.option("k", None)
     if num and k:
         num -= num // k  # each sample encodes a carried one as well
+    proposal = s.option("proposal", "batch")
     # Stored views have a chain each, so that both copies of an item are different states. i-SIR's
     # set would hold two of every item beside one of the held: biased (tests/losses/test_found.py).
-    proposals: Any = InBatch(copies=2) if stored and not isir else _uniform(num)
-    if s.option("proposal", "batch") == "informed":
+    both = proposal == "both" or (stored and not isir)
+    proposals: Any = InBatch(copies=2) if both else _uniform(num)
+    if proposal == "informed":
         proposals = _informed(s, num or None)
     chain = {"proposals": proposals, "carried": carried, "augmentations": stored}
     return _loss("EMC2Loss", s, kernel, **chain, **s.chosen)
@@ -278,6 +282,7 @@ for _method in (
         lambda s: _loss("NegativeCacheLoss", s, s.option("refresh", 0.01), **s.chosen),
         options=("refresh",),
         plain_keys=True,
+        lr_share=1 / 3,  # else its table is too stale: records/2026-11-17_negcache-rate_h200
         reproduced="small",
     ),
     Method(

@@ -85,6 +85,12 @@ def test_defaults_that_depend_on_other_choices() -> None:
     assert resolve(None, {"optimizer": "lars", "batch_size": 256}).lr == 1.2  # the paper's rate
     assert resolve(None, {"optimizer": "sgd", "lr": 0.3}).lr == 0.3
     assert resolve("stl10-b32", {"optimizer": "adam"}).lr == 1e-4
+    photographs = {"data": "stl10", "method": "negcache"}
+    assert resolve(None, photographs).lr == pytest.approx(1e-4)  # a third of the others'
+    assert resolve(None, {**photographs, "method": "dcl"}).lr == 3e-4
+    assert resolve(None, {**photographs, "lr": 3e-4}).lr == 3e-4
+    assert resolve("stl10-b256", {"method": "negcache"}).lr == 1e-3  # a preset's stays
+    assert resolve(None, {"method": "negcache"}).lr == 1e-3  # digits name none
     assert resolve(None, {"epochs": 2}).warmup_epochs == 0.2
     assert resolve(None, {"method": "infonce"}).denominator == "all"
     assert resolve(None, {"method": "dcl", "denominator": "negatives"}).method == "dcl"
@@ -154,6 +160,7 @@ def test_wrong_values_are_named(name: str, value: Any) -> None:
     [
         ({"method": "dcl", "carried": "encode"}, ("--carried", "--method emc2 or isir")),
         ({"method": "sogclr", "proposal": "batch"}, ("--proposal", "--method")),
+        ({"proposal": "both", "augmentations": 2}, ("--proposal both", "--augmentations")),
         ({"method": "isir", "burn_in": 0.5}, ("--burn-in", "--method emc2")),
         ({"method": "emc2", "gamma": 0.9}, ("--gamma", "--method sogclr")),
         ({"method": "emc2", "refresh": 0.1}, ("--refresh", "--proposal informed")),

@@ -38,7 +38,11 @@ def variants() -> dict[str, dict[str, object]]:
     for name in trained():
         title, options = METHODS[name].title, METHODS[name].options
         found[title] = {"method": name}
-        for option, value in (("carried", "cached"), ("proposal", "informed")):
+        for option, value in (
+            ("carried", "cached"),
+            ("proposal", "both"),
+            ("proposal", "informed"),
+        ):
             if option in options:
                 found[f"{title}, {value}"] = {"method": name, option: value}
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -89,6 +90,7 @@ def prepared(job: Row) -> Iterator[tuple[Any, bool]]:
             _loaded[key] = load_images(config)
         if torch.cuda.is_available():
             torch.compiler.reset()  # else the compiler takes each run's encoder for a variant
+            gc.collect()  # the run before, which refers to itself, still has its pictures
             torch.cuda.reset_peak_memory_stats()
         with vanishing(config, _loaded[key]) as run:
             graph = config.graph and run.device.type == "cuda" and run.step.try_capture()

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
+import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -180,9 +181,9 @@ def powers(values: list[float]) -> str:
     if not values:
         return "–"
     logs = [math.log10(max(v, 1e-300)) for v in values]
-    mean = sum(logs) / len(logs)
-    deviation = math.sqrt(sum((x - mean) ** 2 for x in logs) / max(len(logs) - 1, 1))
-    return f"{10**mean:.2g} (×/÷ {10**deviation:.1f})"
+    mean = statistics.fmean(logs)
+    spread = f" (×/÷ {10 ** statistics.stdev(logs):.1f})" if len(logs) > 1 else ""
+    return f"{10**mean:.2g}{spread}"
 
 
 def draw(rows: list[Row]) -> dict[str, Any]:

@@ -137,9 +137,9 @@ class TrainConfig:
         help="emc2, isir: carried negatives are encoded anew (the paper), or kept as embeddings.")
     denominator: Literal["negatives", "all"] = setting("negatives", NEGATIVES,
         help="Softmax over the negatives alone (the paper), or with the positive kept in.")
-    proposal: Literal["batch", "informed"] = setting("batch", NEGATIVES,
-        help="emc2, isir: proposals are the batch (the paper), or drawn from a table of old "
-        "embeddings.")
+    proposal: Literal["batch", "both", "informed"] = setting("batch", NEGATIVES,
+        help="emc2, isir: other images of the batch offer a view, both (the paper), or a table "
+        "does.")
     draws: int = setting(2, NEGATIVES, rule=between(0, 1024),
         help="Texts: documents encoded per query beside its positive, random or proposed; 0: none.")
     gamma: float = setting(0.9, NEGATIVES, rule=share,

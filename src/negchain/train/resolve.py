@@ -161,15 +161,16 @@ def _given(overrides: Mapping[str, object]) -> dict[str, Any]:
 
 def _fit(config: TrainConfig, base: dict[str, Any], given: dict[str, Any]) -> TrainConfig:
     """Adapt defaults that depend on what was given: rate, warm-up, built-in denominators."""
-    changed: dict[str, Any] = {}
+    method, changed = methods.named(config.method), dict[str, Any]()
+    if "lr" not in given and "lr" in base and base["preset"] is None:
+        changed["lr"] = config.lr * method.lr_share
     if "lr" not in given and config.optimizer != base.get("optimizer", TrainConfig.optimizer):
         lars = round(0.075 * math.sqrt(config.batch_size), 6)
         changed["lr"] = presets.OPTIMIZER_LR.get(config.optimizer, lars)
     if "warmup_epochs" not in given:
         changed["warmup_epochs"] = min(config.warmup_epochs, config.epochs / 10)
-    built_in = methods.named(config.method).denominator
-    if "denominator" not in given and built_in is not None:
-        changed["denominator"] = built_in
+    if "denominator" not in given and method.denominator is not None:
+        changed["denominator"] = method.denominator
     return replace(config, **changed)
 
 
@@ -192,6 +193,11 @@ def _refuse_contradictions(config: TrainConfig, given: Mapping[str, object]) -> 
     if "refresh" in given and "proposal" in method.options and config.proposal != "informed":
         owners = "--proposal informed"
         _refuse("refresh", owners, "proposal", config.proposal, "only this keeps a table")
+    if config.proposal == "both" and config.augmentations is not None:
+        raise ConfigError(
+            "--proposal both offers both fresh views of an image, and with --augmentations views "
+            "are stored, each with a chain of its own; leave out one of the two"
+        )
     if config.denominator != (method.denominator or config.denominator):
         others = [n for n, m in methods.METHODS.items() if m.denominator == config.denominator]
         raise ConfigError(
