@@ -229,9 +229,7 @@ def step_negative_gradient(
     return gradient
 
 
-def _pull(
-    table: Tensor, index: Tensor, views: Tensor, beta: float, copies: int
-) -> Tensor:  # [B]
+def _pull(table: Tensor, index: Tensor, views: Tensor, beta: float, copies: int) -> Tensor:  # [B]
     """Factor of each pair's positive term with "all": 1 - p+ of its two anchors, summed."""
     flat = table.flatten(0, 1)
     ids = torch.arange(table.shape[1], device=index.device).repeat(len(table))
