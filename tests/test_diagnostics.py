@@ -12,7 +12,7 @@ import oracles
 import oracles.small as small
 from negchain import diagnostics, estimator_report, global_loss
 from negchain.diagnostics import exact_negative_gradient
-from negchain.methods import METHODS
+from negchain.methods import METHODS, LossSettings, build_loss
 
 
 def test_rows_of_all_methods() -> None:
@@ -28,20 +28,19 @@ def test_rows_of_all_methods() -> None:
         estimator_report(z, batch_size=6, beta=4.0, methods=["emc3"])
     with pytest.raises(ValueError, match="batch_size"):
         estimator_report(z, batch_size=41, beta=4.0)
-    with pytest.raises(ValueError, match="two views"):
-        estimator_report(z[None].repeat(3, 1, 1), batch_size=6, beta=4.0, denominator="all")
 
 
 def test_no_bias_in_whole_batches() -> None:
     """A batch of the whole data set: DCL's gradient *is* the exact one."""
     z = torch.randn(2, 12, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     for methods, denominator in ((["dcl"], "negatives"), (["infonce"], "all")):
-        report = estimator_report(
-            z[0], z[1], batch_size=12, beta=4.0, steps=4, warm_up=0, methods=methods,
-            denominator=denominator,
-        )  # fmt: skip
-        for row in report.rows:
-            assert row.relative_bias < 1e-10 and abs(row.norm_ratio - 1) < 1e-10
+        for views in (z, z[:1]):
+            report = estimator_report(
+                views, batch_size=12, beta=4.0, steps=4, warm_up=0, methods=methods,
+                denominator=denominator,
+            )  # fmt: skip
+            for row in report.rows:
+                assert row.relative_bias < 1e-10 and abs(row.norm_ratio - 1) < 1e-10
 
 
 @pytest.mark.parametrize("denominator", ["negatives", "all"])
@@ -65,15 +64,36 @@ def test_the_exact_gradient_by_autograd(denominator) -> None:
     assert (whole - (exact - (term + other).view(2, 9, 4))).abs().max() < 1e-12
 
 
-def test_the_exact_gradient_of_three_views_is_the_oracles() -> None:
+@pytest.mark.parametrize("denominator", ["negatives", "all"])
+@pytest.mark.parametrize(("num_views", "copies"), [(1, 2), (2, 1), (3, 1), (3, 2)])
+def test_the_exact_gradient_of_any_views_is_the_oracles(num_views, copies, denominator) -> None:
     """At unit vectors the oracle's is the part across them: it differentiates the norm."""
-    z = torch.randn(6, 3, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    generator = torch.Generator().manual_seed(2)
+    z = torch.randn(6, num_views, 4, generator=generator, dtype=torch.float64)
     unit = torch.nn.functional.normalize(z, dim=-1)  # [M,V,D]
-    found = exact_negative_gradient(unit.transpose(0, 1), 4.0).transpose(0, 1)
+    found = exact_negative_gradient(unit.transpose(0, 1), 4.0, denominator, copies).transpose(0, 1)
     across = found - (found * unit).sum(-1, keepdim=True) * unit
-    rows = oracles.shared_rows(6, num_views=3)
-    right = oracles.exact(rows, unit.flatten(0, 1).numpy(), 4.0).negative
+    rows = oracles.shared_rows(6, num_views=num_views, copies=copies)
+    right = oracles.exact(rows, unit.flatten(0, 1).numpy(), 4.0, denominator).negative
     assert np.allclose(across.flatten(0, 1), right, atol=1e-12)
+
+
+@pytest.mark.parametrize("num_views", [1, 3])
+def test_the_positive_is_taken_out_of_every_step(num_views) -> None:
+    """One step over the whole data set: what is left is the negatives' part of the oracle's rows.
+
+    At unit vectors of equal views, so that a step meets every view's embedding.
+    """
+    unit = torch.nn.functional.normalize(
+        torch.randn(6, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64), dim=-1
+    )
+    table = unit.repeat(num_views, 1, 1)
+    loss_fn = build_loss("infonce", LossSettings(6, 4.0, normalize=False))
+    views = torch.tensor([[0] * 6, [num_views - 1] * 6])
+    found = diagnostics.step_negative_gradient(
+        loss_fn, table, torch.arange(6), views, torch.Generator()
+    )
+    assert torch.allclose(found.sum(0), exact_negative_gradient(table, 4.0, "all").sum(0))
 
 
 @pytest.mark.statistical
@@ -134,8 +154,8 @@ def test_negatives_of_the_same_view_alone_are_flagged(monkeypatch) -> None:
     """Planted: the exact gradient of every view by itself."""
     right = diagnostics.exact_negative_gradient
 
-    def by_view(table, beta, denominator):
-        return torch.cat([right(view[None], beta, denominator) for view in table]) / len(table)
+    def by_view(table, *kept):
+        return torch.cat([right(view[None], *kept) for view in table]) / len(table)
 
     monkeypatch.setattr(diagnostics, "exact_negative_gradient", by_view)
     told, expected, noise = told_and_right(monkeypatch, "isir", 4000)

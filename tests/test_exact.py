@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from negchain import Chunked, global_loss
+from negchain import Chunked, DCLLoss, InfoNCELoss, global_loss
 from oracles import contrastive_dense, contrastive_loops, unit
 
 SETTINGS = [
@@ -58,6 +58,24 @@ def test_gradient_equals_autograd(pair, views, symmetric, denominator, chunk) ->
     (2.5 * contrastive_dense(*dense, ids=IDS, known=KNOWN, **options)).backward()
     for a, b in zip(ours, dense, strict=True):
         assert (a.grad - b.grad).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("views, symmetric, denominator", SETTINGS)
+def test_an_anchor_without_negatives_contributes_nothing(
+    pair, views, symmetric, denominator
+) -> None:
+    """As in a batch of the whole data set: there eq. (1) is the in-batch loss itself."""
+    known = torch.tensor([[1, 2, 3, 4, 5], *[[-1] * 5] * 5])
+    ours, dense = (pair[0].clone().requires_grad_() for _ in range(2))
+    options = {"views": views, "symmetric": symmetric}
+    loss_fn = (DCLLoss if denominator == "negatives" else InfoNCELoss)(6, 3.7, **options)
+    got = global_loss(ours, pair[1], 3.7, 4, known=known, denominator=denominator, **options)
+    with pytest.warns(UserWarning, match="no negatives"):
+        expected = loss_fn(dense, pair[1], torch.arange(6), known=known)
+    assert torch.isclose(got, expected)
+    got.backward()
+    expected.backward()
+    assert torch.allclose(ours.grad, dense.grad, atol=1e-12)
 
 
 @pytest.mark.parametrize("denominator", ["negatives", "all"])

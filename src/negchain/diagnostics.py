@@ -117,8 +117,8 @@ def estimator_report(
         warm_up: batches before them, for each of two losses, in which chains and averages settle;
             None: 10 visits each.
         methods: names of `negchain.methods.METHODS`; None: all of them.
-        denominator: the exact gradient's and the estimators' (InfoNCE and DCL have their own);
-            "all" takes at most two views.
+        denominator: the exact gradient's and the estimators' (InfoNCE, DCL and logQ have their
+            own).
         seed: of batches and samplers.
         progress: True shows a bar per method (with rich); a function is called with each method's
             name before it runs.
@@ -143,8 +143,6 @@ def estimator_report(
     num_views, size, dim = table.shape
     if not 2 <= batch_size <= size:
         raise ValueError(f"batch_size must be between 2 and the {size} samples, got {batch_size}")
-    if denominator == "all" and num_views > 2:
-        raise ValueError(f"denominator='all' takes at most two views per item, got {num_views}")
     warm_up = 10 * math.ceil(size / batch_size) if warm_up is None else warm_up
     rows = []
     for name in names:
@@ -165,20 +163,27 @@ def estimator_report(
 
 
 def exact_negative_gradient(
-    table: Tensor, beta: float, denominator: Denominator = "negatives"
+    table: Tensor, beta: float, denominator: Denominator = "negatives", copies: int = 2
 ) -> Tensor:  # [V,M,D] -> [V,M,D]
-    """Gradient of eq. (1)'s negative term: all views are anchors, all views of others negatives."""
+    """Gradient of eq. (1)'s negative term: all views are anchors, all views of others negatives.
+
+    With "all" the positive is any other view (the view itself where there is one), and an item
+    stands for `copies` negatives, however many views of it are known.
+    """
     num_views, size, dim = table.shape
     flat, ids = table.flatten(0, 1), torch.arange(size, device=table.device).repeat(num_views)
-    positive = beta * torch.linalg.vecdot(table, table.flip(0)).flatten()
+    positives = beta * torch.einsum("vmd,umd->vmu", table, table).flatten(0, 1)
+    if num_views > 1:
+        other = ~torch.eye(num_views, dtype=torch.bool, device=table.device)
+        positives = positives[other.repeat_interleave(size, 0)].view(len(flat), -1)
     gradient = torch.zeros_like(flat)
     chunk = max(1, CHUNK_ELEMENTS // len(flat))
     for rows in torch.split(torch.arange(len(flat), device=table.device), chunk):
         logits = (beta * flat[rows] @ flat.T).masked_fill_(ids[rows, None] == ids, -math.inf)
-        log_sum = torch.logsumexp(logits, 1)
+        weights = logits.softmax(1) * (beta / len(flat))
         if denominator == "all":
-            log_sum = torch.logaddexp(log_sum, positive[rows])
-        weights = torch.exp(logits - log_sum[:, None]) * (beta / len(flat))
+            log_sum = torch.logsumexp(logits, 1, keepdim=True) + math.log(copies / num_views)
+            weights *= torch.sigmoid(log_sum - positives[rows]).mean(1, keepdim=True)
         gradient[rows] += weights @ flat
         gradient += weights.T @ flat[rows]
     return gradient.view(table.shape)
@@ -214,7 +219,9 @@ def step_negative_gradient(
     (gradient,) = torch.autograd.grad(value, table)
     beta = loss_fn.beta
     assert isinstance(beta, float)
-    pull = _pull(table.detach(), index, views, beta, loss_fn.denominator)
+    pull = torch.full_like(index, 2, dtype=table.dtype)
+    if loss_fn.denominator == "all":
+        pull = _pull(table.detach(), index, views, beta, loss_fn.multiplicity)
     scale = beta * pull[:, None] / (2 * len(index))
     for mine, other in ((0, 1), (1, 0)):
         positive = scale * pair[other].detach()
@@ -222,12 +229,8 @@ def step_negative_gradient(
     return gradient
 
 
-def _pull(
-    table: Tensor, index: Tensor, views: Tensor, beta: float, denominator: Denominator
-) -> Tensor:  # [B]
-    """Factor of each pair's positive term, summed over its two anchors: 2, or both 1 - p+."""
-    if denominator == "negatives":
-        return torch.full_like(index, 2, dtype=table.dtype)
+def _pull(table: Tensor, index: Tensor, views: Tensor, beta: float, copies: int) -> Tensor:  # [B]
+    """Factor of each pair's positive term with "all": 1 - p+ of its two anchors, summed."""
     flat = table.flatten(0, 1)
     ids = torch.arange(table.shape[1], device=index.device).repeat(len(table))
     total = torch.zeros_like(index, dtype=table.dtype)
@@ -235,6 +238,7 @@ def _pull(
     for view in views:
         logits = beta * table[view, index] @ flat.T
         log_sum = torch.logsumexp(logits.masked_fill(ids == index[:, None], -math.inf), 1)
+        log_sum += math.log(copies / len(table))
         total += torch.sigmoid(log_sum - positive)
     return total
 
@@ -248,7 +252,8 @@ def _measure(
     warm_up: int,
     seed: int,
 ) -> EstimatorRow:
-    exact = exact_negative_gradient(table, float(pair[0].beta), pair[0].denominator)
+    first = pair[0]
+    exact = exact_negative_gradient(table, float(first.beta), first.denominator, first.multiplicity)
     generator = torch.Generator().manual_seed(seed)
     num_views, size, _ = table.shape
     for loss_fn in pair:
@@ -257,11 +262,11 @@ def _measure(
     halves, counts, squares = exact.new_zeros(2, *exact.shape), [0, 0], 0.0
     for step in count:
         index = torch.randperm(size, generator=generator)[:batch_size].to(table.device)
-        first = torch.randint(0, num_views, (batch_size,), generator=generator)
+        view = torch.randint(0, num_views, (batch_size,), generator=generator)
         hop = (
             torch.randint(1, num_views, (batch_size,), generator=generator) if num_views > 1 else 0
         )
-        views = torch.stack([first, (first + hop) % num_views]).to(table.device)
+        views = torch.stack([view, (view + hop) % num_views]).to(table.device)
         gradient = step_negative_gradient(pair[step % 2], table, index, views, generator)
         if step >= warm_up:
             halves[step % 2] += gradient
@@ -272,7 +277,7 @@ def _measure(
     first_half, second_half = (h / max(c, 1) for h, c in zip(halves, counts, strict=True))
     square = float(((first_half - exact) * (second_half - exact)).sum())
     variance = max(0.0, squares / max(steps, 1) - float(mean.square().sum()))
-    state = sum(s.numel() * s.element_size() for s in pair[0].state_tensors() if s.numel() >= size)
+    state = sum(s.numel() * s.element_size() for s in first.state_tensors() if s.numel() >= size)
     return EstimatorRow(
         method=name,
         relative_bias=math.sqrt(max(0.0, square)) / norm,

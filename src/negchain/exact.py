@@ -51,15 +51,16 @@ class _SideLoss(torch.autograd.Function):
             logits = (beta * similarity).masked_fill_(excluded(rows), -math.inf)
             positive = torch.linalg.vecdot(query, positive_key)
             log_sum = torch.logsumexp(logits, 1)
+            pull = (log_sum > -math.inf).to(positive.dtype)  # 0: an anchor without negatives
+            log_sum = torch.where(pull > 0, log_sum, beta * positive)
             if denominator == "all":
                 log_sum = torch.logaddexp(log_sum, beta * positive)
-            total += (log_sum - beta * positive).sum()
+            total += (pull * (log_sum - beta * positive)).sum()
             if not needs:
                 continue
             weights = torch.exp(logits - log_sum[:, None])
-            pull = torch.ones_like(positive)
             if denominator == "all":
-                pull = pull - torch.exp(beta * positive - log_sum)
+                pull = pull * -torch.expm1(beta * positive - log_sum)
             d_query, d_positive, d_keys, d_beta = gradients
             assert d_query is not None and d_positive is not None
             assert d_keys is not None and d_beta is not None
@@ -109,7 +110,7 @@ def global_loss(
         normalize: bring embeddings to unit length first.
 
     Returns:
-        [] scalar.
+        [] scalar. An anchor without any negative contributes nothing, as in every loss.
 
     Example:
         >>> z_a, z_b = torch.randn(2, 50, 8).requires_grad_().unbind()

@@ -251,6 +251,18 @@ def test_positions_are_those_of_the_texts(folder, tmp_path, sampler) -> None:
             assert {pairs.keys[k] for k in row if k >= 0} == answers[query]
 
 
+@pytest.mark.parametrize("given", [False, True])
+def test_keys_are_as_likely_as_they_are_among_the_rows(folder, tmp_path, given) -> None:
+    """A pass shows every row, more than one per anchor: counted on the way, q was too large."""
+    counts = torch.arange(NUM + 13) + 1
+    more = {"key_counts": counts} if given else {}
+    made = trainer(folder, tmp_path, lambda p: importance(p, **more), save_strategy="no")
+    keys = torch.tensor([label[1] for label in made.loss.pairs.dataset["label"]])
+    counts = counts if given else torch.bincount(keys, minlength=NUM + 13)
+    made.train()
+    assert torch.equal(made.loss.loss_fn.key_counts, torch.cat([counts, counts.sum()[None]]))
+
+
 def test_hard_negatives_by_hand(folder) -> None:
     """Each row against its own, weighed; one that is a known positive is left out."""
     columns = {"q": ["w1", "w1", "w2"], "a": ["w5", "w6", "w7"], "n": ["w6", "w9", "w8"]}

@@ -210,6 +210,18 @@ def test_keys_counted_on_the_way_are_as_likely_as_they_are() -> None:
     assert max(counted_passes()) < 1e-6
 
 
+def test_several_keys_of_an_anchor_need_their_counts_given() -> None:
+    """Ten anchors with four keys each, shown with all of them: counted, a pass has ten pairs."""
+    first = torch.tensor([0, 10, 20, 31, 2])
+    batch = SimpleNamespace(both=torch.zeros(1).double(), key_index=first, valid=torch.ones(5) > 0)
+    counts = torch.zeros(41, dtype=torch.int64)
+    counted = columns.popularity(counts, batch, 10, True)(first).exp()
+    counts = columns.first_counts(torch.ones(40, dtype=torch.int64), 40)
+    given = columns.popularity(counts, batch, 10, False)(first).exp()
+    assert torch.allclose(given, torch.full_like(given, 1 / 39))
+    assert torch.allclose(counted, torch.full_like(given, 1 / 9))
+
+
 def off_target(size: int, passes: int) -> float:
     """Total variation between p and the law of a chain over counted keys, in the pass after these.
 

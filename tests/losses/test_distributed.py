@@ -36,6 +36,9 @@ SIZES = {1: [[8], [5]], 2: [[4, 4], [4, 1]], 4: [[2] * 4, [3, 0, 1, 1]]}
 MORE = {
     "dcl-five": Method(DCLLoss, {"proposals": Uniform(5)}, takes=("views",)),
     "mh-five": Method(EMC2Loss, {"proposals": Informed(5, refresh=0.2)}),
+    "negcache-corpus": Method(
+        NegativeCacheLoss, {"num_keys": 2 * M, "views": "paired"}, takes=("denominator",)
+    ),
 }
 METHODS = under_test.METHODS | MORE
 CASES: list[Case] = battery() + [
@@ -178,11 +181,8 @@ def wrapped(rank: int, world: int) -> list[dict[str, Tensor]]:
 def local_pools(rank: int, world: int) -> dict[str, Any]:
     names = ["mh-shared-negatives", "isir-cached-paired-all", "sogclr-paired-all"]
     names += ["negcache-shared-negatives", "mh-informed-paired-all", "mh-corpus-all"]
-    found = {}
-    for name in names:
-        loss_fn, net, items = built(name, gather=False)
-        found[name] = steps(loss_fn, net, items, batches(rank, world))
-    return found
+    names += ["negcache-corpus-all"]
+    return {name: steps(*built(name, gather=False), batches(rank, world)) for name in names}
 
 
 class Columns(ImportanceLoss):

@@ -60,3 +60,20 @@ def test_a_draw_of_nothing_leaves_the_carried_state(shape, kernel) -> None:
     held = loss_fn.held(INDEX)[0]
     loss_fn(z[:8], z[:8], INDEX, draw=draw, drawn=drawn, encode=lambda ids: z[ids])
     assert loss_fn.info["carried_mass"] == 1 and torch.equal(loss_fn.held(INDEX)[0], held)
+
+
+def test_a_batch_of_one_saturates_too_little() -> None:
+    """Chain at p, every state listed: the mean of 1 - p+ from the carried state alone."""
+    z = torch.nn.functional.normalize(
+        torch.randn(12, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64), dim=1
+    )
+    settings = {"views": "paired", "symmetric": False, "denominator": "all", "normalize": False}
+    loss_fn, logits = EMC2Loss(12, 8.0, **settings).eval(), 8.0 * z[1:] @ z[0]
+    positive, pulls = z[:1].clone().requires_grad_(), []
+    for state in range(1, 12):
+        loss_fn.chains.states[0, 0] = state
+        value = loss_fn(z[:1], positive, [0], encode=lambda ids: z[ids])
+        (gradient,) = torch.autograd.grad(value, positive)
+        pulls.append(-float(gradient[0] @ z[0]) / 8.0)
+    exact = float(torch.sigmoid(logits.logsumexp(0) - 8.0))
+    assert float(logits.softmax(0) @ torch.tensor(pulls).double()) > 1.5 * exact > 0

@@ -16,7 +16,9 @@ from negchain import (
     Given,
     ImportanceLoss,
     InBatch,
+    InfoNCELoss,
     Informed,
+    LargeBatchEMC2Loss,
     NegativeCacheLoss,
 )
 from negchain.weights import mh_scan
@@ -198,3 +200,17 @@ def test_another_key_of_an_anchor_in_the_batch_is_no_negative_of_it() -> None:
     loss_fn(queries, keys, index, key_index=key_index).backward()
     assert keys.grad[0, 1] == 0 == keys.grad[1, 0]  # neither is pushed from the other's anchor
     assert keys.grad[2, 0] > 0 and keys.grad[2, 1] > 0
+
+
+@pytest.mark.parametrize("loss_class", [InfoNCELoss, EMC2Loss, LargeBatchEMC2Loss])
+def test_a_frozen_beta_is_learned_once_it_is_thawed(loss_class) -> None:
+    """It was read as a number when the loss was built, and stayed that number."""
+    beta = torch.nn.Parameter(torch.tensor(5.0), requires_grad=False)
+    loss_fn, z = loss_class(8, beta), torch.randn(2, 8, 4, requires_grad=True)
+    fixed = loss_class(8, 5.0)
+    call = {"index": torch.arange(8), "encode": lambda ids: z[0][ids]}
+    assert torch.equal(loss_fn(*z, **call), fixed(*z, **call))
+    assert "beta" in loss_fn.state_dict()
+    beta.requires_grad_()
+    loss_fn(*z, **call).backward()
+    assert beta.grad is not None and beta.grad != 0

@@ -193,6 +193,34 @@ def test_sogclr_is_libaucs_on_a_first_visit_only() -> None:
     assert apart[0] < 1e-6 and min(apart[1:]) > 0.1, apart
 
 
+def test_sogclr_of_shared_views_is_libaucs() -> None:
+    """`GCLoss_v1` in loops: equal at every visit, up to its factor 2 tau and float32 averages.
+
+    u_i <- (1 - gamma) u_i + gamma mean_j exp(s_ij / tau) for each view, their mean is kept
+    L = mean over items, sum over views of sum_j [exp(s_ij / tau) / (K u_i)] s_ij - s_i+
+    """
+    beta, gamma, generator = 4.2, 0.4, torch.Generator().manual_seed(0)
+    ours, u = SogCLRLoss(6, beta, gamma), [0.0] * 6
+    for _ in range(6):
+        index = torch.randperm(6, generator=generator)[:3]
+        z = torch.randn(2, 3, 5, generator=generator, dtype=torch.float64).requires_grad_()
+        theirs, before = torch.zeros((), dtype=torch.float64), list(u)
+        for i, item in enumerate(index.tolist()):
+            u[item] = 0.0
+            for a in (0, 1):
+                others = [z[v, j] for v in (0, 1) for j in range(3) if j != i]
+                s = [unit(z[a, i]) @ unit(other) for other in others]
+                e = [math.exp(beta * one.item()) for one in s]
+                new = sum(e) / len(e)
+                new = (1 - gamma) * before[item] + gamma * new if before[item] else new
+                u[item] += new / 2
+                pushed = sum(one / (len(e) * new) * t for one, t in zip(e, s, strict=True))
+                theirs = theirs + (pushed - unit(z[a, i]) @ unit(z[1 - a, i])) / 3
+        (expected,) = torch.autograd.grad(theirs, z)
+        (got,) = torch.autograd.grad(ours(z[0], z[1], index), z)
+        assert torch.allclose(got * 2 / beta, expected, rtol=1e-6, atol=1e-7)
+
+
 @pytest.mark.parametrize("proposals", [Uniform(32), Uniform(32, alone=True), InBatch()], ids=str)
 def test_sogclr_at_rate_one_saturates_against_the_partition_of_its_value(proposals) -> None:
     """Excluded columns are draws too: left out, the partition was up to 1.7 times too large."""

@@ -127,6 +127,8 @@ class PairLoss(nn.Module):
                 "the trainer's checkpoints are written by one rank, and with shard_state=True none "
                 "has all of the state; leave it out"
             )
+        keys = torch.tensor([key for _, key in pairs.positions()])
+        loss_fn.give_key_counts(torch.bincount(keys, minlength=len(pairs.keys)))
         self.model = model  # the trainer puts the wrapped one here
         self.loss_fn = loss_fn
         self.pairs = pairs

@@ -350,6 +350,12 @@ class ContrastiveLoss(Reporting):
             self.tables.remember(sides, requests, batch.both, self.normalize)
         self._count(batch.key_index, batch.valid)
 
+    def give_key_counts(self, key_counts: Tensor) -> None:  # [num_keys]
+        """Say how many pairs have each key, where calls would have to count them."""
+        if self.num_keys is not None and self._counts_keys:
+            self._counts_keys = False
+            self.key_counts.copy_(columns.first_counts(key_counts, self.num_keys))
+
     def _count(self, keys: Tensor, valid: Tensor | None = None) -> None:  # [B]
         """Remember which keys were positives; part of changing state."""
         if self.num_keys is not None and self._counts_keys:

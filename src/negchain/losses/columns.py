@@ -169,7 +169,8 @@ def popularity(counts: Tensor, batch: Batch, num_samples: int | None, counting: 
 
     A batch holds no pair twice: a row's columns come from the m - 1 other pairs. The row's own key
     is never its negative, so no other count lacks a pair. Counted on the way, after E whole passes
-    and a share f of the next, a key of the batch was met E times, and counts for E + f.
+    and a share f of the next, a key of the batch was met E times, and counts for E + f. A pass then
+    has m pairs, one per anchor: where it has more, counts have to be given.
 
     Args:
         counts: [num_keys + 1] how often each key was a positive, and the sum.

@@ -63,6 +63,7 @@ class NegativeCacheLoss(ContrastiveLoss):
         **shared: Unpack[Shared],
     ) -> None:
         super().__init__(num_samples, beta, **shared)
+        self._counts_keys = False  # the batch is no column here
         check_refresh(refresh)
         self.refresh_fraction = refresh
         self.tables = Tables(self.num_sides, self.num_ids or 0, shared.get("dim"), self.rows.ranks)

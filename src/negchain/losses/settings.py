@@ -11,7 +11,7 @@ from numbers import Integral
 from typing import TYPE_CHECKING, ClassVar, Literal, TypedDict
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from negchain.losses.batch import Views
@@ -192,8 +192,9 @@ def as_kernel(kernel: Kernel | Literal["mh", "isir"]) -> Kernel:
 
 
 def as_beta(beta: float | Tensor) -> float | Tensor:
-    """A number (which may come as numpy's), or a tensor that is learned."""
-    if isinstance(beta, Tensor) and beta.numel() == 1 and not beta.requires_grad:
+    """A number (which may come as numpy's), or a tensor that is learned, now or later."""
+    later = isinstance(beta, nn.Parameter)  # frozen for a while
+    if isinstance(beta, Tensor) and beta.numel() == 1 and not (beta.requires_grad or later):
         beta = float(beta)
     if not (beta.numel() == 1 if isinstance(beta, Tensor) else 0 < beta < math.inf):
         raise ValueError(f"beta (1 / temperature) must be one positive number, got {beta}")

@@ -40,8 +40,8 @@ class SogCLRLoss(WeightedLoss):
 
     The first visit of a sample starts its average at the batch's own value. With two views each
     view's row mixes the sample's one average with its own value; their mean is stored. The positive
-    pulls with weight 1, as the gradient of eq. (1) says, and not as in LibAUC
-    (docs/methods/sogclr.md).
+    pulls with weight 1, as the gradient of eq. (1) says: as in LibAUC's `GCLoss_v1` (one encoder),
+    and not as in its `GCLoss_v2` (docs/methods/sogclr.md).
 
     Args:
         num_samples: size of the data set (of anchors).
