@@ -163,7 +163,7 @@ def _fit(config: TrainConfig, base: dict[str, Any], given: dict[str, Any]) -> Tr
     """Adapt defaults that depend on what was given: rate, warm-up, built-in denominators."""
     method, changed = methods.named(config.method), dict[str, Any]()
     if "lr" not in given and "lr" in base and base["preset"] is None:
-        changed["lr"] = config.lr * method.lr_share
+        changed["lr"] = float(f"{config.lr * method.lr_share:.3g}")
     if "lr" not in given and config.optimizer != base.get("optimizer", TrainConfig.optimizer):
         lars = round(0.075 * math.sqrt(config.batch_size), 6)
         changed["lr"] = presets.OPTIMIZER_LR.get(config.optimizer, lars)
