@@ -134,30 +134,14 @@ def curves(page: Page, groups: Sequence[Group]) -> None:
         series = []
         for index, group in enumerate(groups):
             curve, spread = mean_curve(group.counted, metric.key, points)
+            band = spread if len(group.counted) > 1 else None
+            look = method_colour(group.method), group.variant, index
             if len(curve):
-                series.append(
-                    Series(
-                        group.label,
-                        curve,
-                        spread if len(group.counted) > 1 else None,
-                        method_colour(group.method),
-                        group.variant,
-                        index,
-                    )
-                )
+                series.append(Series(group.label, curve, band, *look))
         only_before = metric in groups[0].shown.lead and all(len(s.curve) == 1 for s in series)
         if series and not only_before:
-            charts.append(
-                Chart(
-                    f"all-{metric.key}",
-                    metric.name,
-                    metric.note,
-                    metric.unit,
-                    series,
-                    width=540,
-                    height=310,
-                )
-            )
+            key, words = f"all-{metric.key}", (metric.name, metric.note, metric.unit)
+            charts.append(Chart(key, *words, series, width=540, height=310))
     legend = "".join(
         f'<button type="button" data-series="{i}">{key_line(group)}{escape(group.label)}</button>'
         for i, group in enumerate(groups)

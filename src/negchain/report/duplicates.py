@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from .galleries import Pictures, picture
+from .galleries import Pictures, block, picture
 from .page import write_page
 from .sections import Page
 
@@ -61,10 +61,8 @@ def write_duplicates(
         if pairs
         else "No two images are that similar. Lower --above to see the nearest."
     )
-    cards = "".join(_card(pair, pictures) for pair in pairs)
-    page.add(
-        f'<section><p class="lead">{lead}</p><div class="chains twins">{cards}</div></section>'
-    )
+    cards = [_card(pair, pictures) for pair in pairs]
+    page.add(f"<section>{block(lead, cards, 'chains twins')}</section>")
     write_page(out, f"Near-duplicates in {title}", page, {"charts": {}, "maps": {}})
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any, NamedTuple
 
@@ -26,14 +26,10 @@ _LARGEST = 112  # px: twice what the page shows, for dense screens
 
 
 def as_image(pixels: Pictures) -> Image.Image:  # uint8 [C,H,W]
-    """The pixels as a PIL image: grey, RGB, or the first channel of anything else."""
-    channels = pixels.shape[0]
-    if channels not in (1, 3, 4):
-        pixels, channels = pixels[:1], 1
-    if channels == 1:
+    """The pixels as a PIL image: RGB, or the first channel of anything else."""
+    if len(pixels) not in (3, 4):
         return Image.fromarray(np.ascontiguousarray(pixels[0]))
-    image = Image.fromarray(np.ascontiguousarray(pixels.transpose(1, 2, 0)))
-    return image.convert("RGB") if channels == 4 else image
+    return Image.fromarray(np.ascontiguousarray(pixels.transpose(1, 2, 0))).convert("RGB")
 
 
 def data_uri(image: Image.Image, *, tiny: bool) -> str:
@@ -42,12 +38,8 @@ def data_uri(image: Image.Image, *, tiny: bool) -> str:
     >>> data_uri(Image.new("L", (8, 8)), tiny=True)[:22]
     'data:image/png;base64,'
     """
-    buffer = io.BytesIO()
-    if tiny:
-        image.save(buffer, "PNG", optimize=True)
-    else:
-        image.save(buffer, "JPEG", quality=80, optimize=True)
-    kind = "png" if tiny else "jpeg"
+    buffer, kind = io.BytesIO(), "png" if tiny else "jpeg"
+    image.save(buffer, kind, quality=80, optimize=True)  # a PNG has no quality
     return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
@@ -69,6 +61,11 @@ def class_name(classes: Sequence[str], label: int) -> str:
     if label < 0:
         return "unlabelled"
     return classes[label] if label < len(classes) else str(label)
+
+
+def block(lead: str, cards: Iterable[str], look: str = "neighbours") -> str:
+    """A sentence or two, and cards below them."""
+    return f'<p class="lead">{lead}</p><div class="{look}">{"".join(cards)}</div>'
 
 
 class _Near(NamedTuple):
@@ -112,10 +109,10 @@ def neighbours(run: Run, *, rows: int = 16) -> str:
             f" {int(agree.sum())} of the {agree.size} neighbours shown have the label of their "
             f"{run.query_noun} (✓ in a solid frame); ✗ in a dashed frame marks another label."
         )
-    return (
-        f'<p class="lead">Each {run.query_noun}, then the images whose embeddings are most '
-        f"similar to its own, with the cosine similarity.{share}</p>"
-        f'<div class="neighbours">{"".join(cards)}</div>'
+    return block(
+        f"Each {run.query_noun}, then the images whose embeddings are most similar to its own, "
+        f"with the cosine similarity.{share}",
+        cards,
     )
 
 
@@ -128,6 +125,9 @@ def _query(run: Run, near: _Near, q: int) -> str:
     )
 
 
+_VERDICTS = {"same": ("✓ ", ", same label"), "other": ("✗ ", ", other label"), "unknown": ("", "")}
+
+
 def _found(run: Run, near: _Near, q: int) -> str:
     """Neighbours of one image, each with a mark and its similarity."""
     cells, wanted = [], near.wanted[q]
@@ -135,9 +135,8 @@ def _found(run: Run, near: _Near, q: int) -> str:
         known = wanted >= 0 and label >= 0
         verdict = ("same" if label == wanted else "other") if known else "unknown"
         text = class_name(run.classes, label) if known else ""
-        said = {"same": ", same label", "other": ", other label", "unknown": ""}[verdict]
         # a right label is the query's own, so only a wrong one needs its name
-        mark = {"same": "✓ ", "other": "✗ ", "unknown": ""}[verdict]
+        mark, said = _VERDICTS[verdict]
         name = f"<small>{escape(shortened(text, 24))}</small>" if verdict == "other" else ""
         similarity = f"{score:.2f}" if np.isfinite(score) else ""
         cells.append(
@@ -165,10 +164,11 @@ def side_by_side(runs: Sequence[tuple[str, str, Run]]) -> str:
         cards.append(f'<div class="side">{_query(first, nearest, q)}<div>{lines}</div></div>')
     left = len(runs) - len(alike)
     more = f" Runs without these pictures are left out ({left})." if left else ""
-    return (
-        f'<p class="lead">The same {first.query_noun}s and the nearest neighbours that the '
-        f"first seed of each finds, with the cosine similarity.{more}</p>"
-        f'<div class="sides">{"".join(cards)}</div>'
+    return block(
+        f"The same {first.query_noun}s and the nearest neighbours that the first seed of each "
+        f"finds, with the cosine similarity.{more}",
+        cards,
+        "sides",
     )
 
 
@@ -187,11 +187,11 @@ def views(run: Run) -> str:
     ]
     recipe = run.config.get("recipe")
     named = f" (recipe {escape(str(recipe))})" if recipe else ""
-    return (
-        f'<p class="lead">Training images and views as the encoder gets them{named}, before any '
-        "normalisation of the colours. Two views of an image must still show you the same thing; "
-        "if not, choose a gentler recipe.</p>"
-        f'<div class="neighbours">{"".join(rows)}</div>'
+    return block(
+        f"Training images and views as the encoder gets them{named}, before any normalisation of "
+        "the colours. Two views of an image must still show you the same thing; if not, choose a "
+        "gentler recipe.",
+        rows,
     )
 
 
@@ -209,8 +209,9 @@ def chains(run: Run, *, limit: int = 24) -> str:
         + "</figure>"
         for anchor, negative, score in zip(anchors, negatives, scores, strict=True)
     ]
-    return (
-        '<p class="lead">Each training image and the negative its Markov chain holds now. '
-        "Chains prefer negatives that the encoder confuses with the image.</p>"
-        f'<div class="chains">{"".join(pairs)}</div>'
+    return block(
+        "Each training image and the negative its Markov chain holds now. Chains prefer negatives "
+        "that the encoder confuses with the image.",
+        pairs,
+        "chains",
     )

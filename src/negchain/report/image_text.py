@@ -5,19 +5,17 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
-from .galleries import picture, views
+from .galleries import block, picture, views
 from .measures import Metric, Shown
 from .runs import Run
 
-_WAYS = {"i2t": ("Picture to caption", "one of a picture’s captions"),
-         "t2i": ("Caption to picture", "a picture that has the caption")}  # fmt: skip
+_WAYS = {"i2t": ("Picture to caption", "One of a picture’s captions"),
+         "t2i": ("Caption to picture", "A picture that has the caption")}  # fmt: skip
 
 
 def _recall(way: str, k: int, split: str) -> Metric:
     title, wanted = _WAYS[way]
-    note = f"{wanted[0].upper()}{wanted[1:]} is the nearest"
-    if k > 1:
-        note = f"{wanted[0].upper()}{wanted[1:]} is among the {k} nearest"
+    note = f"{wanted} is the nearest" if k == 1 else f"{wanted} is among the {k} nearest"
     key = f"{'test_' if split == 'test' else ''}{way}_r{k}"
     return Metric(key, f"{title}, R@{k}, {split}", "percent", note, True, f"{split} {way} R@{k}")
 
@@ -63,11 +61,11 @@ def _captions_found(run: Run, rows: int) -> str:
             f'<div class="told"><figure>{picture(art["asked_images"][q], own)}</figure>'
             f"<div><b>{escape(own)}</b><ol>{lines}</ol></div></div>"
         )
-    return (
-        f'<p class="lead">Each {run.query_noun} with one of its own captions (bold), then the '
-        "nearest captions of all, with the cosine similarity. ✓ is a caption of the picture. A ✗ "
-        "that fits as well is a false negative: the data does not say so.</p>"
-        f'<div class="neighbours">{"".join(cards)}</div>'
+    return block(
+        f"Each {run.query_noun} with one of its own captions (bold), then the nearest captions of "
+        "all, with the cosine similarity. ✓ is a caption of the picture. A ✗ that fits as well is "
+        "a false negative: the data does not say so.",
+        cards,
     )
 
 
@@ -89,10 +87,10 @@ def _pictures_found(run: Run, rows: int) -> str:
             f'<div class="row" style="--n:{len(images)}"><div class="query">'
             f"{escape(str(art['asked_captions'][q]))}</div>{figures}</div>"
         )
-    return (
-        '<p class="lead">Each caption, then the pictures nearest to it. ✓ in a solid frame: the '
-        "picture has this caption.</p>"
-        f'<div class="neighbours">{"".join(cards)}</div>'
+    return block(
+        "Each caption, then the pictures nearest to it. ✓ in a solid frame: the picture has this "
+        "caption.",
+        cards,
     )
 
 
@@ -112,10 +110,10 @@ def _chains(run: Run, rows: int) -> str:
             strict=True,
         )
     ]
-    return (
-        '<p class="lead">Each training picture with a caption, the caption that the picture’s '
-        "chain holds as a negative, and (right) the picture that the caption’s chain holds.</p>"
-        f'<div class="neighbours">{"".join(cards)}</div>'
+    return block(
+        "Each training picture with a caption, the caption that the picture’s chain holds as a "
+        "negative, and (right) the picture that the caption’s chain holds.",
+        cards,
     )
 
 

@@ -63,7 +63,7 @@ def compare(groups: Sequence[Group]) -> Results:
         for i, estimate in enumerate(found):
             values = groups[i].finals(metric.key)
             rows[i].append(_cell(estimate, values, metric, winners[metric.key] == i))
-    notes = _notes(groups, lead, winners.get(lead.key), columns)
+    notes = _notes(groups, lead, winners.get(lead.key))
     if (advised := recommendation(groups, lead)) is not None:
         notes.insert(0, advised)
     return Results(columns, order, rows, _baselines(groups, columns), lead, notes)
@@ -101,9 +101,7 @@ def _baselines(groups: Sequence[Group], columns: Sequence[Metric]) -> list[tuple
     return rows
 
 
-def _notes(
-    groups: Sequence[Group], lead: Metric, best: int | None, columns: Sequence[Metric]
-) -> list[str]:
+def _notes(groups: Sequence[Group], lead: Metric, best: int | None) -> list[str]:
     compared = [group for group in groups if len(group.finals(lead.key))]
     if len(compared) < 2:
         return []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
+from .galleries import block
 from .measures import Metric, Shown
 from .runs import Run
 
@@ -46,11 +47,12 @@ def proposals(run: Run, *, rows: int) -> str:
         )
     by_table = str(art.get("proposal_of", "")) == "table"
     who = "the stale table proposes most" if by_table else "the encoder ranks highest now"
-    return (
-        f'<p class="lead">Training queries, the positive of each (✓), and what {who} as negatives, '
-        "with the cosine. Read them: a text that answers the query is a false negative, and where "
-        "many do, hard negatives gain nothing or harm. ↑ marks those above the positive.</p>"
-        f'<div class="grid wide">{"".join(blocks)}</div>'
+    return block(
+        f"Training queries, the positive of each (✓), and what {who} as negatives, with the "
+        "cosine. Read them: a text that answers the query is a false negative, and where many do, "
+        "hard negatives gain nothing or harm. ↑ marks those above the positive.",
+        blocks,
+        "grid wide",
     )
 
 

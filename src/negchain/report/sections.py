@@ -115,30 +115,21 @@ def tiles(run: Run) -> str:
         for m in run.shown.lead
         if run.final(m.key) is not None or run.classes
     )
+    kind = "global, exact" if loss is GLOBAL_LOSS else "training"
+    before = "" if start is None else f"; {number(start)} before"
+    speed = number(run.final("samples_per_second"), "count")
     entries = (
         *accuracies,
-        (
-            "Final loss",
-            number(run.final(loss.key)),
-            ("global, exact" if loss is GLOBAL_LOSS else "training")
-            + (f"; {number(start)} before" if start is not None else ""),
-        ),
-        (
-            "Throughput",
-            number(run.final("samples_per_second"), "count"),
-            f"{run.shown.noun} per second",
-        ),
+        ("Final loss", number(run.final(loss.key)), kind + before),
+        ("Throughput", speed, f"{run.shown.noun} per second"),
         ("Time", number(run.final("seconds"), "seconds"), "wall clock"),
         ("Samples seen", number(run.final("samples"), "count"), _passes(run)),
     )
-    return (
-        '<div class="tiles">'
-        + "".join(
-            f'<div class="tile"><span>{name}</span><b>{value}</b><small>{note}</small></div>'
-            for name, value, note in entries
-        )
-        + "</div>"
+    tiles = "".join(
+        f'<div class="tile"><span>{name}</span><b>{value}</b><small>{note}</small></div>'
+        for name, value, note in entries
     )
+    return f'<div class="tiles">{tiles}</div>'
 
 
 def _beside(run: Run, metric: Metric) -> str:
@@ -229,8 +220,8 @@ def curves(page: Page, run: Run) -> None:
                    colour if i == 0 else "var(--second)", max(i - 1, 0), i)
             for i, (metric, label) in enumerate(present)
         ]  # fmt: skip
-        key = "-".join(["run", present[0][0].key])
-        drawn.append(Chart(key, title, note, present[0][0].unit, series))
+        first = present[0][0]
+        drawn.append(Chart(f"run-{first.key}", title, note, first.unit, series))
     page.add(charts_section(page, drawn, ""))
     if missing:
         page.add(f'<p class="lead">Not recorded in this run: {", ".join(missing)}.</p>')
@@ -259,10 +250,9 @@ def _card(page: Page, chart: Chart) -> str:
         else:
             body, page.charts[f"{chart.key}-{axis}"] = result
         bodies.append(f'<div class="by-{axis}">{body}</div>')
-    last = "–"
-    if len(chart.series) == 1 and len(curve := chart.series[0].curve):
-        last = number(float(curve.values[-1]), chart.unit)
-    value = f"<b>{last}</b>" if last != "–" else ""
+    value = ""
+    if len(chart.series) == 1:
+        value = f"<b>{number(float(chart.series[0].curve.values[-1]), chart.unit)}</b>"
     return (
         f'<article class="card"><h3>{escape(chart.title)}{value}</h3>'
         f"<p>{escape(chart.note)}</p>{''.join(bodies)}</article>"
@@ -286,15 +276,9 @@ def settings(run: Run) -> str:
     hidden = {"data_info", *foreign(run.config.get("task", "images"))}
     rows = [(k, escape(_text(value))) for k, value in run.config.items() if k not in hidden]
     info = run.data_info
-    counts = ", ".join(
-        f"{count:,} {name}"
-        for key, name in (
-            ("num_samples", "to train on"),
-            ("train", "labelled for training"),
-            ("test", "for test"),
-        )
-        if isinstance(count := info.get(key), int)
-    )
+    words = {"num_samples": "to train on", "train": "labelled for training", "test": "for test"}
+    known = {name: info.get(key) for key, name in words.items()}
+    counts = ", ".join(f"{count:,} {name}" for name, count in known.items() if type(count) is int)
     said = [counts, *(str(note) for note in info.get("notes", []))]
     rows.insert(0, (run.shown.noun, escape("; ".join(filter(None, said)))))
     return (
