@@ -393,7 +393,7 @@ def test_tables_written_by_hand_are_those_of_their_records() -> None:
     assert len(shown) == 7 and all(known[epoch] == cells for epoch, *cells in shown)
 
     for record, head, number in (
-        ("2026-11-16_hypotheses_cpu.jsonl", "| case | seeds |", 32),
+        ("2026-11-16_hypotheses_cpu.jsonl", "| case | seeds |", 36),
         ("2026-11-16_pictures_cpu.jsonl", "| CIFAR-10, b = 8 | seeds |", 10),
     ):
         cases: dict[str, list[Any]] = {}
