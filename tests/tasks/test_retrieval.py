@@ -28,6 +28,7 @@ from negchain.train import trainer  # noqa: E402
 from negchain.train.config import ConfigError  # noqa: E402
 from negchain.train.resolve import resolve  # noqa: E402
 from negchain.train.run_folder import RunFolder, read_metrics  # noqa: E402
+from negchain.train.step import build_loss  # noqa: E402
 from tasks.tiny_texts import ASKED, FACTS, write_beir, write_model  # noqa: E402
 
 
@@ -186,6 +187,26 @@ def test_positives_are_drawn_by_grade_and_copies_are_known(task) -> None:
     assert 0.2 < torch.cat(drawn).eq(1).double().mean() < 0.3  # d1 has grade 1, d0 grade 3
     known = task.batch(index, torch.tensor(0)).told["known"][0]
     assert set(known[known >= 0].tolist()) == {0, 1, 40}  # and the copy of d0
+
+
+def test_the_loss_is_told_how_likely_each_document_is_in_a_batch(folder: Path, task) -> None:
+    """A query takes one of its positives: counted on the way, q of a new one was that of a whole.
+
+    2,000 batches of all queries; false alarm 1e-4 in all (a normal bound of 4.5 deviations).
+    """
+    index, times = torch.arange(task.num_samples), torch.zeros(len(task.data.documents))
+    for step in range(2000):
+        keys = task.batch(index, torch.tensor(step)).keys
+        times.index_add_(0, keys, torch.full(keys.shape, 1 / 2000))
+    assert task.key_counts.sum() == pytest.approx(task.num_samples)
+    assert any(0 < share < 1 for share in task.key_counts.tolist())  # a query with two positives
+    for seen, share in zip(times.tolist(), task.key_counts.tolist(), strict=True):
+        assert abs(seen - share) <= 4.5 * (share / 2000) ** 0.5 + 1e-4  # its variance is below that
+    for method in ("infonce", "sogclr", "emc2"):
+        made = tasks.load(resolve(None, settings(folder, method=method)))
+        loss_fn = build_loss(made, made.encoder)
+        assert torch.equal(loss_fn.key_counts[:-1], task.key_counts)
+        assert not loss_fn._counts_keys
 
 
 def test_texts_are_padded_to_the_longest_of_a_pass(task) -> None:

@@ -351,7 +351,10 @@ class ContrastiveLoss(Reporting):
         self._count(batch.key_index, batch.valid)
 
     def give_key_counts(self, key_counts: Tensor) -> None:  # [num_keys]
-        """Say how many pairs have each key, where calls would have to count them."""
+        """Say how many pairs of a pass have each key, where calls would have to count them.
+
+        Fractions are means: an anchor that takes one of k keys at random gives each 1/k.
+        """
         if self.num_keys is not None and self._counts_keys:
             self._counts_keys = False
             self.key_counts.copy_(columns.first_counts(key_counts, self.num_keys))
@@ -359,7 +362,8 @@ class ContrastiveLoss(Reporting):
     def _count(self, keys: Tensor, valid: Tensor | None = None) -> None:  # [B]
         """Remember which keys were positives; part of changing state."""
         if self.num_keys is not None and self._counts_keys:
-            ones = torch.ones_like(keys) if valid is None else valid.to(keys.dtype)
+            kind = self.key_counts.dtype
+            ones = torch.ones_like(keys, dtype=kind) if valid is None else valid.to(kind)
             self.key_counts.index_add_(0, keys, ones)
             self.key_counts[-1] += ones.sum()
 

@@ -154,14 +154,15 @@ def _log_q(side: Side, draw: Draw, num_ids: int | None) -> Callable[[Tensor], Te
 def first_counts(counts: Tensor | None, num_keys: int) -> Tensor:
     """How often each key is a positive, then the sum; zeros where calls have to count."""
     if counts is None:
-        return torch.zeros(num_keys + 1, dtype=torch.int64)
+        return torch.zeros(num_keys + 1, dtype=torch.float64)
     counts = torch.as_tensor(counts)
-    if counts.shape != (num_keys,) or counts.dtype not in INTEGERS or bool((counts < 0).any()):
+    numbers = counts.dtype in INTEGERS or (counts.is_floating_point() and counts.isfinite().all())
+    if counts.shape != (num_keys,) or not numbers or bool((counts < 0).any()):
         raise ValueError(
-            f"key_counts must hold a count per key, [{num_keys}] integers of at least 0, got "
+            f"key_counts must hold a count per key, [{num_keys}] numbers of at least 0, got "
             f"{counts.dtype} {tuple(counts.shape)}; pass torch.bincount(key_of, minlength=num_keys)"
         )
-    return torch.cat([counts, counts.sum()[None]]).long()
+    return torch.cat([counts, counts.sum()[None]]).double()
 
 
 def popularity(counts: Tensor, batch: Batch, num_samples: int | None, counting: bool) -> Popularity:
@@ -180,10 +181,10 @@ def popularity(counts: Tensor, batch: Batch, num_samples: int | None, counting: 
     """
     kind = batch.both.dtype
     if not counting or num_samples is None:
-        log_q = (counts[:-1].double() / (counts[-1] - 1).clamp(min=1)).log().to(kind)
+        log_q = (counts[:-1] / (counts[-1] - 1).clamp(min=1)).log().to(kind)
         return lambda ids: log_q[ids]
     mine = torch.where(batch.valid, batch.key_index, -1).sort().values
-    passes = (counts[-1].double() / num_samples).clamp(min=1)
+    passes = (counts[-1] / num_samples).clamp(min=1)
     share = torch.where(counts[-1] < num_samples, 1.0, passes % 1)
     total = passes * max(num_samples - 1, 1)
 

@@ -73,9 +73,12 @@ class RetrievalTask(Task):
             self.documents = Texts(self.encoder, data.documents, "document")
             self.queries = {n: Texts(self.encoder, p.texts, "query") for n, p in parts.items()}
         positives, grades = [], []
+        self.key_counts = torch.zeros(len(data.documents), dtype=torch.float64)
         for graded in data.train.relevant:
             positives.append(torch.tensor(list(graded)))
             grades.append(torch.tensor(list(graded.values()), dtype=torch.float64).cumsum(0))
+            shares = grades[-1].diff(prepend=grades[-1].new_zeros(1)) / grades[-1][-1]
+            self.key_counts[positives[-1]] += shares  # a step takes one positive, by grade
         known = [torch.tensor(own) for own in data.known]
         self.positives, self.known, self.grades = (
             pad_sequence(rows, batch_first=True, padding_value=-1) if rows else torch.empty(0)

@@ -100,6 +100,8 @@ class Task(ABC):
     """A hash by which a resumed run knows its data."""
     layout: Mapping[str, Any] = {}
     """Of `views`, `symmetric`, `num_keys`: as every loss is constructed."""
+    key_counts: Tensor | None = None
+    """[num_keys] with `num_keys`: anchors of a pass that have each key, or their mean number."""
     loss_options: Mapping[str, Any] = {}
     """Options of methods that suit the data and are no settings: see `negchain.methods`."""
     versions: int = 1

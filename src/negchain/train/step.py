@@ -67,7 +67,10 @@ def build_loss(task: Task, encoder: Any) -> ContrastiveLoss:
         options=options,
         layout=task.layout,
     )
-    return method.build(settings)
+    loss_fn = method.build(settings)
+    if task.key_counts is not None:
+        loss_fn.give_key_counts(task.key_counts)
+    return loss_fn
 
 
 class TrainStep:
