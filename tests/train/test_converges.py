@@ -21,7 +21,7 @@ from negchain.train import trainer
 from negchain.train.resolve import resolve
 from negchain.train.run_folder import RunFolder
 
-STEPS, SIZE, BATCH = 30, 256, 32
+STEPS, SIZE, BATCH = 40, 256, 32
 
 
 @functools.cache

@@ -143,12 +143,17 @@ def joined(patience: float = PATIENCE) -> Iterator[Team]:
         return
     import torch
     import torch.distributed as dist
+    from torch.distributed.distributed_c10d import PrefixStore
     from torch.distributed.rendezvous import rendezvous
 
     wait, gpus = timedelta(seconds=patience), torch.cuda.device_count()
     if gpus:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % gpus)
     store, rank, world = next(rendezvous("env://", timeout=wait))
+    if os.environ.get("LOCAL_WORLD_SIZE") == str(world):
+        # On one machine torchrun keeps its store when it starts a run anew, and with it the
+        # addresses of the ranks before. (On several, machines may differ in their count.)
+        store = PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if gpus else "gloo",
         store=store,
