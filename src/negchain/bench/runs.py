@@ -38,11 +38,8 @@ def variants() -> dict[str, dict[str, object]]:
     for name in trained():
         title, options = METHODS[name].title, METHODS[name].options
         found[title] = {"method": name}
-        for option, value in (
-            ("carried", "cached"),
-            ("proposal", "both"),
-            ("proposal", "informed"),
-        ):
+        others = ("carried", "cached"), ("proposal", "both"), ("proposal", "informed")
+        for option, value in others:
             if option in options:
                 found[f"{title}, {value}"] = {"method": name, option: value}
     return found

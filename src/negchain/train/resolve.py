@@ -193,10 +193,11 @@ def _refuse_contradictions(config: TrainConfig, given: Mapping[str, object]) -> 
     if "refresh" in given and "proposal" in method.options and config.proposal != "informed":
         owners = "--proposal informed"
         _refuse("refresh", owners, "proposal", config.proposal, "only this keeps a table")
-    if config.proposal == "both" and config.augmentations is not None:
+    stored = "augmentations" not in tasks.named(config.task).options or config.augmentations
+    if config.proposal == "both" and stored:
         raise ConfigError(
-            "--proposal both offers both fresh views of an image, and with --augmentations views "
-            "are stored, each with a chain of its own; leave out one of the two"
+            "--proposal both offers both fresh views of an image: leave out --proposal where views "
+            "are stored (--augmentations; each has a chain of its own), and for texts and captions"
         )
     if config.denominator != (method.denominator or config.denominator):
         others = [n for n, m in methods.METHODS.items() if m.denominator == config.denominator]
