@@ -282,7 +282,7 @@ for _method in (
         lambda s: _loss("NegativeCacheLoss", s, s.option("refresh", 0.01), **s.chosen),
         options=("refresh",),
         plain_keys=True,
-        lr_share=1 / 3,  # else its table is too stale: records/2026-11-17_negcache-rate_h200
+        lr_share=1 / 3,  # with all of it it did not learn: records/2026-11-17_negcache-rate_h200
         reproduced="small",
     ),
     Method(
