@@ -7,7 +7,9 @@ Every method is tuned on validation queries alone (a fifth of the training queri
 `negchain train` holds out): beta and learning rate, seed 0. Test queries are only reported. A step
 encodes three documents per query with gradient, the positive and two more; in-batch and GIST encode
 the positive alone, and CachedMNRL is a batch of 256 for as many steps (its gradient is that of the
-batch in one piece, which fits here). Stale tables refresh 1 % of the corpus a step besides.
+batch in one piece, which fits here). Stale tables refresh 1 % of the corpus a step besides. On a
+GPU the step of every method is a CUDA graph, as that of `negchain train` is: eager steps of so
+small a model are launches, whose time differs by a third from run to run.
 benchmarks/many_runs.py has slices, resuming and the tables; rows go to $OUT/retrieval.jsonl.
 """
 
@@ -17,6 +19,7 @@ import math
 import statistics
 import time
 import traceback
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,6 +35,7 @@ from negchain.tasks.beir import read_beir
 
 LENGTH = 256  # tokens
 LARGE = 256  # the batch of CachedMNRL
+WARM_UP = 3  # eager steps before the graph: libraries initialise and allocate
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 OURS = {  # methods of the package, built as `negchain train` builds them
     "random": "infonce",
@@ -50,7 +54,7 @@ METHODS = ("informed importance", "table top-k", "mined", *THEIRS[:3], *OURS)
 
 
 class Texts:
-    """Token ids of many texts on the device, cut to the longest of those asked for."""
+    """Token ids of many texts on the device; places in memory get the longest of them as length."""
 
     def __init__(self, tokenizer: Any, texts: list[str]) -> None:
         found = tokenizer(texts, truncation=True, max_length=LENGTH, padding=True)
@@ -59,7 +63,7 @@ class Texts:
         self.lengths = self.mask.sum(1).cpu()
 
     def __getitem__(self, at: Tensor) -> dict[str, Tensor]:
-        longest = int(self.lengths[at.cpu()].max())
+        longest = None if at.is_cuda else int(self.lengths[at].max())
         at = at.to(DEVICE)
         return {"input_ids": self.ids[at, :longest], "attention_mask": self.mask[at, :longest]}
 
@@ -102,16 +106,14 @@ class Encoder(torch.nn.Module):
 
 
 @cache
-def _built(folder: str, compiled: bool) -> tuple[Encoder, dict[str, Tensor]]:
+def _built(folder: str) -> tuple[Encoder, dict[str, Tensor]]:
     encoder = Encoder(folder).to(DEVICE)
-    if compiled:
-        encoder.model.compile(dynamic=True)
     return encoder, {name: value.clone() for name, value in encoder.state_dict().items()}
 
 
-def fresh(folder: str, compiled: bool) -> Encoder:
-    """The untuned encoder; one object in a process, so that it is compiled once."""
-    encoder, start = _built(folder, compiled)
+def fresh(folder: str) -> Encoder:
+    """The untuned encoder; one object in a process."""
+    encoder, start = _built(folder)
     encoder.load_state_dict(start)
     encoder.zero_grad(set_to_none=True)
     return encoder
@@ -177,11 +179,10 @@ class Plain:
         return scores.topk(30, dim=1).indices
 
     def __call__(
-        self, q: Tensor, chosen: Tensor, index: Tensor, known: Tensor, rng: np.random.Generator
+        self, q: Tensor, chosen: Tensor, index: Tensor, known: Tensor, at: Tensor
     ) -> Tensor:
         ids = chosen
         if self.method == "mined":
-            at = torch.from_numpy(rng.integers(30, size=(len(index), 2))).to(DEVICE)
             ids = torch.cat([chosen, self.pool[index].gather(1, at).flatten()])
         logits = self.beta * q @ self.encoder.documents(self.data["documents"], ids).T
         drop = (ids[None, :, None] == known[:, None, :]).any(2)
@@ -189,7 +190,7 @@ class Plain:
             by_guide = self.guide[0][index] @ self.guide[1][ids].T
             drop |= by_guide > by_guide.diagonal()[:, None]
         own = torch.arange(len(q), device=DEVICE)
-        drop[own, own] = False
+        drop &= own[:, None] != torch.arange(len(ids), device=DEVICE)
         return cross_entropy(logits.masked_fill(drop, -math.inf), own)
 
 
@@ -213,7 +214,7 @@ class Ours:
         return self.encoder.documents(self.data["documents"], ids)
 
     def __call__(
-        self, q: Tensor, chosen: Tensor, index: Tensor, known: Tensor, rng: np.random.Generator
+        self, q: Tensor, chosen: Tensor, index: Tensor, known: Tensor, at: Tensor
     ) -> Tensor:
         told = {"key_index": chosen, "known": known}
         first = self.loss_fn.request(index, **told)
@@ -232,6 +233,14 @@ class Ours:
         return self.loss_fn(q, d, index, first, second, **told)  # type: ignore[no-any-return]
 
 
+def recorded(step: Callable[[], None], stream: torch.cuda.Stream) -> Callable[[], None]:
+    """A step as a CUDA graph, recorded on the stream its eager steps had."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        step()
+    return graph.replay
+
+
 def train(task: dict[str, Any]) -> dict[str, Any]:
     """One run: settings in, validation and test nDCG@10 out."""
     begin = time.perf_counter()
@@ -247,7 +256,7 @@ def _train(task: dict[str, Any]) -> dict[str, Any]:
     data = load(task["data"], task["model"])
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
-    encoder = fresh(task["model"], task["compile"])
+    encoder = fresh(task["model"])
     queries, relevant = data["queries"]["train"], data["relevant"]["train"]
     count, width = len(relevant), max(map(len, data["known"]))
     known = torch.tensor([r + [-1] * (width - len(r)) for r in data["known"]], device=DEVICE)
@@ -258,31 +267,43 @@ def _train(task: dict[str, Any]) -> dict[str, Any]:
     else:
         loss_of = Plain(method, data, encoder, task["beta"])
     encoder.train()
-    encoder.encodes = {True: 0, False: 0}
-    optimizer = torch.optim.AdamW(encoder.parameters(), task["lr"], fused=DEVICE.type == "cuda")
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda n: min((n + 1) / (0.1 * steps), 1.0) * (1 - n / steps)
-    )
+    lr = torch.zeros((), device=DEVICE)  # a tensor, which a graph reads at every step
+    on_gpu = DEVICE.type == "cuda"
+    optimizer = torch.optim.AdamW(encoder.parameters(), lr, fused=on_gpu, capturable=on_gpu)
     epochs = math.ceil(steps * shown / count) + 1
     order = np.concatenate([rng.permutation(count) for _ in range(epochs)])
-    alone, times = task.get("stage") == "alone", []
-    started = time.perf_counter()
-    for step in range(min(steps, 60) if alone else steps):
-        if alone and DEVICE.type == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter())
-        rows = order[step * shown : (step + 1) * shown]
-        chosen = torch.tensor([relevant[i][rng.integers(len(relevant[i]))] for i in rows])
-        index = torch.from_numpy(rows).to(DEVICE)
-        loss = loss_of(encoder(queries[index]), chosen.to(DEVICE), index, known[index], rng)
+    inputs = torch.zeros(4, shown, dtype=torch.int64, device=DEVICE)
+
+    def step() -> None:
+        encoder.encodes = {True: 0, False: 0}
+        index, chosen, at = inputs[0], inputs[1], inputs[2:].T
         optimizer.zero_grad(set_to_none=True)
+        loss = loss_of(encoder(queries[index]), chosen, index, known[index], at)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(encoder.parameters(), 1.0)
         optimizer.step()
-        schedule.step()
+
+    alone, times, run = task.get("stage") == "alone", [], step
+    stream = torch.cuda.Stream() if on_gpu else None
+    wait: Callable[[], None] = torch.cuda.synchronize if on_gpu else lambda: None
+    wait()
+    started = time.perf_counter()
+    for number in range(min(steps, 60) if alone else steps):
+        if alone:
+            wait()
+        times.append(time.perf_counter())
+        rows = order[number * shown : (number + 1) * shown]
+        chosen = [relevant[i][rng.integers(len(relevant[i]))] for i in rows]
+        at = rng.integers(30, size=(2, shown))  # of the mined
+        with torch.cuda.stream(stream):  # type: ignore[arg-type]  # None: as it is
+            inputs.copy_(torch.from_numpy(np.stack([rows, chosen, *at])), non_blocking=True)
+            lr.fill_(task["lr"] * min((number + 1) / (0.1 * steps), 1.0) * (1 - number / steps))
+            if stream is not None and number == WARM_UP:
+                run = recorded(step, stream)
+            run()
+    wait()
     done = {"steps": steps, "seconds": round(time.perf_counter() - started, 1)}
-    done |= {"encodes": encoder.encodes[True] / len(times)}
-    done |= {"refreshed": encoder.encodes[False] / len(times)}
+    done |= {"encodes": encoder.encodes[True], "refreshed": encoder.encodes[False]}
     if alone:
         later = times[len(times) // 2 :]
         laps = [b - a for a, b in zip(later, later[1:], strict=False)]
@@ -314,12 +335,11 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--epochs", type=float, default=6)
     parser.add_argument("--elsewhere", nargs="*", default=[], help="judged on their test queries")
-    parser.add_argument("--compile", action="store_true", help="the encoder, by torch.compile")
     methods = list(dict.fromkeys(METHODS))
     parser.set_defaults(batches=[16, 64, 4], methods=methods, against="informed importance")
     parser.set_defaults(betas=[20.0, 50.0], lrs=[2e-5, 5e-5])
     given = parser.parse_intermixed_args()
-    names = ("data", "model", "epochs", "elsewhere", "compile")
+    names = ("data", "model", "epochs", "elsewhere")
     fixed = {name: getattr(given, name) for name in names}
     rows = many_runs.run(train, given, fixed, "retrieval.jsonl")
     many_runs.show(rows, given, ["encodes", "refreshed", *(Path(f).name for f in given.elsewhere)])

@@ -20,6 +20,7 @@ pytest.importorskip("sentence_transformers")
 from negchain import tasks, train  # noqa: E402
 from negchain.cli import run as command_line  # noqa: E402
 from negchain.losses.request import Want  # noqa: E402
+from negchain.optim import set_lr  # noqa: E402
 from negchain.progress import Progress  # noqa: E402
 from negchain.report.runs import load_run  # noqa: E402
 from negchain.tasks.beir import read_beir  # noqa: E402
@@ -213,6 +214,71 @@ def test_texts_are_padded_to_the_longest_of_a_pass(task) -> None:
     tokens = task.inputs([Want(torch.tensor([0, 1]), "anchors")], torch.tensor(0), 0)
     assert tokens["input_ids"].shape == tokens["attention_mask"].shape == (2, 6)
     assert tokens["role"] == "query"
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_texts_padded_to_one_length_are_the_same_texts(folder: Path, left: bool) -> None:
+    """What a CUDA graph is given: no pass is shorter than the longest text of all."""
+    made = tasks.load(resolve(None, settings(folder)))
+    made.place(torch.device("cpu"), None)
+    texts, places = made.documents, torch.tensor([3, 0, 3])
+    texts.left = left
+    texts.rows[3] = texts.rows[3][:4]
+    ragged = [texts.tokens(places[:1], made.device), texts.tokens(places, made.device)]
+    texts.pad(made.device)
+    one, several = (texts.tokens(p, made.device) for p in (places[:1], places))
+    assert ragged[0]["input_ids"].shape[1] == 4 < one["input_ids"].shape[1]
+    for key in ("input_ids", "attention_mask"):
+        assert torch.equal(several[key], ragged[1][key])  # the longest is among them
+        kept = one["attention_mask"] > 0
+        assert torch.equal(one[key][kept], ragged[0][key][0])
+    if not left:  # BERT's positions are absolute
+        made.encoder.eval()
+        torch.testing.assert_close(made.encoder(one), made.encoder(ragged[0]))
+
+
+def test_one_length_is_for_small_steps_and_even_texts(task, monkeypatch) -> None:
+    plenty = 2**30
+    assert task._pads_well(plenty)  # 12 documents of about 9 tokens
+    assert not task._pads_well(1000)  # their table alone is larger than a tenth
+    lengths = torch.full((1000,), 50)
+    monkeypatch.setattr(task.documents, "lengths", lengths)
+    assert task._pads_well(plenty)
+    lengths[0] = 512  # one text is ten times as long as those of nearly every pass
+    assert not task._pads_well(plenty)
+    lengths[:100] = 512  # nearly every pass has one
+    assert task._pads_well(plenty)
+
+
+def after_steps(folder: Path, path: Path, graph: bool, method: str) -> tuple[list[float], bool]:
+    """Losses of steps on a GPU with dropout; whether they were a graph."""
+    made = tasks.load(resolve(None, settings(folder, device="cuda", method=method,
+                                             precision="float32", lr=1e-3)))  # fmt: skip
+    run = trainer.prepare(made, lambda: RunFolder.create(path, config="{}\n"))
+    run.folder.close()
+    assert made.capturable
+    before = torch.cuda.get_rng_state()
+    recorded = graph and run.step.try_capture()
+    assert torch.equal(torch.cuda.get_rng_state(), before)  # a resumed run drops the same out
+    run.step.fill()
+    losses = []
+    for step in range(6):
+        set_lr(run.step.optimizer, 1e-3)
+        run.step(step, run.order.batch(step))
+        losses.append(run.step.loss.item())
+    return losses, recorded
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["infonce", "sogclr", "emc2", "informed", "topk", "logq"])
+def test_a_step_is_a_cuda_graph_that_does_what_the_eager_one_does(
+    folder: Path, tmp_path: Path, method: str
+) -> None:
+    plain = after_steps(folder, tmp_path / "plain", False, method)
+    graph = after_steps(folder, tmp_path / "graph", True, method)
+    assert graph[1] and not plain[1]
+    assert len(set(plain[0])) == len(plain[0])
+    assert graph[0] == pytest.approx(plain[0], rel=2e-3)
 
 
 def test_prompts_are_the_models_own_and_texts_are_cut(folder: Path, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 
 INFORMED = {"share": 0.9, "sharpness": 0.5}
 """Of proposals from the stale table, as measured best (records/2026-11-16_scifact_h200)."""
+SMALL_PASS, PADDING = 4096, 1.25
+"""Tokens of a pass, or times its usual length, up to which it is padded to the longest text."""
 
 
 class RetrievalTask(Task):
@@ -118,10 +121,33 @@ class RetrievalTask(Task):
         }
 
     def place(self, device: torch.device, autocast: torch.dtype | None) -> None:
-        """Positives to the device; token ids stay in memory."""
+        """Positives to the device; token ids stay in memory, or go there too for a CUDA graph."""
         super().place(device, autocast)
         for name in ("positives", "known", "grades"):
             setattr(self, name, getattr(self, name).to(device))
+        self.capturable = device.type == "cuda" and self.config.graph and self._pads_well(
+            torch.cuda.get_device_properties(device).total_memory
+        )  # fmt: skip
+        if self.capturable:
+            for texts in (self.documents, self.queries["train"]):
+                texts.pad(device)
+
+    def _pads_well(self, memory: int) -> bool:
+        """Whether passes of one length fit a device, and cost little more than they must.
+
+        A graph knows no lengths: all documents are as long as the corpus's longest. That matters
+        little where the longest of a pass is nearly so long anyway, or where a step is so small
+        that it waits for its launches.
+        """
+        lengths, queries = self.documents.lengths, self.queries["train"].lengths
+        if not len(queries):
+            return False
+        longest, count = int(lengths.max()), self.config.batch_size * (1 + self.config.draws)
+        size = 5 * (len(lengths) * longest + len(queries) * int(queries.max()))  # int32 and bool
+        usual = np.quantile(lengths, count / (count + 1))  # about the longest of so many
+        return size <= memory // 10 and (
+            count * longest <= SMALL_PASS or longest <= float(PADDING * usual)
+        )
 
     def build(self) -> tuple[TextEncoder, list[str]]:
         """The encoder as its folder has it."""

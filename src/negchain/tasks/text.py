@@ -247,6 +247,7 @@ class Texts:
             self.rows += [row[m > 0] for row, m in zip(ids, mask, strict=True)]
             self.more = {k: v for k, v in found.items() if not isinstance(v, Tensor)}
         self.lengths = torch.tensor([len(row) for row in self.rows], dtype=torch.int64)
+        self.padded: tuple[Tensor, Tensor] | None = None  # see `pad`
         if self.rows:
             largest = torch.tensor([row.max(initial=0) for row in self.rows])
             with torch.no_grad():
@@ -256,17 +257,31 @@ class Texts:
         return len(self.rows)
 
     def tokens(self, places: Tensor, device: torch.device) -> Tokens:  # [R] -> ids, mask [R, T]
-        """What the encoder eats for the texts at some places."""
-        rows = [self.rows[place] for place in places.tolist()]
+        """What the encoder eats for the texts at some places, as long as the longest of them.
+
+        Places on the device of `pad` get its one length, and nobody asks which they are.
+        """
+        if self.padded is not None and self.padded[0].device == places.device:
+            ids, mask = (table[places].long() for table in self.padded)
+        else:
+            ids, mask = self._joined([self.rows[place] for place in places.tolist()])
+        both = {"input_ids": ids, "attention_mask": mask}
+        moved = {name: value.to(device, non_blocking=True) for name, value in both.items()}
+        return {**moved, **self.more, "role": self.role}
+
+    def pad(self, device: torch.device) -> None:
+        """Keep all texts on a device too, padded to the longest: every pass has one shape."""
+        ids, mask = self._joined(self.rows, np.int32)
+        self.padded = ids.to(device), mask.bool().to(device)
+
+    def _joined(self, rows: Sequence[np.ndarray], dtype: Any = np.int64) -> tuple[Tensor, Tensor]:
         longest = max(map(len, rows), default=0)
-        ids = np.full((len(rows), longest), self.padding, dtype=np.int64)
-        mask = np.zeros((len(rows), longest), dtype=np.int64)
+        ids = np.full((len(rows), longest), self.padding, dtype=dtype)
+        mask = np.zeros_like(ids)
         for number, row in enumerate(rows):
             part = slice(longest - len(row), None) if self.left else slice(len(row))
             ids[number, part], mask[number, part] = row, 1
-        both = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask)}
-        moved = {name: value.to(device, non_blocking=True) for name, value in both.items()}
-        return {**moved, **self.more, "role": self.role}
+        return torch.from_numpy(ids), torch.from_numpy(mask)
 
 
 @torch.no_grad()

@@ -148,12 +148,14 @@ class TrainStep:
         as before.
         """
         kept = {id(tensor): (tensor, tensor.detach().clone()) for tensor in self._state()}
+        dropout = torch.cuda.get_rng_state(self.device)
         try:
             self._graph = self._recorded(fast)
         except RuntimeError:
             self.embed = self.plain
             raise
         finally:
+            torch.cuda.set_rng_state(dropout, self.device)
             with torch.no_grad():
                 for tensor, value in kept.values():
                     tensor.copy_(value)
