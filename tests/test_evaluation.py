@@ -9,7 +9,14 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.neighbors import KNeighborsClassifier, NearestNeighbors
 from torch import Tensor
 
-from negchain.evaluation import embed_all, few_label_probe, linear_probe, linear_probe_paper
+from negchain import evaluation
+from negchain.evaluation import (
+    OnDevice,
+    embed_all,
+    few_label_probe,
+    linear_probe,
+    linear_probe_paper,
+)
 from negchain.neighbours import (
     KNN_TEMPERATURE,
     in_top,
@@ -86,6 +93,33 @@ def test_logistic_regression_agrees_with_scikit_learn(digits: Split) -> None:
     expected = model.fit(train, train_y.numpy()).score(test, test_y.numpy())
     assert ours.accuracy == pytest.approx(expected, abs=0.005)
     assert ours.accuracy > 0.94
+
+
+def test_a_fit_on_the_device_is_scikit_learns(digits: Split) -> None:
+    """Coefficients, then the next strength from there; a probe by it; planted: another penalty."""
+    x = ((digits[0] - digits[0].mean(0)) / 5).double().numpy()
+    y = digits[1].numpy() + 3  # labels are no positions
+    both = [kind(C=1.0, tol=1e-6, max_iter=2000, warm_start=True)
+            for kind in (LogisticRegression, OnDevice)]  # fmt: skip
+    for strength in (0.1, 1e-3):
+        theirs, ours = (m.set_params(C=1 / (strength * len(x))).fit(x, y) for m in both)
+        for name in ("coef_", "intercept_"):
+            np.testing.assert_allclose(getattr(ours, name), getattr(theirs, name), atol=1e-3)
+        assert (ours.predict(x) == theirs.predict(x)).all()
+        assert np.abs(ours.predict_proba(x) - theirs.predict_proba(x)).max() < 1e-3
+        other = OnDevice(C=2 / (strength * len(x)), tol=1e-6, max_iter=2000).fit(x, y)
+        assert np.abs(other.coef_ - theirs.coef_).max() > 4e-3
+
+
+@pytest.mark.gpu
+def test_large_probes_are_fitted_on_the_gpu(digits: Split, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = tuple(t.cuda() for t in digits)
+    monkeypatch.setattr(evaluation, "MANY_PRODUCTS", 1)
+    assert evaluation._logistic(there[0], digits[1].numpy()).device.type == "cuda"
+    ours, theirs = linear_probe(*there), linear_probe(*digits)
+    assert ours.accuracy == pytest.approx(theirs.accuracy, abs=0.005) and ours.l2 == theirs.l2
+    few = few_label_probe(*there, share=0.1)
+    assert few == pytest.approx(few_label_probe(*digits, share=0.1), abs=0.01)
 
 
 def test_the_strength_is_tuned_without_the_test_rows() -> None:
