@@ -73,6 +73,28 @@ def test_any_chunk_gives_the_same(monkeypatch, chunk) -> None:
     assert log_q.exp().sum().item() == pytest.approx(1.0, abs=1e-5)
 
 
+@pytest.mark.parametrize("per_row", [False, True])
+@pytest.mark.parametrize("rows", [2, 3])
+def test_few_rows_read_the_table_once(monkeypatch, rows: int, per_row: bool) -> None:
+    """Two logits per key are an eighth of its 16 numbers: they are kept for the second pass."""
+    table = StaleTable(SIZE, 16)
+    made = torch.Generator().manual_seed(0)
+    table.embeddings = unit(torch.randn(SIZE, 16, generator=made))
+    side = side_of(unit(torch.randn(rows, 16, generator=made)))
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", 20 * rows)
+    reads, read = [], table.logits
+    monkeypatch.setattr(table, "logits", lambda *given: (reads.append(1), read(*given))[1])
+    settings = Informed(num=5, share=0.7, sharpness=0.5, per_row=per_row)
+    draw = table.informed_rows if per_row else table.informed
+    _, log_q = draw(5, side, BETA, settings, (3, torch.tensor(2), 0))
+    assert len(reads) == (1 if rows == 2 else 2)
+    stale = 0.5 * BETA * side.queries @ table.embeddings.T
+    stale[range(rows), range(rows)] = -math.inf
+    expected = 0.3 / SIZE + 0.7 * stale.softmax(1)
+    found = log_q(torch.arange(SIZE).expand(rows, SIZE)) if per_row else log_q
+    assert torch.allclose(found.exp(), expected if per_row else expected.mean(0), atol=1e-6)
+
+
 class Largest(TorchDispatchMode):
     """The most bytes a single new tensor takes."""
 

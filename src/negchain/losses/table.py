@@ -6,7 +6,7 @@ probabilities are corrected for, so a stale table slows mixing and leaves the ta
 anyway, and a share of the table is encoded anew per step in turn (`next_ids`, `refresh`).
 
 The table is read in chunks of keys, so that beyond the table itself (and one number per key where a
-probability of every key is asked for) memory does not grow with it.
+probability of every key is asked for) memory grows by an eighth of it at most, in float32.
 
 Shapes: `M` keys, `N` rows, `D` embedding, `R` draws.
 """
@@ -14,7 +14,7 @@ Shapes: `M` keys, `N` rows, `D` embedding, `R` draws.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from negchain.losses.base import ContrastiveLoss
 
 CHUNK_ELEMENTS = 1 << 22  # logits held at a time: 16 MiB in float32
+Chunk = tuple[slice, Tensor]  # some keys, and their logits [N, chunk]
 
 
 class Spread:
@@ -106,9 +107,7 @@ class StaleTable(Stateful):
             )
         return self.embeddings
 
-    def logits(
-        self, side: Side, beta: float | Tensor
-    ) -> Iterator[tuple[slice, Tensor]]:  # -> keys, [N, chunk]
+    def logits(self, side: Side, beta: float | Tensor) -> Iterator[Chunk]:
         """Stale logits of a side's rows, some keys at a time; own and known positives excluded.
 
         The keys are those of this rank.
@@ -118,7 +117,6 @@ class StaleTable(Stateful):
         positives = side.positive_ids[:, None]
         if side.known is not None:
             positives = torch.cat([positives, side.known], 1)
-        row = torch.arange(len(queries), device=queries.device)[:, None].expand_as(positives)
         chunk = max(1, CHUNK_ELEMENTS // max(len(queries), 1))
         for begin in range(0, self.rows.count, chunk):
             part = table[begin : begin + chunk].to(queries.dtype)
@@ -127,9 +125,16 @@ class StaleTable(Stateful):
             column = positives - begin  # a row excludes few keys: touch only these
             inside = (column >= 0) & (column < len(part)) & (positives >= 0)
             column = column.clamp(0, len(part) - 1)
-            penalty = torch.where(inside, -math.inf, 0.0).to(logits.dtype)
-            logits.index_put_((row, column), penalty, accumulate=True)
+            bound = torch.where(inside, -math.inf, math.inf).to(logits.dtype)
+            logits.scatter_reduce_(1, column, bound, "amin")  # adding would sort them on a GPU
             yield slice(begin, begin + len(part)), logits
+
+    def _kept(self, side: Side, beta: float | Tensor) -> Callable[[], Iterable[Chunk]]:
+        """`logits` for two passes: computed once where they are an eighth of the table, or less."""
+        if 8 * len(side.queries) > side.queries.shape[1]:
+            return lambda: self.logits(side, beta)
+        kept = list(self.logits(side, beta))
+        return lambda: kept
 
     def winners(
         self, num_rows: int, side: Side, beta: float | Tensor, key: Key
@@ -170,18 +175,19 @@ class StaleTable(Stateful):
         """`count` draws for each row from its own q, and log q_i of any ids; see `Informed`."""
         seed, step, number = key
         beta = constant(beta) * settings.sharpness
-        log_sum = self._log_sum(side, beta)[:, None]
+        chunks = self._kept(side, beta)
+        log_sum = self._log_sum(chunks(), side)[:, None]
         rows = torch.arange(side.num_rows, device=side.queries.device)
         stream = draws.STREAM_PROPOSE + 16 * number
         points = draws.uniform(seed, step, stream, rows, count, torch.float64)
         drawn = torch.full_like(points, -1, dtype=torch.int64)
         before = torch.zeros_like(points[:, :1])
         if self.rows.ranks is not None:  # the mass of the ranks before this one
-            for _, logits in self.logits(side, beta):
+            for _, logits in chunks():
                 share = self._mixed(logits - log_sum, settings).double().exp()
                 before = before + share.sum(1, keepdim=True)
             before = self.rows.every(before)[: self.rows.ranks.rank].sum(0)
-        for keys, logits in self.logits(side, beta):
+        for keys, logits in chunks():
             share = self._mixed(logits - log_sum, settings).double().exp()
             upto = before + share.cumsum(1)
             at = torch.searchsorted(upto, points).clamp_(max=share.shape[1] - 1)
@@ -225,10 +231,10 @@ class StaleTable(Stateful):
         at = best.topk(min(count, self.size), 1, sorted=False).indices
         return ids.gather(1, at).sort(1).values
 
-    def _log_sum(self, side: Side, beta: float | Tensor) -> Tensor:  # -> [N]
+    def _log_sum(self, chunks: Iterable[Chunk], side: Side) -> Tensor:  # -> [N]
         """Log partition of every row's stale softmax; +inf without negatives: no share."""
         log_sum = side.queries.new_full((side.num_rows,), -math.inf)
-        for _, logits in self.logits(side, beta):
+        for _, logits in chunks:
             log_sum = torch.logaddexp(log_sum, torch.logsumexp(logits, 1))
         log_sum = torch.logsumexp(self.rows.every(log_sum), 0)
         return torch.where(log_sum > -math.inf, log_sum, math.inf)
@@ -242,14 +248,15 @@ class StaleTable(Stateful):
         return torch.logaddexp(log_stale, torch.full_like(log_stale, uniform))
 
     def log_proposal(self, side: Side, beta: float | Tensor, settings: Informed) -> Tensor:  # [M]
-        """log q(z) of `Informed`, in two passes over the table; of this rank's keys."""
+        """log q(z) of `Informed`, of this rank's keys."""
         beta = constant(beta) * settings.sharpness
         mean = side.queries.new_full((self.rows.count,), -math.inf)
         if settings.share > 0:
-            log_sum = self._log_sum(side, beta)[:, None]
+            chunks = self._kept(side, beta)
+            log_sum = self._log_sum(chunks(), side)[:, None]
             num_rows = (log_sum < math.inf).sum().clamp(min=1)  # that have negatives
             log_sum = log_sum + num_rows.to(log_sum.dtype).log()
-            for keys, logits in self.logits(side, beta):
+            for keys, logits in chunks():
                 own = slice(keys.start - self.rows.first, keys.stop - self.rows.first)
                 mean[own] = torch.logsumexp(logits - log_sum, 0)
         return self._mixed(mean, settings)
