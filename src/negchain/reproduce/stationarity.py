@@ -164,6 +164,8 @@ def table(rows: list[Row]) -> str:
     for encoder, beta, lr, method in distinct(rows, "encoder", "beta", "lr", "method"):
         found = where(rows, encoder=encoder, beta=beta, lr=lr, method=method)
         found = [row for row in found if row.get("complete", True)]
+        if not found:
+            continue
         last = [row["curve"][-1] for row in found]
         kept = [point for point in last if point["variance"] >= COLLAPSED]
         best = [min(p["gradient"] for p in row["curve"][1:]) for row in found]
