@@ -82,10 +82,10 @@ def test_a_page_shows_what_validation_chose(
 
 
 def test_the_page_shows_what_equal_time_gives() -> None:
-    rows = rows_of("scifact_h200/time")
+    rows = [*rows_of("scifact_h200/time"), *rows_of("scifact_h200/time_graph")]
     for case, cell in cells_of(
         "retrieval", "test nDCG@10, in the time of `informed`", SCIFACT
     ).items():
         own = [r["test"] for r in rows if (r["method"], r["batch"]) == case]
-        assert len(own) == (0 if cell == "–" else 5), case
+        assert len(own) < 5 if cell == "–" else len(own) == 5, case
         assert cell == "–" or abs(float(cell) - mean(own)) < 6e-4, (case, mean(own))
