@@ -45,6 +45,7 @@ SETTINGS: dict[str, Row] = {
     "b32-none": {"preset": "stl10-b32"},
     "b32-batch": {"preset": "stl10-b32", "norm": "batch", "lr": 3e-4},
     "b32-batch-slow": {"preset": "stl10-b32", "norm": "batch"},  # the paper's rate, 1e-4
+    "b32-batch-both": {"preset": "stl10-b32", "norm": "batch", "lr": 3e-4, "proposal": "both"},
     "b256-none": {"preset": "stl10-b256"},
     "b256-batch": {"preset": "stl10-b256", "norm": "batch"},
     "b16-batch": {"preset": "stl10-b32", "norm": "batch", "lr": 3e-4, "batch_size": 16},

@@ -1,0 +1,91 @@
+"""What docs/results.md says of STL-10 over all settings is what the record of its runs gives."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from statistics import fmean, stdev
+
+import pytest
+from scipy import stats
+
+from negchain.reproduce.common import Row, read_rows
+
+ROOT = Path(__file__).parents[2]
+PAGE = " ".join((ROOT / "docs/results.md").read_text(encoding="utf-8").split())
+METHODS = ("infonce", "dcl", "sogclr", "emc2", "isir")
+Ends = dict[tuple[str, int], dict[str, Row]]  # by setting and seed: methods' last measurements
+
+
+@pytest.fixture(scope="module")
+def ends() -> Ends:
+    found: Ends = {}
+    for row in read_rows(ROOT / "records/reproduce/stl10.jsonl"):
+        job = row["job"]
+        if row.get("complete", True) and row["config"]["epochs"] == 20:
+            case = found.setdefault((job["setting"], job["seed"]), {})
+            case[job["method"]] = row["curve"][-1]
+    return {case: own for case, own in found.items() if {"dcl", "emc2", "isir"} <= set(own)}
+
+
+def paired(ends: Ends, first: str, second: str, key: str) -> list[float]:
+    return [own[first][key] - own[second][key] for own in ends.values() if second in own]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "key", "told", "counted"),
+    [
+        ("emc2", "dcl", "probe", "EMC² minus DCL −.012 ± .004 (ahead in 3 of 21)", 3),
+        ("emc2", "infonce", "probe", "minus InfoNCE −.012 ± .004 (6 of 21)", 6),
+        ("emc2", "sogclr", "probe", "minus SogCLR −.010 ± .004 (4 of 18)", 4),
+        ("isir", "emc2", "probe", "probe +.010 ± .004 (higher in 14 of 21", 14),
+        ("isir", "emc2", "global_loss", "exact loss −.20 ± .03 (lower in 18 of 21 seeds", 3),
+        ("emc2", "dcl", "global_loss", "**above DCL's in every setting**, by .22 ± .04", 19),
+    ],
+)
+def test_paired_differences(
+    ends: Ends, first: str, second: str, key: str, told: str, counted: int
+) -> None:
+    assert told in PAGE
+    numbers = [float(n.replace("−", "-")) for n in re.findall(r"[−+]?\.\d+", told)]
+    found = paired(ends, first, second, key)
+    digits = 0.006 if abs(numbers[0]) > 0.1 else 0.0006
+    assert fmean(found) == pytest.approx(numbers[0], abs=digits)
+    assert stdev(found) / len(found) ** 0.5 == pytest.approx(numbers[1], abs=digits)
+    assert sum(value > 0 for value in found) == counted
+
+
+def test_features_follow_the_loss(ends: Ends) -> None:
+    """Of methods of one setting and seed, each against their mean."""
+    assert "correlation .43 over 102 runs (p = 6·10⁻⁶), by .04 for a loss lower by 1" in PAGE
+    assert "1-NN likewise, .40" in PAGE
+    told = {"probe": 0.43, "knn1": 0.40}
+    for key, expected in told.items():
+        features, losses = [], []
+        for own in ends.values():
+            own = {name: own[name] for name in METHODS if name in own}
+            for kept, name in ((features, key), (losses, "global_loss")):
+                mean = fmean(point[name] for point in own.values())
+                kept += [point[name] - mean for point in own.values()]
+        assert len(losses) == 102
+        correlation, p = stats.pearsonr(features, [-value for value in losses])
+        assert correlation == pytest.approx(expected, abs=0.006)
+        if key == "probe":
+            assert p == pytest.approx(6e-6, rel=0.1)
+            slope = stats.linregress([-value for value in losses], features).slope
+            assert slope == pytest.approx(0.04, abs=0.001)
+
+
+def test_means_of_a_setting_have_the_order_of_their_losses(ends: Ends) -> None:
+    assert "with Spearman's ρ of .3 to .9 in all seven" in PAGE
+    found = []
+    for setting in {name for name, _ in ends}:
+        here = [own for (name, _), own in ends.items() if name == setting]
+        names = [name for name in METHODS if name in here[0]]
+        probes, losses = (
+            [fmean(own[name][key] for own in here) for name in names]
+            for key in ("probe", "global_loss")
+        )
+        found.append(-stats.spearmanr(probes, losses).statistic)
+    assert len(found) == 7
+    assert (round(min(found), 1), round(max(found), 1)) == (0.3, 0.9)
