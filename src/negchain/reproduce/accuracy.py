@@ -32,6 +32,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 from negchain.methods import reproduced, title_of
@@ -60,7 +61,7 @@ IMAGENET: dict[str, Row] = {
 }
 AXES = {"probe": "linear probe", "knn1": "1-NN", "samples": "samples seen"}
 AXES["seconds"] = "seconds of a run alone"
-STORED = {2: ":", 4: "-.", 16: "--", 0: "-"}  # numbers of stored augmentations, 0: fresh; lines
+STORED = (2, 4, 16, 0)  # numbers of stored augmentations, 0: fresh
 QUICK: Row = {"data": "digits", "batch_size": 16, "epochs": 2, "subset": 256, "warmup_epochs": 0.0}
 
 
@@ -175,17 +176,19 @@ def by_case(rows: list[Row]) -> dict[str, list[Row]]:
 def figure(label: str, rows: list[Row], measure: str, against: str = "samples") -> Any:
     """A panel per setting and length, a line per method: accuracy against samples or seconds."""
     cases = by_case(in_order(label, rows))
-    many = label == "augmentations"  # a line for every number of them
     drawn, axes = pages.panels(len(cases))
     for axis, (case, own) in zip(axes, cases.items(), strict=True):
         for number, name in enumerate(distinct(own, label)):
             found = where(own, **{label: name})
             job = found[0]["job"]
             tint = f"C{number}" if label == "burn-in" else colour(job["method"])
-            style = STORED[job["settings"]["augmentations"]] if many else "-"
-            pages.plot_curves(axis, found, against, measure, title_of(str(name)), tint, style)
-        axis.set(title=case, xlabel=AXES[against])
-        axis.set_ylabel(AXES[measure])
+            pages.plot_curves(axis, found, against, measure, title_of(str(name)), tint)
+        axis.set(title=case, xlabel=AXES[against], ylabel=AXES[measure])
+    return _with_legend(drawn, axes)
+
+
+def _with_legend(drawn: Any, axes: Any) -> Any:
+    """One legend for all panels."""
     named = dict[str, Any]()
     for axis in axes:
         named |= {text: line for line, text in zip(*axis.get_legend_handles_labels(), strict=True)}
@@ -193,10 +196,33 @@ def figure(label: str, rows: list[Row], measure: str, against: str = "samples") 
     return drawn
 
 
+def by_number(rows: list[Row], measure: str) -> Any:
+    """A panel per setting and length: where runs end over the number of stored augmentations.
+
+    A line goes through the means, a dot is a seed.
+    """
+    cases = by_case([row for row in rows if row.get("complete", True)])
+    drawn, axes = pages.panels(len(cases))
+    for axis, (case, own) in zip(axes, cases.items(), strict=True):
+        for method in distinct(own, "method"):
+            ends = dict[int, list[float]]()
+            for row in where(own, method=method):
+                place = STORED.index(row["job"]["settings"]["augmentations"])
+                ends.setdefault(place, []).append(row["curve"][-1][measure])
+            means = [fmean(ends[place]) for place in sorted(ends)]
+            axis.plot(sorted(ends), means, "-", color=colour(method), label=title_of(method))
+            for place, values in ends.items():
+                axis.plot([place] * len(values), values, ".", color=colour(method))
+        axis.set_xticks(range(len(STORED)), [str(count or "fresh") for count in STORED])
+        axis.set(title=case, xlabel="augmentations", ylabel=AXES[measure])
+    return _with_legend(drawn, axes)
+
+
 def draw(name: str, label: str, rows: list[Row]) -> dict[str, Any]:
-    """Linear probe and 1-NN against samples."""
+    """Linear probe and 1-NN against samples, or over numbers of augmentations."""
+    pictured = by_number if label == "augmentations" else partial(figure, label)
     measures = (("probe", "probe"), ("1nn", "knn1"))
-    return {f"{name}-{file}": figure(label, rows, measure) for file, measure in measures}
+    return {f"{name}-{file}": pictured(rows, measure) for file, measure in measures}
 
 
 def _experiment(name: str, jobs: Callable[[Options], list[Row]], label: str) -> Experiment:

@@ -131,9 +131,7 @@ def where(rows: Iterable[Row], **values: Any) -> list[Row]:
     return [row for row in rows if all(row["job"].get(k) == v for k, v in values.items())]
 
 
-def plot_curves(
-    axes: Any, rows: list[Row], x: str, y: str, label: str, tint: str, style: str = "-"
-) -> None:
+def plot_curves(axes: Any, rows: list[Row], x: str, y: str, label: str, tint: str) -> None:
     """Mean over seeds of a curve of measurements, with the range between them shaded.
 
     Of runs that ended, where there are any; else as far as all of them came.
@@ -146,7 +144,7 @@ def plot_curves(
     at = [statistics.fmean(curve[i][x] for curve in curves) for i in range(length)]
     columns = [[curve[i][y] for curve in curves] for i in range(length)]
     means = [statistics.fmean(c) for c in columns]
-    axes.plot(at, means, style, color=tint, label=label, marker=".")
+    axes.plot(at, means, color=tint, label=label, marker=".")
     low, high = [min(c) for c in columns], [max(c) for c in columns]
     axes.fill_between(at, low, high, color=tint, alpha=0.15)
 
