@@ -17,6 +17,7 @@ import torch
 
 pytest.importorskip("sentence_transformers")
 
+import negchain.tasks.retrieval as module  # noqa: E402
 from negchain import tasks, train  # noqa: E402
 from negchain.cli import run as command_line  # noqa: E402
 from negchain.losses.request import Want  # noqa: E402
@@ -239,13 +240,17 @@ def test_texts_padded_to_one_length_are_the_same_texts(folder: Path, left: bool)
 
 def test_one_length_is_for_small_steps_and_even_texts(task, monkeypatch) -> None:
     plenty = 2**30
-    assert task._pads_well(plenty)  # 12 documents of about 9 tokens
+    assert task._pads_well(plenty)  # 12 documents of about 9 tokens, a BERT of 16 dimensions
     assert not task._pads_well(1000)  # their table alone is larger than a tenth
     lengths = torch.full((1000,), 50)
     monkeypatch.setattr(task.documents, "lengths", lengths)
-    assert task._pads_well(plenty)
     lengths[0] = 512  # one text is ten times as long as those of nearly every pass
+    assert task._pads_well(plenty)
+    weights = 3 * 16 * 16 + 3 * 16  # queries, keys and values, of 2,800 in all
+    monkeypatch.setattr(module, "SMALL_PASS", 12 * 512 * weights)
     assert not task._pads_well(plenty)
+    lengths[0] = 60
+    assert task._pads_well(plenty)
     lengths[:100] = 512  # nearly every pass has one
     assert task._pads_well(plenty)
 
