@@ -26,6 +26,7 @@ from negchain.progress import Progress  # noqa: E402
 from negchain.report.runs import load_run  # noqa: E402
 from negchain.tasks.beir import read_beir  # noqa: E402
 from negchain.tasks.retrieval_judge import _short, measured  # noqa: E402
+from negchain.tasks.text import TextEncoder  # noqa: E402
 from negchain.train import trainer  # noqa: E402
 from negchain.train.config import ConfigError  # noqa: E402
 from negchain.train.resolve import resolve  # noqa: E402
@@ -284,6 +285,36 @@ def test_a_step_is_a_cuda_graph_that_does_what_the_eager_one_does(
     assert graph[1] and not plain[1]
     assert len(set(plain[0])) == len(plain[0])
     assert graph[0] == pytest.approx(plain[0], rel=2e-3)
+
+
+@pytest.mark.gpu
+def test_an_encoder_that_asks_the_device_gets_passes_of_their_own_length(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, widths = TextEncoder.forward, set()
+
+    def asking(self: TextEncoder, tokens: dict) -> torch.Tensor:
+        assert int(tokens["input_ids"].max()) > 0
+        if tokens["role"] == "document":
+            widths.add(tokens["input_ids"].shape[1])
+        return whole(self, tokens)
+
+    data = tmp_path / "beir"
+    shutil.copytree(folder / "beir", data)
+    with gzip.open(data / "corpus.jsonl.gz", "at") as file:
+        file.write(json.dumps({"_id": "long", "text": "old " * 20}) + "\n")
+    made = tasks.load(resolve(None, settings(folder, data=str(data), device="cuda")))
+    run = trainer.prepare(made, lambda: RunFolder.create(tmp_path / "run", config="{}\n"))
+    run.folder.close()
+    monkeypatch.setattr(TextEncoder, "forward", asking)
+    with pytest.warns(UserWarning, match="no CUDA graph"):
+        assert not run.step.try_capture()
+    longest = int(made.documents.lengths.max())
+    assert widths == {longest}
+    widths.clear()
+    for step in range(6):  # of which each renews one document, and draws eight
+        run.step(step, run.order.batch(step))
+    assert min(widths) < longest
 
 
 def test_prompts_are_the_models_own_and_texts_are_cut(folder: Path, tmp_path: Path) -> None:

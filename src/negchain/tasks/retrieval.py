@@ -183,7 +183,8 @@ class RetrievalTask(Task):
     ) -> Any:
         """Token ids and mask, [R, T] each."""
         texts = self.queries["train"] if wants[0].tower == "anchors" else self.documents
-        return texts.tokens(torch.cat([want.ids for want in wants]), self.device)
+        places = torch.cat([want.ids for want in wants])
+        return texts.tokens(places if self.capturable else places.cpu(), self.device)
 
     def judge(self) -> RetrievalJudge:
         """Ranks documents for held-out queries."""

@@ -126,12 +126,16 @@ class TrainStep:
             graph.replay()
 
     def try_capture(self) -> bool:
-        """`capture`, or warn that this step cannot be recorded; returns whether it was."""
+        """`capture`, or warn that this step cannot be recorded; returns whether it was.
+
+        A task hears of it, too, and need not keep to one shape.
+        """
         try:
             self.capture()
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
+            self.task.capturable = False
             reason = str(error).split("\n")[0]
             warnings.warn(
                 f"the step is no CUDA graph but runs operation by operation, more slowly: {reason}",
