@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 torch.set_num_threads(1)
+gc.disable()  # until all is imported: of that nothing is garbage
 
 
 def pytest_collection_finish() -> None:
     """Spare every later collection of garbage the million objects of what is imported by now."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_unconfigure() -> None:
