@@ -37,12 +37,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def sketched_maps() -> None:
-    """Half of a small run's time is its map's last steps, which no test looks at."""
+    """Half of a small run's time is its map, of which no test looks at where its points lie."""
     try:
         from negchain.tasks import image_judge
     except ImportError:  # without the extras
         return
-    image_judge.MAP_STEPS = 250
+    image_judge.MAP_STEPS, image_judge.MAP_POINTS = 250, 100
 
 
 @pytest.fixture
