@@ -38,8 +38,9 @@ def test_torch_equals_reference_to_the_bit() -> None:
     assert disagreement("torch") == []
 
 
+@pytest.mark.slow
 def test_triton_equals_reference_to_the_bit() -> None:
-    """Under Triton's interpreter, in a process of its own."""
+    """Under Triton's interpreter; `fast/fused/test_twins.py` has some of it quickly."""
     interpreted(Path(__file__).with_name("scan_cases.py"))
 
 
