@@ -22,6 +22,7 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+    gc.set_threshold(50_000, 20, 100)  # most of what is new goes without its help
 
 
 def pytest_unconfigure() -> None:
