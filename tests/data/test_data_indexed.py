@@ -112,10 +112,13 @@ def test_samples_begin_with_their_position() -> None:
     assert Indexed(torch.arange(3) * 10)[2] == (2, torch.tensor(20)) and len(Indexed([1, 2])) == 2
 
 
+USERS = ("torchvision", "timm", "lightly", "open_clip", "transformers", "sentence_transformers")
+
+
 def test_torchvision_is_not_needed() -> None:
     def import_without() -> None:
         for name in [*sys.modules]:
-            if name.split(".")[0] in ("negchain", "torchvision"):
+            if name.split(".")[0] in ("negchain", *USERS):
                 del sys.modules[name]
         sys.modules["torchvision"] = None  # type: ignore[assignment]
         importlib.import_module("negchain.data.indexed")
