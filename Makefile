@@ -14,8 +14,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: $(VENV)/.installed  ## train EMC² on digits and say where the report is
 	$(BIN)/negchain train
 
+# Two workers and some thirty children import what is compiled once.
 test: $(VENV)/.installed check  ## lint, types and every test that runs without a GPU
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 check: $(VENV)/.installed  ## ruff and mypy
 	$(BIN)/ruff check src tests examples benchmarks

@@ -14,12 +14,15 @@ import torch
 from torch import Tensor
 
 torch.set_num_threads(1)
+gc.disable()  # until all is imported: of that nothing is garbage
 
 
 def pytest_collection_finish() -> None:
     """Spare every later collection of garbage the million objects of what is imported by now."""
     gc.collect()
     gc.freeze()
+    gc.enable()
+    gc.set_threshold(50_000, 20, 100)  # most of what is new goes without its help
 
 
 def pytest_unconfigure() -> None:
@@ -35,12 +38,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def sketched_maps() -> None:
-    """Half of a small run's time is its map's last steps, which no test looks at."""
+    """Half of a small run's time is its map, of which no test looks at where its points lie."""
     try:
         from negchain.tasks import image_judge
     except ImportError:  # without the extras
         return
-    image_judge.MAP_STEPS = 250
+    image_judge.MAP_STEPS, image_judge.MAP_POINTS = 250, 100
 
 
 @pytest.fixture

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import io
+import multiprocessing
 import os
-import subprocess
-import sys
+import resource
+import signal
 import threading
 import zipfile
 from collections.abc import Callable
@@ -13,7 +14,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from forked import fork
 from negchain.files import (
     DiskFull,
     FileRefused,
@@ -26,8 +29,7 @@ from negchain.files import (
     real_folder,
     replacing,
 )
-
-ENV = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "src")}
+from negchain.train import checkpoint
 
 
 def test_a_new_file_follows_no_link(tmp_path: Path) -> None:
@@ -211,21 +213,21 @@ def test_objects_are_not_unpickled(tmp_path: Path) -> None:
 
 def test_a_full_disk_names_the_file_and_what_to_do(tmp_path: Path) -> None:
     """The process may write files of 4 kB only, which is as good as a disk with no room left."""
-    code = f"""
-import resource, signal
-from pathlib import Path
-import torch
-from negchain.files import DiskFull
-from negchain.train import checkpoint
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-try:
-    checkpoint.save(Path({str(tmp_path)!r}), {{"a": torch.zeros(10**6)}}, 3, keep=1)
-except DiskFull as error:
-    print(error)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENV)
-    assert "step-000000003.pt" in done.stdout and "free some space" in done.stdout, done.stderr
+    here, there = multiprocessing.Pipe()
+
+    def write() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+        try:
+            checkpoint.save(tmp_path, {"a": torch.zeros(10**6)}, 3, keep=1)
+        except DiskFull as error:
+            there.send(str(error))
+
+    child = fork(write)
+    child.join()
+    assert child.exitcode == 0 and here.poll()
+    said = here.recv()
+    assert "step-000000003.pt" in said and "free some space" in said
     assert os.listdir(tmp_path) == []
 
 

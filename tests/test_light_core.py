@@ -98,8 +98,8 @@ def test_importing_negchain_is_quick() -> None:
     _, said, _ = child("import sys, negchain; print([m for m in sys.modules if m == 'torch'])")
     assert said.strip() == "[]"
     clock = "from time import process_time as t; import torch; a = t(); import negchain; "
-    spent = [float(child(clock + "negchain.EMC2Loss; print(t() - a)")[1]) for _ in range(2)]
-    assert min(spent) <= 0.2
+    spent = (float(child(clock + "negchain.EMC2Loss; print(t() - a)")[1]) for _ in range(2))
+    assert any(seconds <= 0.2 for seconds in spent)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import sys
@@ -16,6 +15,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from forked import fork
 from negchain.cli import run
 from negchain.train import checkpoint
 from negchain.train.step import TrainStep
@@ -118,9 +118,5 @@ def _child(words: list[str], log: str) -> None:
 
 
 def process(words: str, log: Path) -> Any:
-    """A command line in a process of its own, forked from a server that has imported torch."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tool_runs"])
-    child = context.Process(target=_child, args=(words.split(), str(log)))
-    child.start()
-    return child
+    """A command line in a process of its own."""
+    return fork(_child, words.split(), str(log))

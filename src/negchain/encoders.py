@@ -182,9 +182,9 @@ def _check(config: EncoderConfig) -> None:
             raise ValueError(f"{key} must be from 1 to {LARGEST[key]}, got {number!r}")
     if not isinstance(config["name"], str):
         raise ValueError(f"encoder must be a name, got {config['name']!r}")
-    known = {*OWN_ENCODERS, *timm.list_models()}
     base = config["name"].split(".")[0]  # timm's "resnet18.a1_in1k" names weights after the dot
-    if base not in known:
+    if base not in OWN_ENCODERS and base not in timm.list_models():
+        known = {*OWN_ENCODERS, *timm.list_models()}
         near = difflib.get_close_matches(base.lower(), sorted(known), n=3, cutoff=0.3)
         raise ValueError(
             f"encoder must be one of {', '.join(OWN_ENCODERS)} or a timm model name, "

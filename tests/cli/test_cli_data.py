@@ -121,8 +121,15 @@ def test_a_folder_without_labels_is_not_probed(
     assert "nothing was probed" in (out / "report.html").read_text().lower()
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("method", ["emc2", "negcache"])
+@pytest.mark.parametrize(
+    ("method", "workers"),
+    [
+        ("emc2", 2),
+        ("negcache", 0),
+        pytest.param("emc2", 0, marks=pytest.mark.slow),
+        pytest.param("negcache", 2, marks=pytest.mark.slow),
+    ],
+)
 def test_data_on_disk_equals_resident(
     method: str, workers: int, messy: Path, tmp_path: Path
 ) -> None:

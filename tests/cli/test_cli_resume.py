@@ -27,20 +27,16 @@ from tool_runs import (
     state_of,
 )
 
-METHODS = [
-    "infonce",
-    "dcl",
-    "sogclr",
+METHODS = [  # every kind of state, optimizer and stored views; losses: losses/test_state.py
     "sogclr --denominator all",
     "negcache --refresh 0.2",
     "emc2",
-    "emc2 --carried cached",
     "emc2 --denominator all --optimizer sgd",
     "emc2 --proposal informed --refresh 0.2",
-    "emc2 --augmentations 2",
     "isir --optimizer lars",
     "isir --carried cached --augmentations 3",
 ]
+MORE = ["infonce", "dcl", "sogclr", "emc2 --carried cached", "emc2 --augmentations 2"]
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +44,9 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return picture_folder(tmp_path_factory.mktemp("data") / "pictures")
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method", [*METHODS, *(pytest.param(words, marks=pytest.mark.slow) for words in MORE)]
+)
 def test_k_and_k_steps_are_2k_steps(
     method: str, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,7 +96,13 @@ def test_resuming_a_finished_run_changes_nothing(pictures: Path, tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("number", "step"),
-    [(n, s) for n in (signal.SIGINT, signal.SIGTERM) for s in (0, 3, 5)] + [(signal.SIGHUP, 3)],
+    [
+        (signal.SIGINT, 0),
+        (signal.SIGTERM, 5),
+        (signal.SIGHUP, 3),
+        *(pytest.param(signal.SIGINT, step, marks=pytest.mark.slow) for step in (3, 5)),
+        *(pytest.param(signal.SIGTERM, step, marks=pytest.mark.slow) for step in (0, 3)),
+    ],
 )
 def test_a_signal_checkpoints_and_says_how_to_go_on(
     number: int,

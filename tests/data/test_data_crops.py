@@ -1,5 +1,6 @@
 """Crops of a folder of photographs hold what torchvision's hold when cut from the originals."""
 
+import functools
 import os
 from pathlib import Path
 
@@ -37,10 +38,11 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
         width, height = int(rng.integers(60, 641)), int(rng.integers(60, 428))
         left, top = int(rng.integers(0, 641 - width)), int(rng.integers(0, 428 - height))
         cut = photos[number % 2].crop((left, top, left + width, top + height))
-        cut.save(folder / f"{number:03d}.png", compress_level=1)
+        cut.save(folder / f"{number:03d}.png", compress_level=0)
     return folder
 
 
+@functools.cache
 def load(originals: Path, budget: int = 8 << 30) -> ImageSet:
     return load_data(
         str(originals), image_size=SIDE, resident_bytes=budget, progress=False

@@ -12,10 +12,15 @@ from torch import Tensor
 
 from negchain import draws, mh_scan
 from negchain.fast import draws_triton
-from weights.scan_cases import scan_cases
+from weights.scan_cases import disagreement, scan_cases
 
 Sizes = tuple[tuple[int, int], ...]
 Drawn = tuple[int, int, tuple[int, int]]  # seed, stream, (step, columns)
+
+
+def scan() -> list[str]:
+    """Some of `scan_cases`; tests/weights/test_scan.py has them all, slowly."""
+    return disagreement("triton", thin=True)
 
 
 def thinned_scan(device: str = "cpu", sizes: Sizes = ((1, 2), (7, 3), (17, 4))) -> list[str]:

@@ -94,9 +94,9 @@ def test_blocks_are_fused(monkeypatch) -> None:
     monkeypatch.setattr(
         residual.Residuals, "apply", lambda *given: (calls.append(len(given[1])), apply(*given))[1]
     )
-    encoder = build_encoder("resnet18", image_size=32)
+    encoder = build_encoder("resnet18", image_size=16)
     optimizer = build_optimizer(encoder, "sgd", lr=0.1)
-    one_step(accelerate(encoder, BF16, "blocks"), optimizer, normal(2, 3, 32, 32))
+    one_step(accelerate(encoder, BF16, "blocks"), optimizer, normal(2, 3, 16, 16))
     assert calls == [8]
 
 

@@ -91,7 +91,7 @@ def check(setting: Setting, seeds: int, steps: int) -> None:
 
 
 @pytest.mark.statistical
-@examples(6)
+@examples(4)
 @given(settings_of_chains)
 def test_chains_keep_their_promise(setting) -> None:
     assume(not refused(setting) and not broken(setting))
@@ -99,7 +99,7 @@ def test_chains_keep_their_promise(setting) -> None:
 
 
 @pytest.mark.statistical
-@examples(10)
+@examples(7)
 @given(settings_without_chains)
 def test_other_losses_keep_their_promise(setting) -> None:
     check(setting, seeds=12, steps=6)

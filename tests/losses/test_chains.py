@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,12 +15,11 @@ from losses_under_test import METHODS, M, data, run, same_state, snapshot
 from torch import Tensor
 
 import negchain.losses.chains as chains_module
+from forked import fork
 from negchain import EMC2Loss, draws
 from negchain.losses.chains import ChainTable, state_dtype
 from negchain.losses.state import Rows
 from negchain.pool import write_rows
-
-SOURCE = Path(chains_module.__file__).parents[2]
 
 
 def table(num_chains: int, num_states: int | None = None, **more) -> ChainTable:
@@ -174,31 +172,24 @@ def test_a_mapped_run_is_the_same_run(tmp_path) -> None:
     assert (tmp_path / "other.bin").read_bytes() == (tmp_path / "after.bin").read_bytes()
 
 
-CHILD = """
-import os, signal, sys, torch
-from negchain import EMC2Loss
-loss_fn = EMC2Loss(1000, carried="cached", dim=8)
-loss_fn.chains.map_to(sys.argv[1])
-z = torch.randn(1000, 8, generator=torch.Generator().manual_seed(0))
-for step in range(20):
-    index = torch.arange(32) + 7 * step
-    loss_fn(z[index], z[index].roll(1, 1), index)
-print(loss_fn.chains.ids(0, torch.arange(1000)).tolist(), flush=True)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
 def test_a_killed_process_leaves_its_chains(tmp_path) -> None:
     path = tmp_path / "chains.bin"
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD, str(path)],
-        env={**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    held = torch.tensor([int(part) for part in done.stdout.strip("[]\n").split(",")])
+    here, there = multiprocessing.Pipe()
+
+    def train() -> None:
+        loss_fn = EMC2Loss(1000, carried="cached", dim=8)
+        loss_fn.chains.map_to(path)
+        z = torch.randn(1000, 8, generator=torch.Generator().manual_seed(0))
+        for step in range(20):
+            index = torch.arange(32) + 7 * step
+            loss_fn(z[index], z[index].roll(1, 1), index)
+        there.send(loss_fn.chains.ids(0, torch.arange(1000)).tolist())
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    child = fork(train)
+    child.join()
+    assert child.exitcode == -signal.SIGKILL and here.poll()
+    held = torch.tensor(here.recv())
     again = table(1000, file=path)
     assert torch.equal(again.ids(0, torch.arange(1000)), held)
     assert (again.states >= 0).sum() > 50 and (again.states[0, 200:] == -1).all()
@@ -280,5 +271,5 @@ def test_a_large_mapped_table_is_small_and_fast(tmp_path) -> None:
     chains.ids(0, torch.randint(0, size, (256,), generator=generator))
     assert _private_bytes() - before < 40 << 20  # half of the table
     large.num_samples, large.chains = size, chains
-    ratio = min(_best_seconds(step(large)) / _best_seconds(step(small)) for _ in range(3))
-    assert ratio < 1.5
+    ratios = (_best_seconds(step(large)) / _best_seconds(step(small)) for _ in range(3))
+    assert any(ratio < 1.5 for ratio in ratios)

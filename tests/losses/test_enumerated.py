@@ -146,7 +146,8 @@ def test_the_simulation_is_the_enumerated_one(setting) -> None:
                 at // setting.num_views - (5 if world.views == "paired" else 0),
                 at,
             )
-        plan = plan_of(world, setting.batch_size, "fresh", 60, seed)
+        steps = 24 if setting in QUICK else 60
+        plan = plan_of(world, setting.batch_size, "fresh", steps, seed)
         for pick, first, second in plan:
             twin.play(pick.tolist(), list(zip(first.tolist(), second.tolist(), strict=True)))
         gradients.append(twin.gradient / len(plan))

@@ -159,7 +159,7 @@ def uses_a_stale_score(start, kind):
 SABOTEURS = [
     pytest.param("mh_scan", inverted_ratio, marks=SLOW, id="inverted"),
     pytest.param("_corrected", drops_the_carried_state, id="dropped"),
-    pytest.param("_corrected", uses_a_stale_score, id="stale"),
+    pytest.param("_corrected", uses_a_stale_score, marks=SLOW, id="stale"),
 ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 from losses_under_test import M
 from test_distributed import batches, built, same, steps, whole_state
 from torch import Tensor
 
+from forked import fork_ranks
 from negchain import EMC2Loss, Informed, NegativeCacheLoss
 from negchain.losses.distributed import Ranks
 from negchain.losses.state import Rows
@@ -112,11 +111,9 @@ def one_rank(rank: int, world: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What two ranks saw and saved, and what four made of it."""
-    multiprocessing.set_forkserver_preload(["torch._dynamo", "torch.testing", "pytest"])
     path = tmp_path_factory.mktemp("shards")
     for world in (2, 4):
-        args = (world, str(path))
-        mp.start_processes(one_rank, args, nprocs=world, start_method="forkserver")
+        fork_ranks(world, one_rank, world, str(path))
     return path
 
 

@@ -98,10 +98,10 @@ def test_the_online_probe_learns_while_the_encoder_does(tmp_path: Path) -> None:
     run = trainer.prepare(tasks.load(config), lambda: RunFolder.create(tmp_path / "r", config="{}"))
     found = []
     with run.folder:
-        for step in range(60):
+        for step in range(40):
             run.step(step, run.order.batch(step))
             found.append(float(run.task.watched["online_probe"]))
-        run.done = 60
+        run.done = 40
         run._save()
         again = trainer.prepare(tasks.load(config), lambda: run.folder)
         again.restore()

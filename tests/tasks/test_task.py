@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import negchain
+from forked import fork
 from negchain import methods, tasks, train
 from negchain.cli import run as command_line
 from negchain.progress import Progress
@@ -34,7 +35,7 @@ def words():
     """The task, registered for the tests of this file."""
     methods.import_file(WORDS)
     yield
-    del tasks.TASKS["words"], methods.METHODS["soft"], sys.modules["negchain_import_words_task"]
+    forget_words()
 
 
 def untimed(folder: Path) -> list[dict]:
@@ -86,7 +87,32 @@ def test_the_report_and_evaluate_show_its_numbers(tmp_path: Path, capsys) -> Non
     assert float(best["state"]["encoder"]["temperature"]) <= 3.001
 
 
-def test_compare_gives_its_runs_what_it_imported(tmp_path: Path, capsys) -> None:
+def forget_words() -> None:
+    del tasks.TASKS["words"], methods.METHODS["soft"], sys.modules["negchain_import_words_task"]
+
+
+class Launched:
+    """A run of `compare` that knows nothing but its command line; forked to save its imports."""
+
+    def __init__(self, arguments: list[str], log: Path, environment: object) -> None:
+        self.process = fork(self.train, arguments, log)
+
+    @staticmethod
+    def train(arguments: list[str], log: Path) -> None:
+        sys.stdout = sys.stderr = open(log, "a", buffering=1)
+        forget_words()
+        sys.exit(command_line(["train", *arguments]))
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+    @property
+    def returncode(self) -> int | None:
+        return self.process.exitcode
+
+
+def test_compare_gives_its_runs_what_it_imported(tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr("negchain.cli.compare.launch", Launched)
     options = ["--methods", "soft", "--data", "dictionary", "--device", "cpu", "--steps", "2"]
     done = command_line(
         ["compare", "--import", str(WORDS), *options, "--quiet", "--out", str(tmp_path)]

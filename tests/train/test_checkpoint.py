@@ -1,8 +1,9 @@
 """Checkpoints are complete or absent, whatever happens while they are written."""
 
 import os
-import subprocess
-import sys
+import random
+import signal
+import time
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from forked import fork
 from negchain.files import FileRefused
 from negchain.train import checkpoint
 from negchain.train.checkpoint import load_latest, replacing, save
@@ -199,48 +201,30 @@ def test_replacing_leaves_the_old_file_when_the_body_fails(tmp_path: Path) -> No
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["a.json"]
 
 
-# One process imports torch, then forks a writer a round and kills it: an import a round would take
-# most of the time. Exit status 0: at every moment of death a complete checkpoint was there.
-KILLER = """
-import os, pathlib, random, signal, sys, time
-import torch
-from negchain.train.checkpoint import load_latest, save
-torch.set_num_threads(1)
-folder, rounds = pathlib.Path(sys.argv[1]), int(sys.argv[2])
-save(folder, {"step": 0, "weights": torch.zeros(300_000)}, 0, keep=2)
-rng, last, cut_short = random.Random(0), 0, 0
-for _ in range(rounds):
-    child = os.fork()
-    if child == 0:
-        step = last
-        while True:
-            step += 1
-            save(folder, {"step": step, "weights": torch.full((300_000,), float(step))}, step, 2)
-    time.sleep(rng.uniform(0.005, 0.08))
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    cut_short += any(folder.glob(".step-*.tmp"))
-    loaded = load_latest(folder)
-    assert loaded.warnings == [], loaded.warnings
-    assert loaded.step >= last and loaded.state["step"] == loaded.step
-    assert (loaded.state["weights"] == loaded.step).all()
-    last = loaded.step
-# Kills between rename and pruning leave extra files (more than one after several such kills in a
-# row); the next save that completes removes them all.
-save(folder, {"step": last + 1}, last + 1, 2)
-assert len(os.listdir(folder)) == 2, os.listdir(folder)
-print(last, cut_short)
-"""
+def _save_for_ever(folder: Path, step: int) -> None:
+    while True:
+        step += 1
+        save(folder, {"step": step, "weights": torch.full((300_000,), float(step))}, step, 2)
 
 
 def test_kill_9_while_saving(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", KILLER, str(tmp_path), "20"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert done.returncode == 0, done.stderr
-    last, cut_short = map(int, done.stdout.split())
+    """At every moment of death a complete checkpoint is there."""
+    save(tmp_path, {"step": 0, "weights": torch.zeros(300_000)}, 0, keep=2)
+    rng, last, cut_short = random.Random(0), 0, 0
+    for _ in range(20):
+        child = fork(_save_for_ever, tmp_path, last)
+        time.sleep(rng.uniform(0.02, 0.1))
+        child.kill()
+        child.join()
+        assert child.exitcode == -signal.SIGKILL
+        cut_short += any(tmp_path.glob(".step-*.tmp"))
+        loaded = load_latest(tmp_path)
+        assert loaded is not None and loaded.warnings == []
+        assert loaded.step >= last and loaded.state["step"] == loaded.step
+        assert (loaded.state["weights"] == loaded.step).all()
+        last = loaded.step
     assert last > 0 and cut_short > 0  # the kills did fall into the writing
+    # Kills between rename and pruning leave extra files (more than one after several such kills in
+    # a row); the next save that completes removes them all.
+    save(tmp_path, {"step": last + 1}, last + 1, 2)
+    assert len(os.listdir(tmp_path)) == 2, os.listdir(tmp_path)

@@ -21,12 +21,18 @@ from negchain.train import trainer
 from negchain.train.resolve import resolve
 from negchain.train.run_folder import RunFolder
 
-STEPS, SIZE, BATCH = 40, 256, 32
+STEPS, SIZE, BATCH = {"batch": 24, "none": 40}, 256, 32
 
 
 @functools.cache
 def digits(method: str, norm: str):
-    settings = {"method": method, "norm": norm, "steps": STEPS, "subset": SIZE, "device": "cpu"}
+    settings = {
+        "method": method,
+        "norm": norm,
+        "steps": STEPS[norm],
+        "subset": SIZE,
+        "device": "cpu",
+    }
     config = resolve(None, {**settings, "batch_size": BATCH})
     data = tasks.load(config).data
     by_class = data.pretrain.labels.argsort(stable=True)  # as a folder of folders lies
@@ -41,7 +47,7 @@ def trains(tmp_path, method: str, norm: str) -> tuple[float, float]:
     with run.folder:
         before = run.judge.losses(run.encoder)
         run.step.fill()
-        for step in range(STEPS):
+        for step in range(STEPS[norm]):
             run.step.optimizer.param_groups[0]["lr"] = 2e-3 * min(1, (step + 1) / 10)
             run.step(step, run.order.batch(step))
         after = run.judge.losses(run.encoder)

@@ -66,7 +66,7 @@ def in_parts(rank: int) -> None:
     TrainStep.__init__ = checked  # type: ignore[method-assign]
 
 
-WORDS = f"{TINY} --norm none --precision float64 --batch-size 10 --steps 20 --out"
+WORDS = f"{TINY} --norm none --precision float64 --batch-size 10 --steps 12 --out"
 
 
 @pytest.fixture(scope="module")
@@ -84,13 +84,13 @@ def test_a_run_of_two_is_that_of_one_and_goes_on_with_any_number(
     def asked_to_stop(rank: int) -> None:
         in_parts(rank)
         if rank == 1:  # one rank hears of it, all stop at one step
-            at_step(9, lambda run: setattr(run, "stop", True))
+            at_step(5, lambda run: setattr(run, "stop", True))
 
     log = tmp_path / "two-log"
     states = ended(2, f"{WORDS} {tmp_path / 'two'}{shard}", log, asked_to_stop)
     assert states in ([130, 1], [1, 130]), said(log)
-    assert said(log).count("stopped after step 10 of 20") == 1
-    assert max(metrics(tmp_path / "two")) == 10
+    assert said(log).count("stopped after step 6 of 12") == 1
+    assert max(metrics(tmp_path / "two")) == 6
     for world in worlds:  # four ranks have 2, 3, 2, 3 rows
         out = tmp_path / f"on-{world}"
         shutil.copytree(tmp_path / "two", out)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import sys
-import warnings
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import sklearn.datasets  # noqa: F401  (imported once, not by every rank)
 import torch
 import torch.distributed as dist
 
+from forked import fork
 from negchain.cli import run
 from negchain.tasks.image_judge import ImageJudge
 from negchain.train import trainer
@@ -42,20 +42,12 @@ def _rank(rank: int, world: int, port: int, words: list[str], log: str, before: 
     os._exit(run(words))
 
 
-def start(
-    world: int, words: str, log: Path, before: Hook = None
-) -> list[multiprocessing.process.BaseProcess]:
+def start(world: int, words: str, log: Path, before: Hook = None) -> list[BaseProcess]:
     """Ranks of one run; `before` is called in each, with its number."""
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     STORES.append(store)  # lives as long as torchrun would
-    context = multiprocessing.get_context("fork")
-    arguments = [(r, world, store.port, words.split(), str(log), before) for r in range(world)]
-    ranks = [context.Process(target=_rank, args=given) for given in arguments]
-    with warnings.catch_warnings():  # Python 3.12 counts the store's thread, which holds nothing
-        warnings.simplefilter("ignore", DeprecationWarning)
-        for rank in ranks:
-            rank.start()
-    return ranks
+    given = (world, store.port, words.split(), str(log), before)
+    return [fork(_rank, rank, *given) for rank in range(world)]
 
 
 def unjudged() -> None:

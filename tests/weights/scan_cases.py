@@ -88,5 +88,5 @@ if __name__ == "__main__":
 
     torch.set_num_threads(1)
     hurry()
-    wrong = disagreement("triton", thin=True)
+    wrong = disagreement("triton")
     raise SystemExit("\n".join(wrong) if wrong else 0)

@@ -16,7 +16,9 @@ from negchain import mh_scan
 from oracles import algorithm_1, expected_visits
 
 
-@pytest.mark.parametrize("columns", COLUMNS)
+@pytest.mark.parametrize(
+    "columns", [*COLUMNS[:-1], pytest.param(COLUMNS[-1], marks=pytest.mark.slow)]
+)
 def test_reference_is_algorithm_1(columns) -> None:
     for name, (logits, start, log_u, burn_in) in scan_cases((columns,)):
         scan = mh_scan(logits, start, log_u, burn_in, backend="reference")
@@ -36,8 +38,9 @@ def test_torch_equals_reference_to_the_bit() -> None:
     assert disagreement("torch") == []
 
 
+@pytest.mark.slow
 def test_triton_equals_reference_to_the_bit() -> None:
-    """Under Triton's interpreter, in a process of its own."""
+    """Under Triton's interpreter; `fast/fused/test_twins.py` has some of it quickly."""
     interpreted(Path(__file__).with_name("scan_cases.py"))
 
 

@@ -27,6 +27,7 @@ from fast.kernel_cases import (
     draw_bits,
     draw_bits_of_all_streams,
     draw_logarithms,
+    scan,
     thinned_scan,
     thinned_scan_at_length,
 )
@@ -337,6 +338,7 @@ PROMISES = (
     later_backward_of_tiles,
     second_backward,
     one_part_after_the_other,
+    scan,
     thinned_scan,
     thinned_scan_at_length,
     draw_bits,
@@ -349,7 +351,7 @@ PROMISES = (
 # a step in tiles two to seven, so that one case of each kernel and the commonest bugs remain.
 QUICK = {
     "shared", "paired-all", "isir-cached-all", "sogclr-paired-all", "dcl-paired", "infonce",
-    "tiles-one-item", "nan: rows", "refusals", "thinned_scan", "draw_bits", "bad_carried",
+    "tiles-one-item", "nan: rows", "refusals", "scan", "thinned_scan", "draw_bits", "bad_carried",
     "planted: another seed", "planted: burn-in off by one", "planted: carried weight dropped",
 }  # fmt: skip
 
