@@ -17,6 +17,7 @@ import torch
 from test_visit import corrected, drops_the_carried_state, inverted_ratio
 from torch import Tensor
 
+import negchain.losses.columns as columns
 import negchain.losses.emc2 as emc2
 import negchain.losses.walk as walk
 from negchain import Draw, EMC2Loss, Given, Informed, Uniform, estimator_report, global_loss
@@ -52,6 +53,11 @@ def hard_half(p: Tensor) -> Tensor:  # [M,M] -> bool
     return torch.zeros_like(taken).scatter_(1, order, taken)
 
 
+def preferred(size: int) -> Tensor:  # -> [size] bool
+    """Half of each of ten clusters, which the points take in turns."""
+    return torch.arange(size) // 10 % 2 == 1
+
+
 def long_run(
     loss_fn: EMC2Loss,
     *,
@@ -61,12 +67,14 @@ def long_run(
     visits: int = 14,
     warm_up: int = 8,
     explicit: str = "",
+    favoured: bool = False,
 ) -> Result:
-    z, label = clusters(size, num_clusters=10)
+    """`favoured`: only points that q and `biased_table` prefer count as hard."""
+    z, _ = clusters(size, num_clusters=10)
     logits = (beta * z @ z.T).double().fill_diagonal_(-math.inf)
-    hard = hard_half(logits.softmax(1))
+    hard = hard_half(logits.softmax(1)) & (preferred(size) | (not favoured))
     target = (logits.softmax(1) * hard).sum(1)
-    q = torch.softmax((label % 3).double() * 0.5, 0)  # some clusters are proposed more often
+    q = torch.softmax(1.5 * preferred(size).double(), 0)
     generator = torch.Generator().manual_seed(1)
     record: list[tuple[Side, walk.Walk]] = []
     original = walk.walk_chains
@@ -94,8 +102,8 @@ def long_run(
                 info = loss_fn.info
                 brackets.append([info["global_loss_low"], info["global_loss_high"]])
                 side, walked = record.pop()
-                columns = side.column_ids()
-                own = hard[side.anchor_ids[:, None], columns]
+                ids_of = side.column_ids()
+                own = hard[side.anchor_ids[:, None], ids_of]
                 share = (walked.weights * own).sum(1)
                 share += walked.carried_weight * hard[index, held].repeat(2)
                 mass[index] = share.view(2, -1).mean(0).double()
@@ -212,23 +220,39 @@ def test_partition_with_the_positive_kept(kernel) -> None:
 def test_draws_beside_the_batch_and_instead(kernel, proposals, explicit) -> None:
     """Of any known distribution: the same target as from the batch alone."""
     loss_fn = EMC2Loss(160, 8.0, kernel, proposals=proposals)
-    result = long_run(
-        loss_fn, size=160, batch_size=8, beta=8.0, explicit=explicit, visits=10, warm_up=6
-    )
-    assert_unbiased(result)
+    assert_unbiased(long_run(loss_fn, explicit=explicit, favoured=bool(explicit), **FEW))
+
+
+FEW = {"size": 160, "batch_size": 8, "beta": 8.0, "visits": 10, "warm_up": 6}
+
+
+def biased_table(loss_fn: EMC2Loss) -> None:
+    """A table that has half of the points right and the others opposite to where they are."""
+    z, _ = clusters(160, num_clusters=10)
+    loss_fn.tables[0].embeddings = torch.where(preferred(160)[:, None], z, -z)
 
 
 @pytest.mark.statistical
 @pytest.mark.parametrize("kernel", ["mh", pytest.param("isir", marks=SLOW)])
 def test_a_wrong_table_of_proposals_biases_nothing(kernel, monkeypatch) -> None:
     loss_fn = EMC2Loss(160, 8.0, kernel, proposals=Informed())
-    generator = torch.Generator().manual_seed(9)
-    loss_fn.tables[0].embeddings = torch.nn.functional.normalize(
-        torch.randn(160, 64, generator=generator) + 1.0, dim=1
-    )
+    biased_table(loss_fn)
     monkeypatch.setattr(StaleTable, "write", lambda self, ids, embeddings: None)
-    result = long_run(loss_fn, size=160, batch_size=8, beta=8.0, visits=10, warm_up=6)
-    assert_unbiased(result)
+    assert_unbiased(long_run(loss_fn, favoured=True, **FEW))
+
+
+@pytest.mark.statistical
+@pytest.mark.parametrize("explicit", ["shared", ""])
+def test_draws_that_are_not_corrected_for_are_caught(explicit, monkeypatch) -> None:
+    """Planted: every draw counts as a uniform one."""
+    proposals = Given(alone=False) if explicit else Informed()
+    loss_fn = EMC2Loss(160, 8.0, "mh", proposals=proposals)
+    if not explicit:
+        biased_table(loss_fn)
+        monkeypatch.setattr(StaleTable, "write", lambda self, ids, embeddings: None)
+    monkeypatch.setattr(columns, "_log_q", lambda *given: None)
+    with pytest.raises(AssertionError):
+        assert_unbiased(long_run(loss_fn, explicit=explicit, favoured=True, **FEW))
 
 
 # ---------------------------------------------------------------- the issue's grid, in full
