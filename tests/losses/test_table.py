@@ -132,6 +132,16 @@ def test_memory_does_not_grow_with_the_table(monkeypatch) -> None:
     assert largest(80_000, "informed") > 80_000 * 4  # and the measure does see it
 
 
+def test_a_half_table_is_converted_a_part_at_a_time(monkeypatch) -> None:
+    """One row has few logits: a chunk of them alone would be all of the table in float32."""
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", 1 << 12)
+    table = StaleTable(4096, 64)
+    table.embeddings = unit(torch.randn(4096, 64)).half()
+    with Largest() as seen:
+        table.winners(1, side_of(unit(torch.randn(1, 64))), BETA, (0, torch.tensor(0), 0))
+    assert seen.bytes == 4 * 4 << 12
+
+
 @pytest.mark.statistical
 def test_winners_are_draws_from_the_stale_softmax(monkeypatch) -> None:
     """20,000 draws of one row against its softmax, across chunks; false alarm 1e-4."""

@@ -35,7 +35,7 @@ from negchain.pool import Side
 if TYPE_CHECKING:
     from negchain.losses.base import ContrastiveLoss
 
-CHUNK_ELEMENTS = 1 << 22  # logits held at a time: 16 MiB in float32
+CHUNK_ELEMENTS = 1 << 24  # logits held at a time: 64 MiB in float32
 Chunk = tuple[slice, Tensor]  # some keys, and their logits [N, chunk]
 
 
@@ -118,6 +118,8 @@ class StaleTable(Stateful):
         if side.known is not None:
             positives = torch.cat([positives, side.known], 1)
         chunk = max(1, CHUNK_ELEMENTS // max(len(queries), 1))
+        if table.dtype != queries.dtype:  # its rows are converted, a chunk at a time
+            chunk = max(1, min(chunk, 4 * CHUNK_ELEMENTS // table.shape[1]))
         for begin in range(0, self.rows.count, chunk):
             part = table[begin : begin + chunk].to(queries.dtype)
             logits = queries @ part.T
