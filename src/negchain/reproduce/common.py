@@ -138,8 +138,9 @@ def _results(
         sharing = shared_gpu(processes, say=say)
     threads = str(max(1, (os.cpu_count() or 1) // processes))  # each would take all cores
     with sharing as environment:
-        own = {"OMP_NUM_THREADS": threads, "TORCHINDUCTOR_COMPILE_THREADS": threads}
-        os.environ.update({**own, **environment})
+        for name in ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):
+            os.environ.setdefault(name, threads)  # what the user said counts
+        os.environ.update(environment)
         yield from _side_by_side(others, deadline, processes, say)
 
 
