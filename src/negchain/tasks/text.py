@@ -275,7 +275,7 @@ class Texts:
         self.padded = ids.to(device), mask.bool().to(device)
 
     def _joined(self, rows: Sequence[np.ndarray], dtype: Any = np.int64) -> tuple[Tensor, Tensor]:
-        longest = max(map(len, rows), default=0)
+        longest = max([1, *map(len, rows)])  # models refuse a pass of empty texts without padding
         ids = np.full((len(rows), longest), self.padding, dtype=dtype)
         mask = np.zeros_like(ids)
         for number, row in enumerate(rows):
