@@ -266,6 +266,17 @@ def test_one_length_is_for_small_steps_and_even_texts(task, monkeypatch) -> None
     assert task._pads_well(plenty)
 
 
+def test_one_length_is_not_for_encoders_that_padding_changes(folder: Path) -> None:
+    """BERT counts positions from the left end: padded there, a short text is another text."""
+    made = tasks.load(resolve(None, settings(folder)))
+    for texts in (made.documents, made.queries["train"]):
+        texts.rows[3], texts.rows[4] = texts.rows[3][:4], texts.rows[4][:0]
+        assert made._pads_well(2**30)
+        texts.left = True
+        assert not made._pads_well(2**30)
+        texts.left = False
+
+
 def after_steps(folder: Path, path: Path, graph: bool, method: str) -> tuple[list[float], bool]:
     """Losses of steps on a GPU with dropout; whether they were a graph."""
     made = tasks.load(resolve(None, settings(folder, device="cuda", method=method,
