@@ -207,6 +207,10 @@ class Ours:
             count, task["beta"], dim, task["seed"], "all", options=draws, layout=layout
         )
         self.loss_fn = build_loss(OURS[method], settings).to(DEVICE)
+        shares = torch.zeros(documents, dtype=torch.float64)
+        for own in data["relevant"]["train"]:
+            shares[own] += 1 / len(own)  # a step takes one of them
+        self.loss_fn.give_key_counts(shares)
         with torch.no_grad():
             self.loss_fn.fill(self._documents)
 

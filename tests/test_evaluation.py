@@ -111,6 +111,16 @@ def test_a_fit_on_the_device_is_scikit_learns(digits: Split) -> None:
         assert np.abs(other.coef_ - theirs.coef_).max() > 4e-3
 
 
+@pytest.mark.parametrize("around", [torch.inference_mode(), torch.autocast("cpu", torch.bfloat16)])
+def test_a_fit_does_not_care_what_it_is_called_within(digits: Split, around) -> None:
+    """Few users leave these for a probe, and scikit-learn's sums do not see them."""
+    x, y = ((digits[0] - digits[0].mean(0)) / 5).numpy(), digits[1].numpy()
+    plain = OnDevice(C=0.1, max_iter=20).fit(x, y)
+    with around:
+        found = OnDevice(C=0.1, max_iter=20).fit(x, y)
+    assert np.array_equal(found.coef_, plain.coef_)
+
+
 @pytest.mark.gpu
 def test_large_probes_are_fitted_on_the_gpu(digits: Split, monkeypatch: pytest.MonkeyPatch) -> None:
     there = tuple(t.cuda() for t in digits)

@@ -236,6 +236,11 @@ class OnDevice(LogisticRegression):  # type: ignore[misc]
 
     def fit(self, X: NDArray[Any], y: NDArray[Any]) -> OnDevice:
         """Minimise mean cross-entropy + |W|^2 / (2 C M); the bias is not penalised."""
+        full = torch.autocast(self.device.type, enabled=False)  # whatever the caller is within
+        with torch.inference_mode(False), torch.enable_grad(), full:
+            return self._fit(X, y)
+
+    def _fit(self, X: NDArray[Any], y: NDArray[Any]) -> OnDevice:
         self.classes_, labels = np.unique(y, return_inverse=True)
         x, targets = (torch.from_numpy(a).to(self.device) for a in (X, labels))
         shape, l2 = (len(self.classes_), x.shape[1] + 1), 1 / (self.C * len(x))
@@ -245,9 +250,8 @@ class OnDevice(LogisticRegression):  # type: ignore[misc]
 
         def loss(flat: NDArray[Any]) -> tuple[float, NDArray[Any]]:
             w = torch.from_numpy(flat).view(shape).to(x).requires_grad_()
-            with torch.enable_grad():
-                fit = F.cross_entropy(F.linear(x, w[:, :-1], w[:, -1]), targets)
-                total = fit.double() + l2 / 2 * w[:, :-1].double().square().sum()
+            fit = F.cross_entropy(F.linear(x, w[:, :-1], w[:, -1]), targets)
+            total = fit.double() + l2 / 2 * w[:, :-1].double().square().sum()
             (gradient,) = torch.autograd.grad(total, w)
             return total.item(), gradient.double().cpu().numpy().ravel()
 

@@ -12,12 +12,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from losses_under_test import M
 from test_distributed import batches, built, same, steps, whole_state
+from test_table import side_of
 from torch import Tensor
 
 from forked import fork_ranks
 from negchain import EMC2Loss, Informed, NegativeCacheLoss
 from negchain.losses.distributed import Ranks
 from negchain.losses.state import Rows
+from negchain.losses.table import StaleTable
 
 NAMES = [
     "mh-shared-all", "mh-cached-paired-all", "mh-informed-paired-all", "mh-five-shared-negatives",
@@ -35,6 +37,15 @@ def proposals() -> dict[str, Tensor]:
     q = torch.tensor([0.3, 0.0, 0.1, 0.05, 0.25, 0.1, 0.2], dtype=torch.float64)
     first, last = torch.arange(7) < 4, torch.arange(7) == 6
     return {"any": q, "first": q * first, "second": q * ~first, "last": q * last}
+
+
+def nearest(ranks: Ranks | None) -> Tensor:
+    """All seven keys by similarity to two rows that may not use some of them."""
+    table, made = StaleTable(7, 4, ranks), torch.Generator().manual_seed(0)
+    whole, queries = torch.randn(7, 4, generator=made), torch.randn(2, 4, generator=made)
+    table.embeddings = whole[table.rows.first : table.rows.first + table.rows.count]
+    known = torch.tensor([[5, -1], [2, 5]])
+    return table.top(20, side_of(queries, known))
 
 
 def rows_of(rank: int, world: int) -> dict[str, Any]:
@@ -61,6 +72,7 @@ def rows_of(rank: int, world: int) -> dict[str, Any]:
     for keep in ({"proposals": Informed()}, {"carried": "cached"}):
         with pytest.raises(ValueError, match="needs dim="):
             EMC2Loss(M, shard_state=True, **keep)
+    found["top"] = nearest(ranks)
     heavier = proposals()["any"].log()[rows.first : rows.first + rows.count] + rank  # a wrong mass
     return found | {"planted": rows.draw(heavier, GRID)}
 
@@ -139,6 +151,15 @@ def test_every_id_is_drawn_as_often_as_it_should(found: list[dict[str, Any]]) ->
         assert (counts[q == 0] == 0).all()
     planted = torch.bincount(found[0]["rows"]["planted"], minlength=7)
     assert ((planted - len(GRID) * proposals()["any"]).abs() > 1).any()
+
+
+def test_no_negative_is_among_the_nearest_twice(found: list[dict[str, Any]]) -> None:
+    """Blocks of four and three: what fills the second up is no negative of any row."""
+    alone = nearest(None)
+    for row, excluded in enumerate(({0, 5}, {1, 2, 5})):
+        kept = [[n for n in ids[row].tolist() if n not in excluded]
+                for ids in (alone, found[0]["rows"]["top"], found[1]["rows"]["top"])]  # fmt: skip
+        assert kept == [[n for n in range(7) if n not in excluded]] * 3
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # so it is

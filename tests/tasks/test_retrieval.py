@@ -218,6 +218,16 @@ def test_texts_are_padded_to_the_longest_of_a_pass(task) -> None:
     assert tokens["role"] == "query"
 
 
+def test_empty_texts_have_a_pass(folder: Path) -> None:
+    """Tokenizers without marks at the ends make nothing of them."""
+    made = tasks.load(resolve(None, settings(folder)))
+    texts = made.documents
+    texts.rows[3] = texts.rows[3][:0]
+    tokens = texts.tokens(torch.tensor([3, 3]), made.device)
+    assert tokens["attention_mask"].shape == (2, 1) and not tokens["attention_mask"].any()
+    assert torch.equal(made.encoder(tokens), torch.zeros(2, 16))
+
+
 @pytest.mark.parametrize("left", [False, True])
 def test_texts_padded_to_one_length_are_the_same_texts(folder: Path, left: bool) -> None:
     """What a CUDA graph is given: no pass is shorter than the longest text of all."""
@@ -254,6 +264,17 @@ def test_one_length_is_for_small_steps_and_even_texts(task, monkeypatch) -> None
     assert task._pads_well(plenty)
     lengths[:100] = 512  # nearly every pass has one
     assert task._pads_well(plenty)
+
+
+def test_one_length_is_not_for_encoders_that_padding_changes(folder: Path) -> None:
+    """BERT counts positions from the left end: padded there, a short text is another text."""
+    made = tasks.load(resolve(None, settings(folder)))
+    for texts in (made.documents, made.queries["train"]):
+        texts.rows[3], texts.rows[4] = texts.rows[3][:4], texts.rows[4][:0]
+        assert made._pads_well(2**30)
+        texts.left = True
+        assert not made._pads_well(2**30)
+        texts.left = False
 
 
 def after_steps(folder: Path, path: Path, graph: bool, method: str) -> tuple[list[float], bool]:

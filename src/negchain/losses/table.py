@@ -227,8 +227,8 @@ class StaleTable(Stateful):
         if self.rows.ranks is None:
             return ids.sort(1).values
         width = min(count, self.rows.block)  # the last ranks may have fewer rows
-        best = F.pad(best, (0, width - best.shape[1]), value=-math.inf)
-        ids = F.pad(ids, (0, width - ids.shape[1]))
+        more = side.positive_ids[:, None].expand(-1, width - ids.shape[1])  # which are no negatives
+        best, ids = F.pad(best, (0, more.shape[1]), value=-math.inf), torch.cat([ids, more], 1)
         best, ids = (torch.cat([*self.rows.every(one)], 1) for one in (best, ids))
         at = best.topk(min(count, self.size), 1, sorted=False).indices
         return ids.gather(1, at).sort(1).values

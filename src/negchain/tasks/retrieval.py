@@ -28,7 +28,7 @@ from negchain.losses.request import Want
 from negchain.printable import show
 from negchain.tasks.beir import Beir, read_beir
 from negchain.tasks.retrieval_judge import RetrievalJudge
-from negchain.tasks.task import Batch, Task
+from negchain.tasks.task import Batch, Task, judged
 from negchain.tasks.text import TextEncoder, Texts, check_model_folder, explained
 from negchain.train.presets import ConfigError
 
@@ -135,7 +135,7 @@ class RetrievalTask(Task):
                 texts.pad(device)
 
     def _pads_well(self, memory: int) -> bool:
-        """Whether passes of one length fit a device, and cost little more than they must.
+        """Whether passes of one length fit a device, cost little more, and give what short ones do.
 
         A graph knows no lengths: all documents are as long as the corpus's longest. That matters
         little where the longest of a pass is nearly so long anyway, or where a step is so small
@@ -151,7 +151,11 @@ class RetrievalTask(Task):
         looked_up = sum(m.weight.numel() for m in modules if isinstance(m, nn.Embedding))
         weights = sum(p.numel() for p in self.encoder.parameters()) - looked_up
         small = count * longest * weights <= SMALL_PASS
-        return size <= memory // 10 and (small or longest <= PADDING * usual)
+        if size > memory // 10 or not (small or longest <= PADDING * usual):
+            return False
+        with judged(self.encoder, self.encoder.model.device, None):
+            texts = self.documents, self.queries["train"]
+            return all(some.stand_padding(self.encoder) for some in texts)
 
     def build(self) -> tuple[TextEncoder, list[str]]:
         """The encoder as its folder has it."""

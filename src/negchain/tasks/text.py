@@ -274,8 +274,20 @@ class Texts:
         ids, mask = self._joined(self.rows, np.int32)
         self.padded = ids.to(device), mask.bool().to(device)
 
+    def stand_padding(self, encoder: TextEncoder) -> bool:
+        """Whether the shortest texts keep their embeddings beside the longest.
+
+        Not where an encoder in eval mode counts positions from padding on, or mixes it in.
+        """
+        _, first = np.unique([len(row) for row in self.rows], return_index=True)
+        some, device = torch.from_numpy(first[:4]), encoder.model.device  # one may be a mere prompt
+        alone = torch.cat([encoder(self.tokens(place, device)) for place in torch.split(some, 1)])
+        beside = encoder(self.tokens(torch.from_numpy(np.append(first[:4], first[-1])), device))
+        apart, size = (alone - beside[: len(some)]).norm(dim=1), alone.norm(dim=1)
+        return bool((apart <= 1e-2 * size).all())
+
     def _joined(self, rows: Sequence[np.ndarray], dtype: Any = np.int64) -> tuple[Tensor, Tensor]:
-        longest = max(map(len, rows), default=0)
+        longest = max([1, *map(len, rows)])  # models refuse a pass of empty texts without padding
         ids = np.full((len(rows), longest), self.padding, dtype=dtype)
         mask = np.zeros_like(ids)
         for number, row in enumerate(rows):
