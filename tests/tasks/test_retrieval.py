@@ -32,6 +32,7 @@ from negchain.train.config import ConfigError  # noqa: E402
 from negchain.train.resolve import resolve  # noqa: E402
 from negchain.train.run_folder import RunFolder, read_metrics  # noqa: E402
 from negchain.train.step import build_loss  # noqa: E402
+from negchain.train.team import Team  # noqa: E402
 from tasks.tiny_texts import ASKED, FACTS, write_beir, write_model  # noqa: E402
 
 
@@ -275,6 +276,23 @@ def test_one_length_is_not_for_encoders_that_padding_changes(folder: Path) -> No
         texts.left = True
         assert not made._pads_well(2**30)
         texts.left = False
+
+
+def test_ranks_agree_on_one_length(folder: Path, tmp_path: Path, monkeypatch) -> None:
+    """A rank whose GPU has no room for it decides for all: they record a step together."""
+    other = {"capturable": True}
+    monkeypatch.setattr(Team, "any", lambda self, flag: flag or not other["capturable"])
+    for capturable in (True, False):
+        made = tasks.load(resolve(None, settings(folder)))
+        monkeypatch.setattr(
+            made, "place", lambda *given, made=made: setattr(made, "capturable", True)
+        )
+        other["capturable"] = capturable
+        path = tmp_path / str(capturable)
+        trainer.prepare(
+            made, lambda path=path: RunFolder.create(path, config="{}\n")
+        ).folder.close()
+        assert made.capturable == capturable
 
 
 def after_steps(folder: Path, path: Path, graph: bool, method: str) -> tuple[list[float], bool]:
