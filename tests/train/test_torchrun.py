@@ -265,12 +265,15 @@ def test_texts_and_captions_too(tmp_path: Path, shard: str) -> None:
         require_equal(tmp_path / "1", tmp_path / "2", 2e-4)
 
 
+HERE = Path(__file__).parent
+
+
 @pytest.mark.slow
 def test_torchrun_itself_restarts_a_killed_run_where_it_was(tmp_path: Path) -> None:
     script = tmp_path / "killed.py"
     script.write_text(f"""
 import os, signal, sys
-sys.path[:0] = {[str(Path(trainer.__file__).parents[2]), str(Path(__file__).parent)]!r}
+sys.path[:0] = {[str(folder) for folder in (Path(trainer.__file__).parents[2], HERE, HERE.parent)]}
 from torchrun_ranks import at_step, unjudged
 from negchain.cli import main
 unjudged()
