@@ -22,7 +22,8 @@ from fault_runs import RESIDENT, STEPS, TINY, pictures
 from negchain.train import checkpoint
 from negchain.train.trainer import Run
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "train"))
+TESTS = Path(__file__).parents[1] / "tests"
+sys.path[:0] = [str(TESTS), str(TESTS / "train")]
 from torchrun_ranks import at_step, ended, metrics, said, start  # noqa: E402
 
 WORDS = f"{TINY} --steps {STEPS} {RESIDENT} --precision float64 --data"
