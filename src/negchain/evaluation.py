@@ -43,8 +43,7 @@ FEW_NUMBERS = 10_000_000
 other on products this small."""
 
 MANY_PRODUCTS = 100_000_000
-"""Rows times features times classes from which a fit goes to the GPU the features are on: 28,000
-rows of 2,048 for 100 classes are half a second an iteration on CPU cores, of thousands."""
+"""Rows times features times classes from which a fit goes to the GPU the features are on."""
 
 
 class ImageSource(Protocol):

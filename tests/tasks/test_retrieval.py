@@ -284,14 +284,16 @@ def test_ranks_agree_on_one_length(folder: Path, tmp_path: Path, monkeypatch) ->
     monkeypatch.setattr(Team, "any", lambda self, flag: flag or not other["capturable"])
     for capturable in (True, False):
         made = tasks.load(resolve(None, settings(folder)))
+        build = made.build
         monkeypatch.setattr(
-            made, "place", lambda *given, made=made: setattr(made, "capturable", True)
+            made,
+            "build",
+            lambda made=made, build=build: (build(), setattr(made, "capturable", True))[0],
         )
         other["capturable"] = capturable
         path = tmp_path / str(capturable)
-        trainer.prepare(
-            made, lambda path=path: RunFolder.create(path, config="{}\n")
-        ).folder.close()
+        run = trainer.prepare(made, lambda path=path: RunFolder.create(path, config="{}\n"))
+        run.folder.close()
         assert made.capturable == capturable
 
 

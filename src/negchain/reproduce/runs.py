@@ -62,8 +62,8 @@ def train(job: Row, deadline: float) -> Row:
 def time_steps(job: Row, steps: int) -> Row:
     """Milliseconds of a training step, after a warm-up, and the peak of GPU memory.
 
-    Not counted is what earlier runs of the process left: .27 GiB each on an H200, which stays
-    after the run itself is gone (libraries' workspaces, it seems).
+    Not counted is what earlier runs of the process left and no collection frees (libraries'
+    workspaces, it seems).
     """
     gc.collect()  # the run before refers to itself
     held = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0

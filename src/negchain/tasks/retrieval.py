@@ -123,16 +123,10 @@ class RetrievalTask(Task):
         }
 
     def place(self, device: torch.device, autocast: torch.dtype | None) -> None:
-        """Positives to the device; token ids stay in memory, or go there too for a CUDA graph."""
+        """Positives to the device; token ids stay in memory."""
         super().place(device, autocast)
         for name in ("positives", "known", "grades"):
             setattr(self, name, getattr(self, name).to(device))
-        self.capturable = device.type == "cuda" and self.config.graph and self._pads_well(
-            torch.cuda.get_device_properties(device).total_memory
-        )  # fmt: skip
-        if self.capturable:
-            for texts in (self.documents, self.queries["train"]):
-                texts.pad(device)
 
     def _pads_well(self, memory: int) -> bool:
         """Whether passes of one length fit a device, cost little more, and give what short ones do.
@@ -158,7 +152,13 @@ class RetrievalTask(Task):
             return all(some.stand_padding(self.encoder) for some in texts)
 
     def build(self) -> tuple[TextEncoder, list[str]]:
-        """The encoder as its folder has it."""
+        """The encoder as its folder has it; for a CUDA graph texts go to the device too."""
+        self.capturable = self.device.type == "cuda" and self.config.graph and self._pads_well(
+            torch.cuda.get_device_properties(self.device).total_memory
+        )  # fmt: skip
+        if self.capturable:
+            for texts in (self.documents, self.queries["train"]):
+                texts.pad(self.device)
         said = []
         if not (Path(self.config.encoder) / "modules.json").is_file():
             pooling = type(self.encoder.model[-1]).__name__

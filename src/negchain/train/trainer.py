@@ -355,8 +355,8 @@ def prepare(task: Task, open_folder: Callable[[], RunFolder], fresh: bool = True
     torch.manual_seed(config.seed)
     order = DataOrder(task.num_samples, config.batch_size, config.seed)
     task.place(device, autocast_dtype(config, device))
-    task.capturable = not team.any(not task.capturable)  # GPUs may differ in memory
     encoder, notes = task.build()
+    task.capturable = not team.any(not task.capturable)  # GPUs may differ in memory
     if fresh and config.pretrained is not None:
         notes.append(task.start_from(encoder, config.pretrained))
     if config.precision == "float64":
