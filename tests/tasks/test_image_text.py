@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from graphed import losses_of
 from pairs_data import captioned, table, tiny_bert, tiny_clip
 
 import negchain
@@ -20,7 +21,6 @@ from negchain import methods, tasks, train
 from negchain.cli import run as command_line
 from negchain.encoders import build_encoder
 from negchain.losses.request import Want
-from negchain.optim import set_lr
 from negchain.report.runs import group_runs, load_run
 from negchain.report.statistics import estimates
 from negchain.tasks.image_text import ImageTextTask, shared_captions
@@ -457,20 +457,14 @@ def test_the_commands_of_the_page(
         )
 
 
-def after_steps(made: Path, folder: Path, graph: bool, method: str, number: int = 6) -> tuple:
+def after_steps(made: Path, folder: Path, graph: bool, method: str) -> tuple:
     """Losses of some steps on a GPU in float32 and beta at the end; whether it was a graph."""
     task = tasks.load(
         resolve(None, settings(made, device="cuda", graph=graph, method=method, norm="batch",
                                precision="float32", warmup_epochs=0.0, lr=1e-3))
     )  # fmt: skip
     run = prepared(task, folder)
-    recorded = graph and run.step.try_capture()
-    run.step.fill()
-    losses = []
-    for step in range(number):
-        set_lr(run.step.optimizer, 1e-3)
-        run.step(step, run.order.batch(step))
-        losses.append(run.step.loss.item())
+    losses, recorded = losses_of(run, graph)
     return [*losses, run.encoder.beta().item()], recorded
 
 

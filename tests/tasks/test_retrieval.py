@@ -21,7 +21,6 @@ import negchain.tasks.retrieval as module  # noqa: E402
 from negchain import tasks, train  # noqa: E402
 from negchain.cli import run as command_line  # noqa: E402
 from negchain.losses.request import Want  # noqa: E402
-from negchain.optim import set_lr  # noqa: E402
 from negchain.progress import Progress  # noqa: E402
 from negchain.report.runs import load_run  # noqa: E402
 from negchain.tasks.beir import read_beir  # noqa: E402
@@ -33,6 +32,7 @@ from negchain.train.resolve import resolve  # noqa: E402
 from negchain.train.run_folder import RunFolder, read_metrics  # noqa: E402
 from negchain.train.step import build_loss  # noqa: E402
 from negchain.train.team import Team  # noqa: E402
+from tasks.graphed import losses_of  # noqa: E402
 from tasks.tiny_texts import ASKED, FACTS, write_beir, write_model  # noqa: E402
 
 
@@ -304,16 +304,7 @@ def after_steps(folder: Path, path: Path, graph: bool, method: str) -> tuple[lis
     run = trainer.prepare(made, lambda: RunFolder.create(path, config="{}\n"))
     run.folder.close()
     assert made.capturable
-    before = torch.cuda.get_rng_state()
-    recorded = graph and run.step.try_capture()
-    assert torch.equal(torch.cuda.get_rng_state(), before)  # a resumed run drops the same out
-    run.step.fill()
-    losses = []
-    for step in range(6):
-        set_lr(run.step.optimizer, 1e-3)
-        run.step(step, run.order.batch(step))
-        losses.append(run.step.loss.item())
-    return losses, recorded
+    return losses_of(run, graph)
 
 
 @pytest.mark.gpu
