@@ -11,42 +11,33 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import tempfile
 import time
 import warnings
-from pathlib import Path
 
 import torch
 
 from negchain import tasks
-from negchain.optim import set_lr
-from negchain.train import trainer
+from negchain.bench.runs import stepper, vanishing
 from negchain.train.resolve import resolve
-from negchain.train.run_folder import RunFolder
 
 
 def measure(given: argparse.Namespace, method: str, batch: int, graph: bool) -> float:
     """Milliseconds of a step."""
     named = {"data": given.data, "encoder": given.model, "method": method, "batch_size": batch}
     task = tasks.load(resolve(None, {**named, "graph": graph}))
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "run"
-        run = trainer.prepare(task, lambda: RunFolder.create(path, config="{}\n"))
-        with run.folder:
-            if graph and not (task.capturable and run.step.try_capture()):
-                warnings.warn(f"{method}, b = {batch}: no graph", stacklevel=1)
-            run.step.fill()
-            laps, number = [], 0
-            for _ in range(6):
-                if task.device.type == "cuda":
-                    torch.cuda.synchronize()
-                begin = time.perf_counter()
-                for _ in range(given.steps):
-                    set_lr(run.step.optimizer, 1e-5)
-                    run.step(number, run.order.batch(number))
-                    number += 1
-                float(run.step.loss)  # waits for the device
-                laps.append(1e3 * (time.perf_counter() - begin) / given.steps)
+    with vanishing(task) as run:
+        if graph and not (task.capturable and run.step.try_capture()):
+            warnings.warn(f"{method}, b = {batch}: no graph", stacklevel=1)
+        run.step.fill()
+        advance, laps = stepper(run), []
+        for _ in range(6):
+            if task.device.type == "cuda":
+                torch.cuda.synchronize()
+            begin = time.perf_counter()
+            for _ in range(given.steps):
+                advance()
+            float(run.step.loss)  # waits for the device
+            laps.append(1e3 * (time.perf_counter() - begin) / given.steps)
     return statistics.median(laps[1:])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ from negchain.data import DataBundle, ImageSet
 from negchain.methods import METHODS, trained
 from negchain.optim import set_lr
 from negchain.tasks.images import ImageTask, load_images
+from negchain.tasks.task import Task
 from negchain.train import trainer
 from negchain.train.config import TrainConfig
 from negchain.train.resolve import resolve
@@ -112,14 +113,18 @@ def pictures_like_photographs(count: int, side: int, seed: int) -> Tensor:
 
 
 @contextmanager
-def prepared(settings: TrainConfig, data: DataBundle) -> Iterator[trainer.Run]:
-    """A run as `negchain train` prepares it, not captured yet."""
+def vanishing(task: Task) -> Iterator[trainer.Run]:
+    """A run of a task as `negchain train` prepares it, not captured yet."""
     with tempfile.TemporaryDirectory(prefix="negchain-bench-") as folder:
         path = Path(folder) / "run"
-        task = ImageTask(settings, data)
         run = trainer.prepare(task, lambda: RunFolder.create(path, config="{}\n"))
         with run.folder:
             yield run
+
+
+def prepared(settings: TrainConfig, data: DataBundle) -> AbstractContextManager[trainer.Run]:
+    """Such a run on images."""
+    return vanishing(ImageTask(settings, data))
 
 
 def stepper(run: trainer.Run) -> Callable[[], None]:
