@@ -5,7 +5,8 @@ Data     1,000 training pictures of CIFAR-10 (the first 100 of each class), seen
          same 1,000 and tested on 2,000 others (200 a class).
 Encoder  the trainer's small CNN with BatchNorm, Adam 1e-3, beta 14.28 unless a case says another.
 Cases    the methods; `untrained`: the same network, its BatchNorm's averages and nothing else
-         moved; `beta`: a lower and a higher one; `stored`: four augmentations of each picture.
+         moved; `beta`: a lower and a higher one; `stored`: four augmentations of each picture;
+         `both`: chains are offered both views of every item, as DCL's softmax has them.
 Prints   exact loss on the 1,000 pictures (at the case's own beta), linear probe, probe from a tenth
          of the labels and 20-NN: mean and deviation over seeds.
 
@@ -38,6 +39,7 @@ BASE = {
 CHAINS = [name for name, method in METHODS.items() if "proposal" in method.options]
 FIRST = ("infonce", "dcl", "sogclr")
 INFORMED = {"proposal": "informed"}
+BOTH = {"proposal": "both"}  # both views of every item, as many columns as DCL has
 STORED = {"augmentations": 4}  # a chain for each of them
 CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("untrained", FIRST[0], {"epochs": 1, "lr": 1e-12}),
@@ -47,6 +49,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     (CHAINS[1], CHAINS[1], {}),
     (f"{CHAINS[0]}, informed", CHAINS[0], INFORMED),
     *((f"{name}, stored", name, STORED) for name in (*FIRST, CHAINS[0])),
+    *((f"{name}, both", name, BOTH) for name in CHAINS),
 ]
 
 

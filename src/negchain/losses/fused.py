@@ -32,12 +32,11 @@ def applies(loss_fn: EMC2Loss, like: Tensor) -> bool:
         can_run(loss_fn.backend, like)
         and loss_fn.rows.ranks is None
         and isinstance(loss_fn.proposals, InBatch)
-        and loss_fn.proposals.copies == 1
         and loss_fn.augmentations is None
         and loss_fn.num_keys is None
         and max(chains.num_states, chains.states.shape[1]) <= 2**31
         and (loss_fn.carried != "cached" or chains.keys.shape[2] > 0)
-        and _size_applies(loss_fn, like.shape[0])
+        and _size_applies(loss_fn, loss_fn.proposals.copies, like.shape[0])
     )
 
 
@@ -64,18 +63,19 @@ def not_applicable(like: Tensor) -> ValueError:
     return ValueError(
         "backend='fused' needs a GPU with Triton, negatives from the batch only (no draws, known=, "
         "num_keys= or stored augmentations), dim= for carried='cached', embeddings in float32, "
-        f"bfloat16 or float16, 2 to {MAX_COLUMNS} of them, and for i-SIR count_every=1; "
+        f"bfloat16 or float16, 2 to {MAX_COLUMNS} of them (half as many with InBatch(copies=2)), "
+        "and for i-SIR count_every=1; "
         "LargeBatchEMC2Loss takes more, with count_every a multiple of 128 (or ISIR() with a "
         "fixed beta); "
         f"got {like.dtype} {tuple(like.shape)} on {like.device}; use backend='auto'"
     )
 
 
-def _size_applies(loss_fn: EMC2Loss, size: int) -> bool:
+def _size_applies(loss_fn: EMC2Loss, copies: int, size: int) -> bool:
     kernel = loss_fn.kernel
     dense = isinstance(kernel, ISIR) and kernel.count_every == 1
     if not loss_fn.large_batch:
-        return 2 <= size <= MAX_COLUMNS and (isinstance(kernel, MH) or dense)
+        return 2 <= size <= MAX_COLUMNS // copies and (isinstance(kernel, MH) or dense)
     learned = isinstance(loss_fn.beta, Tensor)
     if dense:
         return size >= 2 and not learned  # its tiles do not add up what beta's gradient needs
@@ -96,6 +96,7 @@ def emc2(loss_fn: EMC2Loss, call: Call, requests: Sequence[Request]) -> Sides:
         sides = range(loss_fn.num_sides)
         carried = [answered(requests, "carried", side).embeddings for side in sides]
     kernel, chains, beta = loss_fn.kernel, loss_fn.chains, loss_fn.beta
+    assert isinstance(loss_fn.proposals, InBatch)
     if loss_fn.carried == "cached":
         chains.check_width(call.z_a.shape[1])
     tables = {
@@ -107,6 +108,7 @@ def emc2(loss_fn: EMC2Loss, call: Call, requests: Sequence[Request]) -> Sides:
         "weighting": "mh" if isinstance(kernel, MH) else "isir",
         "burn_in": float(kernel.burn_in) if isinstance(kernel, MH) else 0.0,
         "count_every": kernel.count_every,
+        "copies": loss_fn.proposals.copies,
         "tiled": loss_fn.large_batch,
         "bound": math.inf if isinstance(beta, Tensor) or not loss_fn.normalize else beta,
     }

@@ -32,7 +32,7 @@ from fast.kernel_cases import (
     thinned_scan_at_length,
 )
 from interpreter import hurry
-from negchain import ISIR, MH, EMC2Loss, Given
+from negchain import ISIR, MH, EMC2Loss, Given, InBatch
 from negchain.fast.fused import function, layout_triton, ranks, tiles
 
 
@@ -44,6 +44,7 @@ def emc2(name: str, *, size: int = 6, steps: int = 2, **options: Any) -> Case:
 
 
 ASYMMETRIC = {"views": "paired", "symmetric": False}
+BOTH = {"proposals": InBatch(copies=2)}  # the paper's R = 2b - 2
 
 # fmt: off
 CASES = [
@@ -88,6 +89,18 @@ CASES = [
     emc2("isir-one-item", kernel="isir", one_item=True, size=3, learned=True),
     emc2("isir-free-length", kernel="isir", normalize=False, beta=1.0, strided=True),
     emc2("isir-bfloat16", kernel="isir", dtype=torch.bfloat16, tolerance=1e-2, size=3),
+    emc2("both", **BOTH, size=7, repeats=True, seed=2**40 + 5),
+    emc2(
+        "both-cached-all", **BOTH, carried="cached", denominator="all", learned=True,
+        evaluate=True, burn_in=0.29, repeats=True,
+    ),
+    emc2("both-one-anchor-thinned", **BOTH, symmetric=False, count_every=3, size=9, burn_in=4),
+    emc2("both-batch-of-2", **BOTH, size=2, steps=3, denominator="all"),
+    emc2("both-batch-of-33", **BOTH, size=33, steps=1, num_samples=40, dim=12),
+    emc2("both-one-item", **BOTH, one_item=True, size=3),
+    emc2("both-isir", **BOTH, kernel="isir", repeats=True, learned=True, steps=3),
+    emc2("both-isir-cached-all", **BOTH, kernel="isir", carried="cached", denominator="all"),
+    emc2("both-isir-one-anchor", **BOTH, kernel="isir", symmetric=False, size=9, repeats=True),
     Case("infonce", loss="infonce", repeats=True, learned=True, steps=2),
     Case("infonce-paired", {"views": "paired"}, loss="infonce", size=17, steps=1, num_samples=20),
     Case("infonce-zeros", {"views": "paired"}, loss="infonce", zeros=True, steps=1),
@@ -185,6 +198,8 @@ INVALID = [
     emc2("rows", carried="cached", size=7),
     emc2("rows-all", views="paired", denominator="all", burn_in=0.2),
     emc2("rows-isir", kernel="isir", size=7, symmetric=False),
+    emc2("both", **BOTH, carried="cached", size=7),
+    emc2("both-isir", **BOTH, kernel="isir", denominator="all"),
     tiled("tiles", carried="cached", denominator="all"),
     tiled("tiles-isir", kernel="isir", **ASYMMETRIC),
     tiled("tiles-isir-groups", kernel="isir", count_every=128, **ASYMMETRIC),
@@ -209,6 +224,9 @@ def refusals() -> list[str]:
         "draws": lambda: cached(proposals=Given(alone=False))(z, z, index),
         "large": lambda: cached()(
             torch.randn(1025, 5), torch.randn(1025, 5), torch.arange(1025) % 9
+        ),
+        "both copies of 513": lambda: cached(proposals=InBatch(copies=2))(
+            torch.randn(513, 5), torch.randn(513, 5), torch.arange(513) % 9
         ),
     }
     found = []
@@ -296,6 +314,8 @@ PLANTED: dict[str, tuple[str, Change]] = {
     "carried weight dropped": ("isir", lambda plan: {}),
     "tiles in plain order": ("tiles", lambda plan: {}),
     "an item twice is proposed twice": ("isir", lambda plan: {}),
+    "one copy offered": ("both", lambda plan: {"copies": 1}),
+    "both copies offered": ("isir", lambda plan: {"copies": 2}),
     "and in tiles": ("tiles-isir", lambda plan: {}),
 }
 
@@ -351,7 +371,8 @@ PROMISES = (
 # a step in tiles two to seven, so that one case of each kernel and the commonest bugs remain.
 QUICK = {
     "shared", "paired-all", "isir-cached-all", "sogclr-paired-all", "dcl-paired", "infonce",
-    "tiles-one-item", "nan: rows", "refusals", "scan", "thinned_scan", "draw_bits", "bad_carried",
+    "both", "both-isir", "tiles-one-item", "nan: rows", "refusals", "scan", "thinned_scan",
+    "draw_bits", "bad_carried",
     "planted: another seed", "planted: burn-in off by one", "planted: carried weight dropped",
 }  # fmt: skip
 

@@ -62,7 +62,7 @@ def commit_kernel(
     keys_ptr, table_ptr, faults_ptr, seed_key, num_items, num_columns, num_samples,
     num_rows, SIDE: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr,
     ITEMS: tl.constexpr, CHUNK: tl.constexpr, COUNTED: tl.constexpr, VIEWS: tl.constexpr,
-    SHARED: tl.constexpr, CARRIED: tl.constexpr, AVERAGES: tl.constexpr, TRAIN: tl.constexpr,
+    BLOCKS: tl.constexpr, CARRIED: tl.constexpr, AVERAGES: tl.constexpr, TRAIN: tl.constexpr,
     ROWS: tl.constexpr, COUNTS: tl.constexpr,
 ):  # fmt: skip
     """Write the state tables, count faults, note who moved; the last program sums the values."""
@@ -117,7 +117,7 @@ def commit_kernel(
             tl.store(states_ptr + chain, state.to(states_ptr.dtype.element_ty), mask=moved)
         if CARRIED == "cached":
             depth = tl.arange(0, WIDTH)[None, :]
-            block = row // num_items if SHARED else row * 0
+            block = row // num_items if BLOCKS == 2 else row * 0
             at = (block * num_columns + column).to(tl.int64)[:, None] * STRIDE + depth
             stored = moved[:, None] & (depth < D)
             key = tl.load(pool_ptr + at, mask=stored, other=0.0).to(tl.float32)

@@ -47,7 +47,7 @@ def walk(
     walked, start_logit, start_similarity, positive, valid = _prepare(a, b, carried, beta, plan)
     same = plan.index  # unused where it is not counted
     if plan.weighting == "isir":
-        walked.repeated = ranks.repeated(plan.index, valid)
+        walked.repeated = ranks.repeated(plan.index, valid).repeat(plan.copies)
     if plan.states is None:
         _in_batch(walked, positive, plan)
     elif plan.tiled:
@@ -70,7 +70,7 @@ def _commit(walked: Walked, valid: Tensor, same: Tensor, plan: Plan) -> Tensor:
         plan.faults, draws.seed_key(plan.seed), size, plan.num_columns, plan.num_samples, rows,
         SIDE=plan.side, D=dim, WIDTH=triton.next_power_of_2(dim), STRIDE=walked.pool.shape[1],
         ITEMS=COMMITTED, CHUNK=min(1024, triton.next_power_of_2(size)), COUNTED=plan.tiled,
-        VIEWS=plan.views, SHARED=plan.shared, CARRIED=plan.carried, TRAIN=plan.training,
+        VIEWS=plan.views, BLOCKS=plan.blocks, CARRIED=plan.carried, TRAIN=plan.training,
         AVERAGES=plan.averages is not None, ROWS=min(2048, triton.next_power_of_2(rows)),
         COUNTS=plan.counts, num_warps=1 if size <= 256 else 4,
     )  # fmt: skip
@@ -107,7 +107,7 @@ def _prepare(
         beta=beta if isinstance(beta, Tensor) else new(), step=torch.empty_like(plan.step),
         queries=new(rows, stride, dtype=kind), pool=new(plan.blocks * columns, stride, dtype=kind),
         pool_ids=new(columns, dtype=torch.int32), penalty=new(columns),
-        column=new(size, dtype=torch.int32), norms=new(3, size), pull=new(rows),
+        column=new(plan.copies * size, dtype=torch.int32), norms=new(3, size), pull=new(rows),
         carried_weight=new(rows), stats=new(8, rows), moved=new(2, size),
         last=new(rows, dtype=torch.int32), averages=new(rows),
         held=new(size, dim) if plan.carried == "cached" else new(0),
@@ -116,8 +116,8 @@ def _prepare(
     start_logit, start_similarity, positive = new(2, rows), new(rows), new(size)
     valid = new(size, dtype=torch.int32)
     width = triton.next_power_of_2(stride)
-    items = triton.next_power_of_2(size) if times_from == "count" else 1
-    layout_triton.prepare_kernel[(columns,)](
+    items = triton.next_power_of_2(plan.copies * size) if times_from == "count" else 1
+    layout_triton.prepare_kernel[(columns // plan.copies,)](
         a, b, given(carried if plan.keys is None else plan.keys, positive), plan.index, in_batch,
         given(plan.states, positive), times, plan.step, walked.beta, walked.step, walked.queries,
         walked.pool, walked.pool_ids, walked.penalty, walked.column, walked.norms, positive,
@@ -126,7 +126,7 @@ def _prepare(
         plan.num_samples, SIDE=plan.side, D=dim, WIDTH=width, STRIDE=stride, ITEMS=items,
         SHARED=plan.shared, VIEWS=plan.views, CARRIED=plan.carried, TIMES=times_from,
         TILE=tiles_triton.TILE if plan.tiled else 1, CHECK_BATCH=plan.weighting == "isir",
-        NORMALIZE=plan.normalize, FIXED=not isinstance(beta, Tensor),
+        COPIES=plan.copies, NORMALIZE=plan.normalize, FIXED=not isinstance(beta, Tensor),
         num_warps=max(1, min(8, max(width, items) // WIDTH_OF_A_WARP)),
     )  # fmt: skip
     return walked, start_logit, start_similarity, positive, valid

@@ -105,7 +105,8 @@ def _backward(
         walked.column, walked.norms, walked.pull, walked.carried_weight, grad, walked.step, grad_a,
         grad_b, given(grad_carried, grad_a), draws.seed_key(plan.seed), size, plan.num_columns,
         D=dim, WIDTH=triton.next_power_of_2(dim), STRIDE=stride, SHARED=plan.shared,
-        VIEWS=plan.views, CARRIED=plan.carried, NORMALIZE=plan.normalize, num_warps=2,
+        VIEWS=plan.views, CARRIED=plan.carried, COPIES=plan.copies, NORMALIZE=plan.normalize,
+        num_warps=2,
     )  # fmt: skip
     return grad_a, grad_b, grad_carried
 
@@ -113,7 +114,7 @@ def _backward(
 def _dense_products(weights: Tensor, plan: Plan, walked: Walked) -> tuple[Tensor, Tensor]:
     if plan.states is None:  # every row weighs all columns
         return weights @ walked.pool, weights.mT @ walked.queries
-    groups, columns = (plan.views if plan.shared else 1), plan.num_columns
+    groups, columns = (plan.views if plan.blocks == 2 else 1), plan.num_columns
     stride = walked.pool.shape[1]
     by_group = weights.view(groups, -1, columns)
     offered = walked.pool[: groups * columns].view(groups, columns, stride)

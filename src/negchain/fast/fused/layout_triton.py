@@ -7,9 +7,10 @@ that it waits for memory once.
 
 A *block* of columns holds one key of every item. Shared views have two: block 0 holds the copy of
 each item that rows of the first view are offered (a coin per item says which), block 1 the other.
+Where every row is offered both copies (COPIES = 2) one block holds all of them.
 
-Shapes: `B` items, `V` rows per item (views), `N` = V B rows, `K` columns per block (B, padded),
-`D` embedding, `P` its stride in rows and columns.
+Shapes: `B` items, `V` rows per item (views), `N` = V B rows, `K` columns per block (COPIES B,
+padded), `D` embedding, `P` its stride in rows and columns.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -106,18 +107,18 @@ def prepare_kernel(
     step_ptr,  # out, and all below
     queries_ptr, pool_ptr, pool_ids_ptr,  # [N,P], [blocks*K,P], [K]
     penalty_ptr,  # [K] 0, -inf: never a proposal
-    column_ptr,  # [B] column of each item
+    column_ptr,  # [COPIES*B] column of each item
     norms_ptr, positive_ptr, start_similarity_ptr,  # [3,B], [B], [N]
     start_logit_ptr,  # [2,N] and as the walk sees it
     valid_ptr,  # [B] 2 bits: finite, in range
     held_ptr,  # "cached" [B,D]
     fixed_beta, seed_key, num_items, num_columns, num_samples, SIDE: tl.constexpr, D: tl.constexpr,
     WIDTH: tl.constexpr, STRIDE: tl.constexpr,
-    ITEMS: tl.constexpr,  # B rounded up to a power of two, where times are counted here
+    ITEMS: tl.constexpr,  # COPIES*B rounded up to a power of two, where times are counted here
     SHARED: tl.constexpr, VIEWS: tl.constexpr, CARRIED: tl.constexpr,
     TIMES: tl.constexpr,  # "items", "count" or "given"
     TILE: tl.constexpr,  # columns of a tile are in bit-reversed order; 1: no tiles
-    CHECK_BATCH: tl.constexpr, NORMALIZE: tl.constexpr, FIXED: tl.constexpr,
+    CHECK_BATCH: tl.constexpr, COPIES: tl.constexpr, NORMALIZE: tl.constexpr, FIXED: tl.constexpr,
 ):  # fmt: skip
     """Rows, columns and carried state of an item."""
     item = tl.program_id(0)
@@ -161,18 +162,20 @@ def prepare_kernel(
     tl.store(valid_ptr + item, finite.to(tl.int32) + 2 * in_range.to(tl.int32))
 
     # ---- the order of proposal
+    second_time = num_items + item
     if TIMES == "count":
         key = hashed.stream_key(seed_key, step, STREAM_ORDER + 16 * SIDE)
-        others = tl.arange(0, ITEMS)
-        zero = hashed.hash_row(item * 0, key)
-        keys = hashed.bits(zero, hashed.hash_column(others, key))
-        mine = hashed.bits(zero, hashed.hash_column(item, key))
-        before = (keys < mine) | ((keys == mine) & (others < item))
-        time = tl.sum((before & (others < num_items)).to(tl.int32), 0)
+        time = _time(item, COPIES * num_items, key, ITEMS)
+        if COPIES == 2:
+            second_time = _time(num_items + item, COPIES * num_items, key, ITEMS)
     column = _tile_column(time, TILE)
     tl.store(column_ptr + item, column)
     tl.store(pool_ids_ptr + column, chain.to(tl.int32))
     tl.store(penalty_ptr + column, tl.where(valid, 0.0, float("-inf")))
+    if COPIES == 2:
+        tl.store(column_ptr + num_items + item, second_time)
+        tl.store(pool_ids_ptr + second_time, chain.to(tl.int32))
+        tl.store(penalty_ptr + second_time, tl.where(valid, 0.0, float("-inf")))
 
     # ---- rows and columns
     kind = queries_ptr.dtype.element_ty
@@ -181,13 +184,13 @@ def prepare_kernel(
     if VIEWS == 2:
         second = (num_items + item).to(tl.int64) * STRIDE + depth
         tl.store(queries_ptr + second, b.to(kind), mask=stored)
-    block = item * 0
     if SHARED:
-        block = 1 - heads(seed_key, step, item * 0, item, STREAM_COPY).to(tl.int32)
-        pool_at = (block * num_columns + column).to(tl.int64) * STRIDE + depth
+        first, second = _places(column, second_time, seed_key, step, item, num_columns, COPIES)
+        pool_at = first.to(tl.int64) * STRIDE + depth
         tl.store(pool_ptr + pool_at, tl.where(valid, a, 0.0).to(kind), mask=stored)
-        block = 1 - block
-    pool_at = (block * num_columns + column).to(tl.int64) * STRIDE + depth
+    else:
+        second = column
+    pool_at = second.to(tl.int64) * STRIDE + depth
     tl.store(pool_ptr + pool_at, tl.where(valid, b, 0.0).to(kind), mask=stored)
 
     if CARRIED == "encode":
@@ -214,7 +217,31 @@ def prepare_kernel(
             tl.store(start_similarity_ptr + row, similarity)
             tl.store(start_logit_ptr + row, tl.where(usable, logit, float("-inf")))
             row += VIEWS * num_items
+            if COPIES == 2 and CHECK_BATCH:  # the set holds the carried item as often as any other
+                logit += 0.6931471805599453
             tl.store(start_logit_ptr + row, tl.where(walks, logit, float("-inf")))
+
+
+@triton.jit
+def _time(column, num_columns, key, COLUMNS: tl.constexpr):
+    """When a column is proposed: how many have a smaller key (`draws.permutation`)."""
+    others = tl.arange(0, COLUMNS)
+    zero = hashed.hash_row(column * 0, key)
+    keys = hashed.bits(zero, hashed.hash_column(others, key))
+    mine = hashed.bits(zero, hashed.hash_column(column, key))
+    before = (keys < mine) | ((keys == mine) & (others < column))
+    return tl.sum((before & (others < num_columns)).to(tl.int32), 0)
+
+
+@triton.jit
+def _places(column, second_column, seed_key, step, item, num_columns, COPIES: tl.constexpr):
+    """Where in the pool of shared views the two copies of an item stand."""
+    if COPIES == 2:
+        first, second = column, second_column
+    else:
+        block = 1 - heads(seed_key, step, item * 0, item, STREAM_COPY).to(tl.int32)
+        first, second = block * num_columns + column, (1 - block) * num_columns + column
+    return first, second
 
 
 @triton.jit
@@ -236,7 +263,7 @@ def finish_kernel(
     carried_ptr,  # "encode" as given, "cached" as held by `prepare`
     grad_queries_ptr,  # [N,P] float32
     grad_pool_ptr,  # [blocks*K,P] float32
-    column_ptr, norms_ptr,  # [B], [3,B]
+    column_ptr, norms_ptr,  # [COPIES*B], [3,B]
     pull_ptr,  # [N] beta / N times the row's factor c_i
     carried_weight_ptr,  # [N] weight of the carried state, pulled
     grad_ptr,  # [] gradient of the loss
@@ -244,7 +271,7 @@ def finish_kernel(
     grad_a_ptr,  # [B,D] out, and all below
     grad_b_ptr, grad_carried_ptr, seed_key, num_items, num_columns, D: tl.constexpr,
     WIDTH: tl.constexpr, STRIDE: tl.constexpr, SHARED: tl.constexpr, VIEWS: tl.constexpr,
-    CARRIED: tl.constexpr, NORMALIZE: tl.constexpr,
+    CARRIED: tl.constexpr, COPIES: tl.constexpr, NORMALIZE: tl.constexpr,
 ):  # fmt: skip
     """Gradients of an item's embeddings."""
     item = tl.program_id(0)
@@ -252,6 +279,9 @@ def finish_kernel(
     wide = depth < D
     at = item.to(tl.int64) * D + depth
     column = tl.load(column_ptr + item)
+    second_column = column
+    if COPIES == 2:
+        second_column = tl.load(column_ptr + num_items + item)
     outer = tl.load(grad_ptr).to(tl.float32)
     norm_a, norm_b = tl.load(norms_ptr + item), tl.load(norms_ptr + num_items + item)
     a, b = _load(a_ptr, at, wide), _load(b_ptr, at, wide)
@@ -271,14 +301,14 @@ def finish_kernel(
             weight_b = tl.load(carried_weight_ptr + num_items + item)
     if CARRIED == "encode":
         norm = tl.load(norms_ptr + 2 * num_items + item)
-    block = item * 0
     if SHARED:
-        first = heads(seed_key, tl.load(step_ptr), item * 0, item, STREAM_COPY)
-        block = 1 - first.to(tl.int32)
-        pool_at = (block * num_columns + column).to(tl.int64) * STRIDE + depth
+        step = tl.load(step_ptr)
+        at_a, at_b = _places(column, second_column, seed_key, step, item, num_columns, COPIES)
+        pool_at = at_a.to(tl.int64) * STRIDE + depth
         grad_a += tl.load(grad_pool_ptr + pool_at, mask=wide, other=0.0)
-        block = 1 - block
-    pool_at = (block * num_columns + column).to(tl.int64) * STRIDE + depth
+    else:
+        at_b = column
+    pool_at = at_b.to(tl.int64) * STRIDE + depth
     grad_b += tl.load(grad_pool_ptr + pool_at, mask=wide, other=0.0)
 
     a, b = _divided(a, norm_a, NORMALIZE), _divided(b, norm_b, NORMALIZE)

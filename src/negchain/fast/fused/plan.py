@@ -46,12 +46,13 @@ class Plan:
     bound: float = math.inf  # logits are known to lie between minus this and this
     burn_in: float = 0.0  # a share below 1, or steps
     count_every: int = 1
+    copies: int = 1  # of every item that a row of a chain is offered; shared views may have 2
     gamma: float = 0.0  # SogCLR
 
     @property
     def blocks(self) -> int:
-        """Blocks of columns: both copies of every item, or its one key."""
-        return 2 if self.shared else 1
+        """Blocks of columns: one for each copy of an item, unless every row meets both."""
+        return 2 if self.shared and self.copies == 1 else 1
 
     @property
     def is_sparse(self) -> bool:
@@ -74,7 +75,7 @@ class Plan:
     def num_columns(self) -> int:
         """K."""
         size, tile = len(self.index), tiles_triton.TILE
-        return triton.cdiv(size, tile) * tile if self.tiled else size
+        return triton.cdiv(size, tile) * tile if self.tiled else self.copies * size
 
     @property
     def log_negatives(self) -> float:
@@ -99,7 +100,7 @@ class Walked:
     pool: Tensor  # [blocks*K,P]
     pool_ids: Tensor  # [K]
     penalty: Tensor  # [K]
-    column: Tensor  # [B]
+    column: Tensor  # [copies*B]
     norms: Tensor  # [3,B]
     pull: Tensor  # [N]
     carried_weight: Tensor  # [N]
@@ -108,7 +109,7 @@ class Walked:
     last: Tensor  # [N]
     averages: Tensor  # [N] SogCLR: the new ones
     held: Tensor  # [B,D] cached embeddings of the carried states; [0] without
-    repeated: Tensor  # [B] i-SIR: which items the batch holds already
+    repeated: Tensor  # [copies*B] i-SIR: which items the batch holds already
     weights: Tensor | None = None  # [N,K] pulled; small batch
     # tiles: columns that have weight [N,S+1], their weights, pulled [N,S+1], how many [N]
     visits: tuple[Tensor, Tensor, Tensor] | None = None
