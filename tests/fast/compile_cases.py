@@ -1,0 +1,171 @@
+"""Every Triton kernel compiled for a Hopper GPU, on a machine that has none; run as a script.
+
+Triton needs a GPU to launch a kernel, not to compile it. Here a stand-in for the driver names the
+target, and a launch only compiles (`warmup`): what the paths below launch is built to machine code
+with the types and constants they really use. Nothing is computed, so results are meaningless.
+
+    python tests/fast/compile_cases.py quick    # or: all
+prints {"compiled": {kernel: variants}, "left": [kernels that no path launched]} as JSON.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import pkgutil
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver, jit
+
+import negchain.fast
+from negchain import (
+    ISIR,
+    MH,
+    DCLLoss,
+    EMC2Loss,
+    InBatch,
+    InfoNCELoss,
+    LargeBatchEMC2Loss,
+    SogCLRLoss,
+)
+from negchain.augment import Draws, Pictures, augmentation
+
+HOPPER = GPUTarget("cuda", 90, 32)
+SIZE, DIM = 32, 128  # of a batch: what the trainer has by default
+Path = Callable[[], object]
+
+
+class NoDevice:
+    """What the compiler asks a driver for."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return HOPPER
+
+
+def loss(loss_fn: Any, dtype: torch.dtype = torch.bfloat16) -> Path:
+    """Forward and backward of a fused loss, with what it wants encoded."""
+
+    def path() -> None:
+        index = torch.arange(SIZE)
+        z_a, z_b = (torch.randn(SIZE, DIM, dtype=dtype, requires_grad=True) for _ in range(2))
+        requests = []
+        if getattr(loss_fn, "carried", "") == "encode":
+            request = loss_fn.request(index)
+            wants = [torch.randn(len(w.ids), DIM, dtype=dtype) for w in request.wants]
+            requests.append(request.answer([w.requires_grad_() for w in wants]))
+        loss_fn(z_a, z_b, index, *requests).backward()
+
+    return path
+
+
+def fused(kind: Any = EMC2Loss, **options: Any) -> Path:
+    return loss(kind(1000, 10.0, backend="fused", **{"dim": DIM, **options}))
+
+
+def scan() -> None:
+    from negchain.fast.draws_triton import bits_triton
+    from negchain.weights import mh_scan
+
+    logits = torch.randn(SIZE, 100)
+    mh_scan(logits, torch.zeros(SIZE), logits.abs().neg(), 50, backend="triton")
+    mh_scan(logits, torch.zeros(SIZE), logits.abs().neg(), 50, backend="triton", count_every=4)
+    bits_triton(7, torch.tensor(3), 2, torch.arange(SIZE), 100)
+
+
+def views() -> None:
+    augment = augmentation("simclr-stl10", size=96)
+    images = torch.zeros(4, 3, 96, 96, dtype=torch.uint8)
+    drawn = torch.rand(4, augment.num_uniforms)
+    for pictures in (images, Pictures.of(images)):
+        augment(pictures, drawn, backend="triton")
+        augment(pictures, Draws(0, torch.tensor(3), 32), backend="triton")
+
+
+def layers() -> None:
+    from negchain.fast.layers import few_channels_triton, masked_triton, max_pool_triton
+
+    def image(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.bfloat16).contiguous(memory_format=last)
+
+    last = torch.channels_last
+    x, weight = image(2, 3, 96, 96), image(64, 3, 7, 7)
+    y, folded = few_channels_triton.few_channels_forward(x, weight, 3)
+    fold = few_channels_triton.fold_of(x, weight, 3)
+    few_channels_triton.few_channels_gradient(folded, weight, y, fold)
+    pooled, winner = max_pool_triton.max_pool_forward(y, 3, 2, 1)
+    max_pool_triton.max_pool_backward(pooled, winner, y.shape, 3, 2, 1)
+    masked_triton.masked_triton(y, y, None)
+    masked_triton.masked_triton(y, y, y)
+
+
+BOTH = InBatch(copies=2)
+QUICK: dict[str, Path] = {
+    "emc2": fused(),
+    "isir, both copies, cached": fused(kernel="isir", proposals=BOTH, carried="cached"),
+    "infonce": fused(InfoNCELoss),
+}
+ALL: dict[str, Path] = QUICK | {
+    "emc2, both copies": fused(proposals=BOTH),
+    "emc2, cached, all": fused(carried="cached", denominator="all", views="paired"),
+    "emc2, one way": fused(views="paired", symmetric=False, kernel=MH(burn_in=3, count_every=2)),
+    "isir": fused(kernel="isir", symmetric=False),
+    "isir, both copies": fused(kernel="isir", proposals=BOTH, denominator="all"),
+    "dcl": fused(DCLLoss, views="paired"),
+    "sogclr": fused(SogCLRLoss, denominator="all"),
+    "tiles": fused(LargeBatchEMC2Loss, kernel=MH(count_every=128)),
+    "tiles, isir": fused(LargeBatchEMC2Loss, kernel="isir", carried="cached"),
+    "tiles, isir by groups": fused(LargeBatchEMC2Loss, kernel=ISIR(128), denominator="all"),
+    "scan": scan,
+    "views": views,
+    "layers": layers,
+}
+
+
+def kernels() -> dict[str, Any]:
+    """Every launched kernel of the package: `triton.jit` functions that are named so."""
+    found = {}
+    for module in pkgutil.walk_packages(negchain.fast.__path__, "negchain.fast."):
+        for name, value in vars(importlib.import_module(module.name)).items():
+            if isinstance(value, jit.JITFunction) and name.endswith("_kernel"):
+                found[f"{value.fn.__module__}.{value.fn.__name__}"] = value
+    return found
+
+
+def main(which: str) -> None:
+    """Compile what the paths launch, and say what was compiled."""
+    warnings.simplefilter("ignore")
+    known = kernels()  # imported before the next line, which is read when a kernel is defined
+    os.environ["TRITON_INTERPRET"] = "1"  # lets the paths below take tensors of a CPU
+    driver.set_active(NoDevice())  # type: ignore[arg-type]
+    launch, compiled = jit.JITFunction.run, dict[str, set[str]]()
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        kernel = launch(self, *args, grid=grid, warmup=True, **options)
+        name = f"{self.fn.__module__}.{self.fn.__name__}"
+        assert kernel.asm["cubin"], name
+        compiled.setdefault(name, set()).add(kernel.hash)
+        return kernel
+
+    jit.JITFunction.run = compile_only
+    for path in (QUICK if which == "quick" else ALL).values():
+        path()
+    counts = {name: len(variants) for name, variants in sorted(compiled.items())}
+    left = sorted(known.keys() - compiled.keys())
+    print(json.dumps({"compiled": counts, "left": left, "triton": triton.__version__}, indent=1))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
