@@ -71,19 +71,21 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--cases", nargs="+", help="only these")
     parser.add_argument("--betas", type=float, nargs="+", default=[14.28])
+    parser.add_argument("--batches", type=int, nargs="+", default=[8])
     parser.add_argument("--redraw", action="store_true")
     given = parser.parse_args()
     torch.set_num_threads(1)
     jobs = [
         {
-            "case": case if beta == 14.28 else f"{case}, β {beta:g}",
+            "case": ", ".join([case, *[f"β {beta:g}"] * (beta != 14.28), *[f"b {b}"] * (b != 8)]),
             "method": method,
             "seed": seed,
-            "settings": {**BASE, **more, "beta": beta},
+            "settings": {**BASE, **more, "beta": beta, "batch_size": b},
         }
         for seed in given.seeds
         for case, method, more in CASES
         for beta in given.betas
+        for b in given.batches
         if case in (given.cases or [case])
     ]
     if not given.redraw:
@@ -92,7 +94,8 @@ def main() -> None:
         done = [row["job"] for row in read_rows(given.out)]
         for job in (job for job in jobs if job not in done):
             begin, cpu = time.time(), time.process_time()
-            run = {**job, "settings": {**job["settings"], "data": folder}, "points": [1.0]}
+            plain = {"proposal": "batch", "data": folder}  # a case says it where chains get more
+            run = {**job, "settings": {**plain, **job["settings"]}, "points": [1.0]}
             found = train(run, begin + 1e6)
             wall, cpu = round(time.time() - begin, 1), round(time.process_time() - cpu, 1)
             append(given.out, {"job": job, **found, "wall": wall, "cpu": cpu})

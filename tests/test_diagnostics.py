@@ -126,7 +126,10 @@ def told_and_right(patch, method: str, steps: int = 1000) -> tuple[list[float], 
     z = items + 0.5 * torch.randn(5, 2, 3, generator=generator, dtype=torch.float64)
     views = torch.nn.functional.normalize(z, dim=-1).transpose(0, 1)  # [V,M,D]
     right = exact_negative_gradient(views, 4.0).transpose(0, 1).flatten(0, 1).numpy()
-    setting = small.Small(z.flatten(0, 1).numpy(), 5, 3, 4.0, num_views=2, isir=method == "isir")
+    isir = method == "isir"  # which is offered both views of every item
+    setting = small.Small(
+        z.flatten(0, 1).numpy(), 5, 3, 4.0, num_views=2, isir=isir, copies=1 + isir
+    )
     mean, norm = small.mean_gradient(setting)[0].negative, np.linalg.norm(right)
     row = estimator_report(
         views, batch_size=3, beta=4.0, steps=steps, warm_up=30, methods=[method]

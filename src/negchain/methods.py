@@ -71,6 +71,7 @@ class Method:
         trains: offered by `compare` and `train`; False: `estimator_report` only.
         plain_keys: pictures as keys (positives, negatives, tables) are not augmented, anchors are.
         lr_share: of the rate that the data's defaults name; a preset's or the user's stays.
+        proposal: what `--proposal` is for images with fresh views, unless a preset says it.
         reproduced: in `reproduce`'s comparisons: in all, or in small ones (it needs a table).
     """
 
@@ -84,6 +85,7 @@ class Method:
     trains: bool = True
     plain_keys: bool = False
     lr_share: float = 1.0
+    proposal: Literal["batch", "both"] = "batch"
     reproduced: Literal["all", "small"] | None = None
 
 
@@ -236,11 +238,13 @@ def _emc2(s: LossSettings, isir: bool = False) -> ContrastiveLoss:
     num, k = s.option("draws", None), s.option("k", None)
     if num and k:
         num -= num // k  # each sample encodes a carried one as well
-    proposal = s.option("proposal", "batch")
+    proposal, shared = s.option("proposal", None), s.layout.get("views", "shared") == "shared"
     # Stored views have a chain each, so that both copies of an item are different states. i-SIR's
     # set would hold two of every item beside one of the held: biased (tests/losses/test_found.py).
     both = proposal == "both" or (stored and not isir)
     proposals: Any = InBatch(copies=2) if both else _uniform(num)
+    if proposal == "batch" and shared and not (both or num):
+        proposals = InBatch()
     if proposal == "informed":
         proposals = _informed(s, num or None)
     chain = {"proposals": proposals, "carried": carried, "augmentations": stored}
@@ -299,6 +303,7 @@ for _method in (
         ("#d99000", "#f2b63c"),
         lambda s: _emc2(s, isir=True),
         options=_CHAIN,
+        proposal="both",
         reproduced="all",
     ),
     Method(

@@ -55,12 +55,12 @@ class NoDevice:
         return HOPPER
 
 
-def loss(loss_fn: Any, dtype: torch.dtype = torch.bfloat16) -> Path:
+def loss(loss_fn: Any, size: int = SIZE, dtype: torch.dtype = torch.bfloat16) -> Path:
     """Forward and backward of a fused loss, with what it wants encoded."""
 
     def path() -> None:
-        index = torch.arange(SIZE)
-        z_a, z_b = (torch.randn(SIZE, DIM, dtype=dtype, requires_grad=True) for _ in range(2))
+        index = torch.arange(size)
+        z_a, z_b = (torch.randn(size, DIM, dtype=dtype, requires_grad=True) for _ in range(2))
         requests = []
         if getattr(loss_fn, "carried", "") == "encode":
             request = loss_fn.request(index)
@@ -71,8 +71,8 @@ def loss(loss_fn: Any, dtype: torch.dtype = torch.bfloat16) -> Path:
     return path
 
 
-def fused(kind: Any = EMC2Loss, **options: Any) -> Path:
-    return loss(kind(1000, 10.0, backend="fused", **{"dim": DIM, **options}))
+def fused(kind: Any = EMC2Loss, size: int = SIZE, **options: Any) -> Path:
+    return loss(kind(2000, 10.0, backend="fused", **{"dim": DIM, **options}), size)
 
 
 def scan() -> None:
@@ -122,7 +122,8 @@ ALL: dict[str, Path] = QUICK | {
     "emc2, cached, all": fused(carried="cached", denominator="all", views="paired"),
     "emc2, one way": fused(views="paired", symmetric=False, kernel=MH(burn_in=3, count_every=2)),
     "isir": fused(kernel="isir", symmetric=False),
-    "isir, both copies": fused(kernel="isir", proposals=BOTH, denominator="all"),
+    "isir, both copies": fused(kernel="isir", proposals=BOTH, denominator="all", size=1024),
+    "isir, one copy": fused(kernel="isir", proposals=InBatch()),
     "dcl": fused(DCLLoss, views="paired"),
     "sogclr": fused(SogCLRLoss, denominator="all"),
     "tiles": fused(LargeBatchEMC2Loss, kernel=MH(count_every=128)),

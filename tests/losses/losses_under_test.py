@@ -110,7 +110,7 @@ METHODS = {
     "mh-corpus": _emc2(("denominator",), num_keys=2 * M, views="paired"),
     "isir": _emc2(kernel="isir"),
     "isir-cached": _emc2(kernel="isir", carried="cached"),
-    "isir-copies": _emc2(("denominator",), kernel="isir", proposals=InBatch(2)),
+    "isir-one-copy": _emc2(("denominator",), kernel="isir", proposals=InBatch(1)),
     "isir-given": _emc2(kernel="isir", proposals=Given()),
     "isir-informed": _emc2(kernel="isir", proposals=Informed()),
     "isir-corpus": _emc2(("denominator",), kernel="isir", num_keys=2 * M, views="paired"),

@@ -35,6 +35,7 @@ from negchain.losses.settings import (
     Shared,
     as_kernel,
     for_corpus,
+    offered_views,
     one_of,
 )
 from negchain.losses.walk import Sampler, Start, Visit, Walk, walk_chains
@@ -54,9 +55,11 @@ class EMC2Loss(ContrastiveLoss):
         beta: inverse temperature; a `nn.Parameter` to learn it.
         kernel: how chains move: "mh" (the paper: Metropolis-Hastings), "isir" (softmax over
             carried state and proposals), or `MH(burn_in=..., count_every=...)`, `ISIR(...)`.
-        proposals: what they may move to: "batch" (the paper), `InBatch(copies=2)`, `Uniform(...)`,
-            `Informed(...)`, `Given()`. None: the batch; for a corpus `Uniform()`, which reaches
-            keys that are nobody's positive.
+        proposals: what they may move to: "batch" (the paper), `InBatch(copies=...)`,
+            `Uniform(...)`, `Informed(...)`, `Given()`. None: the batch; for a corpus `Uniform()`,
+            which reaches keys that are nobody's positive. With shared views "batch" offers a row
+            one view of every other item to "mh", both to "isir": each is the less biased form for
+            equal views (docs/methods/emc2.md).
         carried: the state carried over from the last visit is scored and trained by "encode" (the
             paper: B more encodes per step) or "cached" (its embedding is kept from the last visit:
             D floats per sample, biased, gradient reaches the anchor only).
@@ -113,21 +116,22 @@ class EMC2Loss(ContrastiveLoss):
         backend: Backend | Literal["fused"] = "auto",
         **shared: Unpack[Shared],
     ) -> None:
+        kernel, views = as_kernel(kernel), shared.get("views", "shared")
         reached = key_counts is not None and bool((torch.as_tensor(key_counts) > 0).all())
+        if proposals in (None, "batch") and views == "shared":
+            proposals = offered_views(kernel, augmentations)
         proposals = for_corpus(proposals, shared.get("num_keys"), reached)
         super().__init__(
             num_samples,
             beta,
             proposals=proposals,
             key_counts=key_counts,
-            ids_per_item=check_augmentations(
-                augmentations, shared.get("views", "shared"), proposals
-            ),
+            ids_per_item=check_augmentations(augmentations, views, proposals),
             **shared,
         )
         one_of("carried", carried, ("encode", "cached"))
         one_of("backend", backend, ("auto", "reference", "torch", "triton", "fused"))
-        self.kernel = as_kernel(kernel)
+        self.kernel = kernel
         self.carried = carried
         self.augmentations = augmentations
         self.backend = backend

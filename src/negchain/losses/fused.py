@@ -63,8 +63,8 @@ def not_applicable(like: Tensor) -> ValueError:
     return ValueError(
         "backend='fused' needs a GPU with Triton, negatives from the batch only (no draws, known=, "
         "num_keys= or stored augmentations), dim= for carried='cached', embeddings in float32, "
-        f"bfloat16 or float16, 2 to {MAX_COLUMNS} of them (half as many with InBatch(copies=2)), "
-        "and for i-SIR count_every=1; "
+        f"bfloat16 or float16, 2 to {MAX_COLUMNS} of them (Metropolis-Hastings with both copies: "
+        "half as many), and for i-SIR count_every=1; "
         "LargeBatchEMC2Loss takes more, with count_every a multiple of 128 (or ISIR() with a "
         "fixed beta); "
         f"got {like.dtype} {tuple(like.shape)} on {like.device}; use backend='auto'"
@@ -74,8 +74,10 @@ def not_applicable(like: Tensor) -> ValueError:
 def _size_applies(loss_fn: EMC2Loss, copies: int, size: int) -> bool:
     kernel = loss_fn.kernel
     dense = isinstance(kernel, ISIR) and kernel.count_every == 1
-    if not loss_fn.large_batch:
-        return 2 <= size <= MAX_COLUMNS // copies and (isinstance(kernel, MH) or dense)
+    if not loss_fn.large_batch:  # a softmax takes both copies of as many, as in-batch losses do
+        return 2 <= size <= (MAX_COLUMNS if dense else MAX_COLUMNS // copies) and (
+            isinstance(kernel, MH) or dense
+        )
     learned = isinstance(loss_fn.beta, Tensor)
     if dense:
         return size >= 2 and not learned  # its tiles do not add up what beta's gradient needs

@@ -23,7 +23,7 @@ from negchain.losses.batch import Call, is_traced
 from negchain.losses.chains import Arrival, Carried
 from negchain.losses.emc2 import EMC2Loss
 from negchain.losses.request import Part, Request
-from negchain.losses.settings import MH, Kernel, Shared
+from negchain.losses.settings import MH, InBatch, Kernel, Shared
 from negchain.losses.walk import Visit
 from negchain.weights.metropolis import Backend
 
@@ -66,7 +66,7 @@ class LargeBatchEMC2Loss(EMC2Loss):
                 "somebody's positive; for a corpus (num_keys=) use EMC2Loss"
             )
         super().__init__(
-            num_samples, beta, kernel, proposals="batch", carried=carried, chain_file=chain_file,
+            num_samples, beta, kernel, proposals=InBatch(), carried=carried, chain_file=chain_file,
             backend=backend, **shared,
         )  # fmt: skip
 

@@ -218,6 +218,20 @@ def as_proposals(proposals: Proposals | Literal["batch"]) -> Proposals:
     return InBatch()
 
 
+def offered_views(kernel: Kernel, augmentations: int | None) -> InBatch:
+    """Views of every other item that a row is offered where nobody says it: one, or both.
+
+    i-SIR weighs a set in which the carried item counts as often as the others, so that both views
+    leave p as it is where they are equal; a Metropolis-Hastings chain would meet an item twice,
+    and a stored view is a state of its own (records/2026-11-16_both-copies_cpu.md).
+
+    Example:
+        >>> offered_views(ISIR(), None), offered_views(MH(), None)
+        (InBatch(copies=2), InBatch(copies=1))
+    """
+    return InBatch(copies=2 if isinstance(kernel, ISIR) and augmentations is None else 1)
+
+
 def for_corpus(
     proposals: Proposals | Literal["batch"] | None, num_keys: int | None, reached: bool
 ) -> Proposals:

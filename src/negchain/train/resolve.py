@@ -171,7 +171,14 @@ def _fit(config: TrainConfig, base: dict[str, Any], given: dict[str, Any]) -> Tr
         changed["warmup_epochs"] = min(config.warmup_epochs, config.epochs / 10)
     if "denominator" not in given and method.denominator is not None:
         changed["denominator"] = method.denominator
+    if "proposal" not in {*given, *base} and _has_fresh_views(config):
+        changed["proposal"] = method.proposal
     return replace(config, **changed)
+
+
+def _has_fresh_views(config: TrainConfig) -> bool:
+    """Whether an item comes in two views that are made anew: images, none of them stored."""
+    return "augmentations" in tasks.named(config.task).options and not config.augmentations
 
 
 def _refuse_contradictions(config: TrainConfig, given: Mapping[str, object]) -> None:
@@ -193,8 +200,7 @@ def _refuse_contradictions(config: TrainConfig, given: Mapping[str, object]) -> 
     if "refresh" in given and "proposal" in method.options and config.proposal != "informed":
         owners = "--proposal informed"
         _refuse("refresh", owners, "proposal", config.proposal, "only this keeps a table")
-    stored = "augmentations" not in tasks.named(config.task).options or config.augmentations
-    if config.proposal == "both" and stored:
+    if config.proposal == "both" and not _has_fresh_views(config):
         raise ConfigError(
             "--proposal both offers both fresh views of an image: leave out --proposal where views "
             "are stored (--augmentations; each has a chain of its own), and for texts and captions"
