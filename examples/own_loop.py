@@ -1,7 +1,7 @@
 """Any loss of negchain in a training loop of your own: a small encoder on scikit-learn's digits.
 
-Shows    one loop for InfoNCE and EMC2: the line marked (*) says how the loss gets positions encoded
-         that it asks for. EMC2 asks for what its chains hold, InfoNCE for nothing.
+Shows    one loop for InfoNCE and EMC2. In the line marked (*), `encode=` tells the loss how to
+         encode the positions it asks for: EMC2 asks for what its chains hold, InfoNCE for nothing.
 Prints   a progress bar with the sampler's numbers, then the accuracy of a 1-nearest-neighbour
          classifier on held-out digits before and after training (0.95 or more after), in well
          under a minute on two CPU cores.

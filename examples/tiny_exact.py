@@ -1,8 +1,8 @@
 """Watch an estimator approach the exact softmax, or fail to: 200 points, no training.
 
-Shows    the heart of negchain, `logits -> weights`, on its own. 200 frozen points in 20 clusters;
-         each has a chain, and at every visit is offered 14 random negatives. EMC2 and i-SIR carry
-         one state from visit to visit, DCL carries nothing.
+Shows    the heart of negchain, `logits -> weights`, on its own. There are 200 frozen points in 20
+         clusters. Each point has a chain, and every visit offers it 14 random negatives. EMC2 and
+         i-SIR carry one state from visit to visit, DCL carries nothing.
 Prints   the total variation distance between the mean weights so far and the exact softmax over
          all 199 negatives, after 10, 100, 1,000 and 10,000 visits (0 = equal, 1 = disjoint). It
          falls towards zero for the chains and stays where it is for DCL.

@@ -1,7 +1,7 @@
 """Two encoders (as in CLIP), a learned inverse temperature, and a chain table per direction.
 
-Shows    views="paired": anchors x against keys y and y against x, `encode=` as a pair of functions,
-         one per tower, and beta as a parameter that the optimizer moves. 16 pairs of 2,000 a batch.
+Shows    views="paired": anchors x against keys y and y against x; `encode=` as a pair of functions,
+         one per tower; beta as a parameter that the optimizer moves. A batch has 16 of 2,000 pairs.
 Prints   recall@1 on 500 held-out pairs (does the nearest y belong to x, and the reverse?), before
          and after training, and the learned beta.
 

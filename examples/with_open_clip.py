@@ -1,7 +1,7 @@
 """open_clip: lines marked (*) differ from its own training script with ClipLoss.
 
 Shows    positions from open_clip's CSV pipeline, a loss in the place of ClipLoss, a chain per
-         picture and direction, the loss's state in the checkpoint. Tiny, on made-up pictures.
+         picture and direction, the loss's state in the checkpoint. A tiny model, made-up pictures.
 Prints   the estimate of the global loss and the model's logit scale.
 
     python examples/with_open_clip.py

@@ -1,8 +1,8 @@
 """sentence-transformers: lines marked (*) differ from MultipleNegativesRankingLoss.
 
 Shows    a corpus from which the loss proposes negatives, corrected by their probabilities; the loss
-         in the trainer's checkpoints; resuming from them. Small, and nothing is downloaded: give a
-         folder or a name as the first argument to train a real model.
+         in the trainer's checkpoints; resuming from them. The model is tiny and nothing is
+         downloaded; to train a real one, give its folder or name as the first argument.
 Prints   the trainer's log and the estimate of the global loss.
 
     python examples/with_sentence_transformers.py sentence-transformers/all-MiniLM-L6-v2
