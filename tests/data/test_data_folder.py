@@ -11,7 +11,7 @@ from PIL import Image
 from torchvision.datasets import ImageFolder
 
 from negchain.data import DataBundle, load_data
-from negchain.data.scan import scan_folder
+from negchain.data.folder import scan_folder
 
 RNG = np.random.default_rng(1)
 

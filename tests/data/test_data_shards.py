@@ -15,7 +15,15 @@ import torch
 from PIL import Image
 
 import negchain
-from negchain.data import DataBundle, Indexed, files, image_set, load_batches, load_data, prefetch
+from negchain.data import (
+    DataBundle,
+    Indexed,
+    from_files,
+    image_set,
+    load_batches,
+    load_data,
+    prefetch,
+)
 from negchain.data import sources as data_sources
 from negchain.data.shards import scan_shards
 
@@ -113,8 +121,8 @@ def test_all_cores_decode_unless_told_otherwise(
     sources: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
-    pool, loader = files.ThreadPoolExecutor, image_set.DataLoader
-    monkeypatch.setattr(files, "ThreadPoolExecutor", lambda n: (asked.append(n), pool(1))[1])
+    pool, loader = from_files.ThreadPoolExecutor, image_set.DataLoader
+    monkeypatch.setattr(from_files, "ThreadPoolExecutor", lambda n: (asked.append(n), pool(1))[1])
     for module in (data_sources, image_set):
         monkeypatch.setattr(module, "num_cores", lambda: 3)
     images = load_data(sources["folder"], image_size=8, resident_bytes=0, progress=False).pretrain
