@@ -129,6 +129,8 @@ def named(name: str) -> Method:
     Example:
         >>> named("simclr").title
         'InfoNCE'
+        >>> type(named("dcl").build(LossSettings(num_samples=10))).__name__
+        'DCLLoss'
     """
     for method in METHODS.values():
         if name == method.name or name in method.aliases:
@@ -165,16 +167,6 @@ def reproduced(small: bool = True) -> tuple[str, ...]:
     """
     kinds = ("all", "small") if small else ("all",)
     return tuple(name for name, method in METHODS.items() if method.reproduced in kinds)
-
-
-def build_loss(name: str, settings: LossSettings) -> ContrastiveLoss:
-    """The loss of a method.
-
-    Example:
-        >>> type(build_loss("dcl", LossSettings(num_samples=10))).__name__
-        'DCLLoss'
-    """
-    return named(name).build(settings)
 
 
 def _loss(kind: str, s: LossSettings, *given: Any, **more: Any) -> ContrastiveLoss:

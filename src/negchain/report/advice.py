@@ -9,7 +9,7 @@ import math
 
 from negchain.methods import METHODS
 
-from .charts import number
+from .measures import number
 from .runs import Run
 from .statistics import interval_of
 
@@ -76,7 +76,7 @@ def against_baselines(run: Run) -> list[str]:
         best, text = max(known)
         interval = interval_of(run, key)
         low = value if interval is None else interval[0]
-        reached = f"reach{'' if text.endswith('s') else 'es'} {number(best, metric.unit)}"
+        reached = f"reach{'' if text.endswith('s') else 'es'} {metric.text(best)}"
         shown = f"{text} already {reached}"
         if low > best:
             gain = f"{100 * (value - best):.1f} points"

@@ -13,12 +13,13 @@ from urllib.parse import quote
 
 from negchain.methods import title_of
 
-from .charts import Chart, Series, dash, method_colour, number, strip
+from .charts import Chart, Series, dash, method_colour, strip
 from .galleries import side_by_side
 from .measures import ACCEPTANCE, CARRIED, EFFECTIVE, GLOBAL_LOSS, LOSS, ONLINE, THROUGHPUT
+from .page import POINTS, Page
 from .results import Cell, compare
 from .runs import Group, Run, mean_curve
-from .sections import POINTS, Page, charts_section, notices, pictures, settings, tiles
+from .sections import charts_section, notices, pictures, settings, tiles
 
 _GALLERIES = 8  # groups whose first run shows pictures: the page stays a few MB
 # not the estimates from batches: each method's is off in its own way
@@ -177,7 +178,7 @@ def _lead(run: Run) -> str:
     known = [m for m in (*run.shown.lead[:1], GLOBAL_LOSS) if run.final(m.key) is not None]
     metric = known[0] if known else GLOBAL_LOSS
     name = metric.short or metric.name
-    return f"<span>{name} {number(run.final(metric.key), metric.unit)}</span>"
+    return f"<span>{name} {metric.text(run.final(metric.key))}</span>"
 
 
 def _own_page(run: Run, out: Path) -> str:

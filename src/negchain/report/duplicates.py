@@ -8,8 +8,7 @@ from html import escape
 from pathlib import Path
 
 from .galleries import Pictures, block, picture
-from .page import write_page
-from .sections import Page
+from .page import Page
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ def write_duplicates(
     )
     cards = [_card(pair, pictures) for pair in pairs]
     page.add(f"<section>{block(lead, cards, 'chains twins')}</section>")
-    write_page(out, f"Near-duplicates in {title}", page, {"charts": {}, "maps": {}})
+    page.write(out, f"Near-duplicates in {title}")
 
 
 def _card(pair: Pair, pictures: Mapping[int, Pictures]) -> str:

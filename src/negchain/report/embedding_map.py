@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from .charts import shortened
 from .galleries import Pictures, as_image, class_name, data_uri
+from .measures import shortened
 from .runs import Run
 
 _WIDTH, _HEIGHT = 720, 520

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from .charts import shortened
+from .measures import shortened
 from .runs import Run
 
 Pictures = NDArray[Any]  # uint8 [..., C, H, W]

@@ -1,6 +1,7 @@
-"""The sections of one run's page: headline, curves, pictures, settings.
+"""The sections of one run's page: headline, results, curves, pictures, settings.
 
-Each function returns HTML text; `Page` gathers, beside it, the numbers for the page's JSON block.
+A section is HTML text. Those with charts or a map take the `Page`, which also gathers the numbers
+that the page's script needs.
 """
 
 from __future__ import annotations
@@ -8,12 +9,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
 from .advice import advice, against_baselines
-from .charts import AXES, Chart, Series, draw, method_colour, number
+from .charts import AXES, Chart, Series, draw, method_colour
 from .measures import (
     ACCEPTANCE,
     CARRIED,
@@ -24,28 +24,17 @@ from .measures import (
     OWN_LOSS,
     RATE,
     THROUGHPUT,
+    TIME,
     VARIANCE,
     Metric,
     foreign,
+    number,
 )
+from .page import POINTS, Page
 from .runs import Run, thinned
 from .statistics import interval_of
 
-POINTS = 200  # a curve's points on a page
 _SKIPPED_SHOWN = 200
-
-
-@dataclass
-class Page:
-    """HTML in reading order, and the numbers behind it."""
-
-    html: list[str] = field(default_factory=list)
-    charts: dict[str, Any] = field(default_factory=dict)
-    maps: dict[str, Any] = field(default_factory=dict)
-
-    def add(self, html: str) -> None:
-        """Append a piece; an empty one leaves no trace."""
-        self.html.append(html)
 
 
 # (title, note, lines with their direct labels): one chart each on a run's page, after its results
@@ -111,18 +100,18 @@ def tiles(run: Run) -> str:
     loss = GLOBAL_LOSS if run.final("global_loss") is not None else LOSS
     start = run.baseline("global_loss").get("untrained") if loss is GLOBAL_LOSS else None
     accuracies = (
-        (m.name, number(run.final(m.key), m.unit), _beside(run, m))
+        (m.name, m.text(run.final(m.key)), _beside(run, m))
         for m in run.shown.lead
         if run.final(m.key) is not None or run.classes
     )
     kind = "global, exact" if loss is GLOBAL_LOSS else "training"
-    before = "" if start is None else f"; {number(start)} before"
-    speed = number(run.final("samples_per_second"), "count")
+    before = "" if start is None else f"; {loss.text(start)} before"
+    speed = THROUGHPUT.text(run.final(THROUGHPUT.key))
     entries = (
         *accuracies,
-        ("Final loss", number(run.final(loss.key)), kind + before),
+        ("Final loss", loss.text(run.final(loss.key)), kind + before),
         ("Throughput", speed, f"{run.shown.noun} per second"),
-        ("Time", number(run.final("seconds"), "seconds"), "wall clock"),
+        ("Time", TIME.text(run.final(TIME.key)), "wall clock"),
         ("Samples seen", number(run.final("samples"), "count"), _passes(run)),
     )
     tiles = "".join(
@@ -137,7 +126,7 @@ def _beside(run: Run, metric: Metric) -> str:
     if run.final(metric.key) is None:
         return "not measured"
     before = run.baseline(metric.key).get("untrained")
-    return run.shown.tested if before is None else f"{number(before, metric.unit)} before"
+    return run.shown.tested if before is None else f"{metric.text(before)} before"
 
 
 def standing(run: Run) -> str:
@@ -160,7 +149,7 @@ def standing(run: Run) -> str:
             f'<div class="bars">{"".join(bars)}</div></article>'
         )
     rows = [
-        (m.name, f"<b>{number(run.final(m.key), m.unit)}</b> <small>{escape(m.note)}</small>")
+        (m.name, f"<b>{m.text(run.final(m.key))}</b> <small>{escape(m.note)}</small>")
         for m in run.shown.secondary
         if run.final(m.key) is not None
     ]
@@ -184,7 +173,7 @@ def standing(run: Run) -> str:
 def _bar(name: str, value: float, sure: str, kind: str, metric: Metric) -> str:
     return (
         f'<div class="{kind}"><span>{escape(name)}</span>'
-        f'<i style="--w:{100 * value:.1f}%"></i><b>{number(value, metric.unit)}</b>'
+        f'<i style="--w:{100 * value:.1f}%"></i><b>{metric.text(value)}</b>'
         f"<small>{sure}</small></div>"
     )
 
