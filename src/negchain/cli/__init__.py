@@ -1,5 +1,12 @@
-"""The command line: `negchain train | evaluate | embed | export | duplicates | compare | report`,
-`reproduce`, `bench`.
+"""The command line.
+
+    train.py        negchain train
+    compare.py      negchain compare: many trainings, each a process of its own
+    inspect.py      negchain evaluate, embed, export, duplicates, report: what finished runs hold
+    reproduce.py    negchain reproduce: the paper's experiments
+    bench.py        negchain bench
+    options.py      options of `train` and `compare`, made from the settings
+    terminal.py     what commands say
 
 Exit status: 0 done, 1 failed, 2 refused before starting, 130 interrupted.
 Nothing here imports torch: a command does when it runs, so that help and refusals are quick.
@@ -20,7 +27,6 @@ import typer
 from negchain import __version__
 from negchain.__main__ import missing
 from negchain.cli import bench, compare, inspect, reproduce, train
-from negchain.cli.inspect import duplicates
 from negchain.cli.terminal import Failed, Stopped, result, say
 
 app = typer.Typer(
@@ -40,7 +46,7 @@ app.command("evaluate")(inspect.evaluate)
 app.command("embed")(inspect.embed)
 app.command("export")(inspect.export)
 app.command("compare", help=compare.HELP)(compare.command)
-app.command("duplicates")(duplicates)
+app.command("duplicates")(inspect.duplicates)
 app.command("report")(inspect.report)
 app.command("bench", help=bench.HELP)(bench.command)
 app.command("reproduce", help=reproduce.HELP)(reproduce.command)
