@@ -4,7 +4,7 @@ A folder of photographs takes this way:
 
     named.py                          what --data names, and who lists its files
     folder.py, shards.py, arrow.py    list them by split; nothing is opened yet
-    scan.py                           which are trained on, which test probes
+    listing.py                        which are trained on, which test probes
     places.py, decode.py              where a picture's bytes are; from bytes to pixels
     from_files.py                     all files measured, then decoded or left on disk
     built_in.py                       digits, cifar10, stl10 instead of files

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from negchain.data.listing import SPLITS, ImageFile, Listing, divide
 from negchain.data.places import Place, Row
-from negchain.data.scan import SPLITS, ImageFile, Scan, divide
 from negchain.files import FileRefused, read_object
 from negchain.printable import printable
 
@@ -31,7 +31,7 @@ def is_saved(folder: str) -> bool:
     return any(os.path.isfile(os.path.join(folder, name)) for name in names)
 
 
-def scan_saved(folder: str, holdout: float = 0.2) -> Scan:
+def list_saved(folder: str, holdout: float = 0.2) -> Listing:
     """The pictures of a saved Dataset, or of the splits of a DatasetDict."""
     root = Path(folder)
     if not (root / "dataset_dict.json").is_file():
@@ -44,7 +44,7 @@ def scan_saved(folder: str, holdout: float = 0.2) -> Scan:
     return divide(folder, files, holdout)
 
 
-def scan_dataset(dataset: Any, holdout: float = 0.2) -> Scan:
+def list_dataset(dataset: Any, holdout: float = 0.2) -> Listing:
     """The pictures of a `datasets.Dataset` or DatasetDict, in memory, mapped, shuffled or cut."""
     splits = dataset if isinstance(dataset, dict) else {"train": dataset}
     files = {_KNOWN[name]: _rows(part, name) for name, part in splits.items() if name in _KNOWN}

@@ -12,11 +12,11 @@ a heap        images at any depth without labels.
 A table is a CSV file with the columns `path` and `label`, perhaps with `split`. Paths are relative
 to the table. An empty label is none, an empty split is train.
 
-What counts as an item: a regular file with an image suffix that can be read. Such a file that
-cannot be read is named in `unreadable`; files with other suffixes are counted in `notes`; hidden
-files and folders (a leading dot) are passed over. A folder reached twice through links is read
-once, so that links that run in circles end, and no picture becomes its own negative. A link to a
-folder around the data (to `/`, say) is not followed, and one to elsewhere is named in `notes`.
+An item is a regular file with an image suffix. One that is a broken link or no regular file is
+named in `unreadable`, files with other suffixes are counted in `notes`, and hidden files and
+folders (a leading dot) are passed over. A folder that links reach twice is read once: links in a
+circle end, and no picture becomes its own negative. A link to a folder that contains the data (to
+`/`, say) is not followed; a link to elsewhere is followed and named in `notes`.
 
 Order: names are POSIX paths relative to the root, sorted by code point: the same on every machine.
 """
@@ -29,18 +29,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from negchain.data.decode import IMAGE_SUFFIXES
-from negchain.data.places import whole_file
-from negchain.data.scan import (
+from negchain.data.listing import (
     SPLITS,
     TEST_SPLITS,
     ImageFile,
-    Scan,
+    Listing,
     classes_of,
     divide,
     ignored,
     tested_on,
     without_classes,
 )
+from negchain.data.places import whole_file
 from negchain.files import read_table
 from negchain.printable import printable
 
@@ -116,7 +116,7 @@ class _Walk:
         return placed
 
 
-def scan_folder(root: str | Path, holdout: float = 0.2) -> Scan:
+def list_folder(root: str | Path, holdout: float = 0.2) -> Listing:
     r"""The image files under `root`, in order, with the classes that the layout gives them.
 
     >>> import tempfile
@@ -125,31 +125,35 @@ def scan_folder(root: str | Path, holdout: float = 0.2) -> Scan:
     ...         file = Path(folder, name)
     ...         file.parent.mkdir(parents=True, exist_ok=True)
     ...         _ = file.write_text("")
-    ...     scan = scan_folder(folder)
-    >>> [file.name for file in scan.pretrain], scan.pretrain[2].class_name
+    ...     listing = list_folder(folder)
+    >>> [file.name for file in listing.pretrain], listing.pretrain[2].class_name
     (['train/cat/a.png', 'train/cat/b.png', 'train/dog/c.PNG'], 'dog')
     """
     top, inside = os.fspath(root), ""
     while (only := _only_folder(os.path.join(top, inside))) is not None:
         inside += f"{only}/"
-    scan = _scan_here(os.path.join(top, inside), holdout)
+    listing = _list_here(os.path.join(top, inside), holdout)
     if not inside:
-        return scan
+        return listing
 
     def placed(files: Iterable[ImageFile]) -> tuple[ImageFile, ...]:
         return tuple(replace(file, name=printable(inside) + file.name) for file in files)
 
-    notes = scan.notes
-    if not classes_of(scan.pretrain):
+    notes = listing.notes
+    if not classes_of(listing.pretrain):
         notes += (f"all images lie in {printable(inside)}, and one folder labels nothing",)
     return replace(
-        scan, root=top, pretrain=placed(scan.pretrain), test=placed(scan.test), notes=notes,
-        unreadable=tuple((printable(inside) + name, why) for name, why in scan.unreadable),
-    )  # fmt: skip
+        listing,
+        root=top,
+        pretrain=placed(listing.pretrain),
+        test=placed(listing.test),
+        notes=notes,
+        unreadable=tuple((printable(inside) + name, why) for name, why in listing.unreadable),
+    )
 
 
 def _only_folder(top: str) -> str | None:
-    """The one folder in which everything lies; None where there is another, or an image."""
+    """The one folder in which everything lies; None if there is another folder or an image."""
     try:
         entries = [entry for entry in os.scandir(top) if not entry.name.startswith(".")]
     except OSError:
@@ -165,12 +169,12 @@ def _is_image(entry: os.DirEntry[str]) -> bool:
 
 
 def _called(folder: str) -> str:
-    """A folder's name as we write it, where it is that of a split."""
+    """A folder's name in small letters; other spellings of a split become ours."""
     return _CALLED.get(folder.lower(), folder.lower())
 
 
 def _split_folders(top: str) -> dict[str, str]:
-    """Split: its folder. Of other folders beside, only names written as ours are splits."""
+    """The folder of each split; beside folders that are none, only our own spellings count."""
     folders = [e.name for e in os.scandir(top) if e.is_dir() and not e.name.startswith(".")]
     named = {_called(folder): folder for folder in sorted(folders)}
     if len(named) < len(folders) or not set(named) <= set(SPLITS):
@@ -178,10 +182,10 @@ def _split_folders(top: str) -> dict[str, str]:
     return {split: named[split] for split in SPLITS if split in named}
 
 
-def _scan_here(top: str, holdout: float) -> Scan:
+def _list_here(top: str, holdout: float) -> Listing:
     splits = _split_folders(top)
     if "train" in splits or "unlabeled" in splits:
-        return _scan_splits(top, splits, holdout)
+        return _list_splits(top, splits, holdout)
     walk = _Walk(top).enter(top, "")
     files = walk.labelled(0)
     folders = classes_of(files)
@@ -197,11 +201,11 @@ def _scan_here(top: str, holdout: float) -> Scan:
         files = without_classes(files)
     notes = [*walk.notes, *ignored(walk.other)]
     notes += [f"nothing is probed: {unprobed}"] if unprobed else []
-    scan = divide(top, {"train": files}, holdout, notes, walk.unreadable)
-    return replace(scan, unprobed=unprobed) if unprobed else scan
+    listing = divide(top, {"train": files}, holdout, notes, walk.unreadable)
+    return replace(listing, unprobed=unprobed) if unprobed else listing
 
 
-def _scan_splits(top: str, folders: dict[str, str], holdout: float) -> Scan:
+def _list_splits(top: str, folders: dict[str, str], holdout: float) -> Listing:
     walks: dict[str, _Walk] = {}
     files: dict[str, list[ImageFile]] = {}
     for split, folder in folders.items():  # test folders come last
@@ -232,15 +236,15 @@ def _beside(top: str, splits: Sequence[str]) -> list[str]:
     return [f"beside {'/, '.join(splits)}/ there is {shown}: not read"]
 
 
-def scan_csv(path: str | Path, holdout: float = 0.2) -> Scan:
+def list_table(path: str | Path, holdout: float = 0.2) -> Listing:
     r"""The image files that a table with the columns `path` and `label` names.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     table = Path(folder, "pets.csv")
     ...     _ = table.write_text("path,label\nb.png,dog\na.png,cat\n")
-    ...     scan = scan_csv(table)
-    >>> scan.unreadable
+    ...     listing = list_table(table)
+    >>> listing.unreadable
     (('a.png', 'no such file'), ('b.png', 'no such file'))
     """
     table = os.fspath(path)

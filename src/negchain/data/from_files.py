@@ -1,15 +1,17 @@
-"""Scanned files as image sets: measured, then decoded into memory or checked and left on disk.
+"""Listed files as image sets: measured, then decoded into memory or checked and left on disk.
 
-How pictures are kept for cropping: a picture whose shorter side is three times the encoder's gives
-crops down to a ninth of its area that are not enlarged, and, shrunk by a filter that keeps detail
-(Lanczos), crops that hold what torchvision's hold when cut from the original: the tests compare the
-two. Where that does not fit into the budget twice the side is tried: crops of a quarter of the area
-and more are not enlarged, four draws of five. What does not fit even so stays on disk, at three
-times. Pictures that are no larger are kept as they are, and squares of the encoder's own size need
-nothing beside them.
+Random crops are cut from whole pictures, stored at the first of these sizes that fits the budget:
 
-Files are read by a pool of threads under a progress bar: PIL lets go of the interpreter lock while
-it decodes and resamples, and processes would have to send the pixels back.
+3 sides    The shorter side is three times the encoder's side. Crops down to a ninth of the area are
+           not enlarged, and hold the detail of crops of the original (Lanczos; the tests compare
+           with torchvision).
+2 sides    Crops down to a quarter of the area are not enlarged: four draws of five.
+on disk    Nothing is stored. Pictures are decoded for every crop, at three sides.
+
+Smaller pictures are kept as they are. Squares of the encoder's own side need nothing beside them.
+
+Files are read by threads: PIL releases the interpreter lock while it decodes and resamples, and
+processes would have to send the pixels back.
 """
 
 import math
@@ -34,8 +36,8 @@ from negchain.data.decode import (
     why_unreadable,
 )
 from negchain.data.image_set import DataBundle, ImageSet, fingerprint
+from negchain.data.listing import ImageFile, Listing, classes_of, require_known_classes, too_few
 from negchain.data.places import Where
-from negchain.data.scan import ImageFile, Scan, classes_of, require_known_classes, too_few
 from negchain.printable import printable
 from negchain.progress import Progress
 
@@ -235,7 +237,7 @@ def check_files(
 
 
 def load_files(
-    scan: Scan,
+    listing: Listing,
     sizes: Sequence[Size],
     storage: Storage,
     *,
@@ -243,16 +245,15 @@ def load_files(
     workers: int,
     progress: bool,
 ) -> DataBundle:
-    """The scanned files as sets, kept as `storage` says; `sizes` are those of pretrain + test.
+    """The listed files as sets, kept as `storage` says; `sizes` are those of pretrain + test.
 
-    >>> load_files(  # doctest: +ELLIPSIS
-    ...     Scan("/nowhere", ()), [], Storage(8, 0, True), strict=False, workers=1, progress=False
-    ... )
+    >>> nothing, squares = Listing("/nowhere", ()), Storage(8, 0, True)
+    >>> load_files(nothing, [], squares, strict=False, workers=1, progress=False)
     Traceback (most recent call last):
-    ValueError: /nowhere holds 0 readable images; ...
+    ValueError: /nowhere holds 0 readable images; give a folder with files ending in ...
     """
-    files = scan.pretrain + scan.test
-    name = printable(Path(scan.root).resolve().name)
+    files = listing.pretrain + listing.test
+    name = printable(Path(listing.root).resolve().name)
     places, images, whole = [file.place for file in files], None, None
     title = f"{'decoding' if storage.resident else 'checking'} {name}" if progress else None
     if not storage.resident:
@@ -261,10 +262,10 @@ def load_files(
         images, whole, failed = decode_files(
             places, storage.side, sizes=sizes, short=storage.short, workers=workers, title=title
         )
-    skipped = scan.unreadable + tuple((files[i].name, why) for i, why in failed.items())
+    skipped = listing.unreadable + tuple((files[i].name, why) for i, why in failed.items())
     kept = [file for i, file in enumerate(files) if i not in failed]
-    count = len(scan.pretrain) - sum(i < len(scan.pretrain) for i in failed)
-    _require_images(scan.root, count, skipped, strict)
+    count = len(listing.pretrain) - sum(i < len(listing.pretrain) for i in failed)
+    _require_images(listing.root, count, skipped, strict)
     everything = ImageSet(
         names=tuple(file.name for file in kept),
         labels=None,
@@ -274,41 +275,38 @@ def load_files(
         whole=whole,
         short=0 if storage.resident else storage.short,
     )
-    return _divide(name, scan, everything, count, kept, skipped, storage)
+    return _bundle(name, listing, everything, count, kept, skipped, storage)
 
 
-def _divide(
+def _bundle(
     name: str,
-    scan: Scan,
+    listing: Listing,
     everything: ImageSet,
     count: int,
     kept: Sequence[ImageFile],
     skipped: tuple[tuple[str, str], ...],
     storage: Storage,
 ) -> DataBundle:
-    """The first `count` items to pretrain on, the others to test on, as far as damage left them."""
-    classes, notes, unprobed = classes_of(kept[:count]), scan.notes, scan.unprobed
+    """The first `count` items to pretrain on, the others to test on, less what is damaged."""
+    classes, notes, unprobed = classes_of(kept[:count]), listing.notes, listing.unprobed
     tested = list(range(count, len(kept)))
-    if scan.held_out:
+    if listing.held_out:
         tested = [i for i in tested if kept[i].class_name in classes]
     else:
         require_known_classes(classes, classes_of(kept[count:]))
     if len(classes) == 1:  # the others were lost to damage
         unprobed = f"only {classes[0]} has readable images to train on"
         classes = ()
-    elif scan.test and (too_little := too_few(kept[:count])):
+    elif listing.test and (too_little := too_few(kept[:count])):
         unprobed, tested = too_little, []
-    if scan.test and (not classes or not tested):
+    if listing.test and (not classes or not tested):
         notes += (f"nothing is probed: {unprobed}",)
-    pretrain = everything.select(torch.arange(count))
-    test = None
     if len(classes) >= 2:
         number = {name: k for k, name in enumerate(classes)}
-        labels = torch.tensor([number.get(f.class_name or "", -1) for f in kept])
-        pretrain = replace(pretrain, labels=labels[:count])
-        if tested:
-            chosen = torch.tensor(tested)
-            test = replace(everything.select(chosen), labels=labels[chosen])
+        labels = torch.tensor([number.get(file.class_name or "", -1) for file in kept])
+        everything = replace(everything, labels=labels)
+    pretrain = everything.select(torch.arange(count))
+    test = everything.select(torch.tensor(tested)) if classes and tested else None
     shape = (everything.channels, *everything.size, *([storage.short] if storage.short else ()))
     items = [(file.name, file.place.size) for file in kept]
     return DataBundle(
@@ -321,7 +319,7 @@ def _divide(
         fingerprint=fingerprint(items[:count], items[count:], shape),
         notes=notes,
         unprobed=unprobed,
-        held_out=len(test) if test is not None and scan.held_out else 0,
+        held_out=len(test) if test is not None and listing.held_out else 0,
     )
 
 

@@ -7,9 +7,9 @@ Resident    all pixels in memory; the trainer moves what crops are cut from to i
 On disk     places only (files, or ranges of shards); decoded when asked for, or ahead by
             `load_batches` in DataLoader workers.
 
-An item has two faces. `fetch` gives its *square*, side x side pixels, which is evaluated and shown.
-`pictures` gives what random crops are cut from: the whole picture in its own proportions, or the
-square where there is nothing more to it (digits, CIFAR-10, STL-10).
+An item is read in two forms. `fetch` gives its *square*, side x side pixels, which is evaluated and
+shown. `pictures` gives what random crops are cut from: the whole picture in its own proportions, or
+the square where the set has nothing else (digits, CIFAR-10, STL-10).
 
 Letters in shapes: M items, T batches, B rows of a batch, C channels, S the side.
 """
@@ -212,7 +212,7 @@ def _stack(decoded: list[Tensor], side: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class _Batches(Dataset[Images | str]):
-    """Item t is batch t, whole: what `pictures` gives, or the sentence of the error that stops."""
+    """Item t is batch t: what `pictures` gives, or the message of the error that ends the run."""
 
     image_set: ImageSet
     positions: Tensor  # [T,B]

@@ -8,10 +8,10 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from negchain.data.arrow import is_saved, scan_saved
-from negchain.data.folder import scan_csv, scan_folder
-from negchain.data.scan import Scan
-from negchain.data.shards import scan_shards, shards_of
+from negchain.data.arrow import is_saved, list_saved
+from negchain.data.folder import list_folder, list_table
+from negchain.data.listing import Listing
+from negchain.data.shards import list_shards, shards_of
 from negchain.printable import printable, show
 
 BUILT_IN = {"digits": 8, "cifar10": 32, "stl10": 96, "stl10-unlabeled": 96}
@@ -23,7 +23,7 @@ def named_sources(data: str) -> list[str]:
     parts = [data] if os.path.exists(data) else [part.strip() for part in data.split(",")]
     names = ", ".join(BUILT_IN)
     for part in parts:
-        if part in BUILT_IN or scanner(part) is not None:
+        if part in BUILT_IN or lister(part) is not None:
             continue
         if os.path.isfile(part):  # no error where a name is too long to be one
             raise ValueError(
@@ -39,17 +39,17 @@ def named_sources(data: str) -> list[str]:
     return parts
 
 
-def scanner(source: str) -> Callable[[str, float], Scan] | None:
+def lister(source: str) -> Callable[[str, float], Listing] | None:
     """Who lists the files of a source; None for a built-in set, and where nobody can."""
     if source in BUILT_IN:
         return None
     if is_saved(source):
-        return scan_saved
+        return list_saved
     if shards_of(source):
-        return scan_shards
+        return list_shards
     if os.path.isdir(source):
-        return scan_folder
-    return scan_csv if source.lower().endswith(".csv") and os.path.isfile(source) else None
+        return list_folder
+    return list_table if source.lower().endswith(".csv") and os.path.isfile(source) else None
 
 
 def _siblings(part: str) -> list[str]:

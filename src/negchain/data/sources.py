@@ -21,13 +21,13 @@ from typing import Any
 import torch
 
 from negchain.augment.pictures import Images, Pictures, joined
-from negchain.data.arrow import scan_dataset
+from negchain.data.arrow import list_dataset
 from negchain.data.built_in import load_built_in
 from negchain.data.decode import Size, num_cores
 from negchain.data.from_files import choose_storage, load_files, read_sizes
 from negchain.data.image_set import DataBundle, ImageSet, fingerprint
-from negchain.data.named import BUILT_IN, named_sources, scanner
-from negchain.data.scan import Scan
+from negchain.data.listing import Listing
+from negchain.data.named import BUILT_IN, lister, named_sources
 from negchain.printable import printable
 
 MIXED_SIDE = 96
@@ -53,7 +53,7 @@ def load_data(
 
     Args:
         data: names and folders, with commas between several; or a `datasets.Dataset` (or
-            DatasetDict) with a column of pictures; or files that were scanned already.
+            DatasetDict) with a column of pictures; or a `Listing`.
         image_size: side in pixels of what the encoder sees. None: what a built-in set has; for
             folders the shorter side that all images share, at most 224, or 96 if they differ
             (`notes` then says so).
@@ -76,35 +76,35 @@ def load_data(
     workers = num_cores() if num_workers is None else max(1, num_workers)
     if isinstance(data, str):
         entries = named_sources(data)
-        scans = {entry: scan(entry, holdout) for entry in entries if (scan := scanner(entry))}
+        listings = {name: files(name, holdout) for name in entries if (files := lister(name))}
     else:
-        found = data if isinstance(data, Scan) else scan_dataset(data, holdout)
-        entries, scans = ["dataset"], {"dataset": found}
-    sizes = {entry: _sizes(scan, workers, progress) for entry, scan in scans.items()}
+        given = data if isinstance(data, Listing) else list_dataset(data, holdout)
+        entries, listings = ["dataset"], {"dataset": given}
+    sizes = {entry: _sizes(listing, workers, progress) for entry, listing in listings.items()}
     known = [size for found in sizes.values() for size in found]
     side, notes = (image_size, ()) if image_size is not None else _default_side(entries, known)
     storage = choose_storage(known, side, resident_bytes)
-    if not storage.resident and len(scans) < len(entries):
+    if not storage.resident and len(listings) < len(entries):
         raise ValueError(
             f"built-in sets are kept in memory and {len(known)} images of {side} px exceed the "
             f"{resident_bytes} bytes allowed; lower --image-size, or give folders alone"
         )
 
     def load(entry: str) -> DataBundle:
-        if entry not in scans:
+        if entry not in listings:
             return load_built_in(entry, side, Path(root), download)
-        files = scans[entry], sizes[entry]
-        return load_files(*files, storage, strict=strict, workers=workers, progress=progress)
+        listed = listings[entry], sizes[entry]
+        return load_files(*listed, storage, strict=strict, workers=workers, progress=progress)
 
     bundle = _combine(entries, [load(entry) for entry in entries])
     notes += (storage.note,) if storage.note else ()
-    native = [_typical(sizes[entry]) if entry in scans else BUILT_IN[entry] for entry in entries]
+    native = [_typical(sizes[entry]) if entry in listings else BUILT_IN[entry] for entry in entries]
     return replace(bundle, notes=notes + bundle.notes, native=max(native) or side)
 
 
-def _sizes(scan: Scan, workers: int, progress: bool) -> list[Size]:
-    places = [file.place for file in scan.pretrain + scan.test]
-    title = f"measuring {printable(Path(scan.root).name)}" if progress else None
+def _sizes(listing: Listing, workers: int, progress: bool) -> list[Size]:
+    places = [file.place for file in listing.pretrain + listing.test]
+    title = f"measuring {printable(Path(listing.root).name)}" if progress else None
     return read_sizes(places, workers=workers, title=title)
 
 

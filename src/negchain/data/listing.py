@@ -30,7 +30,7 @@ class ImageFile:
 
 
 @dataclass(frozen=True)
-class Scan:
+class Listing:
     """The files of a source: those to pretrain on and those to test probes on."""
 
     root: str
@@ -69,9 +69,9 @@ def divide(
     holdout: float,
     notes: Sequence[str] = (),
     unreadable: Iterable[tuple[str, str]] = (),
-) -> Scan:
+) -> Listing:
     """Files by the name of their split as what is pretrained on and what probes are tested on."""
-    notes, unprobed = list(notes), Scan.unprobed
+    notes, unprobed = list(notes), Listing.unprobed
     pretrain = [*splits.get("train", ()), *without_classes(splits.get("unlabeled", ()))]
     present = [split for split in TEST_SPLITS if splits.get(split)]
     classes, tested = classes_of(pretrain), tested_on(splits)
@@ -88,13 +88,13 @@ def divide(
         if split != tested:
             why = "" if classes_of(splits[split]) else " (no classes)"
             notes.append(f"the split {split}{why} is not read")
-    scan = Scan(
+    listing = Listing(
         root, tuple(pretrain), tuple(test), tuple(sorted(unreadable)), tuple(notes), False, unprobed
     )
-    return scan if test else hold_out(scan, holdout)
+    return listing if test else hold_out(listing, holdout)
 
 
-def hold_out(scan: Scan, share: float) -> Scan:
+def hold_out(listing: Listing, share: float) -> Listing:
     """Take `share` of every class out of `pretrain` as `test`, where a probe can then be fitted.
 
     Of a class's pictures those whose names hash lowest are held out, one at least of two: the
@@ -103,32 +103,32 @@ def hold_out(scan: Scan, share: float) -> Scan:
 
     >>> from negchain.data.places import Place
     >>> files = [ImageFile(f"{c}/{n}", Place("x"), c) for c in ("cat", "dog") for n in range(10)]
-    >>> held = hold_out(Scan("pets", tuple(files)), 0.2)
+    >>> held = hold_out(Listing("pets", tuple(files)), 0.2)
     >>> len(held.pretrain), [file.class_name for file in held.test]
     (16, ['cat', 'cat', 'dog', 'dog'])
     """
     members: dict[str, list[ImageFile]] = defaultdict(list)
-    for file in scan.pretrain:
+    for file in listing.pretrain:
         if file.class_name is not None:
             members[file.class_name].append(file)
     if len(members) < 2:
-        return scan
+        return listing
     test: list[ImageFile] = []
     for files in members.values():
         ranked = sorted(files, key=lambda f: hashlib.sha256(os.fsencode(f.name)).digest())
         test += ranked[: max(round(share * len(ranked)), len(ranked) > 1)]
     chosen = {file.name for file in test}
-    rest = tuple(file for file in scan.pretrain if file.name not in chosen)
+    rest = tuple(file for file in listing.pretrain if file.name not in chosen)
     reason = too_few(rest) if share else "--holdout 0 leaves nothing to test on"
     if reason:
         note = f"{len(members)} classes, and nothing is probed: {reason}"
-        return replace(scan, notes=(*scan.notes, note), unprobed=reason)
+        return replace(listing, notes=(*listing.notes, note), unprobed=reason)
     note = (
         f"no test split: {len(test):,} images, {share:.0%} of each of {len(members)} classes, are "
         "held out to test probes and are not pretrained on; --holdout sets the share"
     )
     held = tuple(sorted(test, key=lambda file: file.name))
-    return replace(scan, pretrain=rest, test=held, notes=(*scan.notes, note), held_out=True)
+    return replace(listing, pretrain=rest, test=held, notes=(*listing.notes, note), held_out=True)
 
 
 def require_known_classes(train: Sequence[str], test: Sequence[str]) -> None:
