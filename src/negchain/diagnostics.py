@@ -12,8 +12,8 @@ batch's positive term is taken out of both sides.
     length        <mean_t g_t, g> / |g|^2            1 = right length along the exact gradient
     std/step      sqrt( mean_t |g_t - mean g|^2 ) / |g|
 
-Give several views of every item: chains serve all views of an item, and what they lose by that
-shows only if views differ.
+Give several views of every item: one chain serves all views of an item, and the bias that this
+causes shows only if the views differ.
 
 Shapes: `V` views, `M` items, `B` batch, `D` embedding.
 """
@@ -42,9 +42,9 @@ class EstimatorRow:
 
     method: str
     relative_bias: float
-    """What is wrong with the mean gradient beyond noise, relative to the exact one's norm."""
+    """Error of the mean gradient beyond noise, relative to the exact gradient's norm."""
     noise: float
-    """Standard error of the mean gradient, relative to the exact one's norm."""
+    """Standard error of the mean gradient, relative to the exact gradient's norm."""
     norm_ratio: float
     """Length of the mean gradient along the exact one."""
     relative_std: float

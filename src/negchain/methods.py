@@ -41,7 +41,7 @@ class LossSettings:
     """How anchors and keys lie, as losses take it: `views`, `symmetric`, `num_keys`, ..."""
 
     def option(self, name: str, default: Any) -> Any:
-        """An option, or its default where nobody gave one."""
+        """An option, or `default` if it was not given."""
         value = self.options.get(name)
         return default if value is None else value
 
@@ -52,13 +52,13 @@ class LossSettings:
 
     @property
     def chosen(self) -> dict[str, Any]:
-        """What every loss takes that draws and has no denominator of its own."""
+        """What losses take that draw random numbers and have no denominator of their own."""
         return {"denominator": self.denominator, "dim": self.dim, "seed": self.seed, **self.common}
 
 
 @dataclass(frozen=True)
 class Method:
-    """A method: how people call it, how it is drawn, how its loss is built.
+    """A method: its names, its colour, how its loss is built.
 
     Attributes:
         name: on the command line and in run folders.
@@ -69,9 +69,11 @@ class Method:
         denominator: the one it has built in; None: the user's choice.
         aliases: other names people type.
         trains: offered by `compare` and `train`; False: `estimator_report` only.
-        plain_keys: pictures as keys (positives, negatives, tables) are not augmented, anchors are.
-        lr_share: of the rate that the data's defaults name; a preset's or the user's stays.
-        reproduced: in `reproduce`'s comparisons: in all, or in small ones (it needs a table).
+        plain_keys: pictures that are keys (positives, negatives, tables) are not augmented; anchors
+            are.
+        lr_share: factor on the default learning rate; a preset's or the user's rate stays.
+        reproduced: whether `reproduce` compares it: on "all" data sets, or on "small" ones only,
+            because it keeps a table.
     """
 
     name: str
@@ -91,7 +93,7 @@ METHODS: dict[str, Method] = {}
 
 
 def register(method: Method) -> Method:
-    """Make a method known under its name; the last one of a name counts.
+    """Make a method known under its name; a later one of the same name replaces it.
 
     Example:
         >>> import negchain
@@ -139,7 +141,7 @@ def named(name: str) -> Method:
 
 
 def title_of(name: str) -> str:
-    """What a method is called on pages; a name nobody registered stands for itself.
+    """The title of a method; a name that is not registered is its own title.
 
     Example:
         >>> title_of("isir"), title_of("full gradient")
@@ -178,7 +180,7 @@ def _loss(kind: str, s: LossSettings, *given: Any, **more: Any) -> ContrastiveLo
 
 
 def _uniform(num: int | None) -> Any:
-    """Random items beside the batch; 0: the batch alone; None: as the loss would have it."""
+    """Random items beside the batch; 0: the batch alone; None: the loss's default."""
     from negchain.losses import InBatch, Uniform
 
     return InBatch() if num == 0 else num and Uniform(num)

@@ -37,8 +37,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-# Typer brings its own copy of click or uses the one installed, by version: its public BadParameter
-# leads to the base class of either.
+# Typer has its own copy of click, or uses the installed one, depending on its version. The base
+# class of typer.BadParameter is the right one in both cases.
 UsageProblem: Any = next(k for k in typer.BadParameter.__mro__ if k.__name__ == "ClickException")
 
 app.command("train", help=train.HELP)(train.command)
@@ -61,7 +61,7 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _common(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which it is.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
     pass
@@ -74,14 +74,14 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _thread_failed(failure: threading.ExceptHookArgs) -> None:
-    """TensorBoard's thread hands a full disk on to its caller, who says it in a sentence."""
+    """Show no traceback of a full disk: TensorBoard's thread passes it on to `run`, which tells."""
     if not issubclass(failure.exc_type, OSError):
         threading.__excepthook__(failure)
 
 
 @functools.cache
 def _commands() -> Any:
-    """All commands with their options, which take 30 ms to put together."""
+    """All commands with their options; putting them together takes 30 ms."""
     return typer.main.get_command(app)
 
 
@@ -104,7 +104,7 @@ def run(arguments: list[str]) -> int:
         say(f" before the {before}", "stopped", "bold yellow")
         return 130
     except UsageProblem as error:
-        if not arguments:  # then the problem is that help was all there was to show
+        if not arguments:  # `negchain` alone shows the help
             error.show()
             return 2
         said = f"{error.format_message()}{_value(error, arguments)} (see --help)"
@@ -122,7 +122,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _value(error: Any, arguments: list[str]) -> str:
-    """What typer leaves out: the value of the option that is wrong, and where data go."""
+    """What typer's message lacks: the value of the wrong option, or that data go with --data."""
     command = getattr(getattr(error, "ctx", None), "command", None)
     if "unexpected extra argument" in error.format_message():
         takes_data = any(param.name == "data" for param in getattr(command, "params", ()))
@@ -135,7 +135,7 @@ def _value(error: Any, arguments: list[str]) -> str:
 def _explain(word: str, error: BaseException | str, status: int) -> int:
     text = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
-        path = error.filename2 or error.filename  # of two, the first is a file not yet in place
+        path = error.filename2 or error.filename  # when renaming, the first is a temporary file
         text = f"{path} cannot be read or written ({error.strerror}); "
         text += "check the path, or choose another"
     say(f" {text}", f"{word}:", "bold red")

@@ -45,10 +45,10 @@ def command(
         typer.Option(help="Folder of the record; records/ if there is one, else here."),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Few rounds: does everything run?")
+        bool, typer.Option("--quick", help="Few rounds, to see that everything runs.")
     ] = False,
     seed: Annotated[
-        int, typer.Option(help="Of the random inputs; -1 takes a fresh one and records it.")
+        int, typer.Option(help="Seed of the random inputs; -1 draws one and records it.")
     ] = -1,
 ) -> int:
     """See `HELP`."""

@@ -209,7 +209,7 @@ def _value(name: str, text: str) -> Any:
 
 
 def label(tuned: dict[str, Any]) -> str:
-    """What a combination is called in the name of a run's folder.
+    """A combination as part of the name of a run's folder.
 
     >>> label({"beta": 20.0, "lr": 5e-05})
     '-beta=20-lr=5e-05'
@@ -247,7 +247,7 @@ def _best(method: str, several: list[list[Plan]]) -> list[Plan]:
 
 
 def _sharing(share: bool, runs: int) -> AbstractContextManager[dict[str, str]]:
-    """How so many runs at a time share the GPU: the environment they need, while it lasts."""
+    """The environment in which that many runs share the GPU, for the `with` block."""
     if runs < 2:
         return nullcontext({})
     if share:
@@ -311,8 +311,8 @@ def launch(
 ) -> subprocess.Popen[bytes]:
     """Start `negchain train`; its output is appended to `log`.
 
-    It is a process group of its own: Ctrl-C reaches only who started it, who sends one SIGTERM, and
-    not two signals, of which the second would mean not to wait for the checkpoint.
+    It is a process group of its own, so that Ctrl-C does not reach it. `compare` sends it one
+    SIGTERM instead: a second signal would end it without a checkpoint.
     """
     source = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
@@ -329,7 +329,7 @@ def launch(
 
 
 def progress_of(run: Path) -> float:
-    """The share of its steps that a run has done, as far as its folder says."""
+    """The share of its steps that a run has done, by its folder."""
     try:
         config, step = read_object(run / "config.json"), last_metrics(run).get("step", 0)
         size, batch = config["data_info"]["num_samples"], config["batch_size"]

@@ -37,7 +37,7 @@ def write_report(runs: Sequence[Path], out: Path) -> Path:
         raise ValueError("a report needs at least one run, got none; name one or more run folders")
     out = Path(out)
     loaded = [load_run(Path(path)) for path in dict.fromkeys(Path(path) for path in runs)]
-    tasks = {str(run.config.get("task", "images")): run.name for run in loaded}
+    tasks = {run.task: run.name for run in loaded}
     if len(tasks) > 1:
         named = ", ".join(f"{name} of {task}" for task, name in tasks.items())
         raise ValueError(f"runs are compared within one --task, got {named}; leave some out")

@@ -1,8 +1,7 @@
 """Line charts as SVG text, with the numbers a small script needs to answer the pointer.
 
-Drawn by hand, not with matplotlib, for what that wins in a page: text and colours follow the
-page's style sheet (dark mode, narrow screens), hovering reads values, and a chart takes
-about 10 kB.
+Drawn by hand, not with matplotlib: so text and colours follow the page's style sheet (dark mode,
+narrow screens), pointing at a line reads its values, and a chart takes about 10 kB.
 
     Chart -> draw(chart, axis) -> (svg, hover)      axis: "samples" | "seconds"
 """

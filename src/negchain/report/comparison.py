@@ -22,7 +22,7 @@ from .runs import Group, Run, mean_curve
 from .sections import charts_section, notices, pictures, settings, tiles
 
 _GALLERIES = 8  # groups whose first run shows pictures: the page stays a few MB
-# not the estimates from batches: each method's is off in its own way
+# without losses estimated from batches: each method's estimate has a bias of its own
 _CHARTS = (GLOBAL_LOSS, LOSS, ONLINE, ACCEPTANCE, CARRIED, EFFECTIVE, THROUGHPUT)
 
 
@@ -102,7 +102,7 @@ def results(groups: Sequence[Group]) -> str:
     return (
         f'<section><h2>Results</h2><p class="lead">{means}, the best first by '
         f"{escape(found.lead.name)}. {noise}Bold marks a winner, and only where it is better than "
-        "every other beyond the noise. Dots: the same number of each seed, with a tick at the "
+        "every other beyond the noise. Dots show that number for each seed, the tick their "
         f'mean.</p><div class="said">{said}</div><div class="scroll">'
         f'<table class="results"><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody>'
         "</table></div></section>"
@@ -128,7 +128,7 @@ def _seeds(group: Group) -> str:
 
 def curves(page: Page, groups: Sequence[Group]) -> None:
     """One chart per metric, one line per group: the mean, in a band of one s.d. over seeds."""
-    # half a run page's points: noisy lines that cross need more smoothing than one alone
+    # half the points of a run's page: noisy lines that cross need more smoothing
     points = max(40, min(POINTS // 2, 2400 // len(groups)))
     charts = []
     for metric in (*groups[0].shown.lead, *_CHARTS):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from negchain.tasks import TASKS, options
+from negchain.tasks import TASKS
 
 if TYPE_CHECKING:
     from .runs import Run
@@ -118,7 +118,7 @@ class Shown:
         lead: the results; the first that was measured decides.
         secondary: further results, in a table below.
         columns: of `lead` and `secondary`, those a comparison's table has.
-        baselines: what a result is held against: prefix of its key, name on the page.
+        baselines: what a result is compared with: prefix of its key, name on the page.
         explained: a sentence or two on the baselines.
         pictures: (run, small) -> (title, HTML, data for the page's script or None) of each section
             below the curves; `small`: a few, for a page of many runs.
@@ -134,19 +134,14 @@ class Shown:
     pictures: Callable[[Run, bool], list[tuple[str, str, Any]]] = lambda run, small: []
 
 
-def foreign(task: object) -> set[str]:
-    """Settings that belong to other tasks."""
-    return options() - set(TASKS[str(task)].options) if str(task) in TASKS else set()
-
-
-def shown(task: object, pretrained: bool = False) -> Shown:
-    """What is shown of runs of a task; of one nobody registered, what every run has.
+def shown(task: str, pretrained: bool = False) -> Shown:
+    """What is shown of runs of a task; of one that is not registered, what every run has.
 
     >>> shown("images").lead[0].name
     '1-NN accuracy'
     >>> [shown("images", pretrained).baselines["untrained"] for pretrained in (False, True)]
     ['Untrained encoder', 'Pretrained encoder']
     """
-    found = TASKS[str(task)].shown() if str(task) in TASKS else Shown()
+    found = TASKS[task].shown() if task in TASKS else Shown()
     names = {k: v.replace("Untrained", "Pretrained") for k, v in found.baselines.items()}
     return replace(found, baselines=names) if pretrained else found

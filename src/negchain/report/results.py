@@ -1,8 +1,8 @@
 """The result table of a comparison, for the page and for the terminal.
 
-Groups best first, then what any result is held against. A cell is the mean over seeds with its
-95 % interval (accuracies) or its standard deviation over seeds; a winner is marked only where one
-is better than every other with 97.5 % probability (see `statistics`).
+Groups come best first, then the baselines. A cell is the mean over seeds with its 95 % interval
+(accuracies) or its standard deviation over seeds. A winner is marked only where one group is better
+than every other with 97.5 % probability (see `statistics`).
 """
 
 from __future__ import annotations

@@ -27,7 +27,6 @@ from .measures import (
     TIME,
     VARIANCE,
     Metric,
-    foreign,
     number,
 )
 from .page import POINTS, Page
@@ -45,7 +44,7 @@ _RUN_CHARTS: Sequence[tuple[str, str, Sequence[tuple[Metric, str]]]] = (
     *((m.name, m.note, ((m, m.name),))
       for m in (ONLINE, VARIANCE, ACCEPTANCE, CARRIED, EFFECTIVE, THROUGHPUT, RATE)),
 )  # fmt: skip
-# charts whose absence is worth a word: others belong to some methods only
+# charts that are missed if they are absent: others belong to some methods only
 _EXPECTED = ("Training loss", "Global loss")
 
 
@@ -58,7 +57,7 @@ def headline(run: Run) -> str:
     chips = "".join(
         f"<li>{text} <b>{escape(_short(str(config[key])))}</b></li>"
         for key, text in named
-        if config.get(key) is not None and key not in foreign(config.get("task", "images"))
+        if config.get(key) is not None and key not in run.foreign
     )
     return (
         f'<header style="--c:{method_colour(str(config.get("method")))}">'
@@ -81,8 +80,8 @@ def notices(run: Run) -> str:
         seen = number(last.get("samples"), "count")
         where = f"the numbers are those after {seen} samples" if last else "nothing is recorded yet"
         said.append(
-            f"<b>This run is unfinished:</b> {where}. While it trains this page is written anew "
-            "with every evaluation: reload to see more."
+            f"<b>This run is unfinished:</b> {where}. While it trains, every evaluation writes "
+            "this page again: reload to see more."
         )
     if not run.labelled:
         said.append(
@@ -130,7 +129,7 @@ def _beside(run: Run, metric: Metric) -> str:
 
 
 def standing(run: Run) -> str:
-    """The result beside what any result must beat, and the other measures; empty without labels."""
+    """The results beside what they must beat, and the other measures; empty without labels."""
     if not run.labelled:
         return ""
     blocks = []
@@ -188,7 +187,7 @@ def _passes(run: Run) -> str:
 def curves(page: Page, run: Run) -> None:
     """One chart per metric the run recorded, and a sentence for those it did not."""
     colour = method_colour(str(run.config.get("method")))
-    drawn, missing, strange = [], [], foreign(run.config.get("task", "images"))
+    drawn, missing = [], []
     results = (
         f"Results on {run.shown.tested}",
         "The first point is before training",
@@ -197,10 +196,10 @@ def curves(page: Page, run: Run) -> None:
     for title, note, lines in (results, *_RUN_CHARTS):
         present = [(metric, label) for metric, label in lines if len(run.curve(metric.key))]
         longest = max((len(run.curve(metric.key)) for metric, _ in present), default=0)
-        if longest > 1:  # a single point beside curves is the start of what only the end has
+        if longest > 1:  # a metric with a single point is measured at the start and the end only
             present = [(m, label) for m, label in present if len(run.curve(m.key)) > 1]
         if not present:
-            probed = title != "Global loss" or "probe_samples" not in strange  # a task may not
+            probed = title != "Global loss" or "probe_samples" not in run.foreign  # a task may not
             if (title in _EXPECTED and probed) or (title == results[0] and run.classes):
                 missing.append(title.lower())
             continue
@@ -262,7 +261,7 @@ def pictures(page: Page, run: Run, *, small: bool = False) -> None:
 
 def settings(run: Run) -> str:
     """Every setting, the machine, and the files that were left out; folded away."""
-    hidden = {"data_info", *foreign(run.config.get("task", "images"))}
+    hidden = {"data_info", *run.foreign}
     rows = [(k, escape(_text(value))) for k, value in run.config.items() if k not in hidden]
     info = run.data_info
     words = {"num_samples": "to train on", "train": "labelled for training", "test": "for test"}
