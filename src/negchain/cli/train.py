@@ -165,7 +165,7 @@ def _resumed(settings: dict[str, Any], show: bool) -> tuple[Run, list[str]]:
                 f"({error}); restore the file, or start a new run"
             ) from None
     elif config.pretrained is not None and settings.get("pretrained") is None:
-        raise ConfigError(  # nothing is downloaded because a file says so
+        raise ConfigError(  # what a file says is never fetched
             "no checkpoint was written yet, and the run starts from --pretrained "
             f"{config.pretrained}; give --pretrained again, or start a new run"
         )
