@@ -44,7 +44,7 @@ from negchain.progress import Progress
 TIMES = (3, 2)
 """Shorter sides of stored pictures, in sides of the square the encoder sees: what is tried."""
 
-_FILES_PER_TASK = 16
+_FILES_PER_PART = 16
 
 
 # ---------------------------------------------------------------------------- how they are kept
@@ -113,30 +113,27 @@ def _run(
 ) -> dict[int, str]:
     """`work(0..)` on threads under a progress bar; {number: reason} of the files that failed."""
 
-    def one(i: int) -> str | None:
-        try:
-            work(i)
-        except Exception as error:  # PIL's readers raise nearly every type on damaged files
-            return why_unreadable(places[i], error)
-        return None
+    def some(numbers: range) -> dict[int, str]:
+        failed = {}
+        for i in numbers:
+            try:
+                work(i)
+            except Exception as error:  # PIL's readers raise nearly every type on damaged files
+                failed[i] = why_unreadable(places[i], error)
+        return failed
 
-    count = len(places)
-
-    def some(start: int) -> list[str | None]:
-        return [one(i) for i in range(start, min(start + _FILES_PER_TASK, count))]
-
+    every = range(len(places))
+    parts = [every[start : start + _FILES_PER_PART] for start in every[::_FILES_PER_PART]]
     Image.init()  # registers readers: not safe to happen in several threads at once
     pool = ThreadPoolExecutor(workers)
     failed: dict[int, str] = {}
     try:
         with warnings.catch_warnings(), Progress(title is not None) as progress:
             warnings.simplefilter("ignore")  # PIL warns of odd metadata; what matters raises
-            progress.begin(count, "files", title or "")
-            results = pool.map(some, range(0, count, _FILES_PER_TASK))
-            for chunk, reasons in enumerate(results):
-                first = chunk * _FILES_PER_TASK
-                failed |= {first + k: r for k, r in enumerate(reasons) if r is not None}
-                progress.at(first + len(reasons))
+            progress.begin(len(places), "files", title or "")
+            for numbers, reasons in zip(parts, pool.map(some, parts), strict=True):
+                failed |= reasons
+                progress.at(numbers.stop)
     finally:
         pool.shutdown(cancel_futures=True)  # Ctrl-C must not wait for the rest of the folder
     return failed

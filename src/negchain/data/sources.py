@@ -180,9 +180,8 @@ def _adapt(part: ImageSet, prefix: str, channels: int) -> ImageSet:
 def _concatenate(parts: Sequence[ImageSet]) -> ImageSet:
     labels = None
     if any(part.labels is not None for part in parts):
-        none = [torch.full((len(part),), -1) for part in parts]
         labels = torch.cat(
-            [n if part.labels is None else part.labels for n, part in zip(none, parts, strict=True)]
+            [torch.full((len(p),), -1) if p.labels is None else p.labels for p in parts]
         )
     images = [part.images for part in parts if part.images is not None]
     whole: Images | None = None
