@@ -1,6 +1,6 @@
 """What the numbers of a run mean and what to do about it, in a sentence each.
 
-Curves are judged by their last quarter: a bad start that went over does not count.
+Curves are judged by their last quarter: a bad start that was overcome does not count.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def against_baselines(run: Run) -> list[str]:
         best, text = max(known)
         interval = interval_of(run, key)
         low = value if interval is None else interval[0]
-        reached = f"reach{'' if text.endswith('s') else 'es'} {metric.text(best)}"
+        reached = f"reach{'' if text.endswith('s') else 'es'} {number(best, metric.unit)}"
         shown = f"{text} already {reached}"
         if low > best:
             gain = f"{100 * (value - best):.1f} points"

@@ -148,7 +148,7 @@ def standing(run: Run) -> str:
             f'<div class="bars">{"".join(bars)}</div></article>'
         )
     rows = [
-        (m.name, f"<b>{m.text(run.final(m.key))}</b> <small>{escape(m.note)}</small>")
+        (m.name, f"<b>{number(run.final(m.key), m.unit)}</b> <small>{escape(m.note)}</small>")
         for m in run.shown.secondary
         if run.final(m.key) is not None
     ]
