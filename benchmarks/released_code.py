@@ -35,7 +35,7 @@ from torch.nn.functional import normalize
 from negchain import NegativeCacheLoss, draws
 from negchain.chunked import Chunked
 from negchain.exact import global_loss
-from negchain.methods import METHODS, LossSettings, Method, build_loss, register
+from negchain.methods import METHODS, LossSettings, Method, named, register
 from negchain.reproduce.common import Options, Row, append, provenance, read_rows
 from negchain.reproduce.pages import markdown, where
 from negchain.reproduce.stationarity import CHUNK, COLLAPSED, OPTIONS, exact, powers, work
@@ -160,7 +160,7 @@ def _chain(deviations: set[str], s: LossSettings) -> Any:
 
 
 def _scaled(method: str, factor: float, over: int | None, s: LossSettings) -> Any:
-    return Scaled(build_loss(method, s), factor, over)
+    return Scaled(named(method).build(s), factor, over)
 
 
 def _cache(s: LossSettings) -> Any:

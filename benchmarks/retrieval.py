@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, normalize
 
-from negchain.methods import LossSettings, build_loss
+from negchain.methods import LossSettings, named
 from negchain.tasks.beir import read_beir
 
 LENGTH = 256  # tokens
@@ -206,7 +206,7 @@ class Ours:
         settings = LossSettings(
             count, task["beta"], dim, task["seed"], "all", options=draws, layout=layout
         )
-        self.loss_fn = build_loss(OURS[method], settings).to(DEVICE)
+        self.loss_fn = named(OURS[method]).build(settings).to(DEVICE)
         shares = torch.zeros(documents, dtype=torch.float64)
         for own in data["relevant"]["train"]:
             shares[own] += 1 / len(own)  # a step takes one of them

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from negchain import DCLLoss, EMC2Loss, InBatch, Informed, estimator_report
-from negchain.methods import METHODS, LossSettings, Method, build_loss, named, register
+from negchain.methods import METHODS, LossSettings, Method, named, register
 
 M, DIM = 20, 4
 
@@ -17,7 +17,7 @@ def test_every_method_trains(name) -> None:
     assert method.name == name and method.title and len(method.colour) == 2
     for denominator in ("negatives", "all"):
         settings = LossSettings(M, 5.0, DIM, seed=3, denominator=denominator)
-        loss_fn = build_loss(name, settings)
+        loss_fn = named(name).build(settings)
         assert loss_fn.denominator == (method.denominator or denominator)
         table = torch.randn(M, DIM, generator=torch.Generator().manual_seed(0)).requires_grad_()
 
@@ -40,7 +40,7 @@ def test_names_and_aliases() -> None:
 
 def test_options_reach_the_loss() -> None:
     def built(name: str, **options) -> EMC2Loss:
-        loss_fn = build_loss(name, LossSettings(M, options=options))
+        loss_fn = named(name).build(LossSettings(M, options=options))
         assert isinstance(loss_fn, EMC2Loss)
         return loss_fn
 
@@ -52,11 +52,11 @@ def test_options_reach_the_loss() -> None:
     assert built("emc2", augmentations=3).proposals == InBatch(2)
     assert built("emc2", augmentations=3).ids_per_item == 3
     assert built("isir", augmentations=3).proposals == InBatch(1)  # both copies: biased
-    assert build_loss("sogclr", LossSettings(M, options={"gamma": 0.3})).gamma == 0.3
+    assert named("sogclr").build(LossSettings(M, options={"gamma": 0.3})).gamma == 0.3
     for name, method in METHODS.items():
         for option in method.options:  # what the command line offers is read by somebody
             value = {"carried": "cached", "proposal": "informed"}.get(option, 0.5)
-            build_loss(name, LossSettings(M, options={option: value}))
+            named(name).build(LossSettings(M, options={option: value}))
 
 
 def test_a_method_of_ones_own() -> None:

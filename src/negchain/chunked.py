@@ -1,10 +1,10 @@
 """Large batches on little memory: an encoder that works on a few samples at a time.
 
 A contrastive loss needs the embeddings of the whole batch at once, but not the activations behind
-them. `Chunked` computes embeddings some samples at a time and forgets everything else; when their
-gradients arrive, each chunk is encoded again, with the same random numbers, and differentiated
-(GradCache, arXiv:2101.06983; the replay is `torch.utils.checkpoint`). Every loss takes it as it is,
-requests included: the gradient is that of the same chunks with all activations kept.
+them. `Chunked` computes embeddings some samples at a time and keeps nothing else. In the backward
+pass each chunk is encoded again, with the same random numbers, and differentiated (GradCache,
+arXiv:2101.06983, by `torch.utils.checkpoint`). It works with every loss, requests included. The
+gradient equals that of the same chunks with all activations kept.
 
 Shapes: `B` batch, `D` embedding.
 """

@@ -12,8 +12,8 @@ batch's positive term is taken out of both sides.
     length        <mean_t g_t, g> / |g|^2            1 = right length along the exact gradient
     std/step      sqrt( mean_t |g_t - mean g|^2 ) / |g|
 
-Give several views of every item: chains serve all views of an item, and what they lose by that
-shows only if views differ.
+Give several views of every item: one chain serves all views of an item, and the bias that this
+causes shows only if the views differ.
 
 Shapes: `V` views, `M` items, `B` batch, `D` embedding.
 """
@@ -21,7 +21,7 @@ Shapes: `V` views, `M` items, `B` batch, `D` embedding.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ from torch import Tensor
 
 from negchain.losses import ContrastiveLoss
 from negchain.losses.batch import as_embedding
-from negchain.methods import METHODS, LossSettings, build_loss
+from negchain.methods import METHODS, LossSettings, named
 from negchain.objective import Denominator
 
 CHUNK_ELEMENTS = 1 << 24  # logits held at a time
@@ -42,9 +42,9 @@ class EstimatorRow:
 
     method: str
     relative_bias: float
-    """What is wrong with the mean gradient beyond noise, relative to the exact one's norm."""
+    """Error of the mean gradient beyond noise, relative to the exact gradient's norm."""
     noise: float
-    """Standard error of the mean gradient, relative to the exact one's norm."""
+    """Standard error of the mean gradient, relative to the exact gradient's norm."""
     norm_ratio: float
     """Length of the mean gradient along the exact one."""
     relative_std: float
@@ -104,7 +104,7 @@ def estimator_report(
     methods: Sequence[str] | None = None,
     denominator: Denominator = "negatives",
     seed: int = 0,
-    progress: Callable[[str], None] | bool = False,
+    progress: bool = False,
 ) -> EstimatorReport:
     """Bias and variance of every estimator's negative gradient on frozen embeddings.
 
@@ -120,8 +120,7 @@ def estimator_report(
         denominator: the exact gradient's and the estimators' (InfoNCE, DCL and logQ have their
             own).
         seed: of batches and samplers.
-        progress: True shows a bar per method (with rich); a function is called with each method's
-            name before it runs.
+        progress: show a bar per method on the terminal (with rich).
 
     Returns:
         An `EstimatorReport`.
@@ -146,15 +145,14 @@ def estimator_report(
     warm_up = 10 * math.ceil(size / batch_size) if warm_up is None else warm_up
     rows = []
     for name in names:
-        if callable(progress):
-            progress(name)
         given: dict[str, Any] = {"denominator": denominator, "normalize": False}
         pair = [
-            build_loss(name, LossSettings(size, beta, dim, seed + half, **given)) for half in (0, 1)
+            named(name).build(LossSettings(size, beta, dim, seed + half, **given))
+            for half in (0, 1)
         ]
         whole = 2 * warm_up + steps
         count: Iterable[int] = range(whole)
-        if progress is True:
+        if progress:
             from rich.progress import track
 
             count = track(count, name)

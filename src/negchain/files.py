@@ -1,8 +1,8 @@
-"""Files in folders that other people may have prepared.
+"""Reading and writing files in folders that other people may have prepared.
 
-Run folders are passed on, so nothing in one may lead outside it: what is opened is a plain file and
-never a link, a pipe or a device; new files get a random name that did not exist, then their own by
-renaming, which replaces a link instead of following it. What is read is bounded before it is read.
+Run folders are passed on, so nothing in one may lead outside it. Only plain files are opened, never
+links, pipes or devices. A new file is written under a random new name and then renamed, which
+replaces a link instead of following it. Sizes are checked before anything is read.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _not_plain(path: Path) -> FileRefused:
 
 
 def is_plain(path: Path) -> bool:
-    """Whether there is a plain file of that name, which is not a link."""
+    """Whether a plain file of that name exists; a link is none."""
     try:
         return stat.S_ISREG(path.lstat().st_mode)
     except (OSError, ValueError):
@@ -131,7 +131,7 @@ def is_plain(path: Path) -> bool:
 
 
 def real_folder(path: Path) -> Path:
-    """Return `path`, made if it is not there; a link in its place is refused."""
+    """Return `path`, which is made if it does not exist; a link in its place is refused."""
     if path.is_symlink() or (path.exists() and not path.is_dir()):
         raise FileRefused(
             f"{path} must be a folder of its own, and it is a link or a file; remove it"
@@ -160,8 +160,8 @@ def read_text(path: Path) -> str:
 def read_table(path: Path, needed: Sequence[str]) -> list[tuple[int, dict[str, str]]]:
     """The rows of a CSV file in UTF-8, each with its line, by the columns its first line names.
 
-    Names are in small letters, every cell is a text. Commas, semicolons or tabs stand between
-    cells, as spreadsheets write them. A file without the columns `needed` is refused.
+    Column names become small letters, cells are text. Cells are separated by commas, semicolons or
+    tabs, as spreadsheets write them. A file without the columns `needed` is refused.
     """
     shown = printable(path.name)
     try:
@@ -244,7 +244,7 @@ def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
             for member in members:
                 with archive.open(member) as content:
                     array = found[member.filename[:-4]] = np.lib.format.read_array(content)
-                if array.size > member.file_size:  # of numbers without a byte there may be any
+                if array.size > member.file_size:  # elements of no bytes can be any number
                     raise FileRefused(f"it claims an array of shape {array.shape}")
             return found
     except (ValueError, OSError, EOFError, NotImplementedError, RuntimeError, MemoryError,

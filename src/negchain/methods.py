@@ -41,7 +41,7 @@ class LossSettings:
     """How anchors and keys lie, as losses take it: `views`, `symmetric`, `num_keys`, ..."""
 
     def option(self, name: str, default: Any) -> Any:
-        """An option, or its default where nobody gave one."""
+        """An option, or `default` if it was not given."""
         value = self.options.get(name)
         return default if value is None else value
 
@@ -52,13 +52,13 @@ class LossSettings:
 
     @property
     def chosen(self) -> dict[str, Any]:
-        """What every loss takes that draws and has no denominator of its own."""
+        """What losses take that draw random numbers and have no denominator of their own."""
         return {"denominator": self.denominator, "dim": self.dim, "seed": self.seed, **self.common}
 
 
 @dataclass(frozen=True)
 class Method:
-    """A method: how people call it, how it is drawn, how its loss is built.
+    """A method: its names, its colour, how its loss is built.
 
     Attributes:
         name: on the command line and in run folders.
@@ -69,10 +69,12 @@ class Method:
         denominator: the one it has built in; None: the user's choice.
         aliases: other names people type.
         trains: offered by `compare` and `train`; False: `estimator_report` only.
-        plain_keys: pictures as keys (positives, negatives, tables) are not augmented, anchors are.
-        lr_share: of the rate that the data's defaults name; a preset's or the user's stays.
-        proposal: what `--proposal` is for images with fresh views, unless a preset says it.
-        reproduced: in `reproduce`'s comparisons: in all, or in small ones (it needs a table).
+        plain_keys: pictures that are keys (positives, negatives, tables) are not augmented; anchors
+            are.
+        lr_share: factor on the default learning rate; a preset's or the user's rate stays.
+        proposal: default of `--proposal` for images with fresh views; a preset's stays.
+        reproduced: whether `reproduce` compares it: on "all" data sets, or on "small" ones only,
+            because it keeps a table.
     """
 
     name: str
@@ -93,7 +95,7 @@ METHODS: dict[str, Method] = {}
 
 
 def register(method: Method) -> Method:
-    """Make a method known under its name; the last one of a name counts.
+    """Make a method known under its name; a later one of the same name replaces it.
 
     Example:
         >>> import negchain
@@ -131,6 +133,8 @@ def named(name: str) -> Method:
     Example:
         >>> named("simclr").title
         'InfoNCE'
+        >>> type(named("dcl").build(LossSettings(num_samples=10))).__name__
+        'DCLLoss'
     """
     for method in METHODS.values():
         if name == method.name or name in method.aliases:
@@ -139,7 +143,7 @@ def named(name: str) -> Method:
 
 
 def title_of(name: str) -> str:
-    """What a method is called on pages; a name nobody registered stands for itself.
+    """The title of a method; a name that is not registered is its own title.
 
     Example:
         >>> title_of("isir"), title_of("full gradient")
@@ -169,16 +173,6 @@ def reproduced(small: bool = True) -> tuple[str, ...]:
     return tuple(name for name, method in METHODS.items() if method.reproduced in kinds)
 
 
-def build_loss(name: str, settings: LossSettings) -> ContrastiveLoss:
-    """The loss of a method.
-
-    Example:
-        >>> type(build_loss("dcl", LossSettings(num_samples=10))).__name__
-        'DCLLoss'
-    """
-    return named(name).build(settings)
-
-
 def _loss(kind: str, s: LossSettings, *given: Any, **more: Any) -> ContrastiveLoss:
     """A loss by the name of its class, imported now: torch takes seconds."""
     from negchain import losses
@@ -188,7 +182,7 @@ def _loss(kind: str, s: LossSettings, *given: Any, **more: Any) -> ContrastiveLo
 
 
 def _uniform(num: int | None) -> Any:
-    """Random items beside the batch; 0: the batch alone; None: as the loss would have it."""
+    """Random items beside the batch; 0: the batch alone; None: the loss's default."""
     from negchain.losses import InBatch, Uniform
 
     return InBatch() if num == 0 else num and Uniform(num)

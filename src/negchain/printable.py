@@ -1,4 +1,4 @@
-"""What comes from other people (names of files, settings) as text that is safe to show."""
+"""Text of other people (names of files, settings) made safe to show."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _repr.maxstring = 160  # paths should survive
 
 
 def printable(text: str) -> str:
-    r"""The text with all that cannot be printed written out, so that no terminal obeys it.
+    r"""The text with unprintable characters written out, so that no terminal obeys them.
 
     Control characters, line breaks, changes of the direction of writing and other invisible ones
     become escapes, and so do bytes of a file name that are not UTF-8.

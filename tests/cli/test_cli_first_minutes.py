@@ -135,7 +135,7 @@ def test_compare_says_which_run_of_how_many_and_repeats_none(
 def test_images_that_sit_out_are_counted(tmp_path: Path, capsys: Capture) -> None:
     data = picture_folder(tmp_path / "pictures", count=27)
     assert negchain("train", TINY, "--steps 2 --data", data, "--out", tmp_path / "run") == 0
-    assert "3 of 27 images sit out every epoch" in " ".join(capsys.readouterr().err.split())
+    assert "every epoch leaves out 3 of 27 images" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_decoding(

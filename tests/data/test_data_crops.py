@@ -16,7 +16,7 @@ from torchvision.transforms.v2 import functional as tvf
 
 from negchain.augment import Augmentation, Pictures, augmentation
 from negchain.data import ImageSet, load_data
-from negchain.data.storage import choose
+from negchain.data.from_files import choose_storage
 
 FALSE_ALARM = 1e-3
 PHOTOS, CROPS, SIDE = 200, 8, 24
@@ -170,4 +170,4 @@ def test_the_evaluation_view_is_still_resize_and_centre_crop(originals: Path) ->
     ],
 )
 def test_what_is_said_of_enlarged_crops(sizes: list[tuple[int, int]], says: str) -> None:
-    assert says in choose(sizes, side=16, budget=1 << 30).note
+    assert says in choose_storage(sizes, side=16, budget=1 << 30).note

@@ -13,9 +13,9 @@ import torch
 from PIL import Image
 from torchvision.transforms import functional as tvf
 
-from negchain.data import decode, files
+from negchain.data import decode, from_files
 from negchain.data.decode import read_both, read_image, read_picture
-from negchain.data.files import check_files, decode_files, read_sizes
+from negchain.data.from_files import check_files, decode_files, read_sizes
 
 RNG = np.random.default_rng(0)
 
@@ -225,8 +225,8 @@ def test_gaps_are_closed_in_order(tmp_path: Path) -> None:
     assert sorted(failed) == [n for n in range(50) if n % 3 == 0]
     rows = torch.arange(40, dtype=torch.uint8).view(40, 1, 1, 1)
     keep = [n for n in range(40) if n not in (0, 7, 8, 39)]
-    lost = dict.fromkeys((0, 7, 8, 39), "")
-    assert files._close_gaps(rows.clone(), lost, chunk=3).flatten().tolist() == keep
+    moved = from_files._close_gaps(rows.clone(), torch.tensor(keep), chunk=3)
+    assert moved.flatten().tolist() == keep
 
 
 def test_progress_goes_to_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -290,7 +290,7 @@ def test_large_pictures_are_converted_in_strips(
 
 MEASURE = """
 import resource, sys
-from negchain.data.files import decode_files
+from negchain.data.from_files import decode_files
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 images, _, failed = decode_files(sys.argv[1:], 16, workers=6)
 assert not failed, failed

@@ -11,7 +11,7 @@ from PIL import Image
 from torchvision.datasets import ImageFolder
 
 from negchain.data import DataBundle, load_data
-from negchain.data.scan import scan_folder
+from negchain.data.folder import list_folder
 
 RNG = np.random.default_rng(1)
 
@@ -351,9 +351,9 @@ def test_a_split_that_is_not_read_is_not_walked(tmp_path: Path, monkeypatch) -> 
     picture(labelled(tmp_path) / "val/cat/0.png")
     listed, scandir = [], os.scandir
     monkeypatch.setattr("os.scandir", lambda path: listed.append(Path(path)) or scandir(path))
-    scan = scan_folder(tmp_path)
-    assert len(scan.pretrain) == 6 and len(scan.test) == 2
-    assert "the split val is not read" in scan.notes
+    listing = list_folder(tmp_path)
+    assert len(listing.pretrain) == 6 and len(listing.test) == 2
+    assert "the split val is not read" in listing.notes
     assert tmp_path / "test/cat" in listed and tmp_path / "val" not in listed
 
 

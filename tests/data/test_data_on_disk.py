@@ -12,7 +12,7 @@ from torch import Tensor
 from negchain.augment import Pictures
 from negchain.data import DataBundle, ImageSet, load_batches, load_data
 from negchain.data.decode import stored_size
-from negchain.data.storage import Storage, choose
+from negchain.data.from_files import Storage, choose_storage
 
 POSITIONS = torch.tensor([[5, 0, 5], [1, 2, 3], [6, 6, 6], [4, 0, 1]])
 
@@ -76,7 +76,7 @@ def test_budget_decides(folder: Path) -> None:
 def test_a_smaller_budget_keeps_smaller_pictures() -> None:
     photos = [(3000, 2000), (2000, 3000), (100, 100)]
     three, two = (3 * 2 * 432 * 288 + 30_000, 3 * 2 * 288 * 192 + 30_000)
-    chosen = [choose(photos, 96, budget) for budget in (three, three - 1, two, two - 1)]
+    chosen = [choose_storage(photos, 96, budget) for budget in (three, three - 1, two, two - 1)]
     assert [(s.short, s.resident) for s in chosen] == [
         (288, True),
         (192, True),
@@ -85,7 +85,7 @@ def test_a_smaller_budget_keeps_smaller_pictures() -> None:
     ]
     assert "from 25 % of the area on none of the 2 that are large enough" in chosen[1].note
     assert "decoded anew for every crop" in chosen[3].note
-    assert choose([(96, 96), (0, 0)], 96, 3 * 96 * 96) == Storage(96, 0, True)
+    assert choose_storage([(96, 96), (0, 0)], 96, 3 * 96 * 96) == Storage(96, 0, True)
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -15,9 +15,17 @@ import torch
 from PIL import Image
 
 import negchain
-from negchain.data import DataBundle, Indexed, files, image_set, load_batches, load_data, prefetch
+from negchain.data import (
+    DataBundle,
+    Indexed,
+    from_files,
+    image_set,
+    load_batches,
+    load_data,
+    prefetch,
+)
 from negchain.data import sources as data_sources
-from negchain.data.shards import scan_shards
+from negchain.data.shards import list_shards
 
 COUNT = 12
 Members = Sequence[tuple[str, bytes]]
@@ -113,8 +121,8 @@ def test_all_cores_decode_unless_told_otherwise(
     sources: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
-    pool, loader = files.ThreadPoolExecutor, image_set.DataLoader
-    monkeypatch.setattr(files, "ThreadPoolExecutor", lambda n: (asked.append(n), pool(1))[1])
+    pool, loader = from_files.ThreadPoolExecutor, image_set.DataLoader
+    monkeypatch.setattr(from_files, "ThreadPoolExecutor", lambda n: (asked.append(n), pool(1))[1])
     for module in (data_sources, image_set):
         monkeypatch.setattr(module, "num_cores", lambda: 3)
     images = load_data(sources["folder"], image_size=8, resident_bytes=0, progress=False).pretrain
@@ -173,10 +181,10 @@ def test_names_are_keys_and_do_not_move(tmp_path: Path) -> None:
     """Equal keys in two shards are two items, and the order does not depend on that of members."""
     write_tar(tmp_path / "a.tar", samples([1, 0]))
     write_tar(tmp_path / "b.tar", [("000.cls", b"cat"), ("x/000.png", png(2)), ("000.png", png(0))])
-    scan = scan_shards(str(tmp_path))
-    names = [file.name for file in scan.pretrain]
+    listing = list_shards(str(tmp_path))
+    names = [file.name for file in listing.pretrain]
     assert names == ["a.tar/000.png", "a.tar/001.png", "b.tar/000.png", "b.tar/x/000.png"]
-    assert "1 of 4 pictures have no .cls member" in scan.notes[0]
+    assert "1 of 4 pictures have no .cls member" in listing.notes[0]
 
 
 REFUSED: dict[str, tuple[Members, str]] = {
@@ -229,9 +237,9 @@ def test_a_cut_shard_is_refused_wherever_it_is_cut(tmp_path: Path) -> None:
     for size in range(0, end + 512, 128):  # the mark at the end is two blocks, and more behind it
         (tmp_path / "a.tar").write_bytes(whole[:size])
         with pytest.raises(ValueError, match="must be a whole .tar"):
-            scan_shards(str(tmp_path))
+            list_shards(str(tmp_path))
     (tmp_path / "a.tar").write_bytes(whole[: end + 1024])
-    assert len(scan_shards(str(tmp_path)).pretrain) == 3
+    assert len(list_shards(str(tmp_path)).pretrain) == 3
 
 
 def test_a_flipped_header_is_never_a_smaller_set(tmp_path: Path) -> None:
@@ -243,7 +251,7 @@ def test_a_flipped_header_is_never_a_smaller_set(tmp_path: Path) -> None:
         damaged[at] ^= 0x55
         (tmp_path / "a.tar").write_bytes(damaged)
         with pytest.raises(ValueError, match="must be a whole .tar"):
-            scan_shards(str(tmp_path))
+            list_shards(str(tmp_path))
 
 
 def test_links_and_odd_members_are_passed_over(tmp_path: Path) -> None:

@@ -87,7 +87,6 @@ def test_run_page_holds_numbers_curves_pictures_and_settings(tmp_path: Path) -> 
     assert "3.12.3" in page.text and "unfinished" not in page.text
     chart = page.data["charts"]["run-knn1-samples"]
     np.testing.assert_allclose(chart["series"][0]["y"], knn, rtol=1e-4)
-    assert page.data["groups"][0]["runs"][0]["final"]["knn1"] == knn[-1]
     assert (tmp_path / "page.html").stat().st_size < 1_000_000
 
 
@@ -243,8 +242,7 @@ def test_fifty_runs_make_one_page_of_bounded_size(tmp_path: Path) -> None:
         paths.append(write_run(tmp_path / str(i), config, make_metrics(config, 10),
                                finished=i % 10 > 0, artifacts=digit_artifacts()))  # fmt: skip
     page = page_of(paths, tmp_path / "page.html")
-    assert len(page.data["groups"]) == 25
-    assert "5 of 50 runs are unfinished" in page.text
+    assert "25 variants" in page.text and "5 of 50 runs are unfinished" in page.text
     assert (tmp_path / "page.html").stat().st_size < 4_000_000
 
 

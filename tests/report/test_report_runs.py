@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import json
 import re
 from pathlib import Path
@@ -11,15 +10,9 @@ import numpy as np
 import pytest
 from fabricate_runs import make_config, make_metrics, write_run
 
-from negchain.report import charts, galleries, load_run, page, runs
+from negchain.report import load_run
 from negchain.report.charts import Chart, Series, draw, spaced, ticks
 from negchain.report.runs import Curve, group_runs, mean_curve, thinned
-
-
-@pytest.mark.parametrize("module", [charts, galleries, page, runs])
-def test_examples_in_docstrings_run(module: object) -> None:
-    result = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE)  # type: ignore[arg-type]
-    assert result.attempted > 0 and result.failed == 0
 
 
 def test_half_written_last_line_is_ignored_and_a_broken_inner_line_is_named(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.nn.functional import normalize
 
-from negchain.methods import METHODS, LossSettings, build_loss
+from negchain.methods import METHODS, LossSettings, named
 from negchain.reproduce import stationarity
 from negchain.reproduce.common import read_rows
 
@@ -57,7 +57,7 @@ def settings() -> LossSettings:
 
 
 def test_without_deviations_it_is_the_librarys_chain(code: ModuleType) -> None:
-    ours, plain = build_loss("emc2", settings()), code.Chain(12, 5.0, 4, set())
+    ours, plain = named("emc2").build(settings()), code.Chain(12, 5.0, 4, set())
     (wanted, states), (found, ends) = walked(ours), walked(plain)
     assert torch.equal(states, ends)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)

@@ -9,6 +9,7 @@ import os
 import re
 import statistics
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ from negchain import reproduce
 from negchain.cli import run
 from negchain.data import ImageSet
 from negchain.losses import walk
-from negchain.methods import METHODS, LossSettings, build_loss
+from negchain.methods import METHODS, LossSettings, named
 from negchain.reproduce import accuracy, common, pages, stationarity, theory
 from negchain.reproduce.runs import paper_chain, train
 from negchain.tasks.images import ImageTask, load_images
@@ -72,7 +73,7 @@ def test_with_fresh_views_presets_propose_one_copy_which_is_ours(scans: list) ->
 
 def test_stationarity_has_the_papers_proposals_and_burn_in(scans: list) -> None:
     settings = LossSettings(500, 5.0, options=stationarity.OPTIONS)
-    visit(build_loss("emc2", settings), 4, stored=True)
+    visit(named("emc2").build(settings), 4, stored=True)
     assert set(scans) == {(6, 3)}
 
 
@@ -106,7 +107,7 @@ def test_stationarity_has_five_seeds_both_betas_and_the_floor() -> None:
 def test_stationarity_stores_views_and_keeps_its_step(monkeypatch) -> None:  # type: ignore[no-untyped-def]
     """It trains on and measures stored views, a pair may be one of them twice."""
     measured, encoded, pairs, rates = [], [], [], []  # type: ignore[var-annotated]
-    exact, build, build_it = stationarity.exact, stationarity.build, stationarity.build_loss
+    exact, build, emc2 = stationarity.exact, stationarity.build, METHODS["emc2"]
 
     def spy_exact(encoder, views, beta):  # type: ignore[no-untyped-def]
         measured.append(views.clone())
@@ -117,8 +118,8 @@ def test_stationarity_stores_views_and_keeps_its_step(monkeypatch) -> None:  # t
         encoder.register_forward_pre_hook(lambda _, args: encoded.append(args[0].detach().clone()))
         return encoder
 
-    def spy_loss(*given):  # type: ignore[no-untyped-def]
-        loss_fn = build_it(*given)
+    def spy_loss(settings):  # type: ignore[no-untyped-def]
+        loss_fn = emc2.build(settings)
         loss_fn.register_forward_pre_hook(
             lambda _, args, named: pairs.append(named["augmentation"]), with_kwargs=True
         )
@@ -131,7 +132,7 @@ def test_stationarity_stores_views_and_keeps_its_step(monkeypatch) -> None:  # t
 
     monkeypatch.setattr(stationarity, "exact", spy_exact)
     monkeypatch.setattr(stationarity, "build", spy_encoder)
-    monkeypatch.setattr(stationarity, "build_loss", spy_loss)
+    monkeypatch.setitem(METHODS, "emc2", replace(emc2, build=spy_loss))
     monkeypatch.setattr(torch.optim, "SGD", SGD)
     job = {"encoder": "mlp", "size": 8, "images": 12, "batch": 4, "data": "digits", "steps": 12}
     job |= {"seed": 0, "beta": 5.0, "lr": 0.01, "method": "emc2"}

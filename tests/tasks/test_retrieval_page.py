@@ -26,8 +26,9 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> No
     write_beir(Path("scifact"))
     write_beir(Path("wikiqa"))
 
-    def copied(path: Path, config, given, environment, first) -> SimpleNamespace:
+    def copied(plan: compare.Plan, environment, first) -> SimpleNamespace:
         """A finished run in no time: the first command's, with the settings it would have had."""
+        path, config, _ = plan
         shutil.copytree("runs/scifact", path)
         known = json.loads((path / "config.json").read_text())
         known |= {name: getattr(config, name) for name in ("method", "seed", "beta", "lr")}

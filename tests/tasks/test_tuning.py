@@ -19,7 +19,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Runs that take no time: infonce likes a large rate, dcl a small one."""
     names: list[str] = []
 
-    def launch(path: Path, config, given, environment, first) -> SimpleNamespace:
+    def launch(plan: compare.Plan, environment, first) -> SimpleNamespace:
+        path, config, _ = plan
         names.append(path.name)
         path.mkdir(parents=True)
         score = config.lr * (1 if config.method == "infonce" else -1)
@@ -66,7 +67,8 @@ def test_it_is_refused_where_all_that_failed_was_refused(
 ) -> None:
     """As `train` would have been; what a run said is said again, once, in its words."""
 
-    def launch(path: Path, config, given, environment, first) -> SimpleNamespace:
+    def launch(plan: compare.Plan, environment, first) -> SimpleNamespace:
+        path, config, _ = plan
         code, said = ends[config.method]
         Path(f"{path}.log").write_text(f"note: x\n{said}\n")
         return SimpleNamespace(poll=lambda: code, returncode=code)
@@ -81,7 +83,8 @@ def test_it_is_refused_where_all_that_failed_was_refused(
 def test_what_cannot_be_judged_is_not_called_best(tmp_path: Path, capsys, monkeypatch) -> None:
     started: list[str] = []
 
-    def launch(path: Path, *rest) -> SimpleNamespace:
+    def launch(plan: compare.Plan, *rest) -> SimpleNamespace:
+        path = plan.path
         started.append(path.name)
         Path(f"{path}.log").write_text("refused: too large; lower it\n")
         return SimpleNamespace(poll=lambda: 2, returncode=2)

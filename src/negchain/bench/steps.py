@@ -13,7 +13,7 @@ from negchain.bench import runs
 from negchain.bench.record import Row, Settings, Table, rows
 from negchain.bench.timing import Timed, graphed, interleaved, release
 from negchain.data import DataBundle
-from negchain.data.storage import TIMES
+from negchain.data.from_files import TIMES
 from negchain.losses.request import Want
 from negchain.tasks.images import ImageTask
 from negchain.train import trainer

@@ -1,5 +1,12 @@
-"""The command line: `negchain train | evaluate | embed | export | duplicates | compare | report`,
-`reproduce`, `bench`.
+"""The command line.
+
+    train.py        negchain train
+    compare.py      negchain compare: many trainings, each a process of its own
+    inspect.py      negchain evaluate, embed, export, duplicates, report: what finished runs hold
+    reproduce.py    negchain reproduce: the paper's experiments
+    bench.py        negchain bench
+    options.py      options of `train` and `compare`, made from the settings
+    terminal.py     what commands say
 
 Exit status: 0 done, 1 failed, 2 refused before starting, 130 interrupted.
 Nothing here imports torch: a command does when it runs, so that help and refusals are quick.
@@ -20,7 +27,6 @@ import typer
 from negchain import __version__
 from negchain.__main__ import missing
 from negchain.cli import bench, compare, inspect, reproduce, train
-from negchain.cli.inspect import duplicates
 from negchain.cli.terminal import Failed, Stopped, result, say
 
 app = typer.Typer(
@@ -31,8 +37,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-# Typer brings its own copy of click or uses the one installed, by version: its public BadParameter
-# leads to the base class of either.
+# Typer has its own copy of click, or uses the installed one, depending on its version. The base
+# class of typer.BadParameter is the right one in both cases.
 UsageProblem: Any = next(k for k in typer.BadParameter.__mro__ if k.__name__ == "ClickException")
 
 app.command("train", help=train.HELP)(train.command)
@@ -40,7 +46,7 @@ app.command("evaluate")(inspect.evaluate)
 app.command("embed")(inspect.embed)
 app.command("export")(inspect.export)
 app.command("compare", help=compare.HELP)(compare.command)
-app.command("duplicates")(duplicates)
+app.command("duplicates")(inspect.duplicates)
 app.command("report")(inspect.report)
 app.command("bench", help=bench.HELP)(bench.command)
 app.command("reproduce", help=reproduce.HELP)(reproduce.command)
@@ -55,7 +61,7 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _common(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which it is.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
     pass
@@ -68,14 +74,14 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _thread_failed(failure: threading.ExceptHookArgs) -> None:
-    """TensorBoard's thread hands a full disk on to its caller, who says it in a sentence."""
+    """Show no traceback of a full disk: TensorBoard's thread passes it on to `run`, which tells."""
     if not issubclass(failure.exc_type, OSError):
         threading.__excepthook__(failure)
 
 
 @functools.cache
 def _commands() -> Any:
-    """All commands with their options, which take 30 ms to put together."""
+    """All commands with their options; putting them together takes 30 ms."""
     return typer.main.get_command(app)
 
 
@@ -98,7 +104,7 @@ def run(arguments: list[str]) -> int:
         say(f" before the {before}", "stopped", "bold yellow")
         return 130
     except UsageProblem as error:
-        if not arguments:  # then the problem is that help was all there was to show
+        if not arguments:  # `negchain` alone shows the help
             error.show()
             return 2
         said = f"{error.format_message()}{_value(error, arguments)} (see --help)"
@@ -116,7 +122,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _value(error: Any, arguments: list[str]) -> str:
-    """What typer leaves out: the value of the option that is wrong, and where data go."""
+    """What typer's message lacks: the value of the wrong option, or that data go with --data."""
     command = getattr(getattr(error, "ctx", None), "command", None)
     if "unexpected extra argument" in error.format_message():
         takes_data = any(param.name == "data" for param in getattr(command, "params", ()))
@@ -129,7 +135,7 @@ def _value(error: Any, arguments: list[str]) -> str:
 def _explain(word: str, error: BaseException | str, status: int) -> int:
     text = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
-        path = error.filename2 or error.filename  # of two, the first is a file not yet in place
+        path = error.filename2 or error.filename  # when renaming, the first is a temporary file
         text = f"{path} cannot be read or written ({error.strerror}); "
         text += "check the path, or choose another"
     say(f" {text}", f"{word}:", "bold red")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import sys
 import time
 import traceback
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from negchain.cli.terminal import result, say
 from negchain.train.config import ConfigError
 from negchain.train.presets import choose
 
@@ -45,10 +45,10 @@ def command(
         typer.Option(help="Folder of the record; records/ if there is one, else here."),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Few rounds: does everything run?")
+        bool, typer.Option("--quick", help="Few rounds, to see that everything runs.")
     ] = False,
     seed: Annotated[
-        int, typer.Option(help="Of the random inputs; -1 takes a fresh one and records it.")
+        int, typer.Option(help="Seed of the random inputs; -1 draws one and records it.")
     ] = -1,
 ) -> int:
     """See `HELP`."""
@@ -77,11 +77,11 @@ def command(
         console.print(Markdown(record.page()))
     else:
         print(record.page())
-    print(f"record: {path}")
+    result(f"record: {path}")
     for text in record.mismatches:
-        print(f"mismatch: {text}", file=sys.stderr)
+        say(f"mismatch: {text}")
     for subject, reason in record.failed.items():
-        print(f"failed: {subject}: {reason}", file=sys.stderr)
+        say(f"failed: {subject}: {reason}")
     return 1 if record.mismatches or record.failed else 0
 
 
@@ -92,12 +92,12 @@ def _measure(record: Record, path: Path, subjects: list[str], device: torch.devi
     begin = time.perf_counter()
     for number, subject in enumerate(subjects):
 
-        def say(text: str, number: int = number, subject: str = subject) -> None:
+        def tell(text: str, number: int = number, subject: str = subject) -> None:
             seconds = time.perf_counter() - begin
-            print(f"[{number}/{len(subjects)}, {seconds:.0f} s] {subject}: {text}", file=sys.stderr)
+            say(f"[{number}/{len(subjects)}, {seconds:.0f} s] {subject}: {text}")
 
-        say("begins")
-        settings = Settings(device=device, quick=record.quick, seed=record.seed, say=say)
+        tell("begins")
+        settings = Settings(device=device, quick=record.quick, seed=record.seed, say=tell)
         try:
             record.tables[subject] = measure(subject, settings)
         except Exception as error:  # the other tables are still worth having

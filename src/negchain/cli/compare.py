@@ -13,10 +13,10 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from rich.console import Console
 
@@ -29,11 +29,9 @@ from negchain.progress import Progress
 from negchain.train.config import ConfigError, TrainConfig, flag, hints, method_named, same_run
 from negchain.train.presets import choose
 from negchain.train.resolve import for_method, resolve
-from negchain.train.run_folder import is_run, last_metrics, load_run_config, read_metrics
+from negchain.train.run_folder import is_run, last_metrics, load_run_config
 from negchain.train.sharing import APART, shared_gpu
 from negchain.train.stopping import held_back, interruptible
-
-Plan = tuple[Path, TrainConfig, dict[str, Any]]
 
 HELP = """Train several methods and seeds on one recipe and compare them on one page.
 
@@ -92,45 +90,34 @@ def command(
     if seeds < 1 or jobs < 0:
         raise ConfigError(f"--seeds must be at least 1 and --jobs at least 0, got {seeds}, {jobs}")
     folder = Path(settings.pop("out") or f"runs/{time.strftime('%Y-%m-%d_%H%M%S')}_compare")
-    # method: one list of plans, seed by seed, for every combination it chooses from
-    tried: dict[str, list[list[Plan]]] = {method: [] for method in chosen}
-    for method, tuned in itertools.product(tried, grid(tune or [], settings)):
-        known = for_method(method, tuned)
-        given = for_method(method, {**settings, **known})
-        plans = []
-        for seed in range(seeds):
-            config = resolve(given.get("preset"), {**given, "method": method, "seed": seed})
-            path = folder / f"{method}{label(known)}-seed{seed}"
-            _refuse_another(path, config)
-            plans.append((path, config, given))
-        if plans not in tried[method]:  # a method may not know what is tuned
-            tried[method].append(plans)
+    tried = _plans(chosen, seeds, grid(tune or [], settings), settings, folder)
 
     import torch  # the settings are right: now it is worth its seconds
 
     from negchain.report import comparison_table, write_report
 
-    on_gpu = next(iter(tried.values()))[0][0][1].device != "cpu" and torch.cuda.is_available()
+    on_gpu = tried[chosen[0]][0][0].config.device != "cpu" and torch.cuda.is_available()
     jobs = jobs or (4 if on_gpu else 1)
     failed: dict[Path, int] = {}  # exit status
 
     def run_all(plans: list[Plan]) -> None:
-        waiting = [p for p in plans if not (p[0] / "summary.json").exists() and p[0] not in failed]
+        waiting = [p for p in plans if not ended(p.path) and p.path not in failed]
         if on_gpu:  # a run that cannot get it then fails; with "auto" it would train on the CPU
-            waiting = [(path, config, {**g, "device": "cuda"}) for path, config, g in waiting]
+            waiting = [p._replace(given={**p.given, "device": "cuda"}) for p in waiting]
         with _sharing(sharing, min(jobs, len(waiting)) * on_gpu) as environment:
             failed.update(_run_all(waiting, jobs, environment, first, show=not quiet))
 
     try:
         with interruptible():
-            tuned_first = [p for several in tried.values() if len(several) > 1 for p in several]
-            run_all([plans[0] for plans in tuned_first])
+            run_all(
+                [plans[0] for several in tried.values() if len(several) > 1 for plans in several]
+            )
             best = {method: _best(method, several) for method, several in tried.items()}
             run_all([plan for plans in best.values() for plan in plans])
     except KeyboardInterrupt:
         raise Stopped(f"early; the same command with --out {folder} continues the runs") from None
-    every = [path for plans in best.values() for path, _, _ in plans]
-    runs = [path for path in every if is_run(path) and read_metrics(path)]
+    every = [plan.path for plans in best.values() for plan in plans]
+    runs = [path for path in every if is_run(path) and last_metrics(path)]
     if runs:
         Console(highlight=False).print(comparison_table(runs))
         result(f"report: {write_report(runs, folder / 'report.html')}")
@@ -141,28 +128,38 @@ def command(
     return 0 if not failed else 2 if set(failed.values()) == {2} else 1
 
 
-def _best(method: str, several: list[list[Plan]]) -> list[Plan]:
-    """The plans of the combination whose first seed has the best score."""
-    if len(several) == 1:
-        return several[0]
-    best = max(several, key=lambda plans: score(plans[0][0]))
-    path = best[0][0]
-    if score(path) == -math.inf:
-        say(f" has no score to choose by: the first of {len(several)} is taken", method)
-        return several[0]
-    name = path.name.removeprefix(f"{method}-").removesuffix("-seed0")
-    say(f" {name} is best of {len(several)} (score {score(path):.4f})", method)
-    return best
+# ---------------------------------------------------------------------- what is run
 
 
-def _sharing(share: bool, runs: int) -> AbstractContextManager[dict[str, str]]:
-    """How so many runs at a time share the GPU: the environment they need, while it lasts."""
-    if runs < 2:
-        return nullcontext({})
-    if share:
-        return shared_gpu(runs, say=say)
-    say(f"{runs} runs take turns on the GPU")
-    return nullcontext(APART)
+class Plan(NamedTuple):
+    """A run: its folder, its settings, and those of them that are given to `negchain train`."""
+
+    path: Path
+    config: TrainConfig
+    given: dict[str, Any]
+
+
+def _plans(
+    methods: Sequence[str],
+    seeds: int,
+    combinations: Sequence[dict[str, Any]],
+    settings: dict[str, Any],
+    folder: Path,
+) -> dict[str, list[list[Plan]]]:
+    """For each method a list of plans, seed by seed, per combination that it chooses from."""
+    tried: dict[str, list[list[Plan]]] = {method: [] for method in methods}
+    for method, tuned in itertools.product(methods, combinations):
+        known = for_method(method, tuned)
+        given = for_method(method, {**settings, **known})
+        plans = []
+        for seed in range(seeds):
+            config = resolve(given.get("preset"), {**given, "method": method, "seed": seed})
+            path = folder / f"{method}{label(known)}-seed{seed}"
+            _refuse_another(path, config)
+            plans.append(Plan(path, config, given))
+        if plans not in tried[method]:  # a method may not know what is tuned
+            tried[method].append(plans)
+    return tried
 
 
 def _refuse_another(path: Path, config: TrainConfig) -> None:
@@ -174,59 +171,6 @@ def _refuse_another(path: Path, config: TrainConfig) -> None:
             f"{path} holds a run with other settings: {'; '.join(differences)}; choose another "
             "--out"
         )
-
-
-def _run_all(
-    waiting: list[Plan], jobs: int, environment: dict[str, str], first: list[str], show: bool
-) -> dict[Path, int]:
-    """Run the plans, `jobs` at a time; returns those that failed with their exit status."""
-    running: dict[Path, subprocess.Popen[bytes]] = {}
-    failed: dict[Path, int] = {}
-    total, done = len(waiting), 0
-    with Progress(show) as bar:
-        bar.begin(total, "runs done")
-        try:
-            while waiting or running:
-                while waiting and len(running) < jobs:
-                    path, config, given = waiting.pop(0)
-                    with held_back():
-                        running[path] = _launch(path, config, given, environment, first)
-                    started = done + len(running)
-                    bar.say(f"run {started} of {total}: {path.name}")
-                for path, process in list(running.items()):
-                    if process.poll() is not None:
-                        del running[path]
-                        done += 1
-                        if process.returncode != 0:
-                            failed[path] = process.returncode
-                shares = {path.name: progress_of(path) for path in running}
-                text = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
-                bar.at(done + sum(shares.values()), text)
-                time.sleep(0.1)
-        finally:
-            stop(running.values())  # each can be resumed
-    return failed
-
-
-def _launch(
-    path: Path,
-    config: TrainConfig,
-    given: dict[str, Any],
-    environment: dict[str, str],
-    first: list[str],
-) -> subprocess.Popen[bytes]:
-    arguments = [*first, "--quiet", "--out", str(path)]
-    if is_run(path):
-        arguments += ["--resume", "--device", given.get("device", config.device)]
-    else:
-        for name, value in {**given, "method": config.method, "seed": config.seed}.items():
-            word = flag(name)
-            if isinstance(value, bool):
-                arguments.append(word if value else f"--no-{word[2:]}")
-            else:
-                arguments += [word, str(value)]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return launch(arguments, Path(f"{path}.log"), environment)
 
 
 # ---------------------------------------------------------------------- what is tuned
@@ -265,7 +209,7 @@ def _value(name: str, text: str) -> Any:
 
 
 def label(tuned: dict[str, Any]) -> str:
-    """What a combination is called in the name of a run's folder.
+    """A combination as part of the name of a run's folder.
 
     >>> label({"beta": 20.0, "lr": 5e-05})
     '-beta=20-lr=5e-05'
@@ -274,14 +218,92 @@ def label(tuned: dict[str, Any]) -> str:
     return "".join(f"-{name}={value.replace('/', '_')}" for name, value in shown.items())
 
 
+def ended(run: Path) -> bool:
+    """Whether a run reached its end."""
+    return (run / "summary.json").exists()
+
+
 def score(run: Path) -> float:
     """The score of a finished run by its task's judge; minus infinity of any other."""
-    path = run / "summary.json"
-    value = read_object(path).get("score") if path.exists() else None
+    value = read_object(run / "summary.json").get("score") if ended(run) else None
     return float(value) if isinstance(value, int | float) else -math.inf
 
 
+def _best(method: str, several: list[list[Plan]]) -> list[Plan]:
+    """The plans of the combination whose first seed has the best score."""
+    if len(several) == 1:
+        return several[0]
+    best = max(several, key=lambda plans: score(plans[0].path))
+    path = best[0].path
+    if score(path) == -math.inf:
+        say(f" has no score to choose by: the first of {len(several)} is taken", method)
+        return several[0]
+    name = path.name.removeprefix(f"{method}-").removesuffix("-seed0")
+    say(f" {name} is best of {len(several)} (score {score(path):.4f})", method)
+    return best
+
+
 # ---------------------------------------------------------------------- processes
+
+
+def _sharing(share: bool, runs: int) -> AbstractContextManager[dict[str, str]]:
+    """The environment in which that many runs share the GPU, for the `with` block."""
+    if runs < 2:
+        return nullcontext({})
+    if share:
+        return shared_gpu(runs, say=say)
+    say(f"{runs} runs take turns on the GPU")
+    return nullcontext(APART)
+
+
+def _run_all(
+    waiting: list[Plan], jobs: int, environment: dict[str, str], first: list[str], show: bool
+) -> dict[Path, int]:
+    """Run the plans, `jobs` at a time; returns those that failed with their exit status."""
+    running: dict[Path, subprocess.Popen[bytes]] = {}
+    failed: dict[Path, int] = {}
+    total, done = len(waiting), 0
+    with Progress(show) as bar:
+        bar.begin(total, "runs done")
+        try:
+            while waiting or running:
+                while waiting and len(running) < jobs:
+                    plan = waiting.pop(0)
+                    with held_back():
+                        running[plan.path] = _launch(plan, environment, first)
+                    bar.say(f"run {done + len(running)} of {total}: {plan.path.name}")
+                for path, process in list(running.items()):
+                    if process.poll() is not None:
+                        del running[path]
+                        done += 1
+                        if process.returncode != 0:
+                            failed[path] = process.returncode
+                shares = {path.name: progress_of(path) for path in running}
+                text = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
+                bar.at(done + sum(shares.values()), text)
+                time.sleep(0.1)
+        finally:
+            for process in running.values():  # each finishes its step and writes a checkpoint
+                process.terminate()
+            for process in running.values():
+                process.wait()
+    return failed
+
+
+def _launch(plan: Plan, environment: dict[str, str], first: list[str]) -> subprocess.Popen[bytes]:
+    path, config, given = plan
+    arguments = [*first, "--quiet", "--out", str(path)]
+    if is_run(path):
+        arguments += ["--resume", "--device", given.get("device", config.device)]
+    else:
+        for name, value in {**given, "method": config.method, "seed": config.seed}.items():
+            word = flag(name)
+            if isinstance(value, bool):
+                arguments.append(word if value else f"--no-{word[2:]}")
+            else:
+                arguments += [word, str(value)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return launch(arguments, Path(f"{path}.log"), environment)
 
 
 def launch(
@@ -289,8 +311,8 @@ def launch(
 ) -> subprocess.Popen[bytes]:
     """Start `negchain train`; its output is appended to `log`.
 
-    It is a process group of its own: Ctrl-C reaches only who started it, who sends one SIGTERM, and
-    not two signals, of which the second would mean not to wait for the checkpoint.
+    It is a process group of its own, so that Ctrl-C does not reach it. `compare` sends it one
+    SIGTERM instead: a second signal would end it without a checkpoint.
     """
     source = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
@@ -306,16 +328,8 @@ def launch(
         )
 
 
-def stop(processes: Collection[subprocess.Popen[bytes]]) -> None:
-    """Stop runs: each finishes its step and writes a checkpoint."""
-    for process in processes:
-        process.terminate()
-    for process in processes:
-        process.wait()
-
-
 def progress_of(run: Path) -> float:
-    """The share of its steps that a run has done, as far as its folder says."""
+    """The share of its steps that a run has done, by its folder."""
     try:
         config, step = read_object(run / "config.json"), last_metrics(run).get("step", 0)
         size, batch = config["data_info"]["num_samples"], config["batch_size"]

@@ -1,9 +1,7 @@
-"""`negchain evaluate`, `embed`, `export`, `report`: looking at finished runs."""
+"""`negchain evaluate`, `embed`, `export`, `report`, `duplicates`: what finished runs hold."""
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Iterable
 from dataclasses import replace
@@ -104,7 +102,9 @@ def export(
     form: Annotated[
         str,
         typer.Option(
-            "--format", metavar="timm|torchvision|onnx|safetensors", help="Who is to load it."
+            "--format",
+            metavar="timm|torchvision|onnx|safetensors",
+            help="The library that is to load it.",
         ),
     ] = "safetensors",
     checkpoint: Checkpoint = "latest",
@@ -171,10 +171,6 @@ def _judge(
     return task, encoder.to(where), loaded.step
 
 
-SHOWN = 200  # pairs on the page; the CSV has them all
-TOO_MANY = 0.05  # share of all pairs above the similarity, from which the encoder is to blame
-
-
 def duplicates(
     run: RunFolderArgument,
     out: Annotated[Path, typer.Option(help="The page to write; a .csv goes beside it.")],
@@ -188,12 +184,13 @@ def duplicates(
 ) -> int:
     """Find near-duplicates: pairs of images whose embeddings are more similar than --above.
 
-    Pairs across train/ and test/ flatter every accuracy; pairs in train/ are no negatives.
+    A pair across train/ and test/ makes accuracies look better than they are; a pair in train/ is
+    trained on as two negatives of each other.
 
         negchain duplicates runs/photos --out duplicates.html --above 0.99
     """
     from negchain.neighbours import similar_pairs
-    from negchain.report.duplicates import Pair, write_duplicates
+    from negchain.report.duplicates import Pair, crowded, write_duplicates
     from negchain.train.trained import load_run_encoder
 
     if out.suffix != ".html":
@@ -211,27 +208,18 @@ def duplicates(
         Pair(score, (names[a], names[b]), (kinds[a], kinds[b]), (a, b))
         for (a, b), score in zip(positions.tolist(), cosines.tolist(), strict=True)
     ]
-    text = io.StringIO()
-    writer = csv.writer(text)
-    writer.writerow(["similarity", "file_a", "file_b", "class_a", "class_b"])
-    writer.writerows([f"{p.similarity:.6f}", *p.names, *p.classes] for p in pairs)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(out.with_suffix(".csv")) as file:
-        file.write(text.getvalue().encode())
-    possible = count * (count - 1) // 2
-    crowded = possible > 0 and total > max(TOO_MANY * possible, count)
-    pictures = {i: found.picture(i).numpy() for p in pairs[:SHOWN] for i in p.positions}
     title = Path(data or trained.config.data).name
-    write_duplicates(
-        out, title, pairs[:SHOWN], pictures,
-        total=total, images=count, above=above, crowded=crowded,
-    )  # fmt: skip
+
+    def pixels(position: int) -> Any:
+        return found.picture(position).numpy()
+
+    write_duplicates(out, title, pairs, pixels, total=total, images=count, above=above)
     pair = "pair" if total == 1 else "pairs"
     result(f"{total:,} {pair} of {count:,} images with a similarity of at least {above:g}")
     for name, reason in found.skipped:
         result(f"left out: {name} ({reason})")
-    if crowded:
-        result("that is so many that the encoder, not the images, is alike: raise --above")
+    if crowded(total, count):
+        result("so many pairs mean that the encoder hardly tells images apart: raise --above")
     result(f"page: {out}")
     result(f"table: {out.with_suffix('.csv')}")
     return 0

@@ -54,7 +54,7 @@ IMPORT = option(
     help="A Python file to run first, which registers methods or tasks of your own.",
 )  # fmt: skip
 _TEMPERATURE = option(
-    "temperature", float | None, None, help="The same as --beta, the other way round: 1/beta.",
+    "temperature", float | None, None, help="1/beta: instead of --beta.",
     panel="Negatives",
 )  # fmt: skip
 

@@ -23,12 +23,12 @@ For example:
 def command(
     names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Experiments.")],
     data: Annotated[str, typer.Option(help="Folder of images: train/, test/, unlabeled/.")] = "",
-    quick: Annotated[bool, typer.Option("--quick", help="Does it run? Minutes on a CPU.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Small sizes: minutes on a CPU.")] = False,
     seeds: Annotated[int | None, typer.Option(help="Seeds 0 .. N-1.")] = None,
-    epochs: Annotated[int | None, typer.Option(help="Instead of the paper's.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Epochs, instead of the paper's.")] = None,
     methods: Annotated[str, typer.Option(help="Comma-separated; by default all.")] = "",
-    settings: Annotated[str, typer.Option(help="Of an experiment, comma-separated.")] = "",
-    minutes: Annotated[float, typer.Option(help="Begin no run after; keep what there is.")] = 1e6,
+    settings: Annotated[str, typer.Option(help="Variants, comma-separated; by default all.")] = "",
+    minutes: Annotated[float, typer.Option(help="Start no run after this time.")] = 1e6,
     jobs: Annotated[int, typer.Option(help="Runs at a time; 0: 8 on a GPU, 1 on a CPU.")] = 0,
     device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where to run.")] = "auto",
     out: Annotated[

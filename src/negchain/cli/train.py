@@ -129,7 +129,7 @@ def _same_as_there(config: TrainConfig) -> bool:
 
 
 def _read_config(file: Path, settings: dict[str, Any]) -> TrainConfig:
-    """The settings of another run; what it wrote to or fetched from is for the user to say."""
+    """The settings of another run, without where it wrote to and what it downloaded."""
     file = file / "config.json" if file.is_dir() else file
     try:
         saved = from_json(read_text(file))
@@ -205,8 +205,8 @@ def _announce(run: Run, notes: list[str]) -> None:
     say(f"run folder: {run.folder.path}")
     if left := count % config.batch_size:
         say(
-            f"note: {left:,} of {count:,} {noun} sit out every epoch, others each time: the last "
-            f"batch would not be full"
+            f"note: every epoch leaves out {left:,} of {count:,} {noun}, different ones each time: "
+            "the last batch would not be full"
         )
     for note in notes:
         say(f"note: {note}")

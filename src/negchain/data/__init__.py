@@ -1,7 +1,18 @@
-"""Data: from digits, torchvision sets and folders of images to sets with stable positions.
+"""Data: from what stands after `--data` to image sets with stable positions.
 
-All of it is imported when it is first used: `negchain.data.indexed` needs torch only, the others
-what `negchain[train]` installs.
+A folder of photographs takes this way:
+
+    named.py                          what --data names, and who lists its files
+    folder.py, shards.py, arrow.py    list them by split; nothing is opened yet
+    listing.py                        which are trained on, which test probes
+    places.py, decode.py              where a picture's bytes are; from bytes to pixels
+    from_files.py                     all files measured, then decoded or left on disk
+    built_in.py                       digits, cifar10, stl10 instead of files
+    image_set.py                      the result: `ImageSet`, `DataBundle`, and batches of them
+    sources.py                        `load_data`: all of this, for one source or several
+
+`indexed.py` is for your own loop and any data set; it needs torch only, the others what
+`negchain[train]` installs. So every name here is imported when it is first used.
 """
 
 from __future__ import annotations

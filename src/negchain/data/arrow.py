@@ -1,10 +1,11 @@
-"""Pictures inside a Hugging Face data set that `save_to_disk` wrote: Arrow files, mapped.
+"""Pictures of a Hugging Face data set: a folder that `save_to_disk` wrote, or a Dataset itself.
 
-Arrow keeps a column's bytes one behind the other and uncompressed, so a picture is a range of its
-file (see `negchain.data.places`): the table of ranges is all that stays in memory, and workers read
-files. Items are named `split/row`. The classes are those of the ClassLabel column, or of `label`.
+Arrow keeps a column's bytes one behind the other and uncompressed, so a picture of a saved data set
+is a range of its file (see `negchain.data.places`): the table of ranges is all that stays in
+memory, and workers read files. Items are named `split/row`. The classes are those of the ClassLabel
+column, or of `label`.
 
-Only pyarrow is needed. Nothing a file says is executed, and no path in it is followed.
+A saved data set needs only pyarrow. Nothing a file says is executed, and no path in it is followed.
 """
 
 import json
@@ -16,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from negchain.data.listing import SPLITS, ImageFile, Listing, divide
 from negchain.data.places import Place, Row
-from negchain.data.scan import SPLITS, ImageFile, Scan, divide
 from negchain.files import FileRefused, read_object
 from negchain.printable import printable
 
@@ -30,49 +31,25 @@ def is_saved(folder: str) -> bool:
     return any(os.path.isfile(os.path.join(folder, name)) for name in names)
 
 
-def scan_saved(folder: str, holdout: float = 0.2) -> Scan:
+def list_saved(folder: str, holdout: float = 0.2) -> Listing:
     """The pictures of a saved Dataset, or of the splits of a DatasetDict."""
     root = Path(folder)
     if not (root / "dataset_dict.json").is_file():
-        return divide(folder, {"train": _Split(root, "train").files()}, holdout, ())
+        return divide(folder, {"train": _saved_files(root, "train")}, holdout)
     found = read_object(root / "dataset_dict.json").get("splits")
     names = found if isinstance(found, list) else []
     splits = {_KNOWN[name]: name for name in names if isinstance(name, str) and name in _KNOWN}
     _require_train(splits, printable(folder), names)
-    files = {split: _Split(root / name, name).files() for split, name in splits.items()}
-    return divide(folder, files, holdout, ())
+    files = {split: _saved_files(root / name, name) for split, name in splits.items()}
+    return divide(folder, files, holdout)
 
 
-def scan_dataset(dataset: Any, holdout: float = 0.2) -> Scan:
+def list_dataset(dataset: Any, holdout: float = 0.2) -> Listing:
     """The pictures of a `datasets.Dataset` or DatasetDict, in memory, mapped, shuffled or cut."""
     splits = dataset if isinstance(dataset, dict) else {"train": dataset}
     files = {_KNOWN[name]: _rows(part, name) for name, part in splits.items() if name in _KNOWN}
     _require_train(files, "the data set", list(splits))
-    return divide("dataset", files, holdout, ())
-
-
-def _rows(dataset: Any, name: str) -> list[ImageFile]:
-    import datasets  # type: ignore[import-untyped,unused-ignore]
-
-    kinds = dataset.features
-    pictures = [n for n, kind in kinds.items() if isinstance(kind, datasets.Image)]
-    if len(pictures) != 1:
-        raise ValueError(
-            f"a data set must have one column of type Image, and {len(pictures)} of {name}'s "
-            f"({printable(', '.join(kinds))}) are; choose with select_columns or cast_column"
-        )
-    labels = [n for n, kind in kinds.items() if isinstance(kind, datasets.ClassLabel)]
-    label = "label" if "label" in kinds else next(iter(labels), None)
-    names = [printable(n) for n in kinds[label].names] if label in labels else None
-    stored = dataset.cast_column(pictures[0], datasets.Image(decode=False))
-    found: list[ImageFile] = []
-    for batch in stored.with_format("arrow").iter(1000):
-        sizes = _pyarrow().compute.binary_length(batch[pictures[0]].combine_chunks().field("bytes"))
-        known = batch[label].to_pylist() if label else [None] * len(sizes)
-        for size, kind in zip(sizes.to_pylist(), known, strict=True):
-            place = Row(_Stored(stored, pictures[0]), len(found), size or 0)
-            found.append(ImageFile(f"{name}/{len(found):09d}", place, _class(kind, names)))
-    return found
+    return divide("dataset", files, holdout)
 
 
 def _require_train(splits: Collection[str], source: str, names: list[Any]) -> None:
@@ -83,8 +60,39 @@ def _require_train(splits: Collection[str], source: str, names: list[Any]) -> No
         )
 
 
+def _columns(schema: Any) -> tuple[str, str | None, list[str] | None]:
+    """The column of pictures, that of labels, and the names of the classes."""
+    try:
+        known = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
+        kinds = {name: dict(feature) for name, feature in known.items()}
+    except (KeyError, ValueError, TypeError, AttributeError, RecursionError):
+        kinds = {}
+    types = {name: kinds.get(name, {}).get("_type") for name in schema.names}
+    pictures = [name for name, kind in types.items() if kind == "Image"]
+    if len(pictures) != 1:
+        raise ValueError(
+            f"a data set needs one column of type Image and {len(pictures)} of its columns "
+            f"({printable(', '.join(types))}) are; choose one with select_columns or cast_column"
+        )
+    labels = [name for name, kind in types.items() if kind == "ClassLabel"]
+    label = "label" if "label" in types else next(iter(labels), None)
+    names = kinds.get(label, {}).get("names")
+    names = names if isinstance(names, list) else []
+    return pictures[0], label, [printable(str(name)) for name in names] or None
+
+
+def _class(label: Any, names: list[str] | None) -> str | None:
+    if label is None or (isinstance(label, int) and label < 0):  # -1 is "no label" there too
+        return None
+    if names is not None and isinstance(label, int):
+        return names[label]  # an IndexError is the file's fault
+    return printable(str(label))
+
+
 @dataclass(frozen=True)
 class _Stored:
+    """Reads the bytes of a row."""
+
     dataset: Any
     column: str
 
@@ -95,90 +103,73 @@ class _Stored:
         return stored["bytes"] or b""
 
 
-class _Split:
-    def __init__(self, folder: Path, name: str) -> None:
-        self.folder, self.name = folder, name
+def _rows(dataset: Any, name: str) -> list[ImageFile]:
+    import datasets  # type: ignore[import-untyped,unused-ignore]
 
-    def files(self) -> list[ImageFile]:
-        listed = read_object(self.folder / "state.json").get("_data_files")
-        found: list[ImageFile] = []
+    picture, label, names = _columns(dataset.features.arrow_schema)
+    stored = dataset.cast_column(picture, datasets.Image(decode=False))
+    read, found = _Stored(stored, picture), list[ImageFile]()
+    for batch in stored.with_format("arrow").iter(1000):
+        sizes = _pyarrow().compute.binary_length(batch[picture].combine_chunks().field("bytes"))
+        labels = batch[label].to_pylist() if label else [None] * len(sizes)
+        for size, known in zip(sizes.to_pylist(), labels, strict=True):
+            place = Row(read, len(found), size or 0)
+            found.append(ImageFile(f"{name}/{len(found):09d}", place, _class(known, names)))
+    return found
+
+
+def _saved_files(folder: Path, name: str) -> list[ImageFile]:
+    """The pictures of a saved Dataset; whatever is wrong with its files is refused."""
+    listed, found = read_object(folder / "state.json").get("_data_files"), list[ImageFile]()
+    arrow = _pyarrow()
+    try:
         for entry in listed if isinstance(listed, list) else ():
-            name = entry.get("filename") if isinstance(entry, dict) else None
-            if not isinstance(name, str) or Path(name).name != name or "\0" in name:
-                raise self._refused("its state.json names a file elsewhere")
-            for place, label in self._rows(self.folder / name):
-                found.append(ImageFile(f"{self.name}/{len(found):09d}", place, label))
-        return found
-
-    def _rows(self, path: Path) -> Iterator[tuple[Place, str | None]]:
-        arrow = _pyarrow()
-        try:
-            status = os.stat(path)
-            with arrow.memory_map(str(path)) as mapped:
-                whole = mapped.read_buffer()
-            with arrow.ipc.open_stream(whole) as reader:
-                picture, label, names = self._columns(reader.schema)
-                for batch in reader:
-                    ranges = self._ranges(batch.column(picture), whole)
-                    labels = [None] * len(batch)
-                    if label is not None:
-                        batch.column(label).validate(full=True)
-                        labels = batch.column(label).to_pylist()
-                    for (begin, size), found in zip(ranges, labels, strict=True):
-                        place = Place(str(path), begin, size, status.st_mtime_ns)
-                        yield place, _class(found, names)
-        except (arrow.ArrowException, OSError, IndexError) as error:
-            raise self._refused(printable(str(error).split("\n")[0])) from error
-
-    def _columns(self, schema: Any) -> tuple[str, str | None, list[str] | None]:
-        """The column of pictures, that of labels, and the names of the classes."""
-        try:
-            known = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
-            kinds = {name: dict(feature) for name, feature in known.items()}
-        except (KeyError, ValueError, TypeError, AttributeError, RecursionError):
-            kinds = {}
-        pictures = [n for n in schema.names if kinds.get(n, {}).get("_type") == "Image"]
-        if len(pictures) != 1:
-            raise self._refused(
-                f"it must have one column of type Image, and {len(pictures)} of its columns "
-                f"({printable(', '.join(schema.names))}) are"
-            )
-        labels = [n for n in schema.names if kinds.get(n, {}).get("_type") == "ClassLabel"]
-        label = "label" if "label" in schema.names else next(iter(labels), None)
-        names = kinds.get(label, {}).get("names") if label else None
-        names = names if isinstance(names, list) else None
-        return pictures[0], label, [printable(str(name)) for name in names] if names else None
-
-    def _ranges(self, column: Any, whole: Any) -> Iterator[tuple[int, int]]:
-        """(begin, bytes) in the file of every row; (0, 0) for a row that holds none."""
-        arrow = _pyarrow()
-        column.validate(full=True)  # offsets of a hostile file may lead anywhere
-        stored = column.field("bytes") if arrow.types.is_struct(column.type) else column
-        if stored.type not in (arrow.binary(), arrow.large_binary()):
-            raise self._refused(f"pictures must be stored as bytes, and they are {stored.type}")
-        kind = np.int32 if stored.type == arrow.binary() else np.int64
-        _, offsets, data = stored.buffers()
-        ends = np.frombuffer(offsets, kind)[stored.offset :][: len(stored) + 1].tolist()
-        start = data.address - whole.address if data is not None and data.size else 0
-        if start < 0 or start + ends[-1] > whole.size:
-            raise self._refused("its pictures are compressed a second time")
-        present = stored.is_valid().to_pylist()
-        for there, begin, end in zip(present, ends[:-1], ends[1:], strict=True):
-            yield (start + begin, end - begin) if there else (0, 0)
-
-    def _refused(self, reason: str) -> FileRefused:
-        return FileRefused(
-            f"{printable(str(self.folder))} must be a data set of pictures as Hugging Face's "
-            f"save_to_disk writes it, but {reason}; save it again with Dataset.save_to_disk"
-        )
+            file = entry.get("filename") if isinstance(entry, dict) else None
+            if not isinstance(file, str) or Path(file).name != file or "\0" in file:
+                raise ValueError("its state.json names a file elsewhere")
+            for place, label in _saved_rows(str(folder / file)):
+                found.append(ImageFile(f"{name}/{len(found):09d}", place, label))
+    except (arrow.ArrowException, OSError, IndexError, ValueError) as error:
+        raise FileRefused(
+            f"{printable(str(folder))} must be a data set of pictures as Hugging Face's "
+            f"save_to_disk writes it, but {printable(str(error).split(chr(10))[0])}; save it again "
+            "with Dataset.save_to_disk"
+        ) from error
+    return found
 
 
-def _class(label: Any, names: list[str] | None) -> str | None:
-    if label is None or (isinstance(label, int) and label < 0):  # -1 is "no label" there too
-        return None
-    if names is not None and isinstance(label, int):
-        return names[label]  # an IndexError is the file's fault
-    return printable(str(label))
+def _saved_rows(path: str) -> Iterator[tuple[Place, str | None]]:
+    arrow = _pyarrow()
+    changed = os.stat(path).st_mtime_ns
+    with arrow.memory_map(path) as mapped:
+        whole = mapped.read_buffer()
+    with arrow.ipc.open_stream(whole) as reader:
+        picture, label, names = _columns(reader.schema)
+        for batch in reader:
+            ranges, labels = _ranges(batch.column(picture), whole), [None] * len(batch)
+            if label is not None:
+                batch.column(label).validate(full=True)
+                labels = batch.column(label).to_pylist()
+            for (begin, size), known in zip(ranges, labels, strict=True):
+                yield Place(path, begin, size, changed), _class(known, names)
+
+
+def _ranges(column: Any, whole: Any) -> Iterator[tuple[int, int]]:
+    """(begin, bytes) in the file of every row; (0, 0) for a row that holds none."""
+    arrow = _pyarrow()
+    column.validate(full=True)  # offsets of a hostile file may lead anywhere
+    stored = column.field("bytes") if arrow.types.is_struct(column.type) else column
+    if stored.type not in (arrow.binary(), arrow.large_binary()):
+        raise ValueError(f"pictures must be stored as bytes, and they are {stored.type}")
+    kind = np.int32 if stored.type == arrow.binary() else np.int64
+    _, offsets, data = stored.buffers()
+    ends = np.frombuffer(offsets, kind)[stored.offset :][: len(stored) + 1].tolist()
+    start = data.address - whole.address if data is not None and data.size else 0
+    if start < 0 or start + ends[-1] > whole.size:
+        raise ValueError("its pictures are compressed a second time")
+    present = stored.is_valid().to_pylist()
+    for there, begin, end in zip(present, ends[:-1], ends[1:], strict=True):
+        yield (start + begin, end - begin) if there else (0, 0)
 
 
 def _pyarrow() -> Any:

@@ -66,7 +66,7 @@ def num_cores() -> int:
 
 
 class _Room:
-    """Bytes in use by all threads; a picture larger than all of it waits until it is alone."""
+    """Bytes in use by all threads; a picture above the limit waits until nothing else is in use."""
 
     def __init__(self) -> None:
         self._used, self._changed = 0, threading.Condition()

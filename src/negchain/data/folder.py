@@ -1,152 +1,280 @@
-"""A scanned folder or table as image sets: decoded into memory, or checked and left on disk."""
+"""Folders and tables of images: their files by split, with the classes that layout or table give.
 
-import hashlib
+Layouts of a folder, the first that fits:
+
+train/ ...    with `unlabeled/`, and `test/` (or `val/`, `valid/`, `validation/`: the first that has
+              class folders). Two or more folders in `train/` are classes: `train/cat/any/1.jpg`.
+              `Train/` and `Testing/` are splits too where there are no other folders.
+cat/ dog/     all images lie in two or more folders: they are the classes.
+pets/ ...     a folder in which everything lies is passed through.
+a heap        images at any depth without labels.
+
+A table is a CSV file with the columns `path` and `label`, perhaps with `split`. Paths are relative
+to the table. An empty label is none, an empty split is train.
+
+An item is a regular file with an image suffix. One that is a broken link or no regular file is
+named in `unreadable`, files with other suffixes are counted in `notes`, and hidden files and
+folders (a leading dot) are passed over. A folder that links reach twice is read once: links in a
+circle end, and no picture becomes its own negative. A link to a folder that contains the data (to
+`/`, say) is not followed; a link to elsewhere is followed and named in `notes`.
+
+Order: names are POSIX paths relative to the root, sorted by code point: the same on every machine.
+"""
+
+import os
+import stat
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import torch
-
-from negchain.data.decode import IMAGE_SUFFIXES, Size
-from negchain.data.files import check_files, decode_files
-from negchain.data.image_set import DataBundle, ImageSet
-from negchain.data.scan import ImageFile, Scan, classes_of, require_known_classes, too_few
-from negchain.data.storage import Storage
+from negchain.data.decode import IMAGE_SUFFIXES
+from negchain.data.listing import (
+    SPLITS,
+    TEST_SPLITS,
+    ImageFile,
+    Listing,
+    classes_of,
+    divide,
+    ignored,
+    tested_on,
+    without_classes,
+)
+from negchain.data.places import whole_file
+from negchain.files import read_table
 from negchain.printable import printable
 
+_CALLED = {"training": "train", "testing": "test", "unlabelled": "unlabeled"}
 
-def load_folder(
-    scan: Scan,
-    sizes: Sequence[Size],
-    storage: Storage,
-    *,
-    strict: bool,
-    workers: int,
-    progress: bool,
-) -> DataBundle:
-    """The scanned files as sets, kept as `storage` says; `sizes` are those of pretrain + test.
 
-    >>> load_folder(  # doctest: +ELLIPSIS
-    ...     Scan("/nowhere", ()), [], Storage(8, 0, True), strict=False, workers=1, progress=False
-    ... )
-    Traceback (most recent call last):
-    ValueError: /nowhere holds 0 readable images; ...
+@dataclass
+class _Walk:
+    root: str
+    files: list[ImageFile] = field(default_factory=list)
+    unreadable: list[tuple[str, str]] = field(default_factory=list)
+    other: Counter[str] = field(default_factory=Counter)
+    notes: list[str] = field(default_factory=list)
+
+    def enter(self, folder: str, prefix: str) -> "_Walk":
+        """Adds everything under `folder`, named from `prefix` on; one stack, no recursion."""
+        seen: set[tuple[int, int]] = set()
+        stack = [(folder, prefix)]
+        while stack:
+            here, name = stack.pop()
+            try:
+                status = os.stat(here)
+                entries = sorted(os.scandir(here), key=lambda entry: entry.name, reverse=True)
+            except OSError as error:
+                self.unreadable.append((name, f"folder cannot be listed: {error.strerror}"))
+                continue
+            if (status.st_dev, status.st_ino) in seen:
+                continue
+            seen.add((status.st_dev, status.st_ino))
+            for entry in entries:
+                if entry.name.startswith("."):
+                    continue
+                shown = name + printable(entry.name)
+                try:
+                    status = entry.stat()
+                except OSError:  # a link to nothing or to itself
+                    self._add_file(entry, shown, None)
+                    continue
+                if not stat.S_ISDIR(status.st_mode):
+                    self._add_file(entry, shown, status)
+                elif not entry.is_symlink() or self._follows(entry.path, shown):
+                    stack.append((entry.path, f"{shown}/"))
+        return self
+
+    def _follows(self, path: str, name: str) -> bool:
+        target, root = os.path.realpath(path), os.path.realpath(self.root)
+        around = os.path.commonpath([target, root])
+        if around == target and target != root:
+            self.notes.append(f"{name} leads to {printable(target)}, around the data: not followed")
+            return False
+        if around != root:
+            self.notes.append(f"{name} leads out of the data, to {printable(target)}: read as well")
+        return True
+
+    def _add_file(self, entry: os.DirEntry[str], name: str, status: os.stat_result | None) -> None:
+        suffix = os.path.splitext(entry.name)[1].lower()
+        if suffix not in IMAGE_SUFFIXES:
+            self.other[printable(suffix) or "no suffix"] += 1
+        elif status is None:
+            self.unreadable.append((name, "broken link"))
+        elif not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for ever
+            self.unreadable.append((name, "not a regular file"))
+        else:
+            self.files.append(ImageFile(name, whole_file(entry.path, status)))
+
+    def labelled(self, depth: int) -> list[ImageFile]:
+        """The files in order, with the folder at `depth` of their name as class."""
+        placed = []
+        for file in sorted(self.files, key=lambda file: file.name):
+            *folders, _ = file.name.split("/")
+            class_name = folders[depth] if len(folders) > depth else None
+            placed.append(replace(file, class_name=class_name))
+        return placed
+
+
+def list_folder(root: str | Path, holdout: float = 0.2) -> Listing:
+    r"""The image files under `root`, in order, with the classes that the layout gives them.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     for name in ("train/cat/b.png", "train/cat/a.png", "train/dog/c.PNG", "train/x.txt"):
+    ...         file = Path(folder, name)
+    ...         file.parent.mkdir(parents=True, exist_ok=True)
+    ...         _ = file.write_text("")
+    ...     listing = list_folder(folder)
+    >>> [file.name for file in listing.pretrain], listing.pretrain[2].class_name
+    (['train/cat/a.png', 'train/cat/b.png', 'train/dog/c.PNG'], 'dog')
     """
-    files = scan.pretrain + scan.test
-    name = printable(Path(scan.root).resolve().name)
-    places, images, whole = [file.place for file in files], None, None
-    title = f"{'decoding' if storage.resident else 'checking'} {name}" if progress else None
-    if not storage.resident:
-        failed = check_files(places, workers=workers, title=title)
-    else:
-        pictures = (sizes, storage.short) if storage.short else None
-        images, whole, failed = decode_files(
-            places, storage.side, whole=pictures, workers=workers, title=title
-        )
-    skipped = scan.unreadable + tuple((files[i].name, why) for i, why in failed.items())
-    kept = [file for i, file in enumerate(files) if i not in failed]
-    count = len(scan.pretrain) - sum(i < len(scan.pretrain) for i in failed)
-    _require_images(scan.root, count, skipped, strict)
-    everything = ImageSet(
-        names=tuple(file.name for file in kept),
-        labels=None,
-        images=images,
-        places=None if storage.resident else tuple(file.place for file in kept),
-        side=storage.side,
-        whole=whole,
-        short=0 if storage.resident else storage.short,
-    )
-    return _divide(name, scan, everything, count, kept, skipped, storage)
+    top, inside = os.fspath(root), ""
+    while (only := _only_folder(os.path.join(top, inside))) is not None:
+        inside += f"{only}/"
+    listing = _list_here(os.path.join(top, inside), holdout)
+    if not inside:
+        return listing
 
+    def placed(files: Iterable[ImageFile]) -> tuple[ImageFile, ...]:
+        return tuple(replace(file, name=printable(inside) + file.name) for file in files)
 
-def _divide(
-    name: str,
-    scan: Scan,
-    everything: ImageSet,
-    count: int,
-    kept: Sequence[ImageFile],
-    skipped: tuple[tuple[str, str], ...],
-    storage: Storage,
-) -> DataBundle:
-    """The first `count` items to pretrain on, the others to test on, as far as damage left them."""
-    classes, notes, unprobed = classes_of(kept[:count]), scan.notes, scan.unprobed
-    tested = list(range(count, len(kept)))
-    if scan.held_out:
-        tested = [i for i in tested if kept[i].class_name in classes]
-    else:
-        require_known_classes(classes, classes_of(kept[count:]))
-    if len(classes) == 1:  # the others were lost to damage
-        unprobed = f"only {classes[0]} has readable images to train on"
-        classes = ()
-    elif scan.test and (too_little := too_few(kept[:count])):
-        unprobed, tested = too_little, []
-    if scan.test and (not classes or not tested):
-        notes += (f"nothing is probed: {unprobed}",)
-    pretrain = everything.select(torch.arange(count))
-    test = None
-    if len(classes) >= 2:
-        number = {name: k for k, name in enumerate(classes)}
-        labels = torch.tensor([number.get(f.class_name or "", -1) for f in kept])
-        pretrain = replace(pretrain, labels=labels[:count])
-        if tested:
-            chosen = torch.tensor(tested)
-            test = replace(everything.select(chosen), labels=labels[chosen])
-    shape = (everything.channels, *everything.size, *([storage.short] if storage.short else ()))
-    items = [(file.name, file.place.size) for file in kept]
-    return DataBundle(
-        name=name,
-        pretrain=pretrain,
-        train=labelled_part(pretrain),
-        test=test,
-        classes=classes,
-        skipped=skipped,
-        fingerprint=fingerprint(items[:count], items[count:], shape),
+    notes = listing.notes
+    if not classes_of(listing.pretrain):
+        notes += (f"all images lie in {printable(inside)}, and one folder labels nothing",)
+    return replace(
+        listing,
+        root=top,
+        pretrain=placed(listing.pretrain),
+        test=placed(listing.test),
         notes=notes,
-        unprobed=unprobed,
-        held_out=len(test) if test is not None and scan.held_out else 0,
+        unreadable=tuple((printable(inside) + name, why) for name, why in listing.unreadable),
     )
 
 
-def _require_images(
-    root: str, count: int, skipped: Sequence[tuple[str, str]], strict: bool
-) -> None:
-    first = "; ".join(f"{name}: {why}" for name, why in skipped[:3])
-    if strict and skipped:
-        raise ValueError(
-            f"strict reading allows no unreadable file, and {printable(root)} holds {len(skipped)} "
-            f"({first}); repair or remove them, or leave out --strict"
-        )
-    if count == 0:
-        unread = f" and {len(skipped)} unreadable ({first})" if skipped else ""
-        remedy = f"give a folder with files ending in {', '.join(sorted(IMAGE_SUFFIXES))}"
-        if root.lower().endswith(".csv"):
-            remedy = "name images by paths that are relative to the table"
-        raise ValueError(f"{printable(root)} holds 0 readable images{unread}; {remedy}")
-
-
-def labelled_part(pretrain: ImageSet) -> ImageSet | None:
-    """The items with a label, as a set to fit probes on; None if there are none.
-
-    >>> pixels = torch.zeros(3, 1, 8, 8, dtype=torch.uint8)
-    >>> labelled_part(ImageSet(("a", "b", "c"), torch.tensor([1, -1, 0]), pixels)).names
-    ('a', 'c')
-    """
-    if pretrain.labels is None or bool((pretrain.labels < 0).all()):
+def _only_folder(top: str) -> str | None:
+    """The one folder in which everything lies; None if there is another folder or an image."""
+    try:
+        entries = [entry for entry in os.scandir(top) if not entry.name.startswith(".")]
+    except OSError:
         return None
-    return pretrain.select((pretrain.labels >= 0).nonzero().flatten())
+    folders = [entry.name for entry in entries if entry.is_dir()]
+    if len(folders) != 1 or _called(folders[0]) in SPLITS or any(map(_is_image, entries)):
+        return None
+    return None if os.path.islink(os.path.join(top, folders[0])) else folders[0]
 
 
-def fingerprint(
-    pretrain: Iterable[tuple[str, int]], test: Iterable[tuple[str, int]], shape: Sequence[int]
-) -> str:
-    """16 hexadecimal digits over (name, bytes) of every item and the decoded shape (C, S, S, ...).
+def _is_image(entry: os.DirEntry[str]) -> bool:
+    return os.path.splitext(entry.name)[1].lower() in IMAGE_SUFFIXES
 
-    >>> fingerprint([("a.png", 10)], [], (3, 8, 8)) == fingerprint([("a.png", 11)], [], (3, 8, 8))
-    False
+
+def _called(folder: str) -> str:
+    """A folder's name in small letters; other spellings of a split become ours."""
+    return _CALLED.get(folder.lower(), folder.lower())
+
+
+def _split_folders(top: str) -> dict[str, str]:
+    """The folder of each split; beside folders that are none, only our own spellings count."""
+    folders = [e.name for e in os.scandir(top) if e.is_dir() and not e.name.startswith(".")]
+    named = {_called(folder): folder for folder in sorted(folders)}
+    if len(named) < len(folders) or not set(named) <= set(SPLITS):
+        named = {folder: folder for folder in folders}
+    return {split: named[split] for split in SPLITS if split in named}
+
+
+def _list_here(top: str, holdout: float) -> Listing:
+    splits = _split_folders(top)
+    if "train" in splits or "unlabeled" in splits:
+        return _list_splits(top, splits, holdout)
+    walk = _Walk(top).enter(top, "")
+    files = walk.labelled(0)
+    folders = classes_of(files)
+    loose = sum(file.class_name is None for file in files)
+    tests = [name for name in folders if _called(name) in TEST_SPLITS]
+    unprobed = ""
+    if tests:
+        unprobed = f"there is {tests[0]}/, and no train/ beside it"
+    elif loose and len(folders) > 1:
+        unprobed = f"{loose:,} images lie beside {folders[0]}/ and {folders[1]}/, which are "
+        unprobed += "classes only if every image lies in one of them"
+    if unprobed or loose or len(folders) < 2:
+        files = without_classes(files)
+    notes = [*walk.notes, *ignored(walk.other)]
+    notes += [f"nothing is probed: {unprobed}"] if unprobed else []
+    listing = divide(top, {"train": files}, holdout, notes, walk.unreadable)
+    return replace(listing, unprobed=unprobed) if unprobed else listing
+
+
+def _list_splits(top: str, folders: dict[str, str], holdout: float) -> Listing:
+    walks: dict[str, _Walk] = {}
+    files: dict[str, list[ImageFile]] = {}
+    for split, folder in folders.items():  # test folders come last
+        if tested_on(files) is None:
+            walks[split] = _Walk(top).enter(os.path.join(top, folder), f"{folder}/")
+            files[split] = walks[split].labelled(1)
+    tested = tested_on(files)
+    read = [walk for split, walk in walks.items() if split == tested or split not in TEST_SPLITS]
+    other = sum((walk.other for walk in read), Counter[str]())
+    notes = [note for walk in read for note in walk.notes]
+    notes += [*_beside(top, list(folders.values())), *ignored(other)]
+    notes += [f"the split {split} is not read" for split in folders if split not in walks]
+    return divide(top, files, holdout, notes, [pair for walk in read for pair in walk.unreadable])
+
+
+def _beside(top: str, splits: Sequence[str]) -> list[str]:
+    """A note if images may lie beside the folders of the splits."""
+    beside = sorted(
+        printable(entry.name)
+        for entry in os.scandir(top)
+        if not entry.name.startswith(".")
+        and entry.name not in splits
+        and (entry.is_dir() or _is_image(entry))
+    )
+    if not beside:
+        return []
+    shown = ", ".join(beside[:3]) + (", ..." if len(beside) > 3 else "")
+    return [f"beside {'/, '.join(splits)}/ there is {shown}: not read"]
+
+
+def list_table(path: str | Path, holdout: float = 0.2) -> Listing:
+    r"""The image files that a table with the columns `path` and `label` names.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     table = Path(folder, "pets.csv")
+    ...     _ = table.write_text("path,label\nb.png,dog\na.png,cat\n")
+    ...     listing = list_table(table)
+    >>> listing.unreadable
+    (('a.png', 'no such file'), ('b.png', 'no such file'))
     """
-    digest = hashlib.sha256(repr(tuple(shape)).encode())
-    for part in (pretrain, test):
-        digest.update(b"\0part\0")
-        for name, num_bytes in part:
-            digest.update(f"{name}\0{num_bytes}\0".encode())
-    return digest.hexdigest()[:16]
+    table = os.fspath(path)
+    folder = os.path.dirname(table)
+    names, unreadable = set[str](), list[tuple[str, str]]()
+    splits: dict[str, list[ImageFile]] = {split: [] for split in SPLITS}
+    for _, row in read_table(Path(path), ("path", "label")):
+        written, split = row["path"].strip(), row.get("split", "").strip().lower() or "train"
+        name, where = printable(os.path.normpath(written)), os.path.join(folder, written)
+        if split not in SPLITS:
+            raise ValueError(
+                f"split must be one of {', '.join(SPLITS)}, got {printable(split[:40])!r} for "
+                f"{name} in {printable(table)}; correct it, or remove the column"
+            )
+        if name in names:
+            raise ValueError(
+                f"{printable(table)} must name every image once, and {name} is there twice; "
+                "remove one of the rows"
+            )
+        names.add(name)
+        try:
+            status = os.stat(where)
+        except (OSError, ValueError):
+            unreadable.append((name, "no such file"))
+            continue
+        if not stat.S_ISREG(status.st_mode):
+            unreadable.append((name, "not a regular file"))
+            continue
+        file = ImageFile(name, whole_file(where, status), printable(row["label"].strip()) or None)
+        splits[split].append(file)
+    for files in splits.values():
+        files.sort(key=lambda file: file.name)
+    return divide(table, splits, holdout, unreadable=unreadable)

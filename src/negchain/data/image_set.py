@@ -7,15 +7,16 @@ Resident    all pixels in memory; the trainer moves what crops are cut from to i
 On disk     places only (files, or ranges of shards); decoded when asked for, or ahead by
             `load_batches` in DataLoader workers.
 
-An item has two faces. `fetch` gives its *square*, side x side pixels, which is evaluated and shown.
-`pictures` gives what random crops are cut from: the whole picture in its own proportions, or the
-square where there is nothing more to it (digits, CIFAR-10, STL-10).
+An item is read in two forms. `fetch` gives its *square*, side x side pixels, which is evaluated and
+shown. `pictures` gives what random crops are cut from: the whole picture in its own proportions, or
+the square where the set has nothing else (digits, CIFAR-10, STL-10).
 
 Letters in shapes: M items, T batches, B rows of a batch, C channels, S the side.
 """
 
+import hashlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -95,13 +96,12 @@ class ImageSet:
             return self.images[positions]
         return _stack(self._decode_all(positions, whole=False), self.side)
 
-    def pictures(self, positions: Tensor) -> Images:  # int64 [B] -> B of them
-        """What crops of the items at `positions` are cut from."""
+    def pictures(self, positions: Tensor, threads: int | None = None) -> Images:  # [B] -> B of them
+        """What crops of the items at `positions` are cut from; decoded now, where on disk."""
         if self.table is not None:
             return self.table[positions]
-        if not self.short:
-            return self.fetch(positions)
-        return Pictures.pack(self._decode_all(positions, whole=True))
+        decoded = self._decode_all(positions, bool(self.short), threads)
+        return Pictures.pack(decoded) if self.short else _stack(decoded, self.side)
 
     def select(self, positions: Tensor) -> "ImageSet":  # int64 [N], ascending
         """The items at `positions` as a set of its own; shares memory when they are consecutive."""
@@ -119,8 +119,21 @@ class ImageSet:
             short=self.short,
         )
 
-    def _decode_all(self, positions: Tensor, whole: bool) -> list[Tensor]:
-        with warnings.catch_warnings(), ThreadPoolExecutor(num_cores()) as pool:
+    def labelled_part(self) -> "ImageSet | None":
+        """The items with a label, to fit probes on; None if there are none.
+
+        >>> pixels = torch.zeros(3, 1, 8, 8, dtype=torch.uint8)
+        >>> ImageSet(("a", "b", "c"), torch.tensor([1, -1, 0]), pixels).labelled_part().names
+        ('a', 'c')
+        """
+        if self.labels is None or bool((self.labels < 0).all()):
+            return None
+        return self.select((self.labels >= 0).nonzero().flatten())
+
+    def _decode_all(
+        self, positions: Tensor, whole: bool, threads: int | None = None
+    ) -> list[Tensor]:
+        with warnings.catch_warnings(), ThreadPoolExecutor(threads or num_cores()) as pool:
             warnings.simplefilter("ignore")  # PIL warns of odd metadata; what matters raises
             return list(pool.map(lambda p: self._decode(p, whole), positions.tolist()))
 
@@ -177,13 +190,29 @@ class DataBundle:
         return self.train is not None and self.test is not None
 
 
+def fingerprint(
+    pretrain: Iterable[tuple[str, int]], test: Iterable[tuple[str, int]], shape: Sequence[int]
+) -> str:
+    """16 hexadecimal digits over (name, bytes) of every item and the decoded shape (C, S, S, ...).
+
+    >>> fingerprint([("a.png", 10)], [], (3, 8, 8)) == fingerprint([("a.png", 11)], [], (3, 8, 8))
+    False
+    """
+    digest = hashlib.sha256(repr(tuple(shape)).encode())
+    for part in (pretrain, test):
+        digest.update(b"\0part\0")
+        for name, num_bytes in part:
+            digest.update(f"{name}\0{num_bytes}\0".encode())
+    return digest.hexdigest()[:16]
+
+
 def _stack(decoded: list[Tensor], side: int) -> Tensor:
     return torch.stack(decoded) if decoded else torch.empty(0, 3, side, side, dtype=torch.uint8)
 
 
 @dataclass(frozen=True, eq=False)
 class _Batches(Dataset[Images | str]):
-    """Item t is batch t, whole: what `pictures` gives, or the sentence of the error that stops."""
+    """Item t is batch t: what `pictures` gives, or the message of the error that ends the run."""
 
     image_set: ImageSet
     positions: Tensor  # [T,B]
@@ -192,14 +221,10 @@ class _Batches(Dataset[Images | str]):
         return len(self.positions)
 
     def __getitem__(self, t: int) -> Images | str:
-        images, whole = self.image_set, bool(self.image_set.short)
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                decoded = [images._decode(int(p), whole) for p in self.positions[t]]
+            return self.image_set.pictures(self.positions[t], threads=1)
         except ValueError as error:  # a DataLoader would wrap it in a page of traceback
             return str(error)
-        return Pictures.pack(decoded) if whole else _stack(decoded, images.side)
 
 
 def load_batches(

@@ -1,9 +1,9 @@
-"""Any map-style data set with the positions of its samples, and a loader that thinks ahead.
+"""Any map-style data set with positions, and a loader whose workers fetch what a loss will want.
 
-Which items the chains of a later batch hold is known while the current one trains: a chain moves
-only when its own sample is in a batch. So the workers of a `DataLoader` can decode them with the
-batch. Where a sample comes again before its batch is used, what its chain holds may change: those
-items alone are then fetched in the main process, and numbers are those of a loop without workers.
+What the chains of a later batch hold is known while the current batch trains: a chain moves only
+when its own sample is in a batch. So the workers of a `DataLoader` can decode it with the batch. If
+a sample occurs again before that batch is used, its chain may move; the items that changed are then
+fetched in the main process, and the numbers equal those of a loop without workers.
 
 Shapes: `B` batch, `R` positions a loss wants encoded.
 """
@@ -43,13 +43,13 @@ class Indexed(Dataset[tuple[Any, ...]]):
         return len(self.dataset)
 
     def __getitem__(self, position: int) -> tuple[Any, ...]:
-        """Position and sample; one that is no tuple counts as one of length 1."""
+        """Position and sample; a sample that is no tuple counts as a tuple of one."""
         sample = self.dataset[position]
         return (position, *sample) if isinstance(sample, (tuple, list)) else (position, sample)
 
 
 class Asks(Protocol):
-    """A loss, as far as it is needed here: it says what it wants encoded for a batch."""
+    """What is needed of a loss here: it says what it wants encoded for a batch."""
 
     def request(self, index: Tensor, *, ahead: int = 0) -> Any:
         """What is wanted for a batch, `ahead` calls from now; see `negchain.Request`."""
@@ -73,7 +73,7 @@ def prefetch(
     collate: Callable[[list[Any]], Any] = default_collate,
     **loader: Any,
 ) -> Iterator[Prefetched]:
-    """Batches with the items their loss asks for, all of them decoded by a loader's workers.
+    """Batches with the items their loss asks for, both decoded by a loader's workers.
 
     Use every batch before the next is taken, as a training loop does.
 

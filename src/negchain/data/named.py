@@ -1,10 +1,17 @@
-"""The sources that `--data` names. Nothing here needs torch: a mistyped path is refused at once."""
+"""What `--data` names, and who lists its files.
+
+Nothing here needs torch: a mistyped path is refused at once.
+"""
 
 import difflib
 import os
+from collections.abc import Callable
 from pathlib import Path
 
-from negchain.data.shards import shards_of
+from negchain.data.arrow import is_saved, list_saved
+from negchain.data.folder import list_folder, list_table
+from negchain.data.listing import Listing
+from negchain.data.shards import list_shards, shards_of
 from negchain.printable import printable, show
 
 BUILT_IN = {"digits": 8, "cifar10": 32, "stl10": 96, "stl10-unlabeled": 96}
@@ -16,11 +23,9 @@ def named_sources(data: str) -> list[str]:
     parts = [data] if os.path.exists(data) else [part.strip() for part in data.split(",")]
     names = ", ".join(BUILT_IN)
     for part in parts:
-        if part in BUILT_IN or os.path.isdir(part) or shards_of(part):
+        if part in BUILT_IN or lister(part) is not None:
             continue
         if os.path.isfile(part):  # no error where a name is too long to be one
-            if Path(part).suffix.lower() == ".csv":
-                continue
             raise ValueError(
                 f"--data needs a folder, .tar shards that are not compressed or a .csv with "
                 f"path,label, and {show(part)} is another file; name its folder, or unpack it"
@@ -32,6 +37,19 @@ def named_sources(data: str) -> list[str]:
     if twice:
         raise ValueError(f"--data names {show(twice[0])} more than once; name every source once")
     return parts
+
+
+def lister(source: str) -> Callable[[str, float], Listing] | None:
+    """Who lists the files of a source; None for a built-in set, and where nobody can."""
+    if source in BUILT_IN:
+        return None
+    if is_saved(source):
+        return list_saved
+    if shards_of(source):
+        return list_shards
+    if os.path.isdir(source):
+        return list_folder
+    return list_table if source.lower().endswith(".csv") and os.path.isfile(source) else None
 
 
 def _siblings(part: str) -> list[str]:

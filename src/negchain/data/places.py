@@ -1,8 +1,8 @@
-"""Where the bytes of a picture are: a range of a file, which is all of it or a part.
+"""Where the bytes of a picture are: a whole file, or a range of one.
 
-A picture in a shard (.tar) or in an Arrow file lies there uncompressed, so a table of ranges made
-once gives every position its bytes at the cost of one read, in any order and from any process.
-A range is right only for the file it was made from: reading says so if that has changed since.
+Shards (.tar) and Arrow files hold pictures uncompressed, so a picture is a range of bytes. It costs
+one read, in any order and from any process. A range is valid only while its file is unchanged:
+`opened` refuses a file that was written since.
 """
 
 import io
@@ -32,7 +32,7 @@ class Place(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A row of a data set that is an object in this process, which knows where its bytes are."""
+    """A row of a data set object in this process; `read(number)` gives its bytes."""
 
     read: Callable[[int], bytes]
     number: int
@@ -44,7 +44,7 @@ Where = Place | Row
 
 
 def whole_file(path: str, status: os.stat_result) -> Place:
-    """All of a file, as it is now."""
+    """All of a file, in its present state."""
     return Place(path, 0, status.st_size, status.st_mtime_ns)
 
 

@@ -2,10 +2,10 @@
 
     pets-0000.tar:   0001.jpg  0001.cls  0001.json  |  0002.jpg  0002.cls  ...
 
-Members whose names agree up to the first dot are one sample, wherever in the shard they stand. It
-has one picture; `.cls` holds its class (a number or a name), and other members are counted in a
-note. An item's name is `shard/member`, so equal keys in two shards are two items; in one shard they
-are refused. What splits there are is said by the shards' names: `test-0000.tar`, `val/0000.tar`.
+Members of a shard whose names agree up to the first dot are one sample, in any order. A sample has
+one picture; its `.cls` holds its class (a number or a name); other members are counted in a note.
+An item's name is `shard/member`: equal keys in two shards are two items, in one shard they are
+refused. The name of a shard says its split: `test-0000.tar`, `val/0000.tar`.
 
 A shard that was cut or damaged is refused: it would silently be a smaller data set.
 """
@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from negchain.data.decode import IMAGE_SUFFIXES
+from negchain.data.listing import SPLITS, ImageFile, Listing, divide, ignored
 from negchain.data.places import Place
-from negchain.data.scan import SPLITS, ImageFile, Scan, divide, ignored
 from negchain.files import FileRefused, open_plain
 from negchain.printable import printable
 
@@ -75,7 +75,7 @@ def _in_folder(folder: str) -> list[str]:
     return shards
 
 
-def scan_shards(source: str, holdout: float = 0.2) -> Scan:
+def list_shards(source: str, holdout: float = 0.2) -> Listing:
     """The pictures in the shards that `source` names, with their classes and splits."""
     paths = shards_of(source)
     root = source if os.path.isdir(source) else os.path.dirname(paths[0])

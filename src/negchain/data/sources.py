@@ -2,8 +2,8 @@
 
 Built in    digits (scikit-learn, nothing to download), cifar10, stl10 (torchvision; 105,000
             images, and stl10-unlabeled without the 5,000 that probes are fitted on).
-A folder    see `negchain.data.scan` for the layouts.
-A table     a CSV file with the columns `path` and `label`.
+A folder    see `negchain.data.folder` for the layouts.
+A table     a CSV file with the columns `path` and `label`, there too.
 Shards      .tar files: one, `a-{0000..0009}.tar`, or a folder of them (`negchain.data.shards`).
 Saved       a folder that Hugging Face's `save_to_disk` wrote (`negchain.data.arrow`).
 Several     `A,B`: pretraining on all of them, positions running source after source; probes use
@@ -13,34 +13,21 @@ A folder that has the name of a built-in set is reached by writing `./digits`.
 """
 
 import statistics
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from sklearn.datasets import load_digits  # type: ignore[import-untyped,unused-ignore]
-from torch import Tensor
-from torchvision.datasets import (  # type: ignore[import-untyped,unused-ignore]
-    CIFAR10,
-    STL10,
-    VisionDataset,
-)
-from torchvision.transforms.v2 import functional as tvf  # type: ignore[import-untyped,unused-ignore]
 
 from negchain.augment.pictures import Images, Pictures, joined
-from negchain.data.arrow import is_saved, scan_dataset, scan_saved
+from negchain.data.arrow import list_dataset
+from negchain.data.built_in import load_built_in
 from negchain.data.decode import Size, num_cores
-from negchain.data.files import read_sizes
-from negchain.data.folder import fingerprint, labelled_part, load_folder
-from negchain.data.image_set import DataBundle, ImageSet
-from negchain.data.named import BUILT_IN, named_sources
-from negchain.data.scan import Scan, scan_folder
-from negchain.data.shards import scan_shards, shards_of
-from negchain.data.storage import TIMES, choose
-from negchain.data.table import scan_csv
+from negchain.data.from_files import choose_storage, load_files, read_sizes
+from negchain.data.image_set import DataBundle, ImageSet, fingerprint
+from negchain.data.listing import Listing
+from negchain.data.named import BUILT_IN, lister, named_sources
 from negchain.printable import printable
 
 MIXED_SIDE = 96
@@ -66,7 +53,7 @@ def load_data(
 
     Args:
         data: names and folders, with commas between several; or a `datasets.Dataset` (or
-            DatasetDict) with a column of pictures; or files that were scanned already.
+            DatasetDict) with a column of pictures; or a `Listing`.
         image_size: side in pixels of what the encoder sees. None: what a built-in set has; for
             folders the shorter side that all images share, at most 224, or 96 if they differ
             (`notes` then says so).
@@ -74,7 +61,7 @@ def load_data(
         download: fetch cifar10 or stl10 if `root` has not got them.
         strict: refuse unreadable files instead of leaving them out.
         resident_bytes: how much the pictures may take; decides at which size they are kept, and
-            whether they stay on disk (see `negchain.data.storage`).
+            whether they stay on disk (see `negchain.data.from_files`).
         holdout: share of each class held out to test probes, where there is no test split.
         num_workers: threads that decode; None: one per core.
         progress: show a bar with the remaining time on stderr.
@@ -89,50 +76,35 @@ def load_data(
     workers = num_cores() if num_workers is None else max(1, num_workers)
     if isinstance(data, str):
         entries = named_sources(data)
-        scans = {entry: _scan(entry, holdout) for entry in entries if entry not in BUILT_IN}
+        listings = {name: files(name, holdout) for name in entries if (files := lister(name))}
     else:
-        scan = data if isinstance(data, Scan) else scan_dataset(data, holdout)
-        entries, scans = ["dataset"], {"dataset": scan}
-    sizes = {entry: _sizes(scan, workers, progress) for entry, scan in scans.items()}
+        given = data if isinstance(data, Listing) else list_dataset(data, holdout)
+        entries, listings = ["dataset"], {"dataset": given}
+    sizes = {entry: _sizes(listing, workers, progress) for entry, listing in listings.items()}
     known = [size for found in sizes.values() for size in found]
     side, notes = (image_size, ()) if image_size is not None else _default_side(entries, known)
-    storage = choose(known, side, resident_bytes)
-    if not storage.resident and len(scans) < len(entries):
+    storage = choose_storage(known, side, resident_bytes)
+    if not storage.resident and len(listings) < len(entries):
         raise ValueError(
             f"built-in sets are kept in memory and {len(known)} images of {side} px exceed the "
             f"{resident_bytes} bytes allowed; lower --image-size, or give folders alone"
         )
 
     def load(entry: str) -> DataBundle:
-        if entry in BUILT_IN:
-            return _LOADERS[entry](side, Path(root), download)
-        return load_folder(
-            scans[entry],
-            sizes[entry],
-            storage,
-            strict=strict,
-            workers=workers,
-            progress=progress,
-        )
+        if entry not in listings:
+            return load_built_in(entry, side, Path(root), download)
+        listed = listings[entry], sizes[entry]
+        return load_files(*listed, storage, strict=strict, workers=workers, progress=progress)
 
     bundle = _combine(entries, [load(entry) for entry in entries])
-    said = (storage.note,) if storage.note else ()
-    sides = [BUILT_IN[entry] for entry in entries if entry in BUILT_IN]
-    sides += [side for found in sizes.values() if (side := _typical(found))]
-    return replace(bundle, notes=notes + said + bundle.notes, native=max(sides, default=side))
+    notes += (storage.note,) if storage.note else ()
+    native = [_typical(sizes[entry]) if entry in listings else BUILT_IN[entry] for entry in entries]
+    return replace(bundle, notes=notes + bundle.notes, native=max(native) or side)
 
 
-def _scan(source: str, holdout: float) -> Scan:
-    if is_saved(source):
-        return scan_saved(source, holdout)
-    if shards_of(source):
-        return scan_shards(source, holdout)
-    return scan_folder(source, holdout) if Path(source).is_dir() else scan_csv(source, holdout)
-
-
-def _sizes(scan: Scan, workers: int, progress: bool) -> list[Size]:
-    places = [file.place for file in scan.pretrain + scan.test]
-    title = f"measuring {printable(Path(scan.root).name)}" if progress else None
+def _sizes(listing: Listing, workers: int, progress: bool) -> list[Size]:
+    places = [file.place for file in listing.pretrain + listing.test]
+    title = f"measuring {printable(Path(listing.root).name)}" if progress else None
     return read_sizes(places, workers=workers, title=title)
 
 
@@ -154,130 +126,6 @@ def _default_side(entries: Sequence[str], sizes: Sequence[Size]) -> tuple[int, t
         return LARGEST_COMMON_SIDE, (f"{note}; --image-size sets another side",)
     note = f"images of different sizes are seen at {MIXED_SIDE} px; --image-size sets another side"
     return MIXED_SIDE, (note,)
-
-
-def _built_in(
-    name: str,
-    pretrain: tuple[Sequence[str], Tensor, Tensor],  # names, labels [M], pixels uint8 [M,C,H,W]
-    test: tuple[Sequence[str], Tensor, Tensor],
-    classes: Sequence[str],
-    side: int,
-) -> DataBundle:
-    native = pretrain[2].shape[-1]
-    short = 0 if native == side else min(native, TIMES[0] * side)
-
-    def image_set(names: Sequence[str], labels: Tensor, pixels: Tensor) -> ImageSet:
-        full_names = tuple(f"{name}/{n}" for n in names)
-        whole = _resize(pixels, short) if short else None
-        return ImageSet(full_names, labels, _resize(pixels, side), whole=whole)
-
-    sets = [image_set(*pretrain), image_set(*test)]
-    num_bytes = pretrain[2][0].numel()
-    items = [[(item, num_bytes) for item in part.names] for part in sets]
-    shape = (sets[0].channels, side, side, *([short] if short else ()))
-    return DataBundle(
-        name=name,
-        pretrain=sets[0],
-        train=labelled_part(sets[0]),
-        test=sets[1],
-        classes=tuple(classes),
-        skipped=(),
-        fingerprint=fingerprint(items[0], items[1], shape),
-    )
-
-
-def _resize(pixels: Tensor, side: int, chunk: int = 4096) -> Tensor:
-    """uint8 [M,C,S,S] -> [M,C,side,side], bilinear with antialiasing, in pieces for memory."""
-    if pixels.shape[-1] == side:
-        return pixels.contiguous()
-    size = [side, side]
-    return torch.cat(
-        [tvf.resize(part, size, antialias=True) for part in torch.split(pixels, chunk)]
-    )
-
-
-def _digits(side: int, root: Path, download: bool) -> DataBundle:
-    """scikit-learn's 1,797 digits, 8 x 8 with 17 grey levels; a fifth of each class held out.
-
-    Not enlarged unless `image_size` asks for it: at 16 px a small CNN took three times as long and
-    reached no more (1-NN 0.953-0.975 against 0.975-0.992, one setting, three seeds).
-    """
-    digits = load_digits()
-    labels = torch.from_numpy(digits.target.astype(np.int64))
-    pixels = torch.from_numpy(np.rint(digits.images * (255 / 16)).astype(np.uint8)).unsqueeze(1)
-    shuffled = torch.from_numpy(np.random.RandomState(0).permutation(len(labels)))  # frozen stream
-    held_out = torch.zeros(len(labels), dtype=torch.bool)
-    for label in range(10):
-        members = shuffled[labels[shuffled] == label]
-        held_out[members[: round(len(members) / 5)]] = True
-
-    def part(mask: Tensor) -> tuple[Sequence[str], Tensor, Tensor]:
-        rows = mask.nonzero().flatten()
-        return [str(row) for row in rows.tolist()], labels[rows], pixels[rows]
-
-    names = [str(label) for label in range(10)]
-    return _built_in("digits", part(~held_out), part(held_out), names, side)
-
-
-def _torchvision(
-    name: str, load: Callable[[], list[VisionDataset]], root: Path, download: bool
-) -> list[VisionDataset]:
-    """`load()`, with torchvision's failure turned into what the user can do about it."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # NumPy's, about how CIFAR-10 was stored in 2009
-            return load()
-    except (RuntimeError, OSError) as error:
-        remedy = "try again with a network" if download else "add --download to fetch it"
-        raise ValueError(
-            f"{name} cannot be read from {root} ({error}); {remedy}, "
-            "or give --data a folder of images"
-        ) from error
-
-
-def _cifar10(side: int, root: Path, download: bool) -> DataBundle:
-    def load() -> list[VisionDataset]:
-        return [CIFAR10(root, train=train, download=download) for train in (True, False)]
-
-    def part(split: str, dataset: VisionDataset) -> tuple[Sequence[str], Tensor, Tensor]:
-        names = [f"{split}/{i}" for i in range(len(dataset.data))]
-        pixels = torch.from_numpy(dataset.data).permute(0, 3, 1, 2)
-        return names, torch.tensor(dataset.targets), pixels
-
-    train, test = _torchvision("cifar10", load, root, download)
-    return _built_in("cifar10", part("train", train), part("test", test), train.classes, side)
-
-
-def _stl10(side: int, root: Path, download: bool) -> DataBundle:
-    def load() -> list[VisionDataset]:
-        splits = ("train+unlabeled", "test")
-        return [STL10(root, split=split, download=download) for split in splits]
-
-    def part(split: str, dataset: VisionDataset) -> tuple[Sequence[str], Tensor, Tensor]:
-        labels = torch.from_numpy(dataset.labels.astype(np.int64))
-        count = int((labels >= 0).sum())
-        names = [f"{split}/{i}" for i in range(count)]
-        names += [f"unlabeled/{i}" for i in range(len(labels) - count)]
-        return names, labels, torch.from_numpy(dataset.data)
-
-    train, test = _torchvision("stl10", load, root, download)
-    return _built_in("stl10", part("train", train), part("test", test), train.classes, side)
-
-
-def _stl10_unlabeled(side: int, root: Path, download: bool) -> DataBundle:
-    whole = _stl10(side, root, download)
-    assert whole.pretrain.labels is not None
-    pretrain = whole.pretrain.select((whole.pretrain.labels < 0).nonzero().flatten())
-    own = fingerprint([("unlabeled", int(whole.fingerprint, 16))], [], pretrain.size)
-    return replace(whole, name="stl10-unlabeled", pretrain=pretrain, fingerprint=own)
-
-
-_LOADERS: dict[str, Callable[[int, Path, bool], DataBundle]] = {
-    "digits": _digits,
-    "cifar10": _cifar10,
-    "stl10": _stl10,
-    "stl10-unlabeled": _stl10_unlabeled,
-}
 
 
 def _combine(entries: Sequence[str], bundles: Sequence[DataBundle]) -> DataBundle:
@@ -332,9 +180,8 @@ def _adapt(part: ImageSet, prefix: str, channels: int) -> ImageSet:
 def _concatenate(parts: Sequence[ImageSet]) -> ImageSet:
     labels = None
     if any(part.labels is not None for part in parts):
-        none = [torch.full((len(part),), -1) for part in parts]
         labels = torch.cat(
-            [n if part.labels is None else part.labels for n, part in zip(none, parts, strict=True)]
+            [torch.full((len(p),), -1) if p.labels is None else p.labels for p in parts]
         )
     images = [part.images for part in parts if part.images is not None]
     whole: Images | None = None

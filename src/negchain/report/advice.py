@@ -1,6 +1,6 @@
-"""What numbers of a run mean, in a sentence each, and what to do about it.
+"""What the numbers of a run mean and what to do about it, in a sentence each.
 
-Curves are judged by their last quarter: a bad start that was cured does not count.
+Curves are judged by their last quarter: a bad start that was overcome does not count.
 """
 
 from __future__ import annotations
@@ -9,13 +9,16 @@ import math
 
 from negchain.methods import METHODS
 
-from .charts import number
+from .measures import number
 from .runs import Run
 from .statistics import interval_of
 
 COLLAPSED = 0.02
 """Embedding variance below this: all images within a few degrees of one direction."""
-IDLE, STUCK, RESTLESS = 0.01, 0.02, 0.95  # carried mass; acceptance near 0; acceptance near 1
+IDLE = 0.01
+"""Carried mass below this: chains add nothing."""
+STUCK, RESTLESS = 0.02, 0.95
+"""Acceptance below or above these: chains do not move, or move at random."""
 
 
 def advice(run: Run) -> list[str]:
@@ -34,8 +37,9 @@ def advice(run: Run) -> list[str]:
     if carried is not None and carried < IDLE:
         said.append(
             f"The carried negatives have {number(carried, 'percent')} of the weight: the chains "
-            "add next to nothing to the batch, and DCL would give the same gradient for less. That "
-            "is so while embeddings are alike or when the batch holds negatives as hard as any. "
+            "add next to nothing to the batch, and DCL would give the same gradient at less cost. "
+            "This happens while embeddings are alike, or when a batch already holds the hardest "
+            "negatives. "
             "Try a smaller --batch-size, a larger --beta or a smaller --burn-in; or --method dcl."
         )
     if accepted is not None and accepted < STUCK:

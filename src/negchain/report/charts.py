@@ -1,8 +1,7 @@
 """Line charts as SVG text, with the numbers a small script needs to answer the pointer.
 
-Drawn by hand, not with matplotlib, for what that wins in a page: text and colours follow the
-page's style sheet (dark mode, narrow screens), hovering reads values, and a chart takes
-about 10 kB.
+Drawn by hand, not with matplotlib: so text and colours follow the page's style sheet (dark mode,
+narrow screens), pointing at a line reads its values, and a chart takes about 10 kB.
 
     Chart -> draw(chart, axis) -> (svg, hover)      axis: "samples" | "seconds"
 """
@@ -19,6 +18,7 @@ import numpy as np
 
 from negchain.methods import METHODS
 
+from .measures import number, shortened
 from .runs import Curve, FloatArray
 
 Axis = Literal["samples", "seconds"]
@@ -68,54 +68,6 @@ def dash(variant: int) -> str:
     """The dash pattern that tells variants of one method apart, as an SVG attribute."""
     pattern = _DASHES[variant % len(_DASHES)]
     return f' stroke-dasharray="{pattern}"' if pattern else ""
-
-
-def number(value: float | None, unit: str = "number") -> str:
-    """A number as people read it.
-
-    >>> number(0.9731, "percent"), number(12345.6, "count"), number(2.34567), number(None)
-    ('97.3 %', '12.3k', '2.346', '–')
-    >>> number(75.0, "seconds"), number(0.0), number(-3e-4)
-    ('1 min 15 s', '0', '−3.00e−4')
-    """
-    if value is None or not math.isfinite(value):
-        return "–"
-    if unit == "percent":
-        return f"{100 * value:.1f} %"
-    if unit == "seconds":
-        return _duration(value)
-    if unit == "count" and abs(value) >= 1000:
-        size, suffix = next(s for s in ((1e9, "G"), (1e6, "M"), (1e3, "k")) if abs(value) >= s[0])
-        return f"{value / size:.3g}{suffix}"
-    if 0 < abs(value) < 1e-3:
-        return f"{value:.2e}".replace("e-0", "e-").replace("-", "−")
-    return f"{value:.4g}".replace("-", "−")
-
-
-def shortened(text: str, length: int) -> str:
-    """At most `length` characters, cut in the middle: names mostly differ at their ends.
-
-    >>> shortened("Staffordshire bull terrier", 15), shortened("a rather long name, number 12", 20)
-    ('Staffor…terrier', 'a rather…number 12')
-    """
-    if len(text) <= length:
-        return text
-    tail = text[-((length - 1) // 2) :]
-    if not text[: -len(tail)].endswith(" ") and " " in tail.strip():  # from a whole word on
-        tail = tail.split(" ", 1)[1]
-    head = text[: length - 1 - len(tail)]
-    if text[len(head)] != " " and head.rfind(" ") >= len(head) / 2:
-        head = head[: head.rfind(" ")]
-    return f"{head.rstrip(' ,')}…{tail.lstrip()}"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.3g} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest} s"
-    return f"{minutes // 60} h {minutes % 60} min"
 
 
 def ticks(low: float, high: float, count: int) -> FloatArray:

@@ -13,15 +13,16 @@ from urllib.parse import quote
 
 from negchain.methods import title_of
 
-from .charts import Chart, Series, dash, method_colour, number, strip
+from .charts import Chart, Series, dash, method_colour, strip
 from .galleries import side_by_side
 from .measures import ACCEPTANCE, CARRIED, EFFECTIVE, GLOBAL_LOSS, LOSS, ONLINE, THROUGHPUT
+from .page import POINTS, Page
 from .results import Cell, compare
 from .runs import Group, Run, mean_curve
-from .sections import POINTS, Page, charts_section, notices, pictures, settings, tiles
+from .sections import charts_section, notices, pictures, settings, tiles
 
 _GALLERIES = 8  # groups whose first run shows pictures: the page stays a few MB
-# not the estimates from batches: each method's is off in its own way
+# without losses estimated from batches: each method's estimate has a bias of its own
 _CHARTS = (GLOBAL_LOSS, LOSS, ONLINE, ACCEPTANCE, CARRIED, EFFECTIVE, THROUGHPUT)
 
 
@@ -101,7 +102,7 @@ def results(groups: Sequence[Group]) -> str:
     return (
         f'<section><h2>Results</h2><p class="lead">{means}, the best first by '
         f"{escape(found.lead.name)}. {noise}Bold marks a winner, and only where it is better than "
-        "every other beyond the noise. Dots: the same number of each seed, with a tick at the "
+        "every other beyond the noise. Dots show that number for each seed, the tick their "
         f'mean.</p><div class="said">{said}</div><div class="scroll">'
         f'<table class="results"><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody>'
         "</table></div></section>"
@@ -127,7 +128,7 @@ def _seeds(group: Group) -> str:
 
 def curves(page: Page, groups: Sequence[Group]) -> None:
     """One chart per metric, one line per group: the mean, in a band of one s.d. over seeds."""
-    # half a run page's points: noisy lines that cross need more smoothing than one alone
+    # half the points of a run's page: noisy lines that cross need more smoothing
     points = max(40, min(POINTS // 2, 2400 // len(groups)))
     charts = []
     for metric in (*groups[0].shown.lead, *_CHARTS):
@@ -177,7 +178,7 @@ def _lead(run: Run) -> str:
     known = [m for m in (*run.shown.lead[:1], GLOBAL_LOSS) if run.final(m.key) is not None]
     metric = known[0] if known else GLOBAL_LOSS
     name = metric.short or metric.name
-    return f"<span>{name} {number(run.final(metric.key), metric.unit)}</span>"
+    return f"<span>{name} {metric.text(run.final(metric.key))}</span>"
 
 
 def _own_page(run: Run, out: Path) -> str:

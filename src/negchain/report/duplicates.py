@@ -1,19 +1,24 @@
-"""The page of near-duplicates: pairs of pictures side by side, most similar first."""
+"""Near-duplicates: a page of pairs side by side, most similar first, and a table of all."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import csv
+import io
+from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
+from typing import NamedTuple
 
-from .galleries import Pictures, block, picture
-from .page import write_page
-from .sections import Page
+from negchain.files import replacing
+
+from .galleries import Pixels, block, picture
+from .page import Page
+
+SHOWN = 200  # pairs on the page; the table has them all
+TOO_MANY = 0.05  # of all pairs: if more are that similar, the encoder is at fault, not the images
 
 
-@dataclass(frozen=True)
-class Pair:
+class Pair(NamedTuple):
     """Two images with their cosine similarity."""
 
     similarity: float
@@ -30,18 +35,29 @@ class Pair:
         return ", ".join(text for text in (across, other) if text)
 
 
+def crowded(total: int, images: int) -> bool:
+    """Whether so many pairs say more about the encoder than about the images."""
+    return total > max(TOO_MANY * images * (images - 1) / 2, images)
+
+
 def write_duplicates(
     out: Path,
     title: str,
     pairs: Sequence[Pair],
-    pictures: Mapping[int, Pictures],
+    pixels: Callable[[int], Pixels],
     *,
     total: int,
     images: int,
     above: float,
-    crowded: bool,
 ) -> None:
-    """Write the page; `pictures` holds uint8 [C,H,W] by position."""
+    """Write the page to `out` and a .csv beside it; `pixels` gives uint8 [C,H,W] by position."""
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerow(["similarity", "file_a", "file_b", "class_a", "class_b"])
+    writer.writerows([f"{p.similarity:.6f}", *p.names, *p.classes] for p in pairs)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(out.with_suffix(".csv")) as file:
+        file.write(text.getvalue().encode())
     page = Page()
     page.add(
         '<header><p class="eyebrow">negchain · near-duplicates</p>'
@@ -49,11 +65,12 @@ def write_duplicates(
         f'<ul class="chips"><li><b>{images:,}</b> images</li>'
         f"<li>similarity at least <b>{above:g}</b></li></ul></header>"
     )
-    if crowded:
+    if crowded(total, images):
         page.add(
-            '<p class="notice"><b>So many pairs mean that the encoder, not the images, is alike.'
+            '<p class="notice"><b>So many pairs mean that the encoder hardly tells images apart.'
             "</b> Raise --above, or train the encoder for longer.</p>"
         )
+    pairs = pairs[:SHOWN]
     shown = f" The {len(pairs)} most similar are shown, all are in the .csv." * (len(pairs) < total)
     lead = (
         "Pairs the encoder can hardly tell apart, most similar first. Two photographs of one thing "
@@ -61,19 +78,19 @@ def write_duplicates(
         if pairs
         else "No two images are that similar. Lower --above to see the nearest."
     )
-    cards = [_card(pair, pictures) for pair in pairs]
+    cards = [_card(pair, pixels) for pair in pairs]
     page.add(f"<section>{block(lead, cards, 'chains twins')}</section>")
-    write_page(out, f"Near-duplicates in {title}", page, {"charts": {}, "maps": {}})
+    page.write(out, f"Near-duplicates in {title}")
 
 
-def _card(pair: Pair, pictures: Mapping[int, Pictures]) -> str:
+def _card(pair: Pair, pixels: Callable[[int], Pixels]) -> str:
     named = "".join(
         f'<br><span title="{escape(name)}">{escape(name)}{f" · {escape(kind)}" * bool(kind)}</span>'
         for name, kind in zip(pair.names, pair.classes, strict=True)
     )
     remark = f" · <b>{pair.remark}</b>" if pair.remark else ""
     first, second = (
-        picture(pictures[i], name) for i, name in zip(pair.positions, pair.names, strict=True)
+        picture(pixels(i), name) for i, name in zip(pair.positions, pair.names, strict=True)
     )
     return (
         f'<figure>{first}<span aria-hidden="true"></span>{second}<figcaption>similarity '

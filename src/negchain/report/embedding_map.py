@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from .charts import shortened
-from .galleries import Pictures, as_image, class_name, data_uri
+from .galleries import Pixels, as_image, class_name, data_uri
+from .measures import shortened
 from .runs import Run
 
 _WIDTH, _HEIGHT = 720, 520
@@ -185,7 +185,7 @@ def _room(
     return None
 
 
-def _thumb_sheet(thumbs: Pictures) -> tuple[str, int]:
+def _thumb_sheet(thumbs: Pixels) -> tuple[str, int]:
     """All thumbnails [P,C,h,w] as one picture of 40 a row, and the side of each in pixels."""
     thumbs = thumbs[:_MAX_THUMBS]
     side = min(_THUMB, max(thumbs.shape[-2:]))

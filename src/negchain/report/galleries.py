@@ -1,4 +1,4 @@
-"""Pictures for the report: neighbours, chains, augmented views.
+"""Pixels for the report: neighbours, chains, augmented views.
 
 Every picture travels inside the page as a data URI: PNG for tiny images (shown with hard pixels),
 JPEG for photographs. Limits keep a typical page under 3 MB.
@@ -16,16 +16,16 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from .charts import shortened
+from .measures import shortened
 from .runs import Run
 
-Pictures = NDArray[Any]  # uint8 [..., C, H, W]
+Pixels = NDArray[Any]  # pictures, uint8 [..., C, H, W]
 
 _TINY = 40  # px: up to here PNG and hard pixels, beyond JPEG
 _LARGEST = 112  # px: twice what the page shows, for dense screens
 
 
-def as_image(pixels: Pictures) -> Image.Image:  # uint8 [C,H,W]
+def as_image(pixels: Pixels) -> Image.Image:  # uint8 [C,H,W]
     """The pixels as a PIL image: RGB, or the first channel of anything else."""
     if len(pixels) not in (3, 4):
         return Image.fromarray(np.ascontiguousarray(pixels[0]))
@@ -43,7 +43,7 @@ def data_uri(image: Image.Image, *, tiny: bool) -> str:
     return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
-def picture(pixels: Pictures, alt: str) -> str:
+def picture(pixels: Pixels, alt: str) -> str:
     """An <img> with the pixels inside."""
     image = as_image(pixels)
     tiny = max(image.size) <= _TINY
@@ -71,8 +71,8 @@ def block(lead: str, cards: Iterable[str], look: str = "neighbours") -> str:
 class _Near(NamedTuple):
     """A run's pictures Q of queries and N neighbours each; labels -1 where there are none."""
 
-    queries: Pictures  # [Q,C,H,W]
-    images: Pictures  # [Q,N,C,H,W]
+    queries: Pixels  # [Q,C,H,W]
+    images: Pixels  # [Q,N,C,H,W]
     wanted: NDArray[Any]  # [Q]
     labels: NDArray[Any]  # [Q,N]
     scores: NDArray[Any]  # [Q,N], NaN: unknown

@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .charts import shortened
 from .embedding_map import embedding_map
 from .galleries import chains, class_name, neighbours, views
-from .measures import Metric, Shown
+from .measures import Metric, Shown, shortened
 from .runs import Run
 
 

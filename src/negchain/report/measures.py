@@ -1,15 +1,67 @@
-"""The numbers of a run: names in the files and on the page, units, which way is better."""
+"""The numbers of a run: names in the files and on the page, units, which way is better.
+
+Also how a page writes numbers and long names.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from negchain.tasks import TASKS, options
+from negchain.tasks import TASKS
 
 if TYPE_CHECKING:
     from .runs import Run
+
+
+def number(value: float | None, unit: str = "number") -> str:
+    """A number as people read it.
+
+    >>> number(0.9731, "percent"), number(12345.6, "count"), number(2.34567), number(None)
+    ('97.3 %', '12.3k', '2.346', '–')
+    >>> number(75.0, "seconds"), number(0.0), number(-3e-4)
+    ('1 min 15 s', '0', '−3.00e−4')
+    """
+    if value is None or not math.isfinite(value):
+        return "–"
+    if unit == "percent":
+        return f"{100 * value:.1f} %"
+    if unit == "seconds":
+        return _duration(value)
+    if unit == "count" and abs(value) >= 1000:
+        size, suffix = next(s for s in ((1e9, "G"), (1e6, "M"), (1e3, "k")) if abs(value) >= s[0])
+        return f"{value / size:.3g}{suffix}"
+    if 0 < abs(value) < 1e-3:
+        return f"{value:.2e}".replace("e-0", "e-").replace("-", "−")
+    return f"{value:.4g}".replace("-", "−")
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
+def shortened(text: str, length: int) -> str:
+    """At most `length` characters, cut in the middle: names mostly differ at their ends.
+
+    >>> shortened("Staffordshire bull terrier", 15), shortened("a rather long name, number 12", 20)
+    ('Staffor…terrier', 'a rather…number 12')
+    """
+    if len(text) <= length:
+        return text
+    tail = text[-((length - 1) // 2) :]
+    if not text[: -len(tail)].endswith(" ") and " " in tail.strip():  # from a whole word on
+        tail = tail.split(" ", 1)[1]
+    head = text[: length - 1 - len(tail)]
+    if text[len(head)] != " " and head.rfind(" ") >= len(head) / 2:
+        head = head[: head.rfind(" ")]
+    return f"{head.rstrip(' ,')}…{tail.lstrip()}"
 
 
 @dataclass(frozen=True)
@@ -22,6 +74,14 @@ class Metric:
     note: str = ""
     higher: bool = False
     short: str = ""  # at a chart's line
+
+    def text(self, value: float | None) -> str:
+        """A value as people read it.
+
+        >>> TIME.text(75.0)
+        '1 min 15 s'
+        """
+        return number(value, self.unit)
 
 
 LOSS = Metric("loss", "Training loss", "number", "What each step minimised")
@@ -58,7 +118,7 @@ class Shown:
         lead: the results; the first that was measured decides.
         secondary: further results, in a table below.
         columns: of `lead` and `secondary`, those a comparison's table has.
-        baselines: what a result is held against: prefix of its key, name on the page.
+        baselines: what a result is compared with: prefix of its key, name on the page.
         explained: a sentence or two on the baselines.
         pictures: (run, small) -> (title, HTML, data for the page's script or None) of each section
             below the curves; `small`: a few, for a page of many runs.
@@ -74,19 +134,14 @@ class Shown:
     pictures: Callable[[Run, bool], list[tuple[str, str, Any]]] = lambda run, small: []
 
 
-def foreign(task: object) -> set[str]:
-    """Settings that belong to other tasks."""
-    return options() - set(TASKS[str(task)].options) if str(task) in TASKS else set()
-
-
-def shown(task: object, pretrained: bool = False) -> Shown:
-    """What is shown of runs of a task; of one nobody registered, what every run has.
+def shown(task: str, pretrained: bool = False) -> Shown:
+    """What is shown of runs of a task; of one that is not registered, what every run has.
 
     >>> shown("images").lead[0].name
     '1-NN accuracy'
     >>> [shown("images", pretrained).baselines["untrained"] for pretrained in (False, True)]
     ['Untrained encoder', 'Pretrained encoder']
     """
-    found = TASKS[str(task)].shown() if str(task) in TASKS else Shown()
+    found = TASKS[task].shown() if task in TASKS else Shown()
     names = {k: v.replace("Untrained", "Pretrained") for k, v in found.baselines.items()}
     return replace(found, baselines=names) if pretrained else found

@@ -1,8 +1,8 @@
 """The result table of a comparison, for the page and for the terminal.
 
-Groups best first, then what any result is held against. A cell is the mean over seeds with its
-95 % interval (accuracies) or its standard deviation over seeds; a winner is marked only where one
-is better than every other with 97.5 % probability (see `statistics`).
+Groups come best first, then the baselines. A cell is the mean over seeds with its 95 % interval
+(accuracies) or its standard deviation over seeds. A winner is marked only where one group is better
+than every other with 97.5 % probability (see `statistics`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 from rich.table import Table
 
-from .charts import number
 from .measures import GLOBAL_LOSS, THROUGHPUT, TIME, Metric
 from .runs import Group, Run, group_runs, load_run
 from .statistics import LEVEL, Estimate, estimates, winner
@@ -78,9 +77,9 @@ def _cell(estimate: Estimate | None, values: np.ndarray, metric: Metric, wins: b
         spread = f"[{low:.1f}, {high:.1f}]"
     elif estimate.seeds > 1:
         sd = float(values.std(ddof=1))
-        rounded = number(float(f"{sd:.2g}"), metric.unit)
+        rounded = metric.text(float(f"{sd:.2g}"))
         spread = f"± {100 * sd:.2f}" if metric.unit == "percent" else f"± {rounded}"
-    return Cell(number(estimate.mean, metric.unit), spread, wins)
+    return Cell(metric.text(estimate.mean), spread, wins)
 
 
 def _baselines(groups: Sequence[Group], columns: Sequence[Metric]) -> list[tuple[str, list[str]]]:
@@ -95,7 +94,7 @@ def _baselines(groups: Sequence[Group], columns: Sequence[Metric]) -> list[tuple
         for metric in columns:
             found = [held_against(run, metric) for run in alike]
             values = [base[prefix] for base in found if prefix in base]
-            texts.append(number(float(np.mean(values)), metric.unit) if values else "")
+            texts.append(metric.text(float(np.mean(values))) if values else "")
         if any(texts):
             rows.append((name, texts))
     return rows
@@ -151,11 +150,11 @@ def summary_table(run: Run) -> Table:
     for heading in ("result", *(run.shown.baselines[prefix].lower() for prefix in known)):
         table.add_column(heading, justify="right")
     for metric, found in held.items():
-        texts = [number(found[p], metric.unit) if p in found else "" for p in known]
-        table.add_row(metric.name, number(run.final(metric.key), metric.unit), *texts)
+        texts = [metric.text(found[p]) if p in found else "" for p in known]
+        table.add_row(metric.name, metric.text(run.final(metric.key)), *texts)
     for metric in (THROUGHPUT, TIME):
         if run.final(metric.key) is not None:
-            table.add_row(metric.note or metric.name, number(run.final(metric.key), metric.unit))
+            table.add_row(metric.note or metric.name, metric.text(run.final(metric.key)))
     return table
 
 

@@ -2,8 +2,8 @@
 
 A run folder holds `config.json`, `metrics.jsonl`, and, once there is something to put in them,
 `summary.json` (so its absence means: unfinished) and `artifacts.npz`.
-Reading forgives what an interrupted run leaves behind (a half-written last line, nulls for
-non-finite numbers, steps logged twice around a resume) and nothing else.
+Reading accepts what an interrupted run leaves behind (a half-written last line, nulls for
+non-finite numbers, steps logged twice around a resume) and refuses any other damage.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from negchain.files import read_arrays, read_object
 from negchain.methods import title_of
+from negchain.tasks import TASKS, options
 from negchain.train.config import RECORDED, hints, setting_of
 from negchain.train.run_folder import metric_lines, require_run
 
@@ -30,8 +31,7 @@ from .measures import Shown, shown
 
 FloatArray = NDArray[np.float64]
 
-
-# What a run was called and how it ran: never an option that tells two groups apart, as a device is.
+# Settings that never tell two groups apart: what a run was called and how it ran (but its device).
 _BOOKKEEPING = {"method", "seed", "preset", *RECORDED}
 _BOOKKEEPING |= {name for name in hints() if setting_of(name).free} - {"device"}
 _KINDS = {"test": int, "classes": list, "notes": list, "skipped": list}
@@ -85,9 +85,19 @@ class Run:
         return title_of(str(self.config.get("method", "unknown")))
 
     @property
+    def task(self) -> str:
+        """The task's name; old runs name none and are of images."""
+        return str(self.config.get("task", "images"))
+
+    @property
     def shown(self) -> Shown:
-        """What is shown of runs of its task; of old runs, which name none, that of images."""
-        return shown(self.config.get("task", "images"), bool(self.config.get("pretrained")))
+        """What is shown of runs of its task."""
+        return shown(self.task, bool(self.config.get("pretrained")))
+
+    @property
+    def foreign(self) -> set[str]:
+        """Settings that belong to other tasks."""
+        return options() - set(TASKS[self.task].options) if self.task in TASKS else set()
 
     @property
     def finished(self) -> bool:
@@ -96,7 +106,7 @@ class Run:
 
     @property
     def data_info(self) -> dict[str, Any]:
-        """What was read: counts, class names, files left out; nothing of a kind it cannot be."""
+        """What was read: counts, class names, files left out; what has a wrong type is dropped."""
         info = self.config.get("data_info")
         found = info.items() if isinstance(info, dict) else ()
         return {key: value for key, value in found if isinstance(value, _KINDS.get(key, object))}
@@ -123,7 +133,7 @@ class Run:
         return "test image" if self.data_info.get("test") else "image"
 
     def baseline(self, key: str) -> dict[str, float]:
-        """What the final value of `key` is held against: {"untrained": ..., "pixels": ..., ...}.
+        """What the final value of `key` is compared with: {"untrained": ..., "pixels": ..., ...}.
 
         From the summary, or of an unfinished run from its first line of metrics.
         """

@@ -1,6 +1,7 @@
-"""The sections of one run's page: headline, curves, pictures, settings.
+"""The sections of one run's page: headline, results, curves, pictures, settings.
 
-Each function returns HTML text; `Page` gathers, beside it, the numbers for the page's JSON block.
+A section is HTML text. Those with charts or a map take the `Page`, which also gathers the numbers
+that the page's script needs.
 """
 
 from __future__ import annotations
@@ -8,12 +9,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
 from .advice import advice, against_baselines
-from .charts import AXES, Chart, Series, draw, method_colour, number
+from .charts import AXES, Chart, Series, draw, method_colour
 from .measures import (
     ACCEPTANCE,
     CARRIED,
@@ -24,28 +24,16 @@ from .measures import (
     OWN_LOSS,
     RATE,
     THROUGHPUT,
+    TIME,
     VARIANCE,
     Metric,
-    foreign,
+    number,
 )
+from .page import POINTS, Page
 from .runs import Run, thinned
 from .statistics import interval_of
 
-POINTS = 200  # a curve's points on a page
 _SKIPPED_SHOWN = 200
-
-
-@dataclass
-class Page:
-    """HTML in reading order, and the numbers behind it."""
-
-    html: list[str] = field(default_factory=list)
-    charts: dict[str, Any] = field(default_factory=dict)
-    maps: dict[str, Any] = field(default_factory=dict)
-
-    def add(self, html: str) -> None:
-        """Append a piece; an empty one leaves no trace."""
-        self.html.append(html)
 
 
 # (title, note, lines with their direct labels): one chart each on a run's page, after its results
@@ -56,7 +44,7 @@ _RUN_CHARTS: Sequence[tuple[str, str, Sequence[tuple[Metric, str]]]] = (
     *((m.name, m.note, ((m, m.name),))
       for m in (ONLINE, VARIANCE, ACCEPTANCE, CARRIED, EFFECTIVE, THROUGHPUT, RATE)),
 )  # fmt: skip
-# charts whose absence is worth a word: others belong to some methods only
+# charts that are missed if they are absent: others belong to some methods only
 _EXPECTED = ("Training loss", "Global loss")
 
 
@@ -69,7 +57,7 @@ def headline(run: Run) -> str:
     chips = "".join(
         f"<li>{text} <b>{escape(_short(str(config[key])))}</b></li>"
         for key, text in named
-        if config.get(key) is not None and key not in foreign(config.get("task", "images"))
+        if config.get(key) is not None and key not in run.foreign
     )
     return (
         f'<header style="--c:{method_colour(str(config.get("method")))}">'
@@ -92,8 +80,8 @@ def notices(run: Run) -> str:
         seen = number(last.get("samples"), "count")
         where = f"the numbers are those after {seen} samples" if last else "nothing is recorded yet"
         said.append(
-            f"<b>This run is unfinished:</b> {where}. While it trains this page is written anew "
-            "with every evaluation: reload to see more."
+            f"<b>This run is unfinished:</b> {where}. While it trains, every evaluation writes "
+            "this page again: reload to see more."
         )
     if not run.labelled:
         said.append(
@@ -111,18 +99,18 @@ def tiles(run: Run) -> str:
     loss = GLOBAL_LOSS if run.final("global_loss") is not None else LOSS
     start = run.baseline("global_loss").get("untrained") if loss is GLOBAL_LOSS else None
     accuracies = (
-        (m.name, number(run.final(m.key), m.unit), _beside(run, m))
+        (m.name, m.text(run.final(m.key)), _beside(run, m))
         for m in run.shown.lead
         if run.final(m.key) is not None or run.classes
     )
     kind = "global, exact" if loss is GLOBAL_LOSS else "training"
-    before = "" if start is None else f"; {number(start)} before"
-    speed = number(run.final("samples_per_second"), "count")
+    before = "" if start is None else f"; {loss.text(start)} before"
+    speed = THROUGHPUT.text(run.final(THROUGHPUT.key))
     entries = (
         *accuracies,
-        ("Final loss", number(run.final(loss.key)), kind + before),
+        ("Final loss", loss.text(run.final(loss.key)), kind + before),
         ("Throughput", speed, f"{run.shown.noun} per second"),
-        ("Time", number(run.final("seconds"), "seconds"), "wall clock"),
+        ("Time", TIME.text(run.final(TIME.key)), "wall clock"),
         ("Samples seen", number(run.final("samples"), "count"), _passes(run)),
     )
     tiles = "".join(
@@ -137,11 +125,11 @@ def _beside(run: Run, metric: Metric) -> str:
     if run.final(metric.key) is None:
         return "not measured"
     before = run.baseline(metric.key).get("untrained")
-    return run.shown.tested if before is None else f"{number(before, metric.unit)} before"
+    return run.shown.tested if before is None else f"{metric.text(before)} before"
 
 
 def standing(run: Run) -> str:
-    """The result beside what any result must beat, and the other measures; empty without labels."""
+    """The results beside what they must beat, and the other measures; empty without labels."""
     if not run.labelled:
         return ""
     blocks = []
@@ -184,7 +172,7 @@ def standing(run: Run) -> str:
 def _bar(name: str, value: float, sure: str, kind: str, metric: Metric) -> str:
     return (
         f'<div class="{kind}"><span>{escape(name)}</span>'
-        f'<i style="--w:{100 * value:.1f}%"></i><b>{number(value, metric.unit)}</b>'
+        f'<i style="--w:{100 * value:.1f}%"></i><b>{metric.text(value)}</b>'
         f"<small>{sure}</small></div>"
     )
 
@@ -199,7 +187,7 @@ def _passes(run: Run) -> str:
 def curves(page: Page, run: Run) -> None:
     """One chart per metric the run recorded, and a sentence for those it did not."""
     colour = method_colour(str(run.config.get("method")))
-    drawn, missing, strange = [], [], foreign(run.config.get("task", "images"))
+    drawn, missing = [], []
     results = (
         f"Results on {run.shown.tested}",
         "The first point is before training",
@@ -208,10 +196,10 @@ def curves(page: Page, run: Run) -> None:
     for title, note, lines in (results, *_RUN_CHARTS):
         present = [(metric, label) for metric, label in lines if len(run.curve(metric.key))]
         longest = max((len(run.curve(metric.key)) for metric, _ in present), default=0)
-        if longest > 1:  # a single point beside curves is the start of what only the end has
+        if longest > 1:  # a metric with a single point is measured at the start and the end only
             present = [(m, label) for m, label in present if len(run.curve(m.key)) > 1]
         if not present:
-            probed = title != "Global loss" or "probe_samples" not in strange  # a task may not
+            probed = title != "Global loss" or "probe_samples" not in run.foreign  # a task may not
             if (title in _EXPECTED and probed) or (title == results[0] and run.classes):
                 missing.append(title.lower())
             continue
@@ -273,7 +261,7 @@ def pictures(page: Page, run: Run, *, small: bool = False) -> None:
 
 def settings(run: Run) -> str:
     """Every setting, the machine, and the files that were left out; folded away."""
-    hidden = {"data_info", *foreign(run.config.get("task", "images"))}
+    hidden = {"data_info", *run.foreign}
     rows = [(k, escape(_text(value))) for k, value in run.config.items() if k not in hidden]
     info = run.data_info
     words = {"num_samples": "to train on", "train": "labelled for training", "test": "for test"}

@@ -6,8 +6,8 @@ A mean accuracy is uncertain twice: other test images, and other seeds. Both are
 
 with s the standard deviation over S seeds: a bootstrap over images, the same images for all groups
 (so that a difference between two groups is paired), and for the few seeds the distribution of a
-mean with unknown variance, as a bootstrap of two or three seeds is far too sure. Of one seed
-nothing is known about seeds: its interval is about test images alone and it can win nothing.
+mean with unknown variance, as a bootstrap of two or three seeds is far too sure. One seed says
+nothing about other seeds: its interval covers test images only, and it cannot win.
 
 Shapes: S seeds, Q test images, N draws.
 """

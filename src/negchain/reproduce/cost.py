@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from negchain.methods import LossSettings, build_loss, named, reproduced, title_of
+from negchain.methods import LossSettings, named, reproduced, title_of
 from negchain.reproduce import accuracy, pages
 from negchain.reproduce.common import Experiment, Options, Row
 from negchain.reproduce.pages import colour, distinct, where
@@ -59,7 +59,7 @@ def work(job: Row, deadline: float) -> Row:
     if job["kind"] == "step":
         return time_steps(job, 200 if torch.cuda.is_available() else 20)
     keys: Row = {"views": "paired", "symmetric": False} if named(job["method"]).plain_keys else {}
-    loss_fn = build_loss(job["method"], LossSettings(job["m"], dim=DIM, layout=keys))
+    loss_fn = named(job["method"]).build(LossSettings(job["m"], dim=DIM, layout=keys))
     index, z = torch.arange(job["b"]), torch.randn(job["b"], DIM)
     requests = [loss_fn.request(index), loss_fn.request(index, z, z)]
     wants = [want for request in requests for want in request.wants]

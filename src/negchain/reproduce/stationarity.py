@@ -28,7 +28,7 @@ from negchain.chunked import Chunked
 from negchain.data import load_data
 from negchain.encoders import build_encoder
 from negchain.exact import global_loss
-from negchain.methods import LossSettings, build_loss, reproduced, title_of
+from negchain.methods import LossSettings, named, reproduced, title_of
 from negchain.reproduce import pages
 from negchain.reproduce.common import FULL, Experiment, Options, Row
 from negchain.reproduce.pages import colour, distinct, spread, where
@@ -124,7 +124,7 @@ def work(job: Row, deadline: float) -> Row:
     dim = encoder(views[0, :1]).shape[1]
     settings = LossSettings(len(images), job["beta"], dim, job["seed"], options=OPTIONS)
     full = job["method"] == FULL
-    loss_fn = None if full else build_loss(job["method"], settings).to(device)
+    loss_fn = None if full else named(job["method"]).build(settings).to(device)
     optimizer = torch.optim.SGD(encoder.parameters(), lr=job["lr"], weight_decay=1e-4)
     order = DataOrder(len(images), job["batch"], job["seed"])
     generator = torch.Generator().manual_seed(job["seed"])

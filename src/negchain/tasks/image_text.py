@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from negchain import draws
 from negchain.augment import Images
 from negchain.data import DataBundle, ImageSet, load_data
+from negchain.data.listing import ImageFile, Listing
 from negchain.data.places import whole_file
-from negchain.data.scan import ImageFile, Scan
 from negchain.losses.request import Want
 from negchain.tasks.captions import read_pairs
 from negchain.tasks.image_text_judge import ImageTextJudge
@@ -188,7 +188,7 @@ def load(
     everything = [picture for split in splits.values() for picture in split]
     files = [ImageFile(p.name, whole_file(p.path, os.stat(p.path))) for p in everything]
     bundle = load_data(
-        Scan(pairs.root, tuple(files), notes=pairs.notes),
+        Listing(pairs.root, tuple(files), notes=pairs.notes),
         image_size=side,
         strict=config.strict,
         resident_bytes=int(config.resident_gb * 2**30),

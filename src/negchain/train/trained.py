@@ -20,7 +20,7 @@ from torch import Tensor
 from negchain.augment import Augmentation
 from negchain.data import ImageSet
 from negchain.data.decode import num_cores, square_of
-from negchain.data.files import decode_files
+from negchain.data.from_files import decode_files
 from negchain.data.named import BUILT_IN
 from negchain.encoders import Encoder
 from negchain.evaluation import embed_all

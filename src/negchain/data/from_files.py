@@ -1,0 +1,337 @@
+"""Listed files as image sets: measured, then decoded into memory or checked and left on disk.
+
+Random crops are cut from whole pictures, stored at the first of these sizes that fits the budget:
+
+3 sides    The shorter side is three times the encoder's side. Crops down to a ninth of the area are
+           not enlarged, and hold the detail of crops of the original (Lanczos; the tests compare
+           with torchvision).
+2 sides    Crops down to a quarter of the area are not enlarged: four draws of five.
+on disk    Nothing is stored. Pictures are decoded for every crop, at three sides.
+
+Smaller pictures are kept as they are. Squares of the encoder's own side need nothing beside them.
+
+Files are read by threads: PIL releases the interpreter lock while it decodes and resamples, and
+processes would have to send the pixels back.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from negchain.augment.pictures import Pictures
+from negchain.data.decode import (
+    IMAGE_SUFFIXES,
+    Size,
+    read_both,
+    read_image,
+    read_size,
+    stored_size,
+    why_unreadable,
+)
+from negchain.data.image_set import DataBundle, ImageSet, fingerprint
+from negchain.data.listing import ImageFile, Listing, classes_of, require_known_classes, too_few
+from negchain.data.places import Where
+from negchain.printable import printable
+from negchain.progress import Progress
+
+TIMES = (3, 2)
+"""Shorter sides of stored pictures, in sides of the square the encoder sees: what is tried."""
+
+_FILES_PER_PART = 16
+
+
+# ---------------------------------------------------------------------------- how they are kept
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How the pictures of all folders of a run are kept.
+
+    >>> choose_storage([(4000, 3000)] * 100, side=96, budget=1 << 30).note
+    'crops are cut from whole pictures, kept with shorter sides up to 288 px (0.03 GB of \
+--resident-gb 1): from 11 % of the area on none is enlarged'
+    """
+
+    side: int
+    """Side of the squares the encoder sees."""
+    short: int
+    """Shorter side up to which whole pictures are kept; 0: the squares are the pictures."""
+    resident: bool
+    """Whether everything is decoded into memory."""
+    note: str = ""
+    """What the user is told."""
+
+
+def choose_storage(sizes: Sequence[Size], side: int, budget: int) -> Storage:
+    """Decide from the sizes of all files, (0, 0) for unreadable ones, and a budget in bytes.
+
+    >>> choose_storage([(96, 96)] * 10, side=96, budget=0).short
+    0
+    """
+    sizes = [size for size in sizes if size != (0, 0)]
+    if set(sizes) <= {(side, side)}:
+        return Storage(side, 0, len(sizes) * 3 * side * side <= budget)
+    for times in TIMES:
+        short = times * side
+        num_bytes = sum(3 * math.prod(stored_size(size, short)) for size in sizes)
+        if num_bytes <= budget:
+            return Storage(side, short, True, _note(sizes, times, short, num_bytes, budget))
+    note = (
+        f"{len(sizes):,} pictures need {num_bytes / 2**30:.2f} GB at {times * side} px and "
+        f"--resident-gb allows {budget / 2**30:g}: they are decoded anew for every crop"
+    )
+    return Storage(side, TIMES[0] * side, False, note)
+
+
+def _note(sizes: Sequence[Size], times: int, short: int, num_bytes: int, budget: int) -> str:
+    enough = sum(min(size) >= short for size in sizes)
+    of = "" if enough == len(sizes) else f" of the {enough:,} that are large enough"
+    share = f"from {100 / times**2:.0f} % of the area on none{of} is enlarged"
+    return (
+        f"crops are cut from whole pictures, kept with shorter sides up to {short} px "
+        f"({num_bytes / 2**30:.2f} GB of --resident-gb {budget / 2**30:g}): "
+        + (share if enough else "none is that large, so small crops are enlarged")
+    )
+
+
+# ------------------------------------------------------------------------------ many files at once
+
+
+def _run(
+    work: Callable[[int], None],
+    places: Sequence[Where | str],
+    *,
+    workers: int,
+    title: str | None,
+) -> dict[int, str]:
+    """`work(0..)` on threads under a progress bar; {number: reason} of the files that failed."""
+
+    def some(numbers: range) -> dict[int, str]:
+        failed = {}
+        for i in numbers:
+            try:
+                work(i)
+            except Exception as error:  # PIL's readers raise nearly every type on damaged files
+                failed[i] = why_unreadable(places[i], error)
+        return failed
+
+    every = range(len(places))
+    parts = [every[start : start + _FILES_PER_PART] for start in every[::_FILES_PER_PART]]
+    Image.init()  # registers readers: not safe to happen in several threads at once
+    pool = ThreadPoolExecutor(workers)
+    failed: dict[int, str] = {}
+    try:
+        with warnings.catch_warnings(), Progress(title is not None) as progress:
+            warnings.simplefilter("ignore")  # PIL warns of odd metadata; what matters raises
+            progress.begin(len(places), "files", title or "")
+            for numbers, reasons in zip(parts, pool.map(some, parts), strict=True):
+                failed |= reasons
+                progress.at(numbers.stop)
+    finally:
+        pool.shutdown(cancel_futures=True)  # Ctrl-C must not wait for the rest of the folder
+    return failed
+
+
+def read_sizes(
+    places: Sequence[Where | str], *, workers: int, title: str | None = None
+) -> list[Size]:
+    """Width and height of every file, from its header; (0, 0) where that cannot be read.
+
+    >>> read_sizes(["/nowhere/a.png"], workers=1)
+    [(0, 0)]
+    """
+    sizes = [(0, 0)] * len(places)
+
+    def work(i: int) -> None:
+        sizes[i] = read_size(places[i])
+
+    _run(work, places, workers=workers, title=title)
+    return sizes
+
+
+def decode_files(
+    places: Sequence[Where | str],
+    side: int,
+    *,
+    sizes: Sequence[Size] = (),
+    short: int = 0,
+    workers: int,
+    title: str | None = None,
+) -> tuple[Tensor, Pictures | None, dict[int, str]]:
+    """All readable files as squares, uint8 [M,3,side,side], and {number: reason} of the others.
+
+    Between the two, where `short` is not 0: the same files as whole pictures, whose shorter sides
+    are kept up to `short` pixels; `sizes` are then those of all files (`read_sizes`). Row k is the
+    k-th readable file; with `title` a progress bar is shown on stderr.
+
+    >>> images, pictures, failed = decode_files(["/nowhere/a.png"], 8, workers=1)
+    >>> images.shape, failed
+    (torch.Size([0, 3, 8, 8]), {0: 'no such file (a broken link?)'})
+    """
+    squares = torch.empty(len(places), 3, side, side, dtype=torch.uint8)
+    stored = [stored_size(size, short) for size in sizes] if short else []
+    num_bytes = 3 * torch.tensor(stored, dtype=torch.int64).view(-1, 2).prod(1)
+    ends = num_bytes.cumsum(0)
+    begins = ends - num_bytes
+    flat = torch.empty(int(num_bytes.sum()), dtype=torch.uint8)
+    sizes_hw = torch.zeros(len(places), 2, dtype=torch.int32)
+    rows, slots = squares.numpy(), flat.numpy()
+    spans = list(zip(begins.tolist(), ends.tolist(), strict=True))
+
+    def work(i: int) -> None:
+        if not short:
+            rows[i] = read_image(places[i], side)
+            return
+        begin, end = spans[i]
+        rows[i], picture = read_both(places[i], side, short)
+        if picture.size != end - begin:
+            raise OSError("its size is not what its header says")
+        slots[begin:end] = picture.reshape(-1)
+        sizes_hw[i] = torch.tensor(picture.shape[1:])
+
+    failed = _run(work, places, workers=workers, title=title)
+    keep = torch.tensor([i for i in range(len(places)) if i not in failed], dtype=torch.int64)
+    # The bytes of unreadable files stay where they are: nobody's offset leads there.
+    pictures = Pictures(flat, begins[keep], sizes_hw[keep]) if short else None
+    return _close_gaps(squares, keep), pictures, failed
+
+
+def _close_gaps(images: Tensor, keep: Tensor, chunk: int = 1024) -> Tensor:
+    """The rows `keep`, ascending, moved to the front in place: a copy might not fit in memory."""
+    if len(keep) < len(images):
+        for start in range(0, len(keep), chunk):
+            part = keep[start : start + chunk]
+            images[start : start + len(part)] = images[part]  # reads at or behind what it writes
+    return images[: len(keep)]
+
+
+def check_files(
+    places: Sequence[Where | str], *, workers: int, title: str | None = None
+) -> dict[int, str]:
+    """{number: reason} of the files that `read_image` cannot read.
+
+    Each file is decoded to one pixel (a JPEG at 1/8 of its size), since a truncated JPEG passes
+    PIL's `verify`; so a set holds the same items whether it is resident or on disk.
+
+    >>> check_files(["/nowhere/a.png"], workers=1)
+    {0: 'no such file (a broken link?)'}
+    """
+
+    def work(i: int) -> None:
+        read_image(places[i], 1)
+
+    return _run(work, places, workers=workers, title=title)
+
+
+# ----------------------------------------------------------------------------- from files to sets
+
+
+def load_files(
+    listing: Listing,
+    sizes: Sequence[Size],
+    storage: Storage,
+    *,
+    strict: bool,
+    workers: int,
+    progress: bool,
+) -> DataBundle:
+    """The listed files as sets, kept as `storage` says; `sizes` are those of pretrain + test.
+
+    >>> nothing, squares = Listing("/nowhere", ()), Storage(8, 0, True)
+    >>> load_files(nothing, [], squares, strict=False, workers=1, progress=False)
+    Traceback (most recent call last):
+    ValueError: /nowhere holds 0 readable images; give a folder with files ending in ...
+    """
+    files = listing.pretrain + listing.test
+    name = printable(Path(listing.root).resolve().name)
+    places, images, whole = [file.place for file in files], None, None
+    title = f"{'decoding' if storage.resident else 'checking'} {name}" if progress else None
+    if not storage.resident:
+        failed = check_files(places, workers=workers, title=title)
+    else:
+        images, whole, failed = decode_files(
+            places, storage.side, sizes=sizes, short=storage.short, workers=workers, title=title
+        )
+    skipped = listing.unreadable + tuple((files[i].name, why) for i, why in failed.items())
+    kept = [file for i, file in enumerate(files) if i not in failed]
+    count = len(listing.pretrain) - sum(i < len(listing.pretrain) for i in failed)
+    _require_images(listing.root, count, skipped, strict)
+    everything = ImageSet(
+        names=tuple(file.name for file in kept),
+        labels=None,
+        images=images,
+        places=None if storage.resident else tuple(file.place for file in kept),
+        side=storage.side,
+        whole=whole,
+        short=0 if storage.resident else storage.short,
+    )
+    return _bundle(name, listing, everything, count, kept, skipped, storage)
+
+
+def _bundle(
+    name: str,
+    listing: Listing,
+    everything: ImageSet,
+    count: int,
+    kept: Sequence[ImageFile],
+    skipped: tuple[tuple[str, str], ...],
+    storage: Storage,
+) -> DataBundle:
+    """The first `count` items to pretrain on, the others to test on, less what is damaged."""
+    classes, notes, unprobed = classes_of(kept[:count]), listing.notes, listing.unprobed
+    tested = list(range(count, len(kept)))
+    if listing.held_out:
+        tested = [i for i in tested if kept[i].class_name in classes]
+    else:
+        require_known_classes(classes, classes_of(kept[count:]))
+    if len(classes) == 1:  # the others were lost to damage
+        unprobed = f"only {classes[0]} has readable images to train on"
+        classes = ()
+    elif listing.test and (too_little := too_few(kept[:count])):
+        unprobed, tested = too_little, []
+    if listing.test and (not classes or not tested):
+        notes += (f"nothing is probed: {unprobed}",)
+    if len(classes) >= 2:
+        number = {name: k for k, name in enumerate(classes)}
+        labels = torch.tensor([number.get(file.class_name or "", -1) for file in kept])
+        everything = replace(everything, labels=labels)
+    pretrain = everything.select(torch.arange(count))
+    test = everything.select(torch.tensor(tested)) if classes and tested else None
+    shape = (everything.channels, *everything.size, *([storage.short] if storage.short else ()))
+    items = [(file.name, file.place.size) for file in kept]
+    return DataBundle(
+        name=name,
+        pretrain=pretrain,
+        train=pretrain.labelled_part(),
+        test=test,
+        classes=classes,
+        skipped=skipped,
+        fingerprint=fingerprint(items[:count], items[count:], shape),
+        notes=notes,
+        unprobed=unprobed,
+        held_out=len(test) if test is not None and listing.held_out else 0,
+    )
+
+
+def _require_images(
+    root: str, count: int, skipped: Sequence[tuple[str, str]], strict: bool
+) -> None:
+    first = "; ".join(f"{name}: {why}" for name, why in skipped[:3])
+    if strict and skipped:
+        raise ValueError(
+            f"strict reading allows no unreadable file, and {printable(root)} holds {len(skipped)} "
+            f"({first}); repair or remove them, or leave out --strict"
+        )
+    if count == 0:
+        unread = f" and {len(skipped)} unreadable ({first})" if skipped else ""
+        remedy = f"give a folder with files ending in {', '.join(sorted(IMAGE_SUFFIXES))}"
+        if root.lower().endswith(".csv"):
+            remedy = "name images by paths that are relative to the table"
+        raise ValueError(f"{printable(root)} holds 0 readable images{unread}; {remedy}")
