@@ -488,6 +488,34 @@ def test_refusals(folder, tmp_path) -> None:
         made.train()
 
 
+def test_a_checkpoint_is_of_the_texts_its_positions_name(folder, tmp_path) -> None:
+    """A corpus that comes in another order (a set's) would be taken for other documents."""
+    made = trainer(folder, tmp_path, emc2, max_steps=1, save_steps=1)
+    made.train()
+    saved, before = str(tmp_path / "checkpoint-1"), made.loss.pairs
+
+    def go_on(pairs, name=""):
+        model = SentenceTransformer(str(folder), device="cpu")
+        loss = PairLoss(model, emc2(pairs), pairs)
+        sets = ({name: loss}, {name: pairs.dataset}) if name else (loss, pairs.dataset)
+        args = replace(made.args, max_steps=2, save_strategy="no")
+        again = NegchainTrainer(model=model, args=args, loss=sets[0], train_dataset=sets[1])
+        again.train(resume_from_checkpoint=saved)
+        return loss
+
+    corpus = [f"w{i} w77" for i in range(10)]
+    for pairs in (
+        index_pairs(texts(), corpus=corpus[::-1]),
+        index_pairs(texts().shuffle(seed=1), corpus=corpus),
+    ):
+        assert len(pairs.keys) == len(before.keys) and len(pairs.anchors) == len(before.anchors)
+        with pytest.raises(ValueError, match="positions name other texts"):
+            go_on(pairs)
+    assert int(go_on(index_pairs(texts(), corpus=corpus)).loss_fn.step) == 2
+    with pytest.raises(ValueError, match="none of 'a'; name the data sets as they were"):
+        go_on(index_pairs(texts(), corpus=corpus), "a")
+
+
 def test_examples_in_docstrings() -> None:
     assert doctest.testmod(ours).failed == 0
 

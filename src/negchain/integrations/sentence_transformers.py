@@ -14,9 +14,10 @@ Shapes: `B` batch, `L` known positives per anchor, `H` hard-negative columns, `D
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ def index_pairs(dataset: Dataset, corpus: Iterable[str] = ()) -> Pairs:
         positives += [{}] if anchor == len(positives) else []
         positives[anchor][label[1]] = None
         labels.append(label)
-    known = _padded([list(own) for own in positives]) if max(map(len, positives)) > 1 else None
+    known = _padded(positives) if max(map(len, positives)) > 1 else None
     return Pairs(dataset.add_column(LABEL, labels), list(anchors), list(keys), known)
 
 
@@ -140,9 +141,9 @@ class PairLoss(nn.Module):
             )
         keys = torch.tensor([key for _, key in pairs.positions()])
         loss_fn.give_key_counts(torch.bincount(keys, minlength=len(pairs.keys)))
-        self.anchors_of: dict[int, list[int]] = {}  # of each key that is a positive
+        self.anchors_of: dict[int, set[int]] = {}  # of each key that is a positive
         for anchor, key in pairs.positions():
-            self.anchors_of.setdefault(key, []).append(anchor)
+            self.anchors_of.setdefault(key, set()).add(anchor)
         self.model = model  # the trainer puts the wrapped one here
         self.loss_fn = loss_fn
         self.pairs = pairs
@@ -150,6 +151,21 @@ class PairLoss(nn.Module):
         self.chunk = chunk
         self.preprocess = model.preprocess
         self.inputs: tuple[dict[str, Any], dict[str, Any]] = ({}, {})  # prompt, task of each tower
+
+    def get_extra_state(self) -> Tensor:  # [4]
+        """Which texts the positions name, as one hash; the state is theirs."""
+        found = sha256()
+        for text in (*self.pairs.anchors, "", *self.pairs.keys):
+            found.update(sha256(text.encode(errors="surrogatepass")).digest())
+        return torch.frombuffer(bytearray(found.digest()), dtype=torch.int64)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Refuse a state whose positions name other texts."""
+        if not torch.equal(state.cpu(), self.get_extra_state()):
+            raise ValueError(
+                "the checkpoint's positions name other texts, or the same in another order; call "
+                "index_pairs with the data set and the corpus as they were (a set has no order)"
+            )
 
     def forward(
         self, features: Iterable[dict[str, Tensor]], labels: Tensor | None
@@ -199,8 +215,10 @@ class PairLoss(nn.Module):
         asked = [self.anchors_of[key] for key in keys.tolist()]
         if loss_fn.views == "shared":
             assert self.pairs.known is not None
-            near = [sorted(set(self.pairs.known[own].flatten().tolist())) for own in asked]
+            near = [sorted(set(self.pairs.known[[*own]].flatten().tolist())) for own in asked]
             return loss_fn(anchors, positives, keys, known=_padded(near).to(index.device))
+        if loss_fn.ranks() is None:  # those that are here will do: a key may have thousands
+            asked = [own.intersection(index.tolist()) for own in asked]
         loss_fn.symmetric = False
         try:
             back = loss_fn(positives, anchors, index, known=_padded(asked).to(index.device))
@@ -243,7 +261,7 @@ class PairLoss(nn.Module):
         return torch.cat(parts)
 
 
-def _padded(rows: list[list[int]]) -> Tensor:  # [B, L]
+def _padded(rows: Sequence[Collection[int]]) -> Tensor:  # [B, L]
     """Positions of each row, padded with -1."""
     longest = max(map(len, rows))
     return torch.tensor([[*own, *[-1] * (longest - len(own))] for own in rows])
@@ -339,6 +357,11 @@ class NegchainTrainer(SentenceTransformerTrainer):  # type: ignore[misc]
             )
         states = torch.load(path, map_location="cpu", weights_only=True)
         for name, loss in self._losses().items():
+            if name not in states:
+                raise ValueError(
+                    f"{path} holds the losses of {list(states)}, and none of '{name}'; name the "
+                    "data sets as they were when the checkpoint was written"
+                )
             result = loss.load_state_dict(states[name], strict=False)
             lost = [key for key in result.missing_keys if not key.startswith("model.")]
             if lost or result.unexpected_keys:
