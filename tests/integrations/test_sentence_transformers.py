@@ -144,8 +144,19 @@ def killed_after_checkpoint(folder: Path, out: Path, build) -> None:
     assert os.WTERMSIG(os.waitpid(in_child(work), 0)[1]) == signal.SIGKILL
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_processes_take_the_step_of_one(folder, tmp_path, world) -> None:
+def in_batch(pairs):
+    return InfoNCELoss(None, torch.nn.Parameter(torch.tensor(10.0)), views="paired")
+
+
+@pytest.mark.parametrize(
+    ("world", "build"),
+    [
+        (2, importance),
+        pytest.param(4, importance, marks=pytest.mark.slow),
+        pytest.param(2, in_batch, marks=pytest.mark.slow),
+    ],
+)
+def test_processes_take_the_step_of_one(folder, tmp_path, world, build) -> None:
     """Gloo, DDP, float64: after SGD weights and beta are one process's that had the whole batch.
 
     So the loss is neither multiplied by the number of ranks nor divided by it, and every forward
@@ -156,7 +167,7 @@ def test_processes_take_the_step_of_one(folder, tmp_path, world) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             made = trainer(
-                folder, out, hard=True, max_steps=2, save_strategy="no", optim="sgd",
+                folder, out, build, hard=True, max_steps=2, save_strategy="no", optim="sgd",
                 lr_scheduler_type="constant", learning_rate=1e-1, max_grad_norm=0.0,
                 per_device_train_batch_size=size, **more,
             )  # fmt: skip
@@ -165,7 +176,7 @@ def test_processes_take_the_step_of_one(folder, tmp_path, world) -> None:
                     module.p = 0.0
             made.loss.double()
             made.train()
-        assert int(made.loss.loss_fn.step) == 2
+        assert int(made.loss.loss_fn.step) == (0 if build is in_batch else 2)
         return made
 
     def rank(number: int) -> None:
