@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import random
 import sys
 import weakref
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -49,9 +52,9 @@ def gradients(name: str, net: nn.Module, items: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("name", CASES)
 def test_every_loss_has_its_gradient(name: str) -> None:
     net, items = under_test.data()
-    random = nn.Sequential(net, nn.Dropout(0.3))
-    whole = gradients(name, Kept(copy.deepcopy(random)), items)
-    parts = gradients(name, Chunked(copy.deepcopy(random), SIZE), items)
+    dropping = nn.Sequential(net, nn.Dropout(0.3))
+    whole = gradients(name, Kept(copy.deepcopy(dropping)), items)
+    parts = gradients(name, Chunked(copy.deepcopy(dropping), SIZE), items)
     for mine, theirs in zip(parts, whole, strict=True):
         torch.testing.assert_close(mine, theirs)
 
@@ -72,10 +75,10 @@ def test_other_random_numbers_in_the_replay_are_found(monkeypatch: pytest.Monkey
         return checkpoint(function, *args, **options, preserve_rng_state=False)  # type: ignore[arg-type]
 
     net, items = under_test.data()
-    random = nn.Sequential(net, nn.Dropout(0.3))
-    whole = gradients("infonce-paired", Kept(copy.deepcopy(random)), items)
+    dropping = nn.Sequential(net, nn.Dropout(0.3))
+    whole = gradients("infonce-paired", Kept(copy.deepcopy(dropping)), items)
     monkeypatch.setattr("negchain.chunked.checkpoint", forgetful)
-    parts = gradients("infonce-paired", Chunked(random, SIZE), items)
+    parts = gradients("infonce-paired", Chunked(dropping, SIZE), items)
     assert not torch.allclose(parts[0], whole[0])
 
 
@@ -92,6 +95,85 @@ def test_running_statistics_are_counted_once() -> None:
         torch.testing.assert_close(a, b, msg=name)
     for a, b in zip(mine.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad)
+
+
+class PythonNoise(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * random.uniform(0.5, 1.5)
+
+
+class NumpyMask(nn.Module):
+    """As wav2vec 2.0 masks its inputs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.from_numpy((np.random.rand(*x.shape) > 0.4).astype(np.float32))
+
+
+class Centred(nn.Module):
+    """Minus a running mean, which this pass has moved; times a running scale, in place."""
+
+    mean: Tensor
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("scale", torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        self.scale.mul_(0.9).add_(0.1 * x.detach().std(0))
+        return (x - self.mean) * self.scale.clone()
+
+
+UNKIND = {
+    "batch norm": lambda: [nn.BatchNorm1d(6, momentum=None)],
+    "instance norm": lambda: [
+        nn.Unflatten(1, (2, 3)), nn.InstanceNorm1d(2, track_running_stats=True), nn.Flatten()
+    ],
+    "running mean": lambda: [Centred()],
+    "spectral norm": lambda: [nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6))],
+    "Python's random": lambda: [PythonNoise()],
+    "numpy's random": lambda: [NumpyMask()],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("retain", [False, True])
+@pytest.mark.parametrize("kind", UNKIND)
+def test_both_passes_find_the_same(kind: str, retain: bool) -> None:
+    """Gradients, buffers, and the random numbers that come next; also where a graph is retained."""
+
+    def trained(wrap: type[nn.Module], *size: int) -> list[Tensor]:
+        torch.manual_seed(0), random.seed(0), np.random.seed(0)
+        net = wrap(nn.Sequential(nn.Linear(7, 6), *UNKIND[kind](), nn.Linear(6, 5)), *size)
+        x = torch.randn(9, 7, generator=torch.Generator().manual_seed(1))
+        for _ in range(2):
+            value = InfoNCELoss()(net(x), net(x + 0.1))
+            if retain:
+                value.backward(retain_graph=True)
+            value.backward()
+        after = torch.tensor([torch.rand(()).item(), random.random(), np.random.rand()])
+        return [*net.buffers(), *(p.grad for p in net.parameters() if p.grad is not None), after]
+
+    for mine, theirs in zip(trained(Chunked, SIZE), trained(Kept), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    scale: Tensor
+    power: Tensor
+
+
+def test_named_tuples_and_numbers_as_inputs() -> None:
+    class Taking(nn.Module):
+        def forward(self, given: Pair) -> Tensor:
+            return (given.x * given.scale[:, None]) ** given.power
+
+    given = Pair(torch.randn(5, 3), torch.rand(5), torch.tensor(2.0))
+    torch.testing.assert_close(Chunked(Taking(), 2)(given), Taking()(given))
+    with pytest.raises(ValueError, match="B = 5 rows each, got \\(4,\\)"):
+        Chunked(Taking(), 2)(given._replace(scale=torch.rand(4)))
 
 
 class Counting(nn.Module):

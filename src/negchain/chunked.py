@@ -12,23 +12,29 @@ Shapes: `B` batch, `D` embedding.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
+from random import getstate, setstate
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+STATISTICS = nn.modules.batchnorm._NormBase  # BatchNorm and InstanceNorm, of any dimension
 
 
 class Chunked(nn.Module):
     """An encoder whose activations take the memory of `size` samples, at one more forward pass.
 
-    Dropout draws the same masks in both passes, and running statistics are counted once. A layer
-    that couples samples (BatchNorm) sees a chunk at a time. Put it inside
-    `DistributedDataParallel(Chunked(encoder, 64))`, not around it.
+    Both passes draw the same random numbers, of torch's, numpy's and Python's global generators
+    (those of a generator the encoder keeps for itself differ), and find the same buffers, which
+    change once: running statistics are counted once. A layer that couples samples (BatchNorm) sees
+    a chunk at a time. Put it inside `DistributedDataParallel(Chunked(encoder, 64))`, not around it.
 
     Args:
-        encoder: from tensors [B, ...] (or dicts and tuples of them) to embeddings [B, D].
+        encoder: from tensors [B, ...] (or dicts and tuples of them) to embeddings [B, D]. What is
+            no tensor, and tensors of no dimension, go to every chunk as they are.
         size: samples of a chunk.
 
     Example:
@@ -56,7 +62,7 @@ class Chunked(nn.Module):
         count = _length(inputs)
         parts = []
         for begin in range(0, max(count, 1), self.size):
-            part = _cut(inputs, slice(begin, begin + self.size))
+            part = _cut(inputs, slice(begin, begin + self.size), count)
             if torch.is_grad_enabled():
                 parts.append(
                     checkpoint(self.encoder, *part, use_reentrant=False, context_fn=self._passes)
@@ -66,13 +72,56 @@ class Chunked(nn.Module):
         return torch.cat(parts)
 
     def _passes(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), statistics_kept(self.encoder)
+        replay = _Replay(self.encoder)
+        return replay.first(), replay
+
+
+class _Replay(AbstractContextManager[None]):
+    """Later passes of a chunk: they find what the first one found, and leave what is there.
+
+    A graph that is retained is replayed more than once. Buffers are exchanged, not written to: what
+    a pass saves for its gradient may be one of them.
+    """
+
+    def __init__(self, encoder: nn.Module) -> None:
+        self.encoder = encoder
+        self.found: list[tuple[nn.Module, str, Tensor]] = []  # buffers the first pass changed
+        self.live: list[Tensor | None] = []
+
+    @contextmanager
+    def first(self) -> Iterator[None]:
+        self.numbers = getstate(), np.random.get_state()
+        before = [
+            (module, name, buffer, buffer._version, buffer.clone())
+            for module in self.encoder.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        yield
+        for module, name, buffer, version, value in before:
+            changed = module._buffers[name] is not buffer or buffer._version != version
+            if changed or isinstance(module, STATISTICS):  # whose kernels count no version
+                self.found.append((module, name, value))
+
+    def __enter__(self) -> None:
+        self.now = getstate(), np.random.get_state()
+        self.live = [module._buffers[name] for module, name, _ in self.found]
+        for module, name, value in self.found:
+            module._buffers[name] = value.clone()
+        setstate(self.numbers[0])
+        np.random.set_state(self.numbers[1])
+
+    def __exit__(self, *_: object) -> None:
+        for (module, name, _value), buffer in zip(self.found, self.live, strict=True):
+            module._buffers[name] = buffer
+        setstate(self.now[0])
+        np.random.set_state(self.now[1])
 
 
 @contextmanager
 def statistics_kept(encoder: nn.Module) -> Iterator[None]:
     """Let normalisation layers use a batch's statistics without remembering them."""
-    layers = [m for m in encoder.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    layers = [m for m in encoder.modules() if isinstance(m, STATISTICS)]
     counts = [(t, t.clone()) for m in layers if (t := m.num_batches_tracked) is not None]
     kept = [layer.momentum for layer in layers]
     for layer in layers:
@@ -91,17 +140,23 @@ def _length(inputs: Any) -> int:
     if isinstance(inputs, Tensor):
         return len(inputs)
     for value in inputs.values() if isinstance(inputs, Mapping) else inputs:
-        if isinstance(value, (Tensor, Mapping, tuple, list)):
+        if isinstance(value, (Mapping, tuple, list)) or (isinstance(value, Tensor) and value.dim()):
             return _length(value)
     raise ValueError("an encoder in chunks needs a tensor [B, ...] among its inputs")
 
 
-def _cut(inputs: Any, rows: slice) -> Any:
+def _cut(inputs: Any, rows: slice, count: int) -> Any:
     """The same inputs with some of their rows."""
-    if isinstance(inputs, Tensor):
+    if isinstance(inputs, Tensor) and inputs.dim():
+        if len(inputs) != count:
+            raise ValueError(
+                f"an encoder in chunks takes tensors of B = {count} rows each, got "
+                f"{tuple(inputs.shape)}; keep what all samples share inside the encoder"
+            )
         return inputs[rows]
     if isinstance(inputs, Mapping):
-        return {name: _cut(value, rows) for name, value in inputs.items()}
+        return {name: _cut(value, rows, count) for name, value in inputs.items()}
     if isinstance(inputs, (tuple, list)):
-        return type(inputs)(_cut(value, rows) for value in inputs)
+        parts = [_cut(value, rows, count) for value in inputs]
+        return type(inputs)(*parts) if hasattr(inputs, "_fields") else type(inputs)(parts)
     return inputs

@@ -237,7 +237,7 @@ def _block(
 ) -> Tensor:  # [AHEAD,N,K]
     with torch.inference_mode(False):  # kept, and used when that is over
         numbers = torch.from_numpy(np.frombuffer(rows, dtype=np.int64).copy())
-        steps = torch.arange(block * AHEAD, (block + 1) * AHEAD)
+        steps = torch.arange(block * AHEAD, (block + 1) * AHEAD, device="cpu")
         where = steps.repeat_interleave(len(numbers)), stream, numbers.repeat(AHEAD)
         return draw(seed, *where, *more).view(AHEAD, len(numbers), -1)
 

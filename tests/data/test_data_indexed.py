@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import negchain
 from forked import fork
-from negchain.data.indexed import Indexed, prefetch
+from negchain.data.indexed import Indexed, _renewed, prefetch
 
 NUM = 30
 Loss = negchain.ContrastiveLoss
@@ -40,8 +40,13 @@ def test_a_stream_has_no_positions() -> None:
         def __iter__(self) -> Iterator[Tensor]:
             return iter(torch.zeros(3, 2))
 
-    with pytest.raises(ValueError, match="Unnumbered yields samples.*map-style"):
-        Indexed(Unnumbered())
+    class Counted(Unnumbered):
+        def __len__(self) -> int:
+            return 3
+
+    for stream in (Unnumbered(), Counted()):
+        with pytest.raises(ValueError, match="yields samples.*map-style"):
+            Indexed(stream)
 
 
 def make(method: str) -> Loss:
@@ -96,6 +101,34 @@ def test_numbers_are_those_of_a_loop_without_prefetching(
     assert values == expected
     if workers:  # the main process fetches only what has changed since the workers were asked
         assert data.fetched <= asked // 2 and (data.fetched > 0 or method == "infonce")
+
+
+def padded(samples: list[Tensor]) -> Tensor:
+    return torch.nn.utils.rnn.pad_sequence(samples, batch_first=True, padding_value=-1)
+
+
+@pytest.mark.parametrize("ids", [[0, 3, 2], [1, 3, 0], [1, 3, 2], [0, 4, 5]])
+def test_padded_items_are_those_that_were_asked_for(ids: list[int]) -> None:
+    """A batch is as wide as its longest item: rows of one need not fit into another."""
+    words = [torch.full((6 if i == 0 else 1,), i) for i in range(NUM)]
+    for had in ([0, 1, 2], [1, 1, 2]):
+        stale = padded([words[i] for i in had])
+        found = _renewed(stale, torch.tensor(had), torch.tensor(ids), words, padded)
+        assert torch.equal(found, padded([words[i] for i in ids]))
+
+
+def test_items_with_names_are_those_that_were_asked_for() -> None:
+    """Strings among what a data set yields, and neighbouring batches that share samples."""
+    data = [(torch.tensor(i), f"name {i}") for i in range(NUM)]
+    loss_fn, renewed = make("emc2"), 0
+    for index, _, request, items in prefetch(loss_fn, data, order(True), num_workers=1):
+        assert items[0].tolist() == request.ids.tolist()
+        assert list(items[1]) == [f"name {i}" for i in request.ids.tolist()]
+        request.answer(torch.randn(len(request.ids), 4))
+        before = loss_fn.held(torch.arange(NUM))[0]
+        loss_fn(torch.randn(len(index), 4), torch.randn(len(index), 4), index, request)
+        renewed += int((loss_fn.held(torch.arange(NUM))[0] != before).sum())
+    assert renewed  # chains moved while later batches were on their way
 
 
 def test_items_may_come_from_a_data_set_of_their_own() -> None:

@@ -145,6 +145,24 @@ def test_their_loop_trains_on_a_csv(table, build, more) -> None:
 
 
 @pytest.mark.parametrize("build", [emc2, importance])
+@pytest.mark.parametrize("precision", ["bf16", "pure_bf16"])
+def test_pictures_are_of_the_models_type(table, build, precision) -> None:
+    """Their loop gives a model in bfloat16 its pictures in bfloat16; so are those we ask for."""
+    args = arguments(table, precision=precision)
+    info, net = csv_data(args), model()
+    positions = CsvPositions(info.dataloader.dataset)
+    loss = IndexedClipLoss(build(len(positions)))
+    watched = loss.watch(info, positions, net)
+    if precision == "bf16":
+        open_clip.model.convert_weights_to_lp(net, torch.bfloat16)
+    else:
+        net.to(torch.bfloat16)
+    run(net, watched, loss, args)
+    assert int(loss.loss_fn.step) == 3
+    assert loss.loss_fn.info["nonfinite_rows"] == 0
+
+
+@pytest.mark.parametrize("build", [emc2, importance])
 def test_accumulated_batches_are_one_step_of_the_whole(table, build, monkeypatch) -> None:
     """Weights and state after it: carried and drawn items get their gradient once."""
     monkeypatch.setattr(CsvPositions, "texts", lambda self, ids: tokenizer(

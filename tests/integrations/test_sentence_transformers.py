@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import math
 import os
 import signal
 import traceback
@@ -21,6 +22,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a test forks
 from datasets import Dataset  # noqa: E402
 from framework_play import assert_same, load, snapshot  # noqa: E402
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainingArguments  # noqa: E402
+from sentence_transformers.sentence_transformer.data_collator import (  # noqa: E402
+    SentenceTransformerDataCollator,
+)
 from sentence_transformers.sentence_transformer.losses import (  # noqa: E402
     MultipleNegativesRankingLoss,
 )
@@ -140,8 +144,19 @@ def killed_after_checkpoint(folder: Path, out: Path, build) -> None:
     assert os.WTERMSIG(os.waitpid(in_child(work), 0)[1]) == signal.SIGKILL
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_processes_take_the_step_of_one(folder, tmp_path, world) -> None:
+def in_batch(pairs):
+    return InfoNCELoss(None, torch.nn.Parameter(torch.tensor(10.0)), views="paired")
+
+
+@pytest.mark.parametrize(
+    ("world", "build"),
+    [
+        (2, importance),
+        pytest.param(4, importance, marks=pytest.mark.slow),
+        pytest.param(2, in_batch, marks=pytest.mark.slow),
+    ],
+)
+def test_processes_take_the_step_of_one(folder, tmp_path, world, build) -> None:
     """Gloo, DDP, float64: after SGD weights and beta are one process's that had the whole batch.
 
     So the loss is neither multiplied by the number of ranks nor divided by it, and every forward
@@ -152,7 +167,7 @@ def test_processes_take_the_step_of_one(folder, tmp_path, world) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             made = trainer(
-                folder, out, hard=True, max_steps=2, save_strategy="no", optim="sgd",
+                folder, out, build, hard=True, max_steps=2, save_strategy="no", optim="sgd",
                 lr_scheduler_type="constant", learning_rate=1e-1, max_grad_norm=0.0,
                 per_device_train_batch_size=size, **more,
             )  # fmt: skip
@@ -161,7 +176,7 @@ def test_processes_take_the_step_of_one(folder, tmp_path, world) -> None:
                     module.p = 0.0
             made.loss.double()
             made.train()
-        assert int(made.loss.loss_fn.step) == 2
+        assert int(made.loss.loss_fn.step) == (0 if build is in_batch else 2)
         return made
 
     def rank(number: int) -> None:
@@ -286,6 +301,90 @@ def test_hard_negatives_by_hand(folder) -> None:
     assert found["contrastive"].item() == pytest.approx(sum(rows).item() / 6, rel=1e-4)
 
 
+def by_hand(anchors, keys, excluded, beta=10.0) -> float:
+    """Mean over rows of the cross-entropy of key i against the keys that are not excluded."""
+    total = 0.0
+    for i, row in enumerate(anchors):
+        logits = [beta * float(row @ key) for key in keys]
+        others = [logits[j] for j in range(len(keys)) if not excluded(i, j)]
+        total += math.log(sum(math.exp(x - logits[i]) for x in [*others, logits[i]]))
+    return total / len(anchors)
+
+
+ANSWERS = [("w1", "w5"), ("w1", "w6"), ("w2", "w6"), ("w3", "w7")]  # w6 answers two questions
+
+
+@pytest.mark.parametrize("views", ["paired", "shared"])
+@pytest.mark.parametrize("rows", [(0, 2, 3), (0, 1, 3), (1, 2, 3), (0, 2)])
+def test_a_question_is_no_negative_of_any_of_its_answers(folder, views, rows) -> None:
+    """In a batch with ("w1", "w5") and ("w2", "w6"), w1 is a positive of w6 as well."""
+    columns = {"q": [q for q, _ in ANSWERS], "a": [a for _, a in ANSWERS]}
+    pairs = index_pairs(Dataset.from_dict(columns))
+    model = SentenceTransformer(str(folder), device="cpu").eval()
+    loss = PairLoss(model, InfoNCELoss(None, 10.0, views=views), pairs)
+    batch = [ANSWERS[row] for row in rows]
+    labels = torch.tensor([pairs.dataset["label"][row] for row in rows])
+    texts = [list(column) for column in zip(*batch, strict=True)]
+    found = loss([model.preprocess(column) for column in texts], labels)["contrastive"]
+    encoded = (model.encode(column, convert_to_tensor=True).double() for column in texts)
+    q, a = (torch.nn.functional.normalize(z, dim=1) for z in encoded)
+    if views == "paired":
+        forth = by_hand(q, a, lambda i, j: (batch[i][0], batch[j][1]) in ANSWERS)
+        back = by_hand(a, q, lambda i, j: (batch[j][0], batch[i][1]) in ANSWERS)
+        assert found.item() == pytest.approx((forth + back) / 2, rel=1e-4)
+        assert loss.loss_fn.symmetric
+        return
+    count = len(batch)  # only w7 shares no question with another answer: it is all that is left
+    alone = [answer == "w7" for _, answer in batch]
+
+    def excluded(i: int, j: int) -> bool:
+        return i % count == j % count or not (alone[i % count] or alone[j % count])
+
+    views_of = torch.cat([q, a])
+    total = 0.0
+    for i, row in enumerate(views_of):
+        logits = [10 * float(row @ other) for other in views_of]
+        positive = logits[(i + count) % (2 * count)]
+        others = [logits[j] for j in range(2 * count) if not excluded(i, j)]
+        total += math.log(sum(math.exp(x - positive) for x in [*others, positive]))
+    assert found.item() == pytest.approx(total / (2 * count), rel=1e-4, abs=1e-6)
+
+
+def test_lengths_count_where_the_loss_does_not_normalize(folder) -> None:
+    """In the hard-negative term and in evaluation, as in the loss itself."""
+    columns = {"q": ["w1", "w2", "w3"], "a": ["w5", "w6", "w7"], "n": ["w16", "w9", "w8"]}
+    pairs = index_pairs(Dataset.from_dict(columns))
+    model = SentenceTransformer(str(folder), device="cpu").eval()
+    plain = InfoNCELoss(None, 0.3, views="paired", symmetric=False, normalize=False)
+    loss, labels = PairLoss(model, plain, pairs), torch.tensor(pairs.dataset["label"][:])
+    q, a, n = (model.encode(c, convert_to_tensor=True).double() for c in columns.values())
+    contrastive = by_hand(q, a, lambda i, j: i == j, beta=0.3)
+    rows = [0.3 * float(q[i] @ (n[i] - a[i])) for i in range(3)]
+    hard = sum(math.log1p(math.exp(row)) for row in rows) / 3
+    for training in (True, False):
+        with torch.set_grad_enabled(training):
+            found = loss([model.preprocess(c) for c in columns.values()], labels)
+        assert found["contrastive"].item() == pytest.approx(contrastive, rel=1e-5)
+        assert found["hard_negatives"].item() == pytest.approx(hard, rel=1e-5)
+
+
+def test_a_rows_own_positive_is_none_of_its_hard_negatives(folder) -> None:
+    """Even where no anchor has a second positive; and while evaluating."""
+    columns = {"q": ["w1", "w2"], "a": ["w5", "w6"], "n": ["w5", "w9"]}
+    pairs = index_pairs(Dataset.from_dict(columns))
+    assert pairs.known is None
+    model = SentenceTransformer(str(folder), device="cpu").eval()
+    loss = PairLoss(model, InfoNCELoss(None, 10.0, views="paired"), pairs)
+    encoded = (model.encode(c, convert_to_tensor=True).double() for c in columns.values())
+    q, a, n = (torch.nn.functional.normalize(z, dim=1) for z in encoded)
+    expected = math.log1p(math.exp(10 * float(q[1] @ (n[1] - a[1])))) / 2
+    for training in (True, False):
+        with torch.set_grad_enabled(training):
+            labels = torch.tensor(pairs.dataset["label"][:])
+            found = loss([model.preprocess(c) for c in columns.values()], labels)
+        assert found["hard_negatives"].item() == pytest.approx(expected, rel=1e-4)
+
+
 def test_two_views_of_the_same_texts(folder) -> None:
     """As SimCSE has it: one position per text, and what chains hold is encoded by the model."""
     words = [f"w{i}" for i in range(6)]
@@ -311,6 +410,30 @@ def test_drawn_documents_are_encoded_as_the_column_is(folder, tmp_path) -> None:
     made.loss.chunk = 1
     with torch.no_grad():
         torch.testing.assert_close(made.loss._encode(1, ids), expected, rtol=0, atol=1e-6)
+
+
+def test_prompts_are_the_collators_for_the_losss_data_sets(folder, tmp_path) -> None:
+    """One loss for a dict of data sets; and a collator of the user's own."""
+    pairs = index_pairs(texts())
+    model = SentenceTransformer(str(folder), device="cpu")
+
+    def inputs(train_dataset, prompts, **more):
+        loss = PairLoss(model, importance(pairs), pairs)
+        args = SentenceTransformerTrainingArguments(
+            output_dir=str(tmp_path), report_to="none", use_cpu=True, prompts=prompts
+        )
+        NegchainTrainer(model=model, args=args, loss=loss, train_dataset=train_dataset, **more)
+        return loss.inputs
+
+    both = {"prompt": "w70"}, {"prompt": "w71"}
+    named = {"query": "w70", "answer": "w71"}
+    assert inputs({"a": pairs.dataset}, {"a": named}) == both
+    assert inputs({"a": pairs.dataset}, {"a": "w71"}) == (both[1], both[1])
+    assert inputs({"a": pairs.dataset, "b": pairs.dataset}, named) == both
+    with pytest.raises(ValueError, match="serves the data sets a, b, whose prompts or routes"):
+        inputs({"a": pairs.dataset, "b": pairs.dataset}, {"a": named})
+    collator = SentenceTransformerDataCollator(preprocess_fn=model.preprocess, prompts=named)
+    assert inputs(pairs.dataset, None, data_collator=collator) == both
 
 
 def test_evaluation_touches_nothing(folder, tmp_path) -> None:
@@ -353,6 +476,14 @@ def test_other_losses_and_several_data_sets(folder, tmp_path) -> None:
 def test_refusals(folder, tmp_path) -> None:
     with pytest.raises(ValueError, match="rename"):
         index_pairs(texts().add_column("label", [0] * (NUM + 3)))
+    with pytest.raises(ValueError, match="row 0 of 'score' is 0.5"):
+        index_pairs(texts().add_column("score", [0.5] * (NUM + 3)))
+    with pytest.raises(ValueError, match="row 1 of 'answer' is None"):
+        index_pairs(Dataset.from_dict({"query": ["a", "b"], "answer": ["A", None]}))
+    with pytest.raises(ValueError, match="at least one pair, got none"):
+        index_pairs(texts().select([]))
+    with pytest.raises(ValueError, match="groups rows by the column 'label'"):
+        trainer(folder, tmp_path, batch_sampler="group_by_label")
     made = trainer(folder, tmp_path)
     with pytest.raises(ValueError, match="built for 5 anchors"):
         PairLoss(made.model, InfoNCELoss(5), made.loss.pairs)
@@ -366,6 +497,34 @@ def test_refusals(folder, tmp_path) -> None:
     made.train_dataset = texts()
     with pytest.raises(ValueError, match="index_pairs"):
         made.train()
+
+
+def test_a_checkpoint_is_of_the_texts_its_positions_name(folder, tmp_path) -> None:
+    """A corpus that comes in another order (a set's) would be taken for other documents."""
+    made = trainer(folder, tmp_path, emc2, max_steps=1, save_steps=1)
+    made.train()
+    saved, before = str(tmp_path / "checkpoint-1"), made.loss.pairs
+
+    def go_on(pairs, name=""):
+        model = SentenceTransformer(str(folder), device="cpu")
+        loss = PairLoss(model, emc2(pairs), pairs)
+        sets = ({name: loss}, {name: pairs.dataset}) if name else (loss, pairs.dataset)
+        args = replace(made.args, max_steps=2, save_strategy="no")
+        again = NegchainTrainer(model=model, args=args, loss=sets[0], train_dataset=sets[1])
+        again.train(resume_from_checkpoint=saved)
+        return loss
+
+    corpus = [f"w{i} w77" for i in range(10)]
+    for pairs in (
+        index_pairs(texts(), corpus=corpus[::-1]),
+        index_pairs(texts().shuffle(seed=1), corpus=corpus),
+    ):
+        assert len(pairs.keys) == len(before.keys) and len(pairs.anchors) == len(before.anchors)
+        with pytest.raises(ValueError, match="positions name other texts"):
+            go_on(pairs)
+    assert int(go_on(index_pairs(texts(), corpus=corpus)).loss_fn.step) == 2
+    with pytest.raises(ValueError, match="none of 'a'; name the data sets as they were"):
+        go_on(index_pairs(texts(), corpus=corpus), "a")
 
 
 def test_examples_in_docstrings() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import threading
 import warnings
 import weakref
@@ -50,6 +51,28 @@ def test_trains_and_moves_its_state(case) -> None:
     stateless = case[0] in ("infonce", "dcl")  # nothing to carry from step to step
     assert same_state(before, snapshot(loss_fn)) == stateless
     assert "effective_negatives" in loss_fn.info
+
+
+@every_case
+def test_the_default_device_is_not_asked(case) -> None:
+    """Tensors are made where the batch is; none is kept for later on another device."""
+
+    def values(device: str) -> list[float]:
+        net, items = data()
+        loss_fn, found = build(case, seed=91), []  # a seed whose draws nobody has kept yet
+        for shift in range(3):
+            index = (INDEX + shift) % M
+            more = extras(loss_fn, lambda ids: net(items[ids]), index)
+            encode = lambda ids: net(items[ids])  # noqa: E731
+            with torch.device(device):
+                value = loss_fn(
+                    net(items[index]), net(items[index + M]), index, encode=encode, **more
+                )
+                found.append(value.item())
+                assert all(map(math.isfinite, loss_fn.info.values()))
+        return found
+
+    assert values("meta") == values("cpu")
 
 
 @every_case

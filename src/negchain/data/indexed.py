@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 Plan = tuple[list[int], list[int]]  # positions of a batch, and of what its loss will ask for
 
@@ -32,7 +32,7 @@ class Indexed(Dataset[tuple[Any, ...]]):
     """
 
     def __init__(self, dataset: Any) -> None:
-        if not hasattr(dataset, "__len__"):
+        if not hasattr(dataset, "__len__") or isinstance(dataset, IterableDataset):
             raise ValueError(
                 f"a sample needs a position, and {type(dataset).__name__} yields samples without "
                 "one; give a map-style data set, or use InfoNCELoss, which needs no positions"
@@ -83,7 +83,7 @@ def prefetch(
         batches: positions of each batch, as a `batch_sampler` gives them.
         wanted: map-style data set that items of requests come from, such as one view instead of
             two; None: `dataset`.
-        collate: from a list of samples to a batch; tensors, or tuples, lists or dicts of them.
+        collate: from a list of samples to a batch, `DataLoader`'s by default.
         loader: of `torch.utils.data.DataLoader`: num_workers=, prefetch_factor=, ...
 
     Example:
@@ -115,23 +115,31 @@ def prefetch(
 def _renewed(
     items: Any, had: Tensor, ids: Tensor, source: Any, collate: Callable[[list[Any]], Any]
 ) -> Any:
-    """The items at `ids`, given those at `had`: where they differ, fetched now."""
+    """The items at `ids`, given those at `had`: where they differ, fetched now.
+
+    Where rows of a batch cannot be exchanged (texts padded to the longest, strings), all are.
+    """
     ids = ids.cpu()
-    if len(ids) != len(had):
-        return collate([source[i] for i in ids.tolist()]) if len(ids) else None
-    rows = torch.nonzero(ids != had).flatten()
-    if len(rows):
-        _put(items, rows, collate([source[i] for i in ids[rows].tolist()]))
-    return items
+    if torch.equal(ids, had):
+        return items
+    if len(ids) == len(had):
+        rows = torch.nonzero(ids != had).flatten()
+        if _put(items, rows, collate([source[i] for i in ids[rows].tolist()])):
+            return items
+    return collate([source[i] for i in ids.tolist()]) if len(ids) else None
 
 
-def _put(into: Any, rows: Tensor, values: Any) -> None:
-    """into[rows] = values, for batches of any structure."""
+def _put(into: Any, rows: Tensor, values: Any) -> bool:
+    """into[rows] = values, for batches made of tensors; whether it could be done."""
     if isinstance(into, Tensor):
-        into[rows] = values
-    else:
-        for key in into if isinstance(into, dict) else range(len(into)):
-            _put(into[key], rows, values[key])
+        fits = into.shape[1:] == values.shape[1:] and len(values) == len(rows)
+        if fits:
+            into[rows] = values
+        return fits
+    if isinstance(into, (dict, tuple, list)) and len(into) == len(values):
+        names = into if isinstance(into, dict) else range(len(into))
+        return all(_put(into[name], rows, values[name]) for name in names)
+    return False
 
 
 class _Pairs(Dataset[Any]):

@@ -67,8 +67,10 @@ class IndexedClipLoss(nn.Module):
                     "nothing to be encoded, SogCLRLoss or EMC2Loss(carried='cached')"
                 )
             towers: Any = getattr(model, "module", model)
+            # as --precision bf16 has its pictures: in the type of the layers that see them
+            sees = next(m for m in towers.visual.modules() if isinstance(m, (nn.Conv2d, nn.Linear)))
             self._encode = (
-                lambda ids: towers.encode_image(positions.images(ids).to(ids.device)),
+                lambda ids: towers.encode_image(positions.images(ids).to(sees.weight)),
                 lambda ids: towers.encode_text(positions.texts(ids).to(ids.device)),
             )
         return replace(info, dataloader=_Watched(positions.loader(info.dataloader), self, info))

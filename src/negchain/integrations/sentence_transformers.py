@@ -14,15 +14,18 @@ Shapes: `B` batch, `L` known positives per anchor, `H` hard-negative columns, `D
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
+from sentence_transformers.base.data_collator import BaseDataCollator
+from sentence_transformers.base.sampler import BatchSamplers
 from sentence_transformers.util import batch_to_device
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -70,20 +73,29 @@ def index_pairs(dataset: Dataset, corpus: Iterable[str] = ()) -> Pairs:
             "the data set must hold texts: an anchor, a positive and maybe hard negatives, and no "
             f"'{LABEL}' (positions go there), got {dataset.column_names}; remove or rename columns"
         )
+    if len(dataset) == 0:
+        raise ValueError("the data set must hold at least one pair, got none")
+    columns = {name: dataset[name][:] for name in dataset.column_names}
+    for name, texts in columns.items():
+        wrong = next(
+            (number for number, text in enumerate(texts) if not isinstance(text, str)), None
+        )
+        if wrong is not None:
+            raise ValueError(
+                f"every column must hold texts, but row {wrong} of '{name}' is "
+                f"{texts[wrong]!r:.50}; remove the column, or leave out such rows"
+            )
     keys = {text: number for number, text in enumerate(dict.fromkeys(corpus))}
     anchors: dict[str, int] = {}
     positives: list[dict[int, None]] = []
     labels = []
-    for row in zip(*(dataset[name][:] for name in dataset.column_names), strict=True):
+    for row in zip(*columns.values(), strict=True):
         anchor = anchors.setdefault(row[0], len(anchors))
         label = [anchor, *(keys.setdefault(text, len(keys)) for text in row[1:])]
         positives += [{}] if anchor == len(positives) else []
         positives[anchor][label[1]] = None
         labels.append(label)
-    longest = max(map(len, positives))
-    known = None
-    if longest > 1:
-        known = torch.tensor([[*own, *[-1] * (longest - len(own))] for own in positives])
+    known = _padded(positives) if max(map(len, positives)) > 1 else None
     return Pairs(dataset.add_column(LABEL, labels), list(anchors), list(keys), known)
 
 
@@ -129,6 +141,9 @@ class PairLoss(nn.Module):
             )
         keys = torch.tensor([key for _, key in pairs.positions()])
         loss_fn.give_key_counts(torch.bincount(keys, minlength=len(pairs.keys)))
+        self.anchors_of: dict[int, set[int]] = {}  # of each key that is a positive
+        for anchor, key in pairs.positions():
+            self.anchors_of.setdefault(key, set()).add(anchor)
         self.model = model  # the trainer puts the wrapped one here
         self.loss_fn = loss_fn
         self.pairs = pairs
@@ -136,6 +151,21 @@ class PairLoss(nn.Module):
         self.chunk = chunk
         self.preprocess = model.preprocess
         self.inputs: tuple[dict[str, Any], dict[str, Any]] = ({}, {})  # prompt, task of each tower
+
+    def get_extra_state(self) -> Tensor:  # [4]
+        """Which texts the positions name, as one hash; the state is theirs."""
+        found = sha256()
+        for text in (*self.pairs.anchors, "", *self.pairs.keys):
+            found.update(sha256(text.encode(errors="surrogatepass")).digest())
+        return torch.frombuffer(bytearray(found.digest()), dtype=torch.int64)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Refuse a state whose positions name other texts."""
+        if not torch.equal(state.cpu(), self.get_extra_state()):
+            raise ValueError(
+                "the checkpoint's positions name other texts, or the same in another order; call "
+                "index_pairs with the data set and the corpus as they were (a set has no order)"
+            )
 
     def forward(
         self, features: Iterable[dict[str, Tensor]], labels: Tensor | None
@@ -146,9 +176,8 @@ class PairLoss(nn.Module):
         value = self._train if training else self._evaluate
         losses = {"contrastive": value(anchors, positives, labels)}
         if negatives:
-            known = labels if training else None
             losses["hard_negatives"] = self.hard_weight * self._hard(
-                anchors, torch.stack([positives, *negatives], 1), known
+                anchors, torch.stack([positives, *negatives], 1), labels, training
             )
         return losses
 
@@ -166,24 +195,53 @@ class PairLoss(nn.Module):
         call = {} if self.loss_fn.num_keys is None else {"key_index": keys}
         if self.pairs.known is not None:
             call["known"] = self.pairs.known.to(index.device)[index]
+            if self.loss_fn.num_samples is None and self.loss_fn.symmetric:
+                return self._both_ways(anchors, positives, labels, call["known"])
         if self.loss_fn.num_samples is None:
             index = keys  # a loss without a size excludes by one id alone: the key's
         loss: Tensor = self.loss_fn(anchors, positives, index, encode=encode, **call)
         return loss
 
+    def _both_ways(
+        self, anchors: Tensor, positives: Tensor, labels: Tensor, known: Tensor
+    ) -> Tensor:
+        """A loss without a size, where anchors have several keys: known in both directions.
+
+        The anchors of a key are no negatives of it. Paired views: a call per direction, with the
+        positions of its columns. Shared views have all columns in one: there two rows whose keys
+        share an anchor are no negatives of each other.
+        """
+        loss_fn, (index, keys) = self.loss_fn, labels.T[:2]
+        asked = [self.anchors_of[key] for key in keys.tolist()]
+        if loss_fn.views == "shared":
+            assert self.pairs.known is not None
+            near = [sorted(set(self.pairs.known[[*own]].flatten().tolist())) for own in asked]
+            return loss_fn(anchors, positives, keys, known=_padded(near).to(index.device))
+        if loss_fn.ranks() is None:  # those that are here will do: a key may have thousands
+            asked = [own.intersection(index.tolist()) for own in asked]
+        loss_fn.symmetric = False
+        try:
+            back = loss_fn(positives, anchors, index, known=_padded(asked).to(index.device))
+            return (loss_fn(anchors, positives, keys, known=known) + back) / 2
+        finally:
+            loss_fn.symmetric = True
+
     def _evaluate(self, anchors: Tensor, positives: Tensor, labels: Tensor | None) -> Tensor:
-        settings = {"views": self.loss_fn.views, "symmetric": self.loss_fn.symmetric}
-        in_batch = InfoNCELoss(None, float(self.loss_fn.beta), **settings)  # type: ignore[arg-type]
+        own = self.loss_fn
+        settings = {"views": own.views, "symmetric": own.symmetric, "normalize": own.normalize}
+        in_batch = InfoNCELoss(None, float(own.beta), **settings)  # type: ignore[arg-type]
         keys = labels[:, 1] if labels is not None and labels.dim() == 2 else None
         return in_batch(anchors, positives, keys)
 
-    def _hard(self, anchors: Tensor, keys: Tensor, labels: Tensor | None) -> Tensor:
-        """Cross-entropy of the first of each row's keys [B, 1 + H, D]; known positives left out."""
-        anchors, keys = as_embedding(anchors, True), as_embedding(keys, True)
+    def _hard(self, anchors: Tensor, keys: Tensor, labels: Tensor | None, training: bool) -> Tensor:
+        """Cross-entropy of the first of each row's keys [B, 1 + H, D]; its positives left out."""
+        anchors, keys = (as_embedding(z, self.loss_fn.normalize) for z in (anchors, keys))
         logits = torch.einsum("bd,bhd->bh", anchors, keys) * self.loss_fn.beta
-        if labels is not None and self.pairs.known is not None:
-            known = self.pairs.known.to(labels.device)[labels[:, 0]]
-            taken = (labels[:, 2:, None] == known[:, None]).any(2)
+        if labels is not None and labels.shape == (len(keys), 1 + keys.shape[1]):
+            positives = labels[:, 1:2]
+            if training and self.pairs.known is not None:
+                positives = self.pairs.known.to(labels.device)[labels[:, 0]]
+            taken = (labels[:, 2:, None] == positives[:, None]).any(2)
             logits[:, 1:] = logits[:, 1:].masked_fill(taken, -torch.inf)
         return cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long).to(logits.device))
 
@@ -203,6 +261,12 @@ class PairLoss(nn.Module):
         return torch.cat(parts)
 
 
+def _padded(rows: Sequence[Collection[int]]) -> Tensor:  # [B, L]
+    """Positions of each row, padded with -1."""
+    longest = max(map(len, rows))
+    return torch.tensor([[*own, *[-1] * (longest - len(own))] for own in rows])
+
+
 class NegchainTrainer(SentenceTransformerTrainer):  # type: ignore[misc]
     """`SentenceTransformerTrainer` that keeps the state of its losses in its checkpoints.
 
@@ -214,9 +278,12 @@ class NegchainTrainer(SentenceTransformerTrainer):  # type: ignore[misc]
         super().__init__(*args, **settings)
         for name, loss in self._losses().items():
             if isinstance(loss, PairLoss):
-                loss.inputs = tuple(  # type: ignore[assignment]
-                    self._inputs(name, column) for column in loss.pairs.dataset.column_names[:2]
-                )
+                loss.inputs = self._inputs(name, loss.pairs.dataset.column_names[:2])
+                if self.args.batch_sampler == BatchSamplers.GROUP_BY_LABEL:
+                    raise ValueError(
+                        f"batch_sampler='group_by_label' groups rows by the column '{LABEL}', "
+                        "where PairLoss has positions; use 'batch_sampler' or 'no_duplicates'"
+                    )
 
     def _losses(self) -> dict[str, nn.Module]:
         return self.loss if isinstance(self.loss, dict) else {"": self.loss}
@@ -231,16 +298,32 @@ class NegchainTrainer(SentenceTransformerTrainer):  # type: ignore[misc]
                         weight.grad = self.accelerator.reduce(weight.grad, "mean")
         return value
 
-    def _inputs(self, dataset: str, column: str) -> dict[str, Any]:
-        """Prompt and route of a column, as the trainer's collator finds them."""
-        found = {}
-        for name, given in (("prompt", self.args.prompts), ("task", self.args.router_mapping)):
-            if isinstance(given, dict) and isinstance(given.get(dataset), (dict, str)):
-                given = given[dataset] if dataset else given
-            value = given if isinstance(given, str) or not given else given.get(column)
-            if isinstance(value, str):
-                found[name] = value
-        return found
+    def _inputs(self, name: str, columns: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Prompt and route of both towers, as the collator finds them for the loss's data sets."""
+        own, sets = self.data_collator, self.train_dataset
+        own = (
+            own
+            if isinstance(own, BaseDataCollator)
+            else self.get_data_collator(self.model, self.args)
+        )
+        names = [name] if name or not isinstance(sets, dict) else list(sets)
+        found = []
+        for batch in ({"dataset_name": each} if each else {} for each in names):
+            prompts, routes = own._resolve_prompts(batch), own._resolve_router_mapping(batch)
+            pair = [
+                {
+                    "prompt": own._get_prompt_for_column(prompts, column),
+                    "task": own._get_task_for_column(column, number, routes),
+                }
+                for number, column in enumerate(columns)
+            ]
+            found.append([{k: v for k, v in each.items() if v is not None} for each in pair])
+        if any(pair != found[0] for pair in found):
+            raise ValueError(
+                f"one PairLoss serves the data sets {', '.join(names)}, whose prompts or routes "
+                "differ, and cannot tell which a drawn text belongs to; give each a loss of its own"
+            )
+        return found[0][0], found[0][1]
 
     def log(self, logs: dict[str, float], *args: Any, **settings: Any) -> None:
         """Add the sampler's numbers to a line about training."""
@@ -274,6 +357,11 @@ class NegchainTrainer(SentenceTransformerTrainer):  # type: ignore[misc]
             )
         states = torch.load(path, map_location="cpu", weights_only=True)
         for name, loss in self._losses().items():
+            if name not in states:
+                raise ValueError(
+                    f"{path} holds the losses of {list(states)}, and none of '{name}'; name the "
+                    "data sets as they were when the checkpoint was written"
+                )
             result = loss.load_state_dict(states[name], strict=False)
             lost = [key for key in result.missing_keys if not key.startswith("model.")]
             if lost or result.unexpected_keys:

@@ -82,7 +82,7 @@ def check_batch(
                 f"embeddings must be finite, but rows {rows} hold NaN or inf; lower the learning "
                 "rate, clip gradients, or skip the batch"
             )
-        valid = torch.ones(batch_size, dtype=torch.bool)
+        valid = torch.ones(batch_size, dtype=torch.bool, device=device)
         return Batch(both, index, keys, known, valid, None)
     in_range = inside(index, num_samples)
     if keys is not index:
