@@ -223,7 +223,7 @@ def offered_views(kernel: Kernel, augmentations: int | None) -> InBatch:
 
     i-SIR weighs a set in which the carried item counts as often as the others, so that both views
     leave p as it is where they are equal; a Metropolis-Hastings chain would meet an item twice,
-    and a stored view is a state of its own (records/2026-11-16_both-copies_cpu.md).
+    and a stored view is a state of its own (records/2026-11-18_both-copies_cpu.md).
 
     Example:
         >>> offered_views(ISIR(), None), offered_views(MH(), None)
