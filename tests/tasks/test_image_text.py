@@ -56,7 +56,7 @@ def settings(made: Path, **changed: object) -> dict:
 def loaded(made: Path, **changed: object) -> ImageTextTask:
     task = tasks.load(resolve(None, settings(made, **changed)))
     assert isinstance(task, ImageTextTask)
-    task.place(torch.device("cpu"), None)
+    task.place(torch.device("cpu"))
     return task
 
 
@@ -322,7 +322,7 @@ def test_open_clip_from_its_config(made: Path, tmp_path: Path) -> None:
     torch.save(theirs.state_dict(), tmp_path / "weights.pt")
     changed = {**TINY, "data": str(made / "data"), "encoder": str(config), "epochs": 1}
     task = tasks.load(resolve(None, changed))
-    task.place(torch.device("cpu"), None)
+    task.place(torch.device("cpu"))
     encoder, _ = task.build()
     task.start_from(encoder, str(tmp_path / "weights.pt"))
     encoder.eval()

@@ -104,10 +104,10 @@ class ImageTextTask(Task):
             "unprobed": self.unjudged,
         }
 
-    def place(self, device: torch.device, autocast: torch.dtype | None) -> None:
+    def place(self, device: torch.device) -> None:
         """Move pictures and tokens to the device."""
-        super().place(device, autocast)
-        self.pictures.place(device, autocast)
+        super().place(device)
+        self.pictures.place(device)
         self.begin = self.begin.to(device)
         self.tokens = {name: table.to(device) for name, table in self.tokens.items()}
         self.known = None if self.known is None else self.known.to(device)

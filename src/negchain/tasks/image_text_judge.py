@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from negchain.chunked import Chunked
 from negchain.evaluation import embed_all
 from negchain.exact import global_loss
 from negchain.losses import ContrastiveLoss
-from negchain.tasks.image_judge import previews, spread
+from negchain.tasks.image_judge import previews
 from negchain.tasks.image_text_towers import ImageText, tokens_of
-from negchain.tasks.task import Arrays, Judge, Numbers, judged
+from negchain.tasks.task import SPLITS, Arrays, Judge, Numbers, evenly, variance
 
 if TYPE_CHECKING:
     from negchain.tasks.image_text import CaptionedImages, ImageTextTask
@@ -32,14 +33,15 @@ QUERIES_AT_A_TIME = 1024
 RECALL_AT = (1, 5, 10)
 GALLERY, SHOWN = 12, 5  # examples, and answers of each
 MOST_SHOWN = 1000  # pictures to retrieve examples from where nothing is tested
-SPLITS = {"validation": "", "test": "test_"}  # before the name of a number
 
 
 class ImageTextJudge(Judge):
     """Evaluates towers on a task's data; leaves them in training mode."""
 
+    task: ImageTextTask
+
     def __init__(self, task: ImageTextTask) -> None:
-        self.task = task
+        super().__init__(task)
         self._tokens: dict[int, dict[str, Tensor]] = {}
 
     def quick(self, encoder: ImageText) -> Numbers:
@@ -92,26 +94,17 @@ class ImageTextJudge(Judge):
 
     def losses(self, encoder: ImageText) -> Numbers:
         """`global_loss` on fixed training pairs at the first beta, `embedding_variance`, `beta`."""
-        task = self.task
-        generator = torch.Generator().manual_seed(task.config.seed)
-        count = min(task.config.probe_samples, task.num_samples)
-        chosen = torch.randperm(task.num_samples, generator=generator)[:count].sort().values
+        task, chosen = self.task, self.sample()
         z_image = self._images(encoder, task.train.images.fetch(chosen)).double()
-        first = task.begin[chosen.to(task.device)]
-        z_text = self._texts(encoder, task.caption(first)).double()
-        known = None if task.known is None else task.known[chosen.to(task.device)]
+        chosen = chosen.to(task.device)
+        z_text = self._texts(encoder, task.caption(task.begin[chosen])).double()
+        known = None if task.known is None else task.known[chosen]
         loss = global_loss(
-            z_image,
-            z_text,
-            task.config.beta,
-            views="paired",
-            index=chosen.to(task.device),
-            known=known,
+            z_image, z_text, task.config.beta, views="paired", index=chosen, known=known
         )
-        centre = normalize(z_image, dim=-1).mean(0)
         return {
             "global_loss": float(loss),
-            "embedding_variance": float(1 - centre.square().sum()),
+            "embedding_variance": variance(z_image),
             "beta": float(encoder.beta().detach()),
         }
 
@@ -136,7 +129,7 @@ class ImageTextJudge(Judge):
         part = held.get("test") or held.get("validation") or _first(self.task.train, MOST_SHOWN)
         texts, pairs = distinct(part)
         found = Retrieval(*self.embed(encoder, part), texts, pairs)
-        pictures, captions = spread(len(part.images), GALLERY), spread(len(texts), GALLERY)
+        pictures, captions = evenly(len(part.images), GALLERY), evenly(len(texts), GALLERY)
         answers = found.captions_right(pictures), found.pictures_right(captions)
         words = np.array(texts)
         arrays = self.previews() | {
@@ -156,7 +149,7 @@ class ImageTextJudge(Judge):
     def _chains(self, loss_fn: ContrastiveLoss) -> Arrays:
         """Training pictures and captions with the negatives their chains hold now."""
         train = self.task.train
-        anchors = spread(len(train.images), GALLERY)
+        anchors = evenly(len(train.images), GALLERY)
         held = [ids.cpu() for ids in loss_fn.held(anchors)]
         if len(held) != 2:  # no chains
             return {}
@@ -169,18 +162,15 @@ class ImageTextJudge(Judge):
         }
 
     def _images(self, encoder: ImageText, images: Any) -> Tensor:
-        task = self.task
-        with judged(encoder, task.device, task.autocast):
+        plain, device = self.task.augment.plain, self.task.device
+        with self.judged(encoder):
             return embed_all(
-                encoder.image, images, plain=task.augment.plain, batch_size=ENCODE_BATCH,
-                device=task.device,
-            )  # fmt: skip
+                encoder.image, images, plain=plain, batch_size=ENCODE_BATCH, device=device
+            )
 
     def _texts(self, encoder: ImageText, tokens: dict[str, Tensor]) -> Tensor:
-        with judged(encoder, self.task.device, self.task.autocast):
-            parts = zip(*(torch.split(t, ENCODE_BATCH) for t in tokens.values()), strict=True)
-            rows = [encoder.text(dict(zip(tokens, part, strict=True))) for part in parts]
-        return torch.cat([row.float() for row in rows])
+        with self.judged(encoder):
+            return Chunked(encoder.text, ENCODE_BATCH)(tokens).float()  # type: ignore[no-any-return]
 
 
 class Answers(NamedTuple):

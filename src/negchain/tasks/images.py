@@ -35,7 +35,7 @@ class ImageTask(Task):
     Example:
         >>> from negchain.train.resolve import resolve
         >>> task = ImageTask(config := resolve(None, {"subset": 64}), load_images(config))
-        >>> task.place(torch.device("cpu"), None)
+        >>> task.place(torch.device("cpu"))
         >>> step = torch.tensor(0)
         >>> a, b, _ = task.batch(torch.tensor([3, 5]), step)
         >>> task.inputs([Want(a), Want(b)], step, 0).shape
@@ -90,9 +90,9 @@ class ImageTask(Task):
             "augment": function_name(self.augment),
         }
 
-    def place(self, device: torch.device, autocast: torch.dtype | None) -> None:
+    def place(self, device: torch.device) -> None:
         """Move the images to the device, or store their augmentations there."""
-        super().place(device, autocast)
+        super().place(device)
         images = self.data.pretrain
         table = None if images.table is None else images.table.to(device)
         self.table = table if self.config.augmentations is None else None
@@ -213,7 +213,7 @@ class ImageTask(Task):
 
     def judge(self) -> ImageJudge:
         """Probes, neighbours and the exact loss."""
-        return ImageJudge(self.config, self.data, self.augment, self.device, self.autocast)
+        return ImageJudge(self)
 
 
 def load_images(config: TrainConfig, progress: bool = False) -> DataBundle:

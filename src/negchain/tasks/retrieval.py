@@ -122,9 +122,9 @@ class RetrievalTask(Task):
             "test": len(data.validation) + len(data.test),
         }
 
-    def place(self, device: torch.device, autocast: torch.dtype | None) -> None:
+    def place(self, device: torch.device) -> None:
         """Positives to the device; token ids stay in memory."""
-        super().place(device, autocast)
+        super().place(device)
         for name in ("positives", "known", "grades"):
             setattr(self, name, getattr(self, name).to(device))
 

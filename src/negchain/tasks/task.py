@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from negchain.losses import ContrastiveLoss
 from negchain.losses.request import Want
+from negchain.train.device import autocast_dtype
 from negchain.train.presets import ConfigError
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 Numbers = dict[str, float]
 Arrays = dict[str, NDArray[Any]]
+SPLITS = {"validation": "", "test": "test_"}
+"""Splits of held-out data, and what stands before the names of their numbers."""
 
 
 class Batch(NamedTuple):
@@ -55,8 +58,39 @@ def judged(
         encoder.train()
 
 
+def evenly(size: int, count: int) -> Tensor:
+    """At most `count` positions below `size`, evenly from the first to the last."""
+    return torch.linspace(0, size - 1, min(count, size)).long()
+
+
+def variance(embeddings: Tensor) -> float:  # [N,D]
+    """Mean squared distance of unit embeddings from their mean.
+
+    Near 1 when they spread over the sphere, 0 when they have collapsed to a point.
+
+    >>> variance(torch.eye(4).double())
+    0.75
+    """
+    centre = torch.nn.functional.normalize(embeddings, dim=-1).mean(0)
+    return float(1 - centre.square().sum())
+
+
 class Judge(ABC):
     """What a run is judged by; leaves the encoder in training mode."""
+
+    def __init__(self, task: Any) -> None:
+        self.task = task
+
+    def judged(self, encoder: nn.Module) -> AbstractContextManager[None]:
+        """The encoder in eval mode, in the arithmetic of the run; see `judged`."""
+        return judged(encoder, self.task.device, self.task.autocast)
+
+    def sample(self) -> Tensor:  # [P]
+        """Positions of the training samples on which the exact loss is computed: always these."""
+        config, size = self.task.config, self.task.num_samples
+        generator = torch.Generator().manual_seed(config.seed)
+        chosen = torch.randperm(size, generator=generator)[: config.probe_samples]
+        return chosen.sort().values
 
     @abstractmethod
     def before(self, encoder: Any) -> Numbers:
@@ -122,11 +156,11 @@ class Task(ABC):
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
         self.device = torch.device("cpu")
-        self.autocast: torch.dtype | None = None
+        self.autocast: torch.dtype | None = None  # of the encoder's arithmetic; None: its own
 
-    def place(self, device: torch.device, autocast: torch.dtype | None) -> None:
-        """Make ready for steps on a device; `autocast` is the dtype of the encoder's arithmetic."""
-        self.device, self.autocast = device, autocast
+    def place(self, device: torch.device) -> None:
+        """Make ready for steps on a device."""
+        self.device, self.autocast = device, autocast_dtype(self.config, device)
 
     @abstractmethod
     def info(self) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from negchain.tasks.task import Judge, Task
 from negchain.train import checkpoint
 from negchain.train import team as teams
 from negchain.train.config import ConfigError, TrainConfig
-from negchain.train.device import autocast_dtype, check_ranks, choose_device, in_double
+from negchain.train.device import check_ranks, choose_device, in_double
 from negchain.train.joint_norm import join_norms
 from negchain.train.order import DataOrder
 from negchain.train.reading import Clock, Reading, logged
@@ -354,7 +354,7 @@ def prepare(task: Task, open_folder: Callable[[], RunFolder], fresh: bool = True
     check_ranks(config, device)
     torch.manual_seed(config.seed)
     order = DataOrder(task.num_samples, config.batch_size, config.seed)
-    task.place(device, autocast_dtype(config, device))
+    task.place(device)
     encoder, notes = task.build()
     task.capturable = not team.any(not task.capturable)  # GPUs may differ in memory
     if fresh and config.pretrained is not None:
