@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from negchain.encoders import refuse_weights
 from negchain.files import read_object
-from negchain.printable import show
+from negchain.printable import reason, show
 from negchain.train.presets import ConfigError
 
 if TYPE_CHECKING:
@@ -68,10 +68,9 @@ def explained(option: str, folder: str) -> Iterator[None]:
     except ConfigError:
         raise
     except Exception as error:
-        reason = str(error).split("\n")[0] or type(error).__name__
         raise ConfigError(
             f"{option} {folder} must hold a model that transformers can load and run, but "
-            f"{reason}; restore the folder or name another"
+            f"{reason(error)}; restore the folder or name another"
         ) from error
 
 

@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 import torch
 
 from negchain.files import FileRefused, open_plain, real_folder, replacing
+from negchain.printable import reason
 
 CHECKPOINT_SCHEMA = 3
 """Number of the layout of a checkpoint's state; raise it when the trainer changes the layout."""
@@ -136,7 +137,7 @@ def largest(folder: Path) -> int | None:
 
 
 class _Damaged(Exception):
-    """The file is not a whole checkpoint."""
+    """The file is not what was written, or not ours."""
 
 
 class _HashingWriter:
@@ -182,13 +183,7 @@ def _read(path: Path) -> dict[str, Any]:
         with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as archive:
             if footer != _FOOTER + hashlib.sha256(archive).hexdigest().encode():
                 raise _Damaged("its checksum does not match")
-            try:
-                refuse_compressed(archive, size)
-                content = torch.load(archive, map_location="cpu", weights_only=True)  # type: ignore[arg-type]
-            except pickle.UnpicklingError as error:  # torch's words advise to run it
-                raise _Damaged("it holds more than tensors, numbers and text") from error
-            except Exception as error:  # a matching checksum proves nothing about who wrote it
-                raise _Damaged(str(error).split("\n")[0] or type(error).__name__) from error
+            content = load_tensors(archive)  # the checksum does not say who wrote it
     shape = {"schema": int, "step": int, "state": dict}
     if not isinstance(content, dict) or any(
         type(content.get(name)) is not kind for name, kind in shape.items()
@@ -197,14 +192,31 @@ def _read(path: Path) -> dict[str, Any]:
     return content
 
 
-def refuse_compressed(archive: mmap.mmap, size: int) -> None:
-    """`torch.save` stores; a compressed archive could expand to any size."""
+def load_tensors(archive: mmap.mmap, *, old: bool = False) -> Any:
+    """What `torch.save` wrote: tensors, numbers and text. Nothing in it is run.
+
+    Args:
+        archive: a file, or its part, in memory.
+        old: files of torch before 1.6, which are no zip archives, are read too.
+    """
+    try:
+        if not old or zipfile.is_zipfile(archive):  # type: ignore[arg-type]
+            _refuse_compressed(archive)
+        archive.seek(0)
+        return torch.load(archive, map_location="cpu", weights_only=True)  # type: ignore[arg-type]
+    except pickle.UnpicklingError as error:  # torch's words advise to run it
+        raise _Damaged("it holds more than tensors, numbers and text") from error
+    except Exception as error:  # torch and zipfile have many
+        raise _Damaged(reason(error)) from error
+
+
+def _refuse_compressed(archive: mmap.mmap) -> None:
+    """`torch.save` does not compress; a compressed archive could expand to any size."""
     with zipfile.ZipFile(archive) as members:  # type: ignore[call-overload]
         found = members.infolist()
-    archive.seek(0)
     if any(m.compress_type != zipfile.ZIP_STORED for m in found):
         raise _Damaged("its archive is compressed, which ours never is")
-    if sum(m.file_size for m in found) > size:
+    if sum(m.file_size for m in found) > len(archive):
         raise _Damaged("its archive claims more bytes than it has")
 
 

@@ -35,6 +35,7 @@ from negchain.fast.streams import forked, join, new_stream
 from negchain.losses import ContrastiveLoss
 from negchain.losses.distributed import Piece, Ranks, joined
 from negchain.losses.request import Request, Tower, Want
+from negchain.printable import reason
 from negchain.tasks.task import Task
 
 Towers = dict[Tower, fast_encoder.PlainEncoder]
@@ -136,9 +137,9 @@ class TrainStep:
             raise
         except RuntimeError as error:
             self.task.capturable = False
-            reason = str(error).split("\n")[0]
             warnings.warn(
-                f"the step is no CUDA graph but runs operation by operation, more slowly: {reason}",
+                "the step is no CUDA graph but runs operation by operation, more slowly: "
+                f"{reason(error)}",
                 stacklevel=2,
             )
             return False

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from negchain.printable import reason
 from negchain.train.presets import ConfigError
 
 if TYPE_CHECKING:  # torch takes seconds
@@ -166,13 +167,13 @@ def joined(patience: float = PATIENCE) -> Iterator[Team]:
         yield _here
         dist.destroy_process_group()
     except BaseException as error:
-        reason = next((e for e in (error, error.__cause__) if e and _is_loss(e)), None)
+        cause = next((e for e in (error, error.__cause__) if e and _is_loss(e)), None)
         if not _speaks(store):
             raise Silent from error
-        if reason is not None:
+        if cause is not None:
             raise Lost(
                 f"rank {rank} of {world} lost another one, which ended or did not answer for "
-                f"{patience:g} s ({_last_words(reason)}); start the same command with --resume "
+                f"{patience:g} s ({_last_words(cause)}); start the same command with --resume "
                 "to go on after the last checkpoint; --rank-timeout sets the time"
             ) from error
         raise
@@ -196,7 +197,7 @@ def _last_words(error: BaseException) -> str:
     >>> _last_words(RuntimeError("[/gloo/tcp/pair.cc:5] Connection closed by peer [::1]. Check it"))
     'Connection closed by peer [::1]'
     """
-    return re.sub(r"^\[[^\]]*\] ", "", str(error).split("\n")[0]).split(". ")[0]
+    return re.sub(r"^\[[^\]]*\] ", "", reason(error)).split(". ")[0]
 
 
 def _speaks(store: Any) -> bool:

@@ -21,6 +21,7 @@ from torch import Tensor
 from negchain import tasks
 from negchain.files import replacing
 from negchain.optim import build_optimizer, load_optimizer, lr_at, set_lr
+from negchain.printable import reason
 from negchain.progress import Progress
 from negchain.report import write_report
 from negchain.tasks.task import Judge, Task
@@ -307,10 +308,9 @@ class Run:
         try:
             return self._restore(loaded)
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
-            reason = str(error).split("\n")[0]
             raise ConfigError(
                 f"the checkpoint of step {loaded.step} in {self.folder.checkpoints} does not fit "
-                f"this run ({reason}); delete it to continue from the one before"
+                f"this run ({reason(error)}); delete it to continue from the one before"
             ) from error
 
     def _restore(self, loaded: checkpoint.Loaded) -> list[str]:
