@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,14 +12,13 @@ from rich.console import Console
 from negchain import tasks
 from negchain.cli.options import IMPORT, option, with_config_options
 from negchain.cli.terminal import Failed, Stopped, result, say
-from negchain.files import read_object, read_text
+from negchain.files import read_text
 from negchain.methods import import_file
 from negchain.progress import Progress
-from negchain.train import loggers
 from negchain.train.config import ConfigError, TrainConfig, from_json, same_run
 from negchain.train.presets import PRESET_HELP
-from negchain.train.resolve import resolve, resume
-from negchain.train.run_folder import RunFolder, is_run, load_run_config, own_settings
+from negchain.train.resolve import resolve
+from negchain.train.run_folder import is_run, load_run_config, own_settings
 from negchain.train.team import PATIENCE, Silent, here, joined, restarted
 
 if TYPE_CHECKING:  # what brings torch is imported by the functions below, so that --help is quick
@@ -147,51 +145,9 @@ def _resumed(settings: dict[str, Any], show: bool) -> tuple[Run, list[str]]:
     if settings.get("out") is None:
         raise ConfigError("--resume needs --out, the folder of the run to continue")
 
-    from negchain.train import checkpoint, trainer
-    from negchain.train.start import load
+    from negchain.train.start import resume
 
-    path = Path(settings["out"])
-    saved = load_run_config(path)
-    config = resume(saved, settings)
-    loggers.check(config.logger)
-    size = checkpoint.largest(path / "checkpoints")
-    if size is not None:
-        encoder = {"name": config.encoder, "channels": 1, "image_size": config.image_size or 224}
-        try:
-            tasks.named(config.task).fits(encoder, size)
-        except ValueError as error:
-            raise ConfigError(
-                f"the checkpoints in {path} cannot be of the encoder its config.json names "
-                f"({error}); restore the file, or start a new run"
-            ) from None
-    elif config.pretrained is not None and settings.get("pretrained") is None:
-        raise ConfigError(  # what a file says is never fetched
-            "no checkpoint was written yet, and the run starts from --pretrained "
-            f"{config.pretrained}; give --pretrained again, or start a new run"
-        )
-    task = load(config, show)
-    if own := read_object(path / "config.json")["data_info"].get("augment"):
-        raise ConfigError(
-            f"the run in {path} augments by a function of Python ({own}), which the command line "
-            "does not have; start it again with negchain.train.run(augment=...)"
-        )
-    run = trainer.prepare(task, lambda: RunFolder.resume(path), fresh=size is None)
-    try:
-        notes = [*task.notes, *run.notes, *run.restore()]
-        if (config.epochs, config.steps) != (saved.epochs, saved.steps):
-            was = saved.steps or saved.epochs * run.order.steps_per_epoch
-            notes.append(
-                f"extended from {was:,} to {run.total_steps:,} steps: from here on the learning "
-                "rate follows the longer schedule"
-            )
-            known = read_object(run.folder.path / "config.json")
-            known |= {"epochs": config.epochs, "steps": config.steps}
-            if run.team.leads:
-                run.folder.rewrite_config(json.dumps(known, indent=2) + "\n")
-        return run, notes
-    except BaseException:
-        run.folder.close()
-        raise
+    return resume(Path(settings["out"]), settings, show)
 
 
 def _announce(run: Run, notes: list[str]) -> None:

@@ -81,12 +81,12 @@ def _resolve_from(saved: TrainConfig, given: dict[str, Any]) -> TrainConfig:
     return _on_this_machine(config)
 
 
-def resume(saved: TrainConfig, overrides: Mapping[str, object]) -> TrainConfig:
+def continued(saved: TrainConfig, overrides: Mapping[str, object]) -> TrainConfig:
     """Settings of a continued run: the saved ones, with what may change on the way changed.
 
     A longer --epochs or --steps extends it.
 
-    >>> resume(TrainConfig(epochs=60), {"log_every": 5, "epochs": 80}).epochs
+    >>> continued(TrainConfig(epochs=60), {"log_every": 5, "epochs": 80}).epochs
     80
     """
     given = _given(overrides)

@@ -1,9 +1,12 @@
-"""Starting a run: from its settings to a `trainer.Run` in a folder of its own."""
+"""How a run begins: `start` makes a new one, `resume` takes up the one in a folder.
+
+Both end in a `trainer.Run` that is ready for its next step, and in sentences for the user.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,12 +14,20 @@ from typing import Any
 from torch import Tensor
 
 from negchain import tasks
+from negchain.files import read_object
 from negchain.machine import commit, hardware, versions
 from negchain.tasks.task import Task
-from negchain.train import loggers, trainer
-from negchain.train.config import TrainConfig
+from negchain.train import checkpoint, loggers, trainer
+from negchain.train.config import ConfigError, TrainConfig
 from negchain.train.device import choose_device
-from negchain.train.run_folder import RunFolder, check_writable, default_out, refuse_taken
+from negchain.train.resolve import continued
+from negchain.train.run_folder import (
+    RunFolder,
+    check_writable,
+    default_out,
+    load_run_config,
+    refuse_taken,
+)
 from negchain.train.team import here
 
 
@@ -49,6 +60,66 @@ def start(
 
     run = trainer.prepare(task, folder)
     return run, [*task.notes, *run.notes]
+
+
+def resume(path: Path, overrides: Mapping[str, Any], show: bool) -> tuple[trainer.Run, list[str]]:
+    """The run of a folder, ready to go on, and what the user should know.
+
+    Args:
+        path: the run folder.
+        overrides: settings the user gave anew; see `resolve.continued`.
+        show: progress of loading data.
+    """
+    saved = load_run_config(path)
+    config = continued(saved, overrides)
+    loggers.check(config.logger)
+    size = checkpoint.largest(path / "checkpoints")
+    _refuse_foreign(path, config, size, overrides.get("pretrained") is not None)
+    task = load(config, show)
+    run = trainer.prepare(task, lambda: RunFolder.resume(path), fresh=size is None)
+    try:
+        notes = [*task.notes, *run.notes, *run.restore()]
+        if (config.epochs, config.steps) != (saved.epochs, saved.steps):
+            was = saved.steps or saved.epochs * run.order.steps_per_epoch
+            notes.append(
+                f"extended from {was:,} to {run.total_steps:,} steps: from here on the learning "
+                "rate follows the longer schedule"
+            )
+            known = read_object(path / "config.json")
+            known |= {"epochs": config.epochs, "steps": config.steps}
+            if run.team.leads:
+                run.folder.rewrite_config(json.dumps(known, indent=2) + "\n")
+        return run, notes
+    except BaseException:
+        run.folder.close()
+        raise
+
+
+def _refuse_foreign(path: Path, config: TrainConfig, size: int | None, given: bool) -> None:
+    """Refuse what a folder may not ask for by itself: others may have prepared it.
+
+    `size`: bytes of its largest checkpoint; None: it has none. `given`: --pretrained was.
+    """
+    if size is not None:
+        encoder = {"name": config.encoder, "channels": 1, "image_size": config.image_size or 224}
+        try:
+            tasks.named(config.task).fits(encoder, size)
+        except ValueError as error:
+            raise ConfigError(
+                f"the checkpoints in {path} cannot be of the encoder its config.json names "
+                f"({error}); restore the file, or start a new run"
+            ) from None
+    elif config.pretrained is not None and not given:
+        raise ConfigError(  # what a file says is never fetched
+            "no checkpoint was written yet, and the run starts from --pretrained "
+            f"{config.pretrained}; give --pretrained again, or start a new run"
+        )
+    known = read_object(path / "config.json").get("data_info")
+    if isinstance(known, dict) and (own := known.get("augment")):
+        raise ConfigError(
+            f"the run in {path} augments by a function of Python ({own}), which the command line "
+            "does not have; start it again with negchain.train.run(augment=...)"
+        )
 
 
 def load(config: TrainConfig, show: bool) -> Task:
