@@ -10,10 +10,16 @@ import subprocess
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 
 PACKAGES = ("negchain", "torch", "torchvision", "timm", "triton", "numpy", "scikit-learn")
+
+
+def provenance(device: torch.device) -> dict[str, Any]:
+    """Versions, hardware and commit, for JSON."""
+    return {"versions": versions(), "hardware": hardware(device), "commit": commit()}
 
 
 def hardware(device: torch.device) -> str:

@@ -225,7 +225,7 @@ def test_records_keep_what_finished_and_go_on(tmp_path: Path, monkeypatch) -> No
     def jobs(options: common.Options) -> list[dict]:
         return [{"seed": seed} for seed in range(options.seeds or 2)]
 
-    toy = common.Experiment("theory", lambda rows: "", lambda rows: {}, jobs, work)
+    toy = common.Experiment(lambda rows: "", lambda rows: {}, jobs, work)
     monkeypatch.setattr(common, "load", lambda name: toy)
 
     def perform(seeds: int, minutes: float = 1) -> int:

@@ -111,7 +111,7 @@ def _started(settings: dict[str, Any], file: Path | None, show: bool) -> tuple[R
         raise ConfigError(
             "torchrun --max-restarts needs --out, the folder in which a restarted run goes on"
         )
-    if here().first(lambda: restarted() and _same_as_there(config)):
+    if here().on_rank_0(lambda: restarted() and _same_as_there(config)):
         return _resumed(settings, show)
 
     from negchain.train.start import start

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from negchain.machine import commit, hardware, versions
+from negchain import machine
 from negchain.methods import METHODS
 from negchain.reproduce import load
 from negchain.train.presets import ConfigError, choose
@@ -69,7 +69,6 @@ class Options:
 class Experiment:
     """An experiment: its runs, and what becomes of their record."""
 
-    name: str
     table: Callable[[list[Row]], str]
     """The record as Markdown."""
     draw: Callable[[list[Row]], dict[str, Figure]]
@@ -237,9 +236,7 @@ def provenance(options: Options) -> Row:
     return {
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "command": " ".join([named, *sys.argv[1:]]),
-        "commit": commit(),
-        "hardware": hardware(torch.device("cuda" if options.on_gpu() else "cpu")),
-        "versions": versions(),
+        **machine.provenance(torch.device("cuda" if options.on_gpu() else "cpu")),
     }
 
 

@@ -390,4 +390,4 @@ def draw(rows: list[Row]) -> dict[str, Any]:
     return {"theory": figure}
 
 
-EXPERIMENTS = {"theory": Experiment("theory", table, draw, jobs, work)}
+EXPERIMENTS = {"theory": Experiment(table, draw, jobs, work)}

@@ -16,13 +16,11 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from negchain.files import is_plain, read_object, real_folder, replacing
 from negchain.train.config import TrainConfig
 from negchain.train.presets import ConfigError
-
-Kind = Literal["tensorboard", "wandb", "mlflow", "none"]
 
 
 class Logger(Protocol):
@@ -35,7 +33,7 @@ class Logger(Protocol):
         """No more will come."""
 
 
-def check(kind: Kind) -> None:
+def check(kind: str) -> None:
     """Refuse a logger whose package is not installed, before anything is read."""
     if kind != "none" and importlib.util.find_spec(kind) is None:
         raise ConfigError(f"--logger {kind} needs its package: pip install {kind}")

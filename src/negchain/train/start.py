@@ -15,7 +15,7 @@ from torch import Tensor
 
 from negchain import tasks
 from negchain.files import read_object
-from negchain.machine import commit, hardware, versions
+from negchain.machine import provenance
 from negchain.tasks.task import Task
 from negchain.train import checkpoint, loggers, trainer
 from negchain.train.config import ConfigError, TrainConfig
@@ -126,7 +126,7 @@ def load(config: TrainConfig, show: bool) -> Task:
     """The task of the settings; what is fetched is fetched by rank 0, before the others look."""
     team = here()
     if config.download and team.world > 1:
-        team.first(lambda: tasks.load(config, show) and None)
+        team.on_rank_0(lambda: tasks.load(config, show) and None)
     return tasks.load(config, show and team.leads)
 
 
@@ -141,8 +141,6 @@ def record(task: Task) -> dict[str, Any]:
     }
     return {
         **asdict(task.config),
-        "versions": versions(),
-        "hardware": hardware(choose_device(task.config.device)),
-        "commit": commit(),
+        **provenance(choose_device(task.config.device)),
         "data_info": data,
     }

@@ -1,9 +1,9 @@
 """The processes torchrun started for one run: what one of them does while the others wait.
 
-    leads     rank 0, which alone evaluates, writes and shows progress
-    first     its work; the others wait, hear that it is still there, and get what it found
-    any       what one rank knows (a signal came), all know at the same step
-    joined    the process group; whoever fails first says so, the others end without a word
+    leads       rank 0, which alone evaluates, writes and shows progress
+    on_rank_0   its work; the others wait, hear that it is still there, and get what it found
+    any         what one rank knows (a signal came), all know at the same step
+    joined      the process group; the rank that fails first says so, the others end silently
 
 Collectives of the loss and of gradients use torch's default group (gloo, NCCL on GPUs). What is
 agreed here goes through a gloo group of its own, so that the host never waits for the device, and
@@ -44,7 +44,7 @@ class Team:
 
     Example:
         >>> team = Team()
-        >>> team.leads, team.any(False), team.first(lambda: 3)
+        >>> team.leads, team.any(False), team.on_rank_0(lambda: 3)
         (True, False, 3)
     """
 
@@ -71,7 +71,7 @@ class Team:
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
         return bool(found)
 
-    def first(self, work: Callable[[], T]) -> T:
+    def on_rank_0(self, work: Callable[[], T]) -> T:
         """What rank 0 finds, for all; it must be plain data. Within such work it is just called."""
         if self.world == 1 or self.leading:
             return work()
@@ -111,7 +111,7 @@ class Team:
 
     def same(self, what: str, value: int) -> None:
         """Refuse a number that is not the same on all ranks."""
-        if self.first(lambda: value) != value:
+        if self.on_rank_0(lambda: value) != value:
             raise ConfigError(
                 f"all ranks must read one {what}, and rank {self.rank} finds another than rank 0; "
                 "--out must be a folder that all machines share"

@@ -76,13 +76,13 @@ class Run:
             baseline = self._before(progress)
             progress.begin(self.total_steps, "steps", "training", self.done)
             self._loop(progress)
-            return self._first(lambda: self._finish(progress, baseline))
+            return self._on_rank_0(lambda: self._finish(progress, baseline))
 
-    def _first(self, work: Callable[[], teams.T]) -> teams.T:
+    def _on_rank_0(self, work: Callable[[], teams.T]) -> teams.T:
         """Rank 0's work on the whole encoder."""
         if self.shards and not self.team.leading:
             work = self.shards.collected(self.step.optimizer, work)
-        return self.team.first(work)
+        return self.team.on_rank_0(work)
 
     def _finish(self, progress: Progress, baseline: dict[str, float]) -> dict[str, Any]:
         progress.say("evaluating")
@@ -128,7 +128,7 @@ class Run:
 
     def _before(self, progress: Progress) -> dict[str, float]:
         """Judge the encoder before the first step, once; returns what the result must beat."""
-        line = self._first(lambda: self._first_line(progress))
+        line = self._on_rank_0(lambda: self._first_line(progress))
         if self.done == 0 and self.config.patience is not None:
             self._keep_best(line)  # what is kept in the end is never worse than the start
         return {} if line is None else self.judge.baselines(line)
@@ -175,7 +175,7 @@ class Run:
                 self.seconds += clock.lap()
                 progress.say("evaluating")
                 self._evaluate()
-                self.team.first(self._page)
+                self.team.on_rank_0(self._page)
                 progress.say("training")
                 clock = Clock(self.done)
             # asked once: a signal from here on ends the run a step later
@@ -207,7 +207,7 @@ class Run:
         progress.at(self.done, f"{rate:,.0f} {noun}/s, loss {loss:.3f}")
 
     def _evaluate(self) -> None:
-        found = self._first(lambda: self.judge.quick(self.encoder))
+        found = self._on_rank_0(lambda: self.judge.quick(self.encoder))
         self._log(found)
         self._keep_best(found)
 
@@ -264,7 +264,7 @@ class Run:
 
     def _save(self) -> None:
         """Write a checkpoint; no rank goes on before it is on the disk."""
-        self._first(self._write)
+        self._on_rank_0(self._write)
 
     def _write(self) -> None:
         self.folder.sync()
@@ -382,7 +382,7 @@ def prepare(task: Task, open_folder: Callable[[], RunFolder], fresh: bool = True
     if team.world > 1:
         torch.manual_seed(config.seed + team.rank)  # dropout, if any, differs between ranks
     opened = open_folder() if team.leads else None
-    path = team.first(lambda: opened and opened.path)
+    path = team.on_rank_0(lambda: opened and opened.path)
     folder = opened or RunFolder(Path(path or ""), None)
     folder.logger_settings = config
     whole = shards.whole if shards else encoder
