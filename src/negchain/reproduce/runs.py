@@ -14,7 +14,6 @@ import torch
 
 from negchain.bench.runs import prepared as vanishing
 from negchain.methods import METHODS, LossSettings, register
-from negchain.optim import set_lr
 from negchain.reproduce.common import Row
 from negchain.tasks.images import load_images
 from negchain.train import trainer
@@ -35,28 +34,25 @@ def train(job: Row, deadline: float) -> Row:
     with prepared(job) as (run, graph):
         at = {max(1, round(share * run.total_steps)) for share in job.get("points", POINTS)}
         curve, seconds, begin = [], 0.0, time.perf_counter()
-        for step in range(run.total_steps):
-            set_lr(run.step.optimizer, run._lr(step))
-            run.step(step, run.order.batch(step))
-            done = step + 1
+        late = False
+        while run.done < run.total_steps and not late:
+            run.advance(run.order.batch(run.done))
             late = time.time() > deadline
-            if done in at or late:
+            if run.done in at or late:
                 loss = float(run.step.loss)  # waits for the device
                 seconds += time.perf_counter() - begin
-                samples = done * run.config.batch_size
-                point = {"step": done, "samples": samples, "seconds": seconds, "loss": loss}
-                last = done == run.total_steps  # then with the authors' probe too
+                samples = run.done * run.config.batch_size
+                point = {"step": run.done, "samples": samples, "seconds": seconds, "loss": loss}
+                last = run.done == run.total_steps  # then with the authors' probe too
                 numbers = (
                     run.judge.thorough(run.encoder)[0] if last else run.judge.quick(run.encoder)
                 )
                 curve.append(point | numbers | _chain_numbers(run))
                 begin = time.perf_counter()
-            if late:
-                break
         shown = {k: v for k, v in vars(run.config).items() if v is not None and k != "out"}
         images = run.task.num_samples
     config = {**shown, "data": Path(str(shown["data"])).name, "images": images, "graph": graph}
-    return {"complete": done == run.total_steps, "curve": curve, "config": config}
+    return {"complete": run.done == run.total_steps, "curve": curve, "config": config}
 
 
 def time_steps(job: Row, steps: int) -> Row:
@@ -99,7 +95,7 @@ def prepared(job: Row) -> Iterator[tuple[Any, bool]]:
             gc.collect()
             torch.cuda.reset_peak_memory_stats()
         with vanishing(config, _loaded[key]) as run:
-            graph = config.graph and run.device.type == "cuda" and run.step.try_capture()
+            graph = run.capture()
             run.step.fill()
             yield run, graph
     finally:

@@ -43,7 +43,7 @@ Features = tuple[Tensor, Tensor, Tensor, Tensor]  # train_x, train_y, test_x, te
 
 
 class ImageJudge(Judge):
-    """Evaluates an encoder on a data set; leaves it in training mode."""
+    """Evaluates an encoder on a data set."""
 
     task: ImageTask
 

@@ -36,7 +36,7 @@ MOST_SHOWN = 1000  # pictures to retrieve examples from where nothing is tested
 
 
 class ImageTextJudge(Judge):
-    """Evaluates towers on a task's data; leaves them in training mode."""
+    """Evaluates towers on a task's data."""
 
     task: ImageTextTask
 

@@ -256,10 +256,10 @@ def _classes_left(first: Tensor | None, labels: Tensor | None) -> list[str]:
 def run_augmentation(config: TrainConfig, data: DataBundle) -> Augmentation:
     """The run's augmentation at the size its encoder sees."""
     size = config.image_size or data.pretrain.size[0]
-    return plain_augmentation(config.recipe, size, data.pretrain.channels)
+    return recipe_for(config.recipe, size, data.pretrain.channels)
 
 
-def plain_augmentation(recipe: str, size: int, channels: int) -> Augmentation:
+def recipe_for(recipe: str, size: int, channels: int) -> Augmentation:
     """A recipe at the size and for the channels an encoder sees."""
     augment = augmentation(recipe, size=size)
     if channels == 1 and augment.normalize is not None:

@@ -49,13 +49,14 @@ class Batch(NamedTuple):
 def judged(
     encoder: nn.Module, device: torch.device, autocast: torch.dtype | None
 ) -> Iterator[None]:
-    """The encoder as it is judged: in eval mode, without gradient, in the run's arithmetic."""
+    """The encoder in eval mode, without gradient, in the run's arithmetic; then as it was."""
+    before = encoder.training
     encoder.eval()
     try:
         with torch.no_grad(), torch.autocast(device.type, autocast, enabled=autocast is not None):
             yield
     finally:
-        encoder.train()
+        encoder.train(before)
 
 
 def evenly(size: int, count: int) -> Tensor:
@@ -76,7 +77,7 @@ def variance(embeddings: Tensor) -> float:  # [N,D]
 
 
 class Judge(ABC):
-    """What a run is judged by; leaves the encoder in training mode."""
+    """What a run is judged by; leaves the encoder in the mode it was in."""
 
     def __init__(self, task: Any) -> None:
         self.task = task

@@ -67,8 +67,7 @@ class Run:
 
     def train(self, progress: Progress) -> dict[str, Any]:
         """Train to the end, evaluate, write summary and report; returns the summary."""
-        if _graphed(self.task):
-            self.step.try_capture()
+        self.capture()
         with stopping(self), progress:
             if self.done == 0:
                 self._fill(progress)
@@ -77,6 +76,16 @@ class Run:
             progress.begin(self.total_steps, "steps", "training", self.done)
             self._loop(progress)
             return self._on_rank_0(lambda: self._finish(progress, baseline))
+
+    def capture(self) -> bool:
+        """Record the step as a CUDA graph where it can be one; returns whether it was."""
+        return _graphed(self.task) and self.step.try_capture()
+
+    def advance(self, index: Tensor, loaded: Any = None) -> None:
+        """Make the next step, at its learning rate, on the positions `index` [B]."""
+        set_lr(self.step.optimizer, self._lr(self.done))
+        self.step(self.done, index, loaded)
+        self.done += 1
 
     def _on_rank_0(self, work: Callable[[], teams.T]) -> teams.T:
         """Rank 0's work on the whole encoder."""
@@ -156,10 +165,7 @@ class Run:
         batches = self._batches()
         clock = Clock(self.done)
         while self.done < self.total_steps and not self._stale():
-            index, loaded = next(batches)
-            set_lr(self.step.optimizer, self._lr(self.done))
-            self.step(self.done, index, loaded)
-            self.done += 1
+            self.advance(*next(batches))
             progress.at(self.done)
             last = self.done == self.total_steps
             evaluates = _due(self.done, config.eval_every * self.order.steps_per_epoch) and not last
