@@ -42,10 +42,10 @@ class ImageTask(Task):
         torch.Size([4, 1, 8, 8])
     """
 
-    images: Callable[[Tensor], Images]
-    """Positions [R] to uint8 images on the device; with stored augmentations ids of views."""
-    table: Images | None
+    table: Images | None = None
     """All M images, where they are on the device and augmented anew every step."""
+    stored: Tensor | None = None
+    """All M k stored views, where there are any."""
 
     def __init__(self, config: TrainConfig, data: DataBundle) -> None:
         super().__init__(config)
@@ -93,24 +93,18 @@ class ImageTask(Task):
     def place(self, device: torch.device) -> None:
         """Move the images to the device, or store their augmentations there."""
         super().place(device)
-        images = self.data.pretrain
-        table = None if images.table is None else images.table.to(device)
-        self.table = table if self.config.augmentations is None else None
-        if self.config.augmentations is not None:
-            if table is None:
-                raise ConfigError(
-                    "--augmentations stores every view, which needs the images in memory: raise "
-                    "--resident-gb or use --subset"
-                )
-            stored = finite_views(table, self.augment, self.versions, self.config.seed)
-            flat = stored.flatten(0, 1)
-            self.images = lambda ids: flat[ids]
-        elif table is not None:
-            self.images = lambda positions: table[positions]
-        else:
-            self.images = lambda positions: images.pictures(positions.cpu()).to(
-                device, non_blocking=True
+        table = self.data.pretrain.table
+        table = None if table is None else table.to(device)
+        if self.config.augmentations is None:
+            self.table = table
+        elif table is None:
+            raise ConfigError(
+                "--augmentations stores every view, which needs the images in memory: raise "
+                "--resident-gb or use --subset"
             )
+        else:
+            views = finite_views(table, self.augment, self.versions, self.config.seed)
+            self.stored = views.flatten(0, 1)
 
     def build(self) -> tuple[Encoder, list[str]]:
         """The encoder the settings name."""
@@ -157,7 +151,7 @@ class ImageTask(Task):
         """Pixels [R, C, size, size]: augmented by this step's draws, or stored, or plain."""
         ids = torch.cat([want.ids for want in wants])
         is_key = self.plain_keys and wants[0].tower == "keys"
-        if is_key or self.config.augmentations is not None:
+        if is_key or self.stored is not None:
             return self.augment.plain(self._pictures(ids, loaded))
         drawn = self.drawn(step, row)
         if self.table is not None:
@@ -176,6 +170,14 @@ class ImageTask(Task):
             return found
         places = torch.arange(len(found), device=self.device)
         return found[torch.cat([places[: len(own)], places])]
+
+    def images(self, ids: Tensor) -> Images:  # [R] -> R of them, uint8 on the device
+        """Images by position; with stored augmentations views by their ids."""
+        table = self.table if self.stored is None else self.stored
+        if table is not None:
+            return table[ids]
+        pictures = self.data.pretrain.pictures(ids.cpu())
+        return pictures.to(self.device, non_blocking=True)
 
     def drawn(self, step: Tensor, row: int | Tensor) -> Draws | Tensor:
         """The draws of a step's views, from a row on or of given rows [R]."""
