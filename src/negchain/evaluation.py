@@ -231,7 +231,7 @@ class OnDevice(LogisticRegression):  # type: ignore[misc]
 
     def fit(self, X: NDArray[Any], y: NDArray[Any]) -> OnDevice:
         """Minimise mean cross-entropy + |W|^2 / (2 C M); the bias is not penalised."""
-        full = torch.autocast(self.device.type, enabled=False)  # whatever the caller is within
+        full = torch.autocast(self.device.type, enabled=False)  # even if the caller has it on
         with torch.inference_mode(False), torch.enable_grad(), full:
             return self._fit(X, y)
 

@@ -8,7 +8,7 @@
 | safetensors | backbone and projector | negchain, also as `--pretrained` |
 
 Beside it go `config.json` (encoder and training) and `README.md`, the card, whose code block loads
-the file. Absolute paths stay at home: of data and other runs only the last name is written.
+the file. Absolute paths are not written: of data and other runs only the last name is.
 """
 
 from __future__ import annotations

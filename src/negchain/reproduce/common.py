@@ -1,8 +1,8 @@
 """Experiments as lists of runs, and the record they leave.
 
-A record is a file of JSON lines, NAME.jsonl. A header says command, commit, machine and versions;
-each finished run adds its line at once, so that what ends early keeps what it has, and the same
-command goes on with the runs that are missing.
+A record is a file of JSON lines, NAME.jsonl. A header says command, commit, machine and versions.
+Each finished run adds its line at once. So an experiment that ends early keeps what it has, and the
+same command goes on with the runs that are missing.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ class Experiment:
     draw: Callable[[list[Row]], dict[str, Figure]]
     """Figures by file name."""
     jobs: Callable[[Options], list[Row]] = lambda options: []
-    """What to run, most important first; a job is a JSON object and its own name."""
+    """What to run, most important first; a job is a JSON object, by which its run is known."""
     work: Callable[[Row, float], Row] = lambda job, deadline: {}
-    """One run: its job, and the time (of `time.time`) by which to hand over what there is."""
+    """Do one run: a job, and the time (of `time.time`) by which to return what there is."""
     alone: bool = False
     """Runs measure time and must not share the machine."""
     reads: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""Training runs through the trainer, evaluated on the way: the one place here that knows it."""
+"""Training runs through the trainer, evaluated on the way: the only file here that uses it."""
 
 from __future__ import annotations
 

@@ -36,8 +36,8 @@ KNN = (20, 200)  # the usual k, where there are as many training images
 FEW_LABELS = {"probe_1pct": 0.01, "probe_10pct": 0.1}
 TOP5_FROM = 10  # classes; of fewer, five guesses are half of them
 PIXEL_SIDE = 16
-"""Raw pixels are averaged to at most this side: as many numbers as a small encoder's features, so
-that the probe takes as long. (A common baseline: neighbours of tiny images.)"""
+"""Raw pixels are averaged to at most this side. That makes as many numbers as a small encoder has
+features, so that the probe takes as long. (Neighbours of tiny images are a common baseline.)"""
 
 Features = tuple[Tensor, Tensor, Tensor, Tensor]  # train_x, train_y, test_x, test_y
 
@@ -107,9 +107,9 @@ class ImageJudge(Judge):
     def losses(self, encoder: Encoder) -> Numbers:
         """`global_loss` and `embedding_variance` on a fixed sample of the training images.
 
-        The loss is that of two augmented views by eq. (1), whatever the method's denominator and
-        keys, so that methods can be compared. `own_loss`, where keys are not augmented, is that of
-        one view against them: what the method trains, and it can fall while the other does not.
+        The loss is eq. (1) of two augmented views, whatever the method's denominator and keys, so
+        that methods can be compared. Where a method's keys are not augmented, `own_loss` is the
+        loss of one view against them: what the method trains. It can fall while the other does not.
         """
         chosen, device = self.sample(), self.task.device
 

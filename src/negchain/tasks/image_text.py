@@ -1,8 +1,8 @@
 """Pictures with captions: an image tower and a text tower, each the other's negatives.
 
-A sample is a picture. Its key is one of its captions, drawn anew whenever it is asked for, as an
-augmentation is; so captions of one picture are never negatives of each other, whatever the method.
-Pictures that share a caption, word for word, are known positives of each other.
+A sample is a picture. Its key is one of its captions, drawn anew each time, as an augmentation is.
+So captions of one picture are never negatives of each other, whatever the method. Pictures that
+share a caption, word for word, are known positives of each other.
 
 Shapes: `M` pictures, `C` captions, `B` batch, `R` rows of a pass, `L` tokens, `K` known positives.
 """
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from negchain.train.config import TrainConfig
 
 MOST_KNOWN = 64
-"""Known positives a picture has at most: a caption of thousands of pictures says little."""
+"""Known positives a picture has at most: a caption that thousands share says little."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """What pictures with captions are judged by: recall both ways, the exact loss, and examples.
 
-A picture's answer is right if it is one of its own captions, a caption's if it is a picture that
-has it; captions are distinct texts, so two pictures may share one.
+The answer to a picture is right if it is one of its captions. The answer to a caption is right if
+it is a picture that has this caption. Captions are distinct texts, so two pictures may share one.
 
 Shapes: `I` test pictures, `T` distinct test captions, `M` candidates, `D` embedding.
 """
@@ -74,12 +74,13 @@ class ImageTextJudge(Judge):
                         answers[f"right_{prefix}{way}_r{k}"] = answer.numpy()
                         shares[-1] += answer
             numbers[f"{prefix}mean_recall"] = sum(recalls) / len(recalls)
-            # by picture: its own, and what its captions have in the mean over all captions
+            # For each picture its own recalls and those of its captions, weighted so that the mean
+            # over pictures is `mean_recall`.
             pairs = torch.unique(distinct(part)[1], dim=0)
             each = shares[1] / pairs[:, 1].bincount() * len(shares[0]) / len(shares[1])
             shares[0].index_add_(0, pairs[:, 0], each[pairs[:, 1]])
             answers[f"right_{prefix}mean_recall"] = (shares[0] / len(recalls)).numpy()
-        # what names the data, so that runs on the same are compared by the same pictures
+        # names the data: only runs on equal data are compared picture by picture
         answers["test_labels"] = np.frombuffer(self.task.fingerprint.encode(), np.uint8)
         return numbers, answers
 

@@ -61,7 +61,7 @@ class ImageText(nn.Module):
 
 
 class Absent(nn.Module):
-    """In the place of a text encoder whose folder is gone: pictures are encoded without it."""
+    """Stands for a text encoder whose folder is gone: pictures can be encoded without it."""
 
     def _load_from_state_dict(self, *args: Any) -> None:
         """Weights without a model to take them."""
@@ -108,7 +108,7 @@ def at_start(config: TrainConfig, described: Mapping[str, Any]) -> ImageText | N
 
 
 def rebuild(described: Mapping[str, Any]) -> ImageText:
-    """The towers an `encoder_config` describes: as its folder has the text encoder, else fresh."""
+    """The towers of an `encoder_config`: the text encoder from its folder, the rest fresh."""
     if "open_clip" not in described:
         return _joined(rebuild_encoder(described["image"]), described)
     with torch.random.fork_rng(devices=[]):

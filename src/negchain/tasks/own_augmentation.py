@@ -19,8 +19,8 @@ Function = Callable[[Tensor], Tensor]
 class OwnAugmentation(Augmentation):
     """`function` in the place of a recipe: uint8 [N,C,H,W] to pixels [N,C,size,size].
 
-    It draws from torch's global generator, which is seeded by the step for the call: a resumed run
-    draws what an uninterrupted one would have.
+    It draws from torch's global generator, which is seeded by the step before each call. So a
+    resumed run draws what an uninterrupted one would have.
 
     Example:
         >>> own = OwnAugmentation(size=4, function=lambda x: x[:, :, ::2, ::2])

@@ -1,8 +1,8 @@
 """Dense retrieval: queries and the documents that answer them, through one encoder of texts.
 
-Anchors are training queries, keys the whole corpus. A step shows a query one of its positives, by
-lot (of grade 2 twice as often as of grade 1); the others, and copies of any, are never negatives
-(`Beir.known`).
+Anchors are training queries, keys the whole corpus. A step shows each query one of its positives,
+drawn at random: one of grade 2 twice as often as one of grade 1. The other positives, and copies of
+any, are never negatives (`Beir.known`).
 
 Shapes: `Q` training queries, `B` batch, `L` known positives, `R` texts of a pass.
 """
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 INFORMED = {"share": 0.9, "sharpness": 0.5}
 """Of proposals from the stale table, as measured best (records/2026-11-16_scifact_h200)."""
 SMALL_PASS, PADDING = 2e11, 1.25
-"""Tokens times weights of a pass, or times its usual length, up to which it is padded to the
-longest text. The first is 19,000 tokens of MiniLM: on an H200 12,000 take 15 ms as a graph, and 50
-to 80 where every operation is launched."""
+"""When all passes are padded to the longest text of all, as a CUDA graph needs: if a pass then has
+at most `SMALL_PASS` tokens times weights, or is at most `PADDING` times as long as usual. The first
+is 19,000 tokens of MiniLM: on an H200 12,000 take 15 ms as a graph, and 50 to 80 without."""
 
 
 class RetrievalTask(Task):

@@ -4,10 +4,10 @@ The trainer's step with a task, in which `Want(ids, tower)` names what to encode
 
     index [B] ──► task.batch(index, step)             ids for either tower, arguments of the loss
               ──► loss_fn.request(index, ...)         more to encode: carried states, draws, tables
-              ──► task.inputs([wants], step, row)     whatever the tower eats
+              ──► task.inputs([wants], step, row)     what the tower takes
               ──► tower(inputs) ──► loss
 
-A position is a sample's for ever: chains, tables, data order and checkpoints refer to it.
+A sample keeps its position for ever: chains, tables, data order and checkpoints refer to it.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ SPLITS = {"validation": "", "test": "test_"}
 
 
 class Batch(NamedTuple):
-    """What a step encodes for its positions: ids for either tower, and what the loss is told."""
+    """What a step encodes for its positions: ids for either tower, and arguments of the loss."""
 
     anchors: Tensor  # [B]
     keys: Tensor  # [B]
     told: dict[str, Any]
-    """Of `key_index`, `known`, `augmentation`: as in the call of a loss."""
+    """Some of `key_index`, `known` and `augmentation`, as in the call of a loss."""
 
 
 @contextmanager
@@ -134,11 +134,11 @@ class Task(ABC):
     fingerprint: str
     """A hash by which a resumed run knows its data."""
     layout: Mapping[str, Any] = {}
-    """Of `views`, `symmetric`, `num_keys`: as every loss is constructed."""
+    """Some of `views`, `symmetric` and `num_keys`, with which every loss is constructed."""
     key_counts: Tensor | None = None
-    """[num_keys] with `num_keys`: anchors of a pass that have each key, or their mean number."""
+    """[num_keys], where `num_keys` is set: how many anchors have each key, in the mean."""
     loss_options: Mapping[str, Any] = {}
-    """Options of methods that suit the data and are no settings: see `negchain.methods`."""
+    """Options of methods that follow from the data and are no settings (`negchain.methods`)."""
     versions: int = 1
     """Stored versions of an item: ids of wants are `item * versions + version`."""
     one_pass: bool = True
@@ -146,7 +146,7 @@ class Task(ABC):
     resident: bool = True
     """Inputs are made on the device; False: batches are loaded by `load_ahead`."""
     capturable: bool = False
-    """On a GPU a step has fixed shapes and asks nobody: it can be a CUDA graph."""
+    """On a GPU a step has fixed shapes and asks the host for nothing: it can be a CUDA graph."""
     notes: Sequence[str] = ()
     """Sentences about what was decided for the user."""
     skipped: Sequence[tuple[str, str]] = ()
@@ -198,14 +198,14 @@ class Task(ABC):
     def inputs(
         self, wants: Sequence[Want], step: Tensor, row: int | Tensor, loaded: Any = None
     ) -> Any:
-        """Whatever the tower of these wants eats, one row per id in order.
+        """What the tower of these wants takes, one row per id, in order.
 
         Args:
             wants: of one tower; with `one_pass` of both.
             step: number of the step, on the device.
-            row: of the step's draws that the first id has, and the others follow; [R] where other
-                ranks have some of the rows.
-            loaded: what `load_ahead` gave for the batch; its wants come first.
+            row: the row of the step's random draws that belongs to the first id; the next ids have
+                the next rows. [R]: the row of every id, where other ranks have some of them.
+            loaded: what `load_ahead` gave for the batch, whose wants come first.
         """
 
     def watch(self, embeddings: Tensor, index: Tensor) -> None:

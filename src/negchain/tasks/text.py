@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
 
 Role = Literal["query", "document"]
-Tokens = dict[str, Any]  # what a sentence-transformers model eats, and "role"
+Tokens = dict[str, Any]  # what a sentence-transformers model takes, and "role"
 
 PROMPTS = {"query": ("query",), "document": ("document", "passage", "corpus")}
 """Names under which models keep what stands before a text, as in their `encode_query`."""
@@ -256,9 +256,9 @@ class Texts:
         return len(self.rows)
 
     def tokens(self, places: Tensor, device: torch.device) -> Tokens:  # [R] -> ids, mask [R, T]
-        """What the encoder eats for the texts at some places, as long as the longest of them.
+        """What the encoder takes for the texts at some places, as long as the longest of them.
 
-        Places on the device of `pad` get its one length, and nobody asks which they are.
+        Places on the device of `pad` get the one length it made; the host does not read them.
         """
         if self.padded is not None and self.padded[0].device == places.device:
             ids, mask = (table[places].long() for table in self.padded)
@@ -274,9 +274,9 @@ class Texts:
         self.padded = ids.to(device), mask.bool().to(device)
 
     def stand_padding(self, encoder: TextEncoder) -> bool:
-        """Whether the shortest texts keep their embeddings beside the longest.
+        """Whether the shortest texts keep their embeddings when padded to the longest.
 
-        Not where an encoder in eval mode counts positions from padding on, or mixes it in.
+        They do not where an encoder counts positions from the padding on, or mixes padding in.
         """
         _, first = np.unique([len(row) for row in self.rows], return_index=True)
         some, device = torch.from_numpy(first[:4]), encoder.model.device  # one may be a mere prompt

@@ -1,11 +1,12 @@
 """Checkpoints that are complete or absent: atomic to write, checked to read.
 
-A file `step-000001234.pt` is a `torch.save` archive followed by a footer with the SHA-256 of the
-archive; `best.pt` is the same, outside the count of those that are kept. Writing goes to a hidden
-file in the same folder, to the disk (fsync), then under its name (rename, fsync of the folder);
-older ones are deleted only after that. So a process killed at any moment, or a machine without
-power, leaves the previous checkpoints readable, and the footer tells a half-written or damaged file
-from a good one, which the archive's own format does not do for every bit.
+A file `step-000001234.pt` is a `torch.save` archive, followed by a footer with its SHA-256. The
+footer tells a damaged file from a good one; the archive's own format does not do so for every bit.
+`best.pt` has the same form, and does not count among the latest that are kept.
+
+A file is written under a hidden name in the same folder, forced to the disk (fsync) and renamed.
+Older ones are deleted only after that. So a process killed at any moment, or a power cut, leaves
+the previous checkpoints readable.
 """
 
 import hashlib
@@ -45,7 +46,7 @@ class Loaded:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """The sentences, for who wanted the newest."""
+        """The warnings, each with the step that was read instead."""
         return tuple(f"{warning}; step {self.step} is used instead" for warning in self.warnings)
 
 
@@ -68,8 +69,8 @@ def save(folder: Path, state: dict[str, Any], step: int, keep: int) -> Path:
         stale.unlink()
     path = folder / f"step-{step:09d}.pt"
     _write(path, state, step)
-    # A later step than this one is a damaged file that the resumed run had to step back from; it
-    # must not count among the latest, or pruning would delete a good one in its favour.
+    # A file of a later step is a damaged one, which the resumed run had to skip. It does not count
+    # among the latest: else a good one would be deleted and the damaged one kept.
     past = [p for s, p in _checkpoints(folder) if s <= step]
     for _, old in _checkpoints(folder):
         if old not in past[-keep:]:
@@ -108,9 +109,9 @@ def load_named(folder: Path, name: str) -> Loaded:
 def load_latest(folder: Path) -> Loaded | None:
     """Read the newest undamaged checkpoint of `folder`; None if it holds none at all.
 
-    Damaged files are skipped in favour of older ones and named in `Loaded.warnings`. If every file
-    is damaged, or the newest good one was written with another schema, `FileRefused` says so:
-    starting afresh in their place is the user's decision.
+    Damaged files are skipped, and named in `Loaded.warnings`. If every file is damaged, or the
+    newest good one was written with another schema, `FileRefused` says so: to start afresh is for
+    the user to decide.
     """
     found = _checkpoints(folder)
     warnings: list[str] = []

@@ -1,7 +1,7 @@
 """What a run is: one frozen dataclass that refuses wrong types, unknown names, values out of range.
 
-A field and what is known of it (help, rule, place in `--help`) stand together. Nothing here looks
-at the machine, so a run's config.json can be read anywhere; `negchain.train.resolve` does.
+Each field stands beside its help, its rule and its place in `--help`. Nothing here looks at the
+machine, so that a config.json can be read on any; `negchain.train.resolve` does look.
 """
 
 import functools
@@ -36,9 +36,9 @@ class Setting:
     rule: Rule | None = None
     """What a value must fulfil, and that in words."""
     choices: Callable[[], tuple[str, ...]] | None = None
-    """The names a text may be now; a Literal has its own."""
+    """The names a text may be at this time: tasks and methods are registered while running."""
     free: bool = False
-    """May change when a run is continued: where and how it runs, never what it computes."""
+    """May change when a run is resumed: where and how it runs, never what it computes."""
     zero_is_none: bool = False
     """0 takes back what a preset or a data set asked for."""
 

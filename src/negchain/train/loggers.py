@@ -30,7 +30,7 @@ class Logger(Protocol):
         """The numbers of a step."""
 
     def close(self) -> None:
-        """No more will come."""
+        """The run has ended."""
 
 
 def check(kind: str) -> None:
@@ -40,7 +40,7 @@ def check(kind: str) -> None:
 
 
 def open_logger(config: TrainConfig, folder: Path, purge_step: int | None) -> Logger:
-    """The logger the settings name; `purge_step`: what TensorBoard has from there on is void."""
+    """The logger the settings name; TensorBoard forgets what it has from `purge_step` on."""
     name = config.name or folder.resolve().name
     if config.logger == "wandb":
         return _WandB(folder, name, for_others(config))
@@ -50,7 +50,7 @@ def open_logger(config: TrainConfig, folder: Path, purge_step: int | None) -> Lo
 
 
 def for_others(config: TrainConfig) -> dict[str, Any]:
-    """Settings as others may see them: of absolute paths the last name, no folders of ours.
+    """Settings for other people: absolute paths are cut to their last name, our folders left out.
 
     >>> for_others(TrainConfig(data="/home/me/photos", out="/home/me/run"))["data"]
     'photos'

@@ -1,8 +1,9 @@
 """Named settings: the paper's hyper-parameter table, and what suits each data set.
 
 `PRESETS` holds whole experiments of the paper by name, `DATA_DEFAULTS` what a data set needs when
-nothing else is said. Both are plain dictionaries of `TrainConfig` fields; `config.resolve` lays
-them over each other. It also holds the error every unknown name ends in.
+nothing else is said. Both are plain dictionaries of `TrainConfig` fields, which
+`negchain.train.resolve` lays over each other. `ConfigError`, and `choose`, which raises it for an
+unknown name, are here because settings and tasks both import this module.
 
 Sources. [T] the paper's table of hyper-parameters (appendix "Experiment Details"); [D] its table
 of data sets; [P] its text; [R] the recipe of the authors' README and defaults, where the paper is

@@ -23,7 +23,7 @@ from negchain.train import checkpoint
 from negchain.train.config import ConfigError
 from negchain.train.run_folder import is_run, load_run_config
 
-# What people's checkpoints put around a state dict, and before the names of a backbone in it.
+# Keys under which other people's checkpoints hold a state dict, and prefixes of its names.
 _WRAPPERS = ("state_dict", "model_state_dict", "model", "net", "encoder", "state")
 _PREFIXES = ("", "backbone.", "module.", "module.backbone.", "encoder.", "model.", "net.",
              "model.backbone.", "encoder_q.", "module.encoder_q.", "image.backbone.")  # fmt: skip
@@ -139,7 +139,7 @@ def _from_safetensors(path: Path, encoder: nn.Module) -> dict[str, Any]:
     shapes = {tuple(weight.shape) for weight in own.values()}
     with open_plain(path), safe_open(path, framework="pt") as file:
         there = set(file.keys())
-        # other libraries have names of their own, which whoever builds their models knows
+        # open_clip has names of its own, which `image_text_towers.start_from` translates
         for name in wanted & there if isinstance(encoder, Encoder) else there:
             if tuple(file.get_slice(name).get_shape()) in shapes:
                 found[name] = file.get_tensor(name)

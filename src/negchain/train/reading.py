@@ -10,7 +10,7 @@ from torch import Tensor
 
 from negchain.train.step import TrainStep
 
-NOT_LOGGED = ("nonfinite_rows", "rows_without_negatives")  # zero, or somebody should know
+NOT_LOGGED = ("nonfinite_rows", "rows_without_negatives")  # unless they are above zero
 
 
 class Reading:
@@ -18,7 +18,7 @@ class Reading:
 
     def __init__(self, step: TrainStep, number: int, watched: Mapping[str, Tensor] = {}) -> None:
         self.step = number
-        self.at = time.perf_counter()  # when the step was done, as far as the host knows
+        self.at = time.perf_counter()  # when the host was done with the step
         self._loss_fn = step.loss_fn
         self._names, values = self._loss_fn.take_info()
         self._watched = list(watched)
@@ -68,5 +68,5 @@ class Clock:
         return self._lapped - before
 
     def steps_per_second(self, step: int, at: float) -> float:
-        """From the first step to this one, which was done `at` that time."""
+        """The speed from the first step to this one, which was done `at` that time."""
         return (step - self._first) / max(at - self._began, 1e-9)

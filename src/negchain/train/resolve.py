@@ -5,8 +5,8 @@
     field default  <  data set's default  <  preset  <  what the user gave,
 
 and remembers what the user gave, because only that can contradict: `--gamma 0.5` with EMC² is a
-mistake, gamma's default standing unused in an EMC² run is not. Only this module looks at the
-machine (folders, GPU), and the task it asks.
+mistake, gamma's default in an EMC² run is not. This module, and the task it asks, are the only ones
+that look at the machine (folders, GPU).
 """
 
 import math
@@ -82,9 +82,9 @@ def _resolve_from(saved: TrainConfig, given: dict[str, Any]) -> TrainConfig:
 
 
 def continued(saved: TrainConfig, overrides: Mapping[str, object]) -> TrainConfig:
-    """Settings of a continued run: the saved ones, with what may change on the way changed.
+    """Settings of a resumed run: the saved ones, with those changed that may change.
 
-    A longer --epochs or --steps extends it.
+    A longer --epochs or --steps extends the run.
 
     >>> continued(TrainConfig(epochs=60), {"log_every": 5, "epochs": 80}).epochs
     80

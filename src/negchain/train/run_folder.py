@@ -9,8 +9,8 @@
     .lock           held while a process trains here
 
 Nothing in the folder may lead outside it (see `negchain.files`).
-Metrics may run ahead of the last checkpoint when a process dies; `truncate_after` takes them back
-to the step from which the run continues, so a resumed run's metrics equal an uninterrupted one's.
+When a process dies, metrics may be ahead of the last checkpoint. `truncate_after` takes them back
+to the step from which the run continues, so that they equal those of an uninterrupted run.
 """
 
 import contextlib
@@ -124,7 +124,7 @@ class RunFolder:
         self._lock = lock
         self._metrics: BinaryIO | None = None
         self.logger_settings = TrainConfig()
-        """Of the run: --logger, --name."""
+        """The run's: its --logger and --name count."""
         self._logger: Logger | None = None
         self._purge_step: int | None = None
 
@@ -205,7 +205,7 @@ class RunFolder:
         """Close the files and let go of the folder."""
         try:
             if self._metrics is not None:
-                with contextlib.suppress(OSError):  # what is left unwritten `log` has told
+                with contextlib.suppress(OSError):  # `log` has said what could not be written
                     self._metrics.close()
             if self._logger is not None:
                 with naming(self.path / "tensorboard"):
@@ -332,7 +332,7 @@ def _locked(path: Path) -> BinaryIO:
 
 
 def _require_utf8(path: Path) -> None:
-    """TensorBoard's writer and JSON know no other names."""
+    """Refuse a name that TensorBoard's writer and JSON cannot hold."""
     try:
         str(path).encode()
     except UnicodeEncodeError:

@@ -1,8 +1,8 @@
 """An encoder in parts (`--shard-encoder`): a rank keeps 1/W of weights, gradients and moments.
 
-FSDP2 gathers the weights of a block when it runs and drops them afterwards; gradients arrive as
-means over the ranks, each rank's part alone. Rank 0, which evaluates and writes, has a whole copy
-in host memory; all ranks bring it up to date together. Checkpoints are those of any other run.
+FSDP2 gathers the weights of a block when it runs and drops them afterwards. A rank gets the mean
+gradient of its own part. Rank 0, which evaluates and writes, has a whole copy in host memory; all
+ranks bring it up to date together. Checkpoints are those of any other run.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Processes that use one GPU at the same time, through NVIDIA's Multi-Process Service (MPS).
 
-Processes of their own get the GPU in turns; as clients of an MPS daemon their kernels run side by
-side, which small batches leave room for. The daemon here is private: it runs as the user, with its
-pipes in a folder of its own, for as long as the `with` block, and serves the one GPU that the runs
-use. A daemon that somebody else runs already is used and left alone.
+Without MPS, processes get the GPU in turns. As clients of an MPS daemon their kernels run side by
+side; small batches leave room for that. The daemon here is private: it runs as the user, for as
+long as the `with` block, with its pipes in a folder of its own, and serves the one GPU that the
+runs use. A daemon that somebody else runs already is used and left alone.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ TRIAL_PATIENCE = 30.0  # the first client waits for the server, and both for the
 APART = {PIPE: os.devnull}  # keeps a process away from any daemon: clients find it by its folder
 NOT_READY = "CUDA error 807"  # a server that is still starting turns clients away
 
-# A client that makes a context and asks, while it has it, which servers there are. It says whether
-# runs will see the GPU (a run that does not would train on the CPU) and really share it. libcuda
-# directly: importing torch takes seconds.
+# A client that makes a CUDA context and then asks which servers there are. It shows whether runs
+# will see the GPU (else they would train on the CPU) and really share it. It uses libcuda directly,
+# because importing torch takes seconds.
 TRIAL = """
 import ctypes, subprocess, sys
 cuda = ctypes.CDLL("libcuda.so.1")
@@ -52,9 +52,9 @@ class Unavailable(Exception):
 
 @contextmanager
 def shared_gpu(jobs: int, *, say: Callable[[str], None]) -> Iterator[dict[str, str]]:
-    """Let `jobs` processes started inside the block share the GPU, and `say` in a line whether.
+    """Let `jobs` processes started inside the block share the GPU; `say` tells whether they do.
 
-    Yields variables to add to a child's environment: some exactly if MPS is used. End the processes
+    Yields variables to add to a child's environment; none if MPS is not used. End the processes
     inside the block: leaving it stops the daemon.
     """
     with ExitStack() as stack:

@@ -7,7 +7,7 @@ Every random number of step t is a function of (seed, t), every input a tensor t
 is, and nothing asks the device for a value: so the whole step can be captured once and replayed,
 and a resumed run repeats what an uninterrupted one would have done.
 
-What a position is and what a tower eats is the task's matter.
+The task knows what a position is and what a tower takes.
 
 Several ranks share a step: each encodes its rows of the batch and its share of what the loss asks
 for, with the draws one process would use for them; the loss gathers by itself. Gradients are
@@ -129,7 +129,7 @@ class TrainStep:
     def try_capture(self) -> bool:
         """`capture`, or warn that this step cannot be recorded; returns whether it was.
 
-        A task hears of it, too, and need not keep to one shape.
+        The task is told as well (`capturable`): it need not keep to one shape then.
         """
         try:
             self.capture()
@@ -209,7 +209,7 @@ class TrainStep:
         self.loss.copy_(loss.detach())
 
     def _forget_beta(self) -> None:
-        """Drop the graph of a computed beta: what it holds belongs to the stream of its step."""
+        """Drop the autograd graph of a computed beta: it belongs to the step that made it."""
         if isinstance(self.loss_fn.beta, Tensor) and self.loss_fn.beta.grad_fn is not None:
             self.loss_fn.beta = self.loss_fn.beta.detach()
 
@@ -333,8 +333,8 @@ class TrainStep:
         with torch.no_grad(), statistics_kept(self.encoder):
             return self._encode(self.plain, [share], row)[0][:count]
 
-    def fill(self, told: Callable[[int], None] = lambda done: None) -> None:
-        """Fill the loss's stale tables, where it has any; `told` hears how many rows are done."""
+    def fill(self, report: Callable[[int], None] = lambda done: None) -> None:
+        """Fill the loss's stale tables, if it has any; `report` gets the number of rows done."""
         done = 0
 
         def encode(ids: Tensor, tower: Tower) -> Tensor:
@@ -344,7 +344,7 @@ class TrainStep:
             if tables and self.ranks is not None:  # as one process numbers them
                 places = tables[0].order.places(ids) % FILLED
             z = self._renewed(Share(want, len(ids), places), 0)
-            told(done := done + len(ids) * (1 if self.ranks is None else self.ranks.world))
+            report(done := done + len(ids) * (1 if self.ranks is None else self.ranks.world))
             return z
 
         towers = (lambda ids: encode(ids, "anchors")), (lambda ids: encode(ids, "keys"))
@@ -359,7 +359,7 @@ def own_rows(size: int, ranks: Ranks | None) -> slice:
 
 
 def _rows_of(value: Any, rows: slice) -> Any:
-    """Some rows of what a loss is told per sample: a tensor, or several."""
+    """Some rows of an argument of the loss: a tensor, or several."""
     return tuple(part[rows] for part in value) if isinstance(value, tuple) else value[rows]
 
 

@@ -1,13 +1,13 @@
-"""The processes torchrun started for one run: what one of them does while the others wait.
+"""The processes torchrun started for one run: who does what while the others wait.
 
     leads       rank 0, which alone evaluates, writes and shows progress
     on_rank_0   its work; the others wait, hear that it is still there, and get what it found
     any         what one rank knows (a signal came), all know at the same step
     joined      the process group; the rank that fails first says so, the others end silently
 
-Collectives of the loss and of gradients use torch's default group (gloo, NCCL on GPUs). What is
-agreed here goes through a gloo group of its own, so that the host never waits for the device, and
-so that a rank that is gone ends in an exception and not in NCCL's abort.
+Collectives of the loss and of gradients use torch's default group (gloo, NCCL on GPUs). Messages
+of this module use a gloo group of their own, so that the host never waits for the device, and so
+that a lost rank ends in an exception and not in NCCL's abort.
 """
 
 from __future__ import annotations
@@ -72,7 +72,10 @@ class Team:
         return bool(found)
 
     def on_rank_0(self, work: Callable[[], T]) -> T:
-        """What rank 0 finds, for all; it must be plain data. Within such work it is just called."""
+        """Do work on rank 0; all ranks get what it returns, which must be plain data.
+
+        Called again within such work, it just does it.
+        """
         if self.world == 1 or self.leading:
             return work()
         import torch.distributed as dist
@@ -201,7 +204,7 @@ def _last_words(error: BaseException) -> str:
 
 
 def _speaks(store: Any) -> bool:
-    """Whether this is the first rank that fails: what follows is mostly a consequence."""
+    """Whether this is the first rank that fails: later failures mostly follow from it."""
     try:
         return int(store.add("negchain-failures", 1)) == 1
     except RuntimeError:  # nobody keeps the count any more

@@ -2,8 +2,8 @@
 
 Order of events at a step: train, log, evaluate, checkpoint. A checkpoint therefore never lacks
 metrics of its own step, and a run that is killed loses at most the steps since the last one.
-Under torchrun every rank runs this loop; what is evaluated and written is the work of rank 0
-(`team`), and what decides how the loop goes on is known to all.
+Under torchrun every rank runs this loop. Rank 0 alone evaluates and writes (`team`). Whatever
+decides how the loop goes on is known to all ranks.
 """
 
 from __future__ import annotations
@@ -123,23 +123,23 @@ class Run:
         return summary
 
     def _fill(self, progress: Progress) -> None:
-        """Encode everything once, where the loss keeps a table of it."""
+        """Encode everything once, where the loss keeps a table of old embeddings."""
         total = sum(table.size for table in self.step.loss_fn.tables)
         if total:
             progress.begin(total, "encoded", "filling the table of old embeddings")
 
-        def told(done: int) -> None:
+        def report(done: int) -> None:
             progress.at(done)
             if self.team.any(self.stop):
                 raise Interrupted("before the first step")
 
-        self.step.fill(told)
+        self.step.fill(report)
 
     def _before(self, progress: Progress) -> dict[str, float]:
         """Judge the encoder before the first step, once; returns what the result must beat."""
         line = self._on_rank_0(lambda: self._first_line(progress))
         if self.done == 0 and self.config.patience is not None:
-            self._keep_best(line)  # what is kept in the end is never worse than the start
+            self._keep_best(line)  # so that what is kept is never worse than the start
         return {} if line is None else self.judge.baselines(line)
 
     def _first_line(self, progress: Progress) -> Any:
@@ -184,7 +184,7 @@ class Run:
                 self.team.on_rank_0(self._page)
                 progress.say("training")
                 clock = Clock(self.done)
-            # asked once: a signal from here on ends the run a step later
+            # asked once a step: a signal that comes later ends the run after the next
             stopping = self.team.any(self.stop)
             if stopping or due:
                 self._read(clock, progress)
@@ -196,7 +196,7 @@ class Run:
                 raise Interrupted(f"after step {last_saved} of {self.total_steps}")
 
     def _read(self, clock: Clock, progress: Progress) -> None:
-        """Log what the last step left; on a GPU an interval later, so that it never waits."""
+        """Log the last reading. On a GPU that is done one interval later, so that nothing waits."""
         reading, self._reading = self._reading, None
         if reading is None:
             return
@@ -218,11 +218,11 @@ class Run:
         self._keep_best(found)
 
     def _stale(self) -> bool:
-        """Whether the last evaluations have shown nothing better."""
+        """With --patience: whether the last evaluations found nothing better."""
         return self.config.patience is not None and self.waited >= self.config.patience
 
     def _back_to_best(self) -> dict[str, int]:
-        """With --patience: take the best encoder; checkpoints keep the last. Returns its step."""
+        """With --patience: load the best encoder (checkpoints keep the last); returns its step."""
         if self.config.patience is None:
             return {}
         if not self.evaluated:
@@ -352,8 +352,8 @@ class Run:
 def prepare(task: Task, open_folder: Callable[[], RunFolder], fresh: bool = True) -> Run:
     """Build everything a run needs on its device; nothing is trained yet.
 
-    The folder is opened last: what is refused on the way leaves none behind. Unless the run is
-    `fresh`, its weights come from a checkpoint and not from `--pretrained`.
+    The folder is opened last, so that a refusal leaves none behind. Unless the run is `fresh`, its
+    weights come from a checkpoint and not from `--pretrained`.
     """
     config = task.config
     device, team = choose_device(config.device), teams.here()
