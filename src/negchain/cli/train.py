@@ -12,10 +12,10 @@ from rich.console import Console
 from negchain import tasks
 from negchain.cli.options import IMPORT, option, with_config_options
 from negchain.cli.terminal import Failed, Stopped, result, say
-from negchain.files import read_text
+from negchain.files import read_object
 from negchain.methods import import_file
 from negchain.progress import Progress
-from negchain.train.config import ConfigError, TrainConfig, from_json, same_run
+from negchain.train.config import ConfigError, TrainConfig, from_saved, same_run
 from negchain.train.presets import PRESET_HELP
 from negchain.train.resolve import resolve
 from negchain.train.run_folder import is_run, load_run_config, own_settings
@@ -130,7 +130,7 @@ def _read_config(file: Path, settings: dict[str, Any]) -> TrainConfig:
     """The settings of another run; what it wrote to or fetched from is for the user to say."""
     file = file / "config.json" if file.is_dir() else file
     try:
-        saved = from_json(read_text(file))
+        saved = from_saved(read_object(file))
     except ConfigError as error:
         raise ConfigError(f"--config {file}: {error}") from None
     if saved.pretrained is not None and settings.get("pretrained") is None:

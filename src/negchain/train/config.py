@@ -5,8 +5,7 @@ machine, so that a config.json can be read on any; `negchain.train.resolve` does
 """
 
 import functools
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from types import NoneType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -16,7 +15,7 @@ from negchain.printable import show
 from negchain.train import presets
 from negchain.train.presets import ConfigError, choose
 
-__all__ = ["ConfigError", "Setting", "TrainConfig", "flag", "from_json", "hints",
+__all__ = ["ConfigError", "Setting", "TrainConfig", "flag", "from_saved", "hints",
            "method_named", "same_run", "setting_of"]  # fmt: skip
 
 
@@ -284,19 +283,13 @@ def same_run(a: TrainConfig, b: TrainConfig) -> list[str]:
     ]
 
 
-def from_json(text: str) -> TrainConfig:
-    """Settings from JSON; a missing key takes its default, an unknown one is refused.
+def from_saved(values: Mapping[str, Any]) -> TrainConfig:
+    """Settings as a config.json has them; a missing one has its default, an unknown is refused.
 
-    >>> from_json('{"beta": 5}').beta
+    >>> from_saved({"beta": 5, "commit": "unknown"}).beta
     5.0
     """
-    try:
-        values = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"the config must be JSON, but {error}; restore the file") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"the config must be a JSON object, got {show(values)}")
-    values = {name: value for name, value in values.items() if name not in RECORDED}
-    for name in values:
+    given = {name: value for name, value in values.items() if name not in RECORDED}
+    for name in given:
         choose("the setting", name, hints())
-    return TrainConfig(**values)
+    return TrainConfig(**given)

@@ -28,8 +28,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
 
-from negchain.files import is_plain, naming, open_plain, read_text, real_folder, replacing
-from negchain.train.config import ConfigError, TrainConfig, from_json
+from negchain.files import is_plain, naming, open_plain, read_object, real_folder, replacing
+from negchain.train.config import ConfigError, TrainConfig, from_saved
 from negchain.train.loggers import Logger, open_logger
 
 Metric = float | int | str | None
@@ -57,7 +57,7 @@ def require_run(path: Path) -> None:
 def load_run_config(path: Path) -> TrainConfig:
     """The settings of a run folder, less what only the command line may say (`own_settings`)."""
     require_run(path)
-    return own_settings(from_json(read_text(path / "config.json")))
+    return own_settings(from_saved(read_object(path / "config.json")))
 
 
 def own_settings(config: TrainConfig) -> TrainConfig:
