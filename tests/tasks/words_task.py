@@ -88,8 +88,7 @@ class WordsTask(Task):
 
 
 class WordsJudge(Judge):
-    def __init__(self, task: WordsTask) -> None:
-        self.task = task
+    best_by = "recall1"
 
     @torch.no_grad()
     def quick(self, encoder: Towers) -> dict[str, float]:
@@ -106,9 +105,6 @@ class WordsJudge(Judge):
 
     def baselines(self, line: Mapping[str, Any]) -> dict[str, float]:
         return {"untrained_recall1": line["recall1"]}
-
-    def score(self, numbers: Mapping[str, float]) -> float:
-        return numbers["recall1"]
 
 
 RECALL = Metric("recall1", "Recall at 1", "percent", "The word's own key", True, "R@1")

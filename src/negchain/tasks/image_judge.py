@@ -5,7 +5,6 @@ Shapes: `M` images, `Q` test images, `F` features, `P` points of the map.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +45,7 @@ class ImageJudge(Judge):
     """Evaluates an encoder on a data set."""
 
     task: ImageTask
+    best_by = "probe"  # its accuracy; there is none without labels
 
     def __init__(self, task: ImageTask) -> None:
         super().__init__(task)
@@ -99,10 +99,6 @@ class ImageJudge(Judge):
         kept = {k: line[k] for k in ("pixels_knn1", "pixels_probe", "chance") if k in line}
         named = ("knn1", "probe", "global_loss")
         return kept | {f"untrained_{k}": line[k] for k in named if k in line}
-
-    def score(self, numbers: Mapping[str, float]) -> float:
-        """The probe's accuracy; without labels the exact loss decides."""
-        return numbers.get("probe", -numbers.get("global_loss", math.inf))
 
     def losses(self, encoder: Encoder) -> Numbers:
         """`global_loss` and `embedding_variance` on a fixed sample of the training images.

@@ -8,7 +8,6 @@ Shapes: `I` test pictures, `T` distinct test captions, `M` candidates, `D` embed
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -39,6 +38,7 @@ class ImageTextJudge(Judge):
     """Evaluates towers on a task's data."""
 
     task: ImageTextTask
+    best_by = "mean_recall"  # of validation pictures, never of test pictures
 
     def __init__(self, task: ImageTextTask) -> None:
         super().__init__(task)
@@ -88,10 +88,6 @@ class ImageTextJudge(Judge):
         """Of the towers before the first step."""
         kept = ("_r1", "mean_recall", "global_loss")
         return {f"untrained_{n}": v for n, v in line.items() if n.endswith(kept)}
-
-    def score(self, numbers: Mapping[str, float]) -> float:
-        """The mean of validation's recalls, never of test's; without any the exact loss decides."""
-        return numbers.get("mean_recall", -numbers.get("global_loss", math.inf))
 
     def losses(self, encoder: ImageText) -> Numbers:
         """`global_loss` on fixed training pairs at the first beta, `embedding_variance`, `beta`."""

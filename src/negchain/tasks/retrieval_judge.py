@@ -35,6 +35,7 @@ class RetrievalJudge(Judge):
     """Ranks all documents for validation queries, and at the ends for test queries as well."""
 
     task: RetrievalTask
+    best_by = "ndcg10"  # of validation queries, never of test queries
 
     def __init__(self, task: RetrievalTask) -> None:
         super().__init__(task)
@@ -65,10 +66,6 @@ class RetrievalJudge(Judge):
         """Of the encoder as it was."""
         names = [prefix + name for prefix in SPLITS.values() for name in MEASURES]
         return {f"untrained_{name}": line[name] for name in names if name in line}
-
-    def score(self, numbers: Mapping[str, float]) -> float:
-        """nDCG@10 of validation queries, never of test queries."""
-        return numbers["ndcg10"]
 
     def embed(self, encoder: TextEncoder, texts: Texts) -> Tensor:  # -> [N, D]
         """Unit embeddings of all texts, those of similar length together."""

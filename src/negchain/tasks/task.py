@@ -12,6 +12,7 @@ A sample keeps its position for ever: chains, tables, data order and checkpoints
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -109,9 +110,12 @@ class Judge(ABC):
     def baselines(self, line: Mapping[str, Any]) -> Numbers:
         """The part of `before`, as the log has it, that a result is held against."""
 
-    @abstractmethod
+    best_by: str
+    """The number by which the best encoder is kept."""
+
     def score(self, numbers: Mapping[str, float]) -> float:
-        """By which the best encoder is kept: greater is better."""
+        """`best_by`, greater is better; where it is missing the exact loss decides."""
+        return numbers.get(self.best_by, -numbers.get("global_loss", math.inf))
 
     def previews(self) -> Arrays:
         """Arrays for the report of a run that has just begun."""
