@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 PROGRAM = "nvidia-cuda-mps-control"
 PIPE, LOG = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"
@@ -108,15 +109,8 @@ def _start(program: str, environment: dict[str, str], folder: Path) -> None:
     try:
         # Into a file: the daemon keeps its output open, and a pipe to it would never end.
         with open(folder / "start.log", "wb") as log:
-            code = subprocess.run(
-                [program, "-d"],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env={**os.environ, **environment},
-                start_new_session=True,  # Ctrl-C is for the runs; the daemon must outlive them
-                timeout=PATIENCE,
-            ).returncode
+            words = [program, "-d"]
+            code = _run(words, environment, PATIENCE, stdout=log, stderr=log).returncode
     except subprocess.TimeoutExpired:
         raise Unavailable(f"MPS did not start within {PATIENCE:g} s") from None
     except OSError as error:
@@ -135,15 +129,8 @@ def _try_client(program: str, environment: dict[str, str]) -> None:
     end = time.monotonic() + TRIAL_PATIENCE
     while True:
         try:
-            trial = subprocess.run(
-                [sys.executable, "-P", "-c", TRIAL, program],
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                env={**os.environ, **environment},
-                start_new_session=True,
-                timeout=max(end - time.monotonic(), 0.1),
-            )
+            words = [sys.executable, "-P", "-c", TRIAL, program]
+            trial = _run(words, environment, max(end - time.monotonic(), 0.1), capture_output=True)
         except subprocess.TimeoutExpired:
             raise Unavailable(f"MPS gave no process the GPU within {TRIAL_PATIENCE:g} s") from None
         if NOT_READY not in trial.stderr or time.monotonic() > end:
@@ -176,18 +163,22 @@ def _stop(program: str, environment: dict[str, str], folder: Path) -> None:
 def _ask(program: str, environment: dict[str, str], command: str) -> bool:
     """Whether the daemon took a command."""
     try:
-        done = subprocess.run(
-            [program],
-            input=f"{command}\n".encode(),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, **environment},
-            start_new_session=True,
-            timeout=PATIENCE,
-        )
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        done = _run([program], environment, PATIENCE, input=f"{command}\n", **quiet)
     except (subprocess.TimeoutExpired, OSError):
         return False
     return done.returncode == 0
+
+
+def _run(
+    words: list[str], environment: dict[str, str], timeout: float, **streams: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run a program. Ctrl-C does not reach it: the daemon must outlive the runs."""
+    streams = streams if "input" in streams else {"stdin": subprocess.DEVNULL, **streams}
+    own = {**os.environ, **environment}
+    return subprocess.run(
+        words, text=True, env=own, start_new_session=True, timeout=timeout, **streams
+    )
 
 
 def _last_line(text: str) -> str:
