@@ -38,9 +38,8 @@ def load_trained(path: Path, which: str = "latest") -> tuple[Any, checkpoint.Loa
             from a damaged file, `Loaded.notes` says so.
     """
     folder = path / "checkpoints"
-    loaded = checkpoint.load_latest(folder) if which == "latest" else None
-    if which != "latest":
-        loaded = checkpoint.load_named(folder, which)
+    latest = which == "latest"
+    loaded = checkpoint.load_latest(folder) if latest else checkpoint.load_named(folder, which)
     if loaded is None:
         raise ConfigError(f"{path} has no checkpoint yet; let it train, or use --resume")
     return _encoder_of(loaded, folder, tasks.named(load_run_config(path).task)), loaded

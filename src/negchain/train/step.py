@@ -20,6 +20,7 @@ Shapes: `B` batch of all ranks, `D` embedding.
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -103,7 +104,11 @@ class TrainStep:
         self._inputs = torch.zeros(size + 1, dtype=torch.int64, device=self.device)
         self.index, self.step = self._inputs[:size], self._inputs[size]  # [B], []
         self.ranks = loss_fn.ranks()
-        self.rows = own_rows(size, self.ranks)
+        rank, world = (0, 1) if self.ranks is None else (self.ranks.rank, self.ranks.world)
+        self._bounds = [size * r // world for r in range(world + 1)]  # of every rank's rows
+        self.rows = slice(self._bounds[rank], self._bounds[rank + 1])
+        own = torch.arange(self.rows.start, self.rows.stop, device=self.device)
+        self._places = None if self.ranks is None else own  # of this rank's rows in the batch
         self.loss = torch.zeros((), dtype=torch.float64, device=self.device)
         self.plain = self._towers(lambda tower: fast_encoder.PlainEncoder(tower, self.autocast))
         self.embed = self.plain
@@ -249,7 +254,7 @@ class TrainStep:
             encoded += self._shares(second)
             z_b, *answers = self._encode(self.embed, encoded[1:], anchors.size, loaded)
             answers, drawn = answers[: len(trained)], answers[len(trained) :]
-        row = _count(encoded)
+        row = sum(share.size for share in encoded)
         if self.ranks is None or self.task.state_tensors():
             self.task.watch(self._of_all(z_a.detach()), self.index)
         for position, share in enumerate(asked):
@@ -265,32 +270,26 @@ class TrainStep:
         """The rows of all ranks."""
         if self.ranks is None:
             return rows
-        size, world = len(self.index), self.ranks.world
-        bounds = [size * rank // world for rank in range(world + 1)]
-        counts = [end - begin for begin, end in zip(bounds, bounds[1:], strict=False)]
+        counts = [end - begin for begin, end in itertools.pairwise(self._bounds)]
         return joined({0: Piece(rows[None], counts)}, self.ranks)[0][0]
 
     def _of_batch(self, ids: Tensor, tower: Tower) -> Share:
         """This rank's rows of the batch."""
-        want = Want(ids[self.rows], tower)
-        return Share(want, len(ids), None if self.ranks is None else self._own_rows())
-
-    def _own_rows(self) -> Tensor:
-        return torch.arange(self.rows.start, self.rows.stop, device=self.device)
+        return Share(Want(ids[self.rows], tower), len(ids), self._places)
 
     def _shares(self, request: Request) -> list[Share]:
         """This rank's of what a loss asks for."""
         found, size = [], len(self.index)
         for part, want in zip(request.parts, self._items(request.wants), strict=True):
             count = len(want.ids)
-            if self.ranks is None:
+            if self.ranks is None or self._places is None:
                 found.append(Share(want, count))
             elif part.whole is not None:
                 places = torch.arange(count, device=self.device) + self.ranks.rank * count
                 found.append(Share(want, len(part.whole), places))
             else:  # so many of every row of the batch
                 copies = torch.arange(part.per_row, device=self.device)[:, None] * size
-                places = (copies + self._own_rows()).flatten()
+                places = (copies + self._places).flatten()
                 found.append(Share(want, part.per_row * size, places))
         return found
 
@@ -351,17 +350,6 @@ class TrainStep:
         self.loss_fn.fill(towers, FILLED)
 
 
-def own_rows(size: int, ranks: Ranks | None) -> slice:
-    """The rows of a batch of `size` that are this rank's."""
-    if ranks is None:
-        return slice(0, size)
-    return slice(size * ranks.rank // ranks.world, size * (ranks.rank + 1) // ranks.world)
-
-
 def _rows_of(value: Any, rows: slice) -> Any:
     """Some rows of an argument of the loss: a tensor, or several."""
     return tuple(part[rows] for part in value) if isinstance(value, tuple) else value[rows]
-
-
-def _count(shares: Sequence[Share]) -> int:
-    return sum(share.size for share in shares)
