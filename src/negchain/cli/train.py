@@ -12,7 +12,7 @@ from rich.console import Console
 from negchain import tasks
 from negchain.cli.options import IMPORT, option, with_config_options
 from negchain.cli.terminal import Failed, Stopped, result, say
-from negchain.files import read_object
+from negchain.files import FileRefused, read_object
 from negchain.methods import import_file
 from negchain.progress import Progress
 from negchain.train.config import ConfigError, TrainConfig, from_saved, same_run
@@ -131,6 +131,8 @@ def _read_config(file: Path, settings: dict[str, Any]) -> TrainConfig:
     file = file / "config.json" if file.is_dir() else file
     try:
         saved = from_saved(read_object(file))
+    except FileRefused as error:  # it begins with the path
+        raise ConfigError(f"--config {error}") from None
     except ConfigError as error:
         raise ConfigError(f"--config {file}: {error}") from None
     if saved.pretrained is not None and settings.get("pretrained") is None:
