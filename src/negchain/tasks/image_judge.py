@@ -95,7 +95,7 @@ class ImageJudge(Judge):
         return numbers, {name: value.cpu().numpy() for name, value in answers.items()}
 
     def baselines(self, line: Mapping[str, Any]) -> Numbers:
-        """Of raw pixels, of chance, and of the untrained encoder."""
+        """The numbers of raw pixels, of chance, and of the encoder before its first step."""
         kept = {k: line[k] for k in ("pixels_knn1", "pixels_probe", "chance") if k in line}
         named = ("knn1", "probe", "global_loss")
         return kept | {f"untrained_{k}": line[k] for k in named if k in line}

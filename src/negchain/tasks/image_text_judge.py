@@ -85,7 +85,7 @@ class ImageTextJudge(Judge):
         return numbers, answers
 
     def baselines(self, line: Mapping[str, Any]) -> Numbers:
-        """Of the towers before the first step."""
+        """The numbers of the towers before their first step."""
         kept = ("_r1", "mean_recall", "global_loss")
         return {f"untrained_{n}": v for n, v in line.items() if n.endswith(kept)}
 

@@ -64,11 +64,11 @@ class Absent(nn.Module):
     """Stands for a text encoder whose folder is gone: pictures can be encoded without it."""
 
     def _load_from_state_dict(self, *args: Any) -> None:
-        """Weights without a model to take them."""
+        """Ignore weights: there is no model for them."""
 
 
 class ClipText(nn.Module):
-    """open_clip's text tower, fed as the others are."""
+    """open_clip's text tower, which takes what `TextEncoder` takes."""
 
     compiles = False
 

@@ -243,7 +243,7 @@ def load_images(config: TrainConfig, progress: bool = False) -> DataBundle:
 
 
 def _classes_left(first: Tensor | None, labels: Tensor | None) -> list[str]:
-    """What a subset misses: where a folder has a class after the other, its first images do."""
+    """A note if a subset misses classes, as the first images of a sorted folder do."""
     if first is None or labels is None:
         return []
     kept, known = (len(set(found.tolist()) - {-1}) for found in (first, labels))

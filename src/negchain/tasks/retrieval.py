@@ -218,7 +218,7 @@ def check(config: TrainConfig) -> TrainConfig:
         )
     check_model_folder(config.encoder)
     known = methods.named(config.method)
-    chains = "proposal" in known.options  # which spend one draw on what they carry
+    chains = "proposal" in known.options  # which spend one draw on the carried negative
     if keeps_table(config) and config.draws < 1 + chains:
         raise ConfigError(
             f"--draws must be at least {1 + chains} where negatives come from a table "

@@ -32,7 +32,7 @@ def _short(text: str) -> str:
 
 
 class RetrievalJudge(Judge):
-    """Ranks all documents for validation queries, and at the ends for test queries as well."""
+    """Ranks all documents for validation queries; at start and end for test queries too."""
 
     task: RetrievalTask
     best_by = "ndcg10"  # of validation queries, never of test queries
@@ -63,7 +63,7 @@ class RetrievalJudge(Judge):
         return _means(answers), {**arrays, "test_labels": np.array(data.validation.ids)}
 
     def baselines(self, line: Mapping[str, Any]) -> Numbers:
-        """Of the encoder as it was."""
+        """The numbers of the encoder before its first step."""
         names = [prefix + name for prefix in SPLITS.values() for name in MEASURES]
         return {f"untrained_{name}": line[name] for name in names if name in line}
 

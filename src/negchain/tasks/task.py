@@ -96,7 +96,7 @@ class Judge(ABC):
 
     @abstractmethod
     def before(self, encoder: Any) -> Numbers:
-        """Of an encoder before its first step: `quick`, and what any result must beat."""
+        """The numbers of `quick` before the first step, and what any result must beat."""
 
     @abstractmethod
     def quick(self, encoder: Any) -> Numbers:
@@ -108,7 +108,7 @@ class Judge(ABC):
 
     @abstractmethod
     def baselines(self, line: Mapping[str, Any]) -> Numbers:
-        """The part of `before`, as the log has it, that a result is held against."""
+        """The numbers of `before`, as the log has them, that a result is compared with."""
 
     best_by: str
     """The number by which the best encoder is kept."""
@@ -184,9 +184,9 @@ class Task(ABC):
         return encoder, encoder
 
     def beta(self, encoder: Any) -> float | Tensor:
-        """The loss's inverse temperature; where it is learned a parameter of the encoder.
+        """The loss's inverse temperature: a number, or, where it is learned, a tensor.
 
-        Or a tensor computed from one, which is then asked for at every step.
+        That is a parameter of the encoder, or computed from one; then every step asks for it anew.
         """
         return self.config.beta
 

@@ -224,7 +224,7 @@ def flag(name: str) -> str:
 
 
 def method_named(option: str, value: object) -> str:
-    """The method's own name, for that or another people know it by.
+    """The name of a method, given that or one of its aliases.
 
     >>> method_named("--method", "simclr")
     'infonce'
@@ -271,7 +271,7 @@ def _settings() -> dict[str, Setting]:
 
 
 def same_run(a: TrainConfig, b: TrainConfig) -> list[str]:
-    """What differs between `a` and `b` and must not if `b` is to continue `a`; empty if nothing.
+    """A clause for every setting that differs, and must not if `b` is to continue `a`.
 
     >>> same_run(TrainConfig(), TrainConfig(batch_size=32, workers=7))
     ['--batch-size was 64 and is now 32']

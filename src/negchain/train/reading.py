@@ -14,7 +14,7 @@ NOT_LOGGED = ("nonfinite_rows", "rows_without_negatives")  # unless they are abo
 
 
 class Reading:
-    """Loss, `info` and what the task watched of a step, copied to the host beside the next ones."""
+    """Loss, `info` and what the task watched of a step; copied while the next steps run."""
 
     def __init__(self, step: TrainStep, number: int, watched: Mapping[str, Tensor] = {}) -> None:
         self.step = number
@@ -43,7 +43,7 @@ class Reading:
 
 
 def logged(info: Mapping[str, float]) -> dict[str, float]:
-    """Numbers of `info` as metrics.jsonl has them, where exact ones stand beside them.
+    """Numbers of `info` under their names in metrics.jsonl, which has exact losses as well.
 
     >>> logged({"global_loss": 2.0, "nonfinite_rows": 0.0})
     {'estimated_global_loss': 2.0}

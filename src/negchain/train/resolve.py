@@ -30,7 +30,7 @@ from negchain.train.config import (
 from negchain.train.presets import choose
 
 _STORED = ("cifar10", "stl10", "stl10-unlabeled")
-# Which choices an option belongs to: option, deciding field, values it goes with, what it is.
+# Options that need a value of another setting: option, that setting, the values, and why.
 _BELONGS: tuple[tuple[str, str, tuple[str | None, ...], str], ...] = (
     ("momentum", "optimizer", ("sgd", "lars"), "Adam has its own"),
     ("download", "data", _STORED, "nothing else can be downloaded"),

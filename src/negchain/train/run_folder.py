@@ -61,7 +61,7 @@ def load_run_config(path: Path) -> TrainConfig:
 
 
 def own_settings(config: TrainConfig) -> TrainConfig:
-    """The settings of a file somebody else may have written: none to fetch or write by.
+    """Settings of a file that others may have written, without those that fetch or write.
 
     >>> own_settings(TrainConfig(data="cifar10", download=True, root="/home/them")).root
     'data'
@@ -223,7 +223,7 @@ class RunFolder:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close it; an error of the block itself is the one to tell."""
+        """Close it; an error of the block goes before one of closing."""
         with contextlib.suppress(OSError) if error is not None else contextlib.nullcontext():
             self.close()
 
@@ -262,7 +262,7 @@ def metric_lines(file: Path) -> list[bytes]:
 
 
 def _lines(file: Path) -> Iterator[bytes]:
-    """The lines of a file one by one; longer ones than any of ours in pieces."""
+    """The lines of a file one by one; those above `LINE_LIMIT` in pieces."""
     with open_plain(file) as content:
         while line := content.readline(LINE_LIMIT):
             yield line
@@ -292,7 +292,7 @@ def _finite(value: Any) -> Any:
 
 
 def refuse_taken(path: Path) -> None:
-    """Refuse a folder that is none, or holds something a run would write."""
+    """Refuse a path that is no folder, and a folder that holds something a run would write."""
     if path.exists() and not path.is_dir():
         raise ConfigError(f"--out must be a folder and {path} is a file; choose another --out")
     if is_run(path):

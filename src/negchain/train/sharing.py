@@ -26,7 +26,7 @@ DEFAULT_PIPE = "/tmp/nvidia-mps"  # noqa: S108 - where NVIDIA's own daemon liste
 PLACES = ("/usr/local/nvidia/bin", "/usr/bin", "/usr/local/bin", "/usr/local/cuda/bin")
 SHORT = "/tmp"  # noqa: S108 - whatever TMPDIR says: a unix socket's path has at most 107 letters
 PATIENCE = 10.0  # seconds for an answer of the control program
-QUIT = ("quit", "quit -t 1")  # the first waits for clients, the second for a second
+QUIT = ("quit", "quit -t 1")  # the first waits for clients to end, the second one second
 TRIAL_PATIENCE = 30.0  # the first client waits for the server, and both for the driver
 
 APART = {PIPE: os.devnull}  # keeps a process away from any daemon: clients find it by its folder
@@ -125,7 +125,7 @@ def _start(program: str, environment: dict[str, str], folder: Path) -> None:
 
 
 def _try_client(program: str, environment: dict[str, str]) -> None:
-    """See one process use the GPU through the daemon, before the runs are sent there."""
+    """Check that a process can use the GPU through the daemon, before the runs do."""
     end = time.monotonic() + TRIAL_PATIENCE
     while True:
         try:
