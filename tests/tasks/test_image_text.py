@@ -203,7 +203,7 @@ def test_pictures_on_disk_are_the_same(made: Path) -> None:
     assert here.resident and not on_disk.resident
     step, index = torch.tensor(3), torch.tensor([5, 0, 7])
     wants = [Want(index, "anchors"), Want(torch.tensor([9, 9]), "anchors")]
-    (given,) = on_disk.load_ahead(index[None], 0)
+    (given,) = on_disk.load_ahead(index[None])
     torch.testing.assert_close(
         here.inputs(wants, step, 0), on_disk.inputs(wants, step, 0, given), atol=2e-2, rtol=0
     )

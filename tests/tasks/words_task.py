@@ -54,9 +54,6 @@ class WordsTask(Task):
     def build(self) -> tuple[Towers, list[str]]:
         return Towers(4, self.config.seed).to(self.device), ["two towers"]
 
-    def start_from(self, encoder: Towers, pretrained: str) -> str:
-        raise ValueError("words start from nothing")
-
     def towers(self, encoder: Towers) -> tuple[nn.Module, nn.Module]:
         return encoder.anchors, encoder.keys
 
@@ -80,7 +77,7 @@ class WordsTask(Task):
             return loaded
         return (self.anchors if wants[0].tower == "anchors" else self.keys)[ids]
 
-    def load_ahead(self, positions: Tensor, first: int) -> Iterator[Tensor]:
+    def load_ahead(self, positions: Tensor) -> Iterator[Tensor]:
         yield from self.anchors[positions]
 
     def judge(self) -> WordsJudge:

@@ -134,7 +134,7 @@ class ImageJudge(Judge):
         """Features of a whole set, [M, F] float32."""
         return self._embed(encoder, encoder.features, images)
 
-    def artifacts(self, encoder: Encoder, loss_fn: ContrastiveLoss | None) -> Arrays:
+    def artifacts(self, encoder: Encoder, loss_fn: ContrastiveLoss) -> Arrays:
         """Arrays for the report's galleries and its map; see `negchain.report`."""
         shown = self.data.test if self.data.test is not None else self.data.pretrain
         base = self.data.train if self.data.train is not None else self.data.pretrain
@@ -143,8 +143,7 @@ class ImageJudge(Judge):
         found |= self._neighbours(base, base_x, shown, shown_x)
         placed, method = self._map(shown, shown_x)
         found |= placed
-        if loss_fn is not None:
-            found |= self._chains(encoder, loss_fn)
+        found |= self._chains(encoder, loss_fn)
         arrays = {name: value.cpu().numpy() for name, value in found.items()}
         return {**arrays, **self.previews(), "map_method": np.array(method)}
 

@@ -165,9 +165,9 @@ class ImageTextTask(Task):
         """Tokens of training captions by number, [R,L]."""
         return {name: table[numbers] for name, table in self.tokens.items()}
 
-    def load_ahead(self, positions: Tensor, first: int) -> Iterator[Images]:
+    def load_ahead(self, positions: Tensor) -> Iterator[Images]:
         """Pictures decoded ahead by workers."""
-        return self.pictures.load_ahead(positions, first)
+        return self.pictures.load_ahead(positions)
 
     def judge(self) -> ImageTextJudge:
         """Recall both ways and the exact loss."""

@@ -120,7 +120,7 @@ class ImageTextJudge(Judge):
         """A few training pictures and their augmentations."""
         return previews(self.task.train.images, self.task.augment, self.task.config.seed)
 
-    def artifacts(self, encoder: ImageText, loss_fn: ContrastiveLoss | None) -> Arrays:
+    def artifacts(self, encoder: ImageText, loss_fn: ContrastiveLoss) -> Arrays:
         """Examples of what is retrieved both ways, and what chains hold."""
         held = self.task.held
         part = held.get("test") or held.get("validation") or _first(self.task.train, MOST_SHOWN)
@@ -141,7 +141,7 @@ class ImageTextJudge(Judge):
         for name, answer in zip(("found_captions", "found_images"), answers, strict=True):
             arrays[f"{name}_right"] = answer.table[:, :SHOWN].cpu().numpy()
             arrays[f"{name}_similarity"] = answer.similarity[:, :SHOWN].cpu().numpy()
-        return arrays | ({} if loss_fn is None else self._chains(loss_fn))
+        return arrays | self._chains(loss_fn)
 
     def _chains(self, loss_fn: ContrastiveLoss) -> Arrays:
         """Training pictures and captions with the negatives their chains hold now."""

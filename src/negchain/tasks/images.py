@@ -208,7 +208,7 @@ class ImageTask(Task):
         self.augment = OwnAugmentation(size=size, normalize=normalize, function=function)
         self.capturable = False
 
-    def load_ahead(self, positions: Tensor, first: int) -> Iterator[Images]:
+    def load_ahead(self, positions: Tensor) -> Iterator[Images]:
         """Images decoded ahead by workers."""
         pinned = self.device.type == "cuda"
         return load_batches(self.data.pretrain, positions, self.config.workers, pinned)

@@ -165,13 +165,6 @@ class RetrievalTask(Task):
             said.append(f"--encoder is a plain transformers model: {pooling} was put on top")
         return self.encoder.to(self.device).train(), said
 
-    def start_from(self, encoder: TextEncoder, pretrained: str) -> str:
-        """There is nothing else to start from."""
-        raise ConfigError(
-            f"--pretrained goes with images, got {pretrained}; --encoder names the folder of the "
-            "weights"
-        )
-
     def batch(self, index: Tensor, step: Tensor) -> Batch:
         """Queries, one positive of each, and what is known to be no negative."""
         stream = draws.STREAM_POSITIVE

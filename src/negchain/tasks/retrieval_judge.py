@@ -77,12 +77,12 @@ class RetrievalJudge(Judge):
         unit[order.to(device)] = torch.nn.functional.normalize(z, dim=-1)
         return unit
 
-    def artifacts(self, encoder: TextEncoder, loss_fn: ContrastiveLoss | None) -> Arrays:
+    def artifacts(self, encoder: TextEncoder, loss_fn: ContrastiveLoss) -> Arrays:
         """What a few training queries are offered as negatives: by the loss's table, if any."""
         task, data = self.task, self.task.data
         if not len(data.train):
             return {}
-        tables = [] if loss_fn is None else list(loss_fn.tables)
+        tables = loss_fn.tables
         table = tables[0].embeddings if tables else self.embed(encoder, task.documents)
         chosen = evenly(len(data.train), SHOWN).tolist()
         z = self.embed(encoder, task.queries["train"])[chosen]

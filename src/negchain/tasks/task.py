@@ -121,7 +121,7 @@ class Judge(ABC):
         """Arrays for the report of a run that has just begun."""
         return {}
 
-    def artifacts(self, encoder: Any, loss_fn: ContrastiveLoss | None) -> Arrays:
+    def artifacts(self, encoder: Any, loss_fn: ContrastiveLoss) -> Arrays:
         """Arrays for the report of a finished run, previews included."""
         return self.previews()
 
@@ -175,9 +175,12 @@ class Task(ABC):
     def build(self) -> tuple[Any, list[str]]:
         """The encoder with fresh weights on the device, and sentences about what was chosen."""
 
-    @abstractmethod
     def start_from(self, encoder: Any, pretrained: str) -> str:
         """Load the weights --pretrained names; returns a sentence about what was found."""
+        raise ConfigError(
+            f"--pretrained goes with images, and --task is {self.config.task}; leave it out (texts "
+            "have the weights in the folder --encoder names)"
+        )
 
     def towers(self, encoder: Any) -> tuple[nn.Module, nn.Module]:
         """The towers of anchors and of keys; one module for both where they are the same."""
@@ -232,8 +235,8 @@ class Task(ABC):
         """Take the user's own augmentation, before `place`."""
         raise ConfigError(f"augment= is for images, and --task is {self.config.task}; leave it out")
 
-    def load_ahead(self, positions: Tensor, first: int) -> Iterator[Any]:
-        """What is loaded for the batches [T, B] of the steps from `first` on, in order."""
+    def load_ahead(self, positions: Tensor) -> Iterator[Any]:
+        """What is loaded for the next batches [T, B], in order."""
         raise NotImplementedError
 
     @abstractmethod

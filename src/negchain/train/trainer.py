@@ -244,7 +244,7 @@ class Run:
             epoch = self.order.epoch(self.done) + 1
             end = min(self.total_steps, epoch * self.order.steps_per_epoch)
             positions = self.order.batches(self.done, end)
-            loaded = self.task.load_ahead(positions[:, self.step.rows], self.done)
+            loaded = self.task.load_ahead(positions[:, self.step.rows])
             yield from zip(positions, loaded, strict=True)
 
     def _lr(self, step: int) -> float:
