@@ -3,7 +3,7 @@
 The answer to a picture is right if it is one of its captions. The answer to a caption is right if
 it is a picture that has this caption. Captions are distinct texts, so two pictures may share one.
 
-Shapes: `I` test pictures, `T` distinct test captions, `M` candidates, `D` embedding.
+Shapes: `I` test pictures, `T` distinct test captions, `Q` queries, `D` embedding.
 """
 
 from __future__ import annotations
@@ -62,13 +62,15 @@ class ImageTextJudge(Judge):
             if split not in splits or split not in self.task.held:
                 continue
             part = self.task.held[split]
-            found = Retrieval(*self.embed(encoder, part), *distinct(part))
+            (z_i, z_t), pairs = self.embed(encoder, part), distinct(part)[1]
+            ways = ("i2t", z_i, z_t, pairs), ("t2i", z_t, z_i, pairs.flip(1))
             recalls, shares = [], []
-            for way, right in (("i2t", found.captions_right()), ("t2i", found.pictures_right())):
-                shares.append(torch.zeros(len(right.table), dtype=torch.double))
+            for way, queries, candidates, own in ways:
+                right = nearest(queries, candidates, own).right
+                shares.append(torch.zeros(len(right), dtype=torch.double))
                 for k in RECALL_AT:
-                    if k == 1 or k < right.candidates:
-                        answer = right.table[:, :k].any(1).cpu()
+                    if k == 1 or k < len(candidates):
+                        answer = right[:, :k].any(1).cpu()
                         recalls.append(answer.double().mean().item())
                         numbers[f"{prefix}{way}_r{k}"] = recalls[-1]
                         answers[f"right_{prefix}{way}_r{k}"] = answer.numpy()
@@ -76,7 +78,7 @@ class ImageTextJudge(Judge):
             numbers[f"{prefix}mean_recall"] = sum(recalls) / len(recalls)
             # For each picture its own recalls and those of its captions, weighted so that the mean
             # over pictures is `mean_recall`.
-            pairs = torch.unique(distinct(part)[1], dim=0)
+            pairs = torch.unique(pairs, dim=0)
             each = shares[1] / pairs[:, 1].bincount() * len(shares[0]) / len(shares[1])
             shares[0].index_add_(0, pairs[:, 0], each[pairs[:, 1]])
             answers[f"right_{prefix}mean_recall"] = (shares[0] / len(recalls)).numpy()
@@ -125,9 +127,9 @@ class ImageTextJudge(Judge):
         held = self.task.held
         part = held.get("test") or held.get("validation") or _first(self.task.train, MOST_SHOWN)
         texts, pairs = distinct(part)
-        found = Retrieval(*self.embed(encoder, part), texts, pairs)
+        z_i, z_t = self.embed(encoder, part)
         pictures, captions = evenly(len(part.images), GALLERY), evenly(len(texts), GALLERY)
-        answers = found.captions_right(pictures), found.pictures_right(captions)
+        answers = nearest(z_i, z_t, pairs, pictures), nearest(z_t, z_i, pairs.flip(1), captions)
         words = np.array(texts)
         arrays = self.previews() | {
             "asked_images": part.images.fetch(pictures).numpy(),
@@ -139,7 +141,7 @@ class ImageTextJudge(Judge):
             ).numpy(),
         }
         for name, answer in zip(("found_captions", "found_images"), answers, strict=True):
-            arrays[f"{name}_right"] = answer.table[:, :SHOWN].cpu().numpy()
+            arrays[f"{name}_right"] = answer.right[:, :SHOWN].cpu().numpy()
             arrays[f"{name}_similarity"] = answer.similarity[:, :SHOWN].cpu().numpy()
         return arrays | self._chains(loss_fn)
 
@@ -171,57 +173,37 @@ class ImageTextJudge(Judge):
 
 
 class Answers(NamedTuple):
-    """The nearest candidates of some queries, and which are right."""
+    """The nearest candidates of some queries, nearest first, and which are right."""
 
     found: Tensor  # [Q,k] places of the candidates
     similarity: Tensor  # [Q,k]
-    table: Tensor  # [Q,k] bool
-    candidates: int
+    right: Tensor  # [Q,k] bool
 
 
-class Retrieval:
-    """Pictures and captions against each other.
+def nearest(
+    queries: Tensor, candidates: Tensor, pairs: Tensor, chosen: Tensor | None = None
+) -> Answers:
+    """The nearest candidates of every query, or of the `chosen` ones.
 
     Args:
-        images: [I,D] of unit length.
-        captions: [T,D] of unit length.
-        texts: the T captions.
-        pairs: (picture, caption) of everything that belongs together, [P,2].
+        queries: [N,D] of unit length.
+        candidates: [M,D] of unit length.
+        pairs: (query, candidate) of everything that belongs together, [P,2].
+        chosen: [Q] places of queries.
 
     Example:
-        >>> found = Retrieval(torch.eye(3), torch.eye(3)[[1, 0]], ["b", "a"],
-        ...                   torch.tensor([[0, 1], [1, 0], [2, 0]]))
-        >>> found.captions_right().table[:, 0].tolist(), found.pictures_right().table[:, 0].tolist()
-        ([True, True, True], [True, True])
+        >>> images, captions = torch.eye(3), torch.eye(3)[[1, 0]]
+        >>> nearest(images, captions, torch.tensor([[0, 1], [1, 0], [2, 0]])).right[:, 0].tolist()
+        [True, True, True]
     """
-
-    def __init__(
-        self, images: Tensor, captions: Tensor, texts: Sequence[str], pairs: Tensor
-    ) -> None:
-        self.images, self.captions, self.texts = images, captions, texts
-        self.pairs = (pairs[:, 0] * len(texts) + pairs[:, 1]).to(images.device)
-
-    def captions_right(self, pictures: Tensor | None = None) -> Answers:
-        """The nearest captions of pictures (all of them unless told)."""
-        return self._answers(self.images, self.captions, pictures, len(self.texts), 1)
-
-    def pictures_right(self, captions: Tensor | None = None) -> Answers:
-        """The nearest pictures of captions."""
-        return self._answers(self.captions, self.images, captions, 1, len(self.texts))
-
-    def _answers(
-        self, queries: Tensor, candidates: Tensor, chosen: Tensor | None, by_row: int, by_found: int
-    ) -> Answers:
-        rows = torch.arange(len(queries)) if chosen is None else chosen
-        k = min(max(RECALL_AT), len(candidates))
-        parts = []
-        for some in torch.split(rows.to(queries.device), QUERIES_AT_A_TIME):
-            near = (queries[some] @ candidates.T).topk(k)
-            pairs = some[:, None] * by_row + near.indices * by_found
-            right = torch.isin(pairs, self.pairs)
-            parts.append((near.indices, near.values, right))
-        found, similarity, table = (torch.cat(column) for column in zip(*parts, strict=True))
-        return Answers(found, similarity, table, len(candidates))
+    rows = torch.arange(len(queries)) if chosen is None else chosen
+    together = (pairs[:, 0] * len(candidates) + pairs[:, 1]).to(queries.device)
+    k, parts = min(max(RECALL_AT), len(candidates)), []
+    for some in torch.split(rows.to(queries.device), QUERIES_AT_A_TIME):
+        near = (queries[some] @ candidates.T).topk(k)
+        right = torch.isin(some[:, None] * len(candidates) + near.indices, together)
+        parts.append((near.indices, near.values, right))
+    return Answers(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
 def distinct(part: CaptionedImages) -> tuple[list[str], Tensor]:

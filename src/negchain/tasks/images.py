@@ -19,7 +19,7 @@ from negchain.encoders import SMALL_IMAGE, Encoder, build_encoder
 from negchain.losses.request import Want
 from negchain.tasks.image_judge import ImageJudge
 from negchain.tasks.online_probe import OnlineProbe
-from negchain.tasks.own_augmentation import OwnAugmentation, function_name
+from negchain.tasks.own_augmentation import OwnAugmentation
 from negchain.tasks.task import Batch, Task
 from negchain.train.presets import ConfigError
 
@@ -87,7 +87,7 @@ class ImageTask(Task):
             "held_out": data.held_out,
             "unprobed": self.unjudged,
             "classes": list(data.classes),
-            "augment": function_name(self.augment),
+            "augment": self.augment.name if isinstance(self.augment, OwnAugmentation) else None,
         }
 
     def place(self, device: torch.device) -> None:

@@ -31,6 +31,11 @@ class OwnAugmentation(Augmentation):
     function: Function
 
     @property
+    def name(self) -> str:
+        """What the function is called, for the record."""
+        return str(getattr(self.function, "__qualname__", type(self.function).__qualname__))
+
+    @property
     def num_uniforms(self) -> int:
         """One, which seeds the function's generator."""
         return 1
@@ -65,10 +70,3 @@ class OwnAugmentation(Augmentation):
             return images
         squares = Augmentation(size=2 * self.size).plain(images)
         return (255 * squares).round().to(torch.uint8)
-
-
-def function_name(augment: Augmentation) -> str | None:
-    """What the user's function is called, for the record; None for a recipe."""
-    if not isinstance(augment, OwnAugmentation):
-        return None
-    return str(getattr(augment.function, "__qualname__", type(augment.function).__qualname__))
