@@ -84,14 +84,14 @@ def command(
 
 
 def _train(resume_: bool, config_: Path | None, show: bool, settings: dict[str, Any]) -> int:
-    run, notes = _resumed(settings, show) if resume_ else _started(settings, config_, show)
+    run = _resumed(settings, show) if resume_ else _started(settings, config_, show)
     show = show and run.team.leads
 
     from negchain.train.stopping import Interrupted
 
     with run.folder:
         if run.team.leads:
-            _announce(run, notes)
+            _announce(run)
         try:
             summary = run.train(Progress(show))
         except Interrupted as error:
@@ -104,7 +104,7 @@ def _train(resume_: bool, config_: Path | None, show: bool, settings: dict[str, 
     return 0
 
 
-def _started(settings: dict[str, Any], file: Path | None, show: bool) -> tuple[Run, list[str]]:
+def _started(settings: dict[str, Any], file: Path | None, show: bool) -> Run:
     saved = None if file is None else _read_config(file, settings)
     config = resolve(settings.pop("preset", None), settings, saved)
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) and config.out is None:
@@ -143,7 +143,7 @@ def _read_config(file: Path, settings: dict[str, Any]) -> TrainConfig:
     return own_settings(saved)
 
 
-def _resumed(settings: dict[str, Any], show: bool) -> tuple[Run, list[str]]:
+def _resumed(settings: dict[str, Any], show: bool) -> Run:
     if settings.get("out") is None:
         raise ConfigError("--resume needs --out, the folder of the run to continue")
 
@@ -152,7 +152,7 @@ def _resumed(settings: dict[str, Any], show: bool) -> tuple[Run, list[str]]:
     return resume(Path(settings["out"]), settings, show)
 
 
-def _announce(run: Run, notes: list[str]) -> None:
+def _announce(run: Run) -> None:
     config, task = run.config, run.task
     count, noun = task.num_samples, tasks.named(config.task).noun
     say(
@@ -166,7 +166,7 @@ def _announce(run: Run, notes: list[str]) -> None:
             f"note: {left:,} of {count:,} {noun} sit out every epoch, others each time: the last "
             f"batch would not be full"
         )
-    for note in notes:
+    for note in run.notes:
         say(f"note: {note}")
     for name, reason in task.skipped[:5]:
         say(f"left out: {name} ({reason})")

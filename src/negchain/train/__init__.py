@@ -57,7 +57,7 @@ def run(
     settings = {k: fspath(v) if isinstance(v, PathLike) else v for k, v in settings.items()}
     config = resolve(settings.pop("preset", None), settings)
     with joined() as team:
-        begun, _ = start(config, show, augment)
+        begun = start(config, show, augment)
         with begun.folder:
             begun.train(Progress(show and team.leads))
     return begun.folder.path

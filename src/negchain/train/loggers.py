@@ -39,14 +39,14 @@ def check(kind: str) -> None:
         raise ConfigError(f"--logger {kind} needs its package: pip install {kind}")
 
 
-def open_logger(config: TrainConfig, folder: Path, purge_step: int | None) -> Logger:
-    """The logger the settings name; TensorBoard forgets what it has from `purge_step` on."""
+def open_logger(config: TrainConfig, folder: Path, purge_step: int | None) -> Logger | None:
+    """The logger the settings name, if any; TensorBoard drops what it has from `purge_step` on."""
     name = config.name or folder.resolve().name
     if config.logger == "wandb":
         return _WandB(folder, name, for_others(config))
     if config.logger == "mlflow":
         return _MLflow(folder, name, for_others(config))
-    return _Nothing() if config.logger == "none" else _TensorBoard(folder, purge_step)
+    return None if config.logger == "none" else _TensorBoard(folder, purge_step)
 
 
 def for_others(config: TrainConfig) -> dict[str, Any]:
@@ -64,14 +64,6 @@ def for_others(config: TrainConfig) -> dict[str, Any]:
         for key, value in asdict(config).items()
         if key not in ("out", "root")
     }
-
-
-class _Nothing:
-    def log(self, numbers: Mapping[str, float], step: int) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 class _TensorBoard:

@@ -179,12 +179,3 @@ TEXT_DEFAULTS: dict[str, Value] = {
 # Learning rates of one optimizer mean nothing to another: used when --optimizer is given alone.
 # LARS is missing because its rate grows with the batch: 0.075 * sqrt(b), as in SimCLR.
 OPTIMIZER_LR: dict[str, float] = {"sgd": 0.05, "adam": 1e-3, "adamw": 1e-3}
-
-
-def preset(name: str) -> dict[str, Value]:
-    """Return a copy of the settings of a preset.
-
-    >>> preset("stl10-b32")["lr"]
-    0.0001
-    """
-    return dict(PRESETS[choose("--preset", name, PRESETS)])

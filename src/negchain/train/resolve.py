@@ -54,7 +54,7 @@ def resolve(
     if saved is not None:
         return _resolve_from(saved, given)
     name = given.pop("preset", preset)
-    chosen = {} if name is None else presets.preset(name)
+    chosen = {} if name is None else presets.PRESETS[choose("--preset", name, presets.PRESETS)]
     data: Any = given.get("data", chosen.get("data", TrainConfig.data))
     if name is not None and "data" not in chosen and "data" not in given:
         raise ConfigError(f"--preset {name} needs --data PATH, the folder of its images")

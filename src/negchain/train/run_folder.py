@@ -177,7 +177,8 @@ class RunFolder:
             if self._logger is None:
                 settings, purge = self.logger_settings, self._purge_step
                 self._logger = open_logger(settings, self.path, purge)
-            self._logger.log(numbers, record["step"])
+            if self._logger is not None:
+                self._logger.log(numbers, record["step"])
 
     def sync(self) -> None:
         """Force the metrics to the disk; before a checkpoint, so that it never runs ahead."""

@@ -1,6 +1,6 @@
 """How a run begins: `start` makes a new one, `resume` takes up the one in a folder.
 
-Both end in a `trainer.Run` that is ready for its next step, and in sentences for the user.
+Both end in a `trainer.Run` that is ready for its next step; its `notes` are for the user.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from negchain.train.team import here
 
 def start(
     config: TrainConfig, show: bool, augment: Callable[[Tensor], Tensor] | None = None
-) -> tuple[trainer.Run, list[str]]:
-    """A new run, prepared, and what the user should know.
+) -> trainer.Run:
+    """A new run, ready for its first step.
 
     Args:
         config: its settings.
@@ -58,12 +58,11 @@ def start(
         )
         return RunFolder.create(path, config=text)
 
-    run = trainer.prepare(task, folder)
-    return run, [*task.notes, *run.notes]
+    return trainer.prepare(task, folder)
 
 
-def resume(path: Path, overrides: Mapping[str, Any], show: bool) -> tuple[trainer.Run, list[str]]:
-    """The run of a folder, ready to go on, and what the user should know.
+def resume(path: Path, overrides: Mapping[str, Any], show: bool) -> trainer.Run:
+    """The run of a folder, ready to go on after its newest checkpoint.
 
     Args:
         path: the run folder.
@@ -78,10 +77,10 @@ def resume(path: Path, overrides: Mapping[str, Any], show: bool) -> tuple[traine
     task = load(config, show)
     run = trainer.prepare(task, lambda: RunFolder.resume(path), fresh=size is None)
     try:
-        notes = [*task.notes, *run.notes, *run.restore()]
+        run.restore()
         if (config.epochs, config.steps) != (saved.epochs, saved.steps):
             was = saved.steps or saved.epochs * run.order.steps_per_epoch
-            notes.append(
+            run.notes.append(
                 f"extended from {was:,} to {run.total_steps:,} steps: from here on the learning "
                 "rate follows the longer schedule"
             )
@@ -89,7 +88,7 @@ def resume(path: Path, overrides: Mapping[str, Any], show: bool) -> tuple[traine
             known |= {"epochs": config.epochs, "steps": config.steps}
             if run.team.leads:
                 run.folder.rewrite_config(json.dumps(known, indent=2) + "\n")
-        return run, notes
+        return run
     except BaseException:
         run.folder.close()
         raise

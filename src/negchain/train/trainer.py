@@ -53,7 +53,7 @@ class Run:
     evaluated: bool = False  # the last line of metrics, that of the end, is written
     best: float | None = None  # score of the best encoder so far, which best.pt holds
     waited: int = 0  # evaluations since then
-    notes: list[str] = field(default_factory=list)  # what was chosen for the user
+    notes: list[str] = field(default_factory=list)  # what the user should know
     stop: bool = False
     team: teams.Team = field(default_factory=teams.here)
     shards: Any = None  # `sharded.Shards`, where ranks train parts of the encoder
@@ -243,7 +243,7 @@ class Run:
         while True:
             epoch = self.order.epoch(self.done) + 1
             end = min(self.total_steps, epoch * self.order.steps_per_epoch)
-            positions = self.order.batches(self.done, end)
+            positions = torch.stack([self.order.batch(step) for step in range(self.done, end)])
             loaded = self.task.load_ahead(positions[:, self.step.rows])
             yield from zip(positions, loaded, strict=True)
 
@@ -304,22 +304,23 @@ class Run:
             if self.team.leads:
                 checkpoint.save_best(self.folder.checkpoints, self._weights(), self.done)
 
-    def restore(self) -> list[str]:
-        """Continue from the newest whole checkpoint; returns what the user should know."""
+    def restore(self) -> None:
+        """Continue from the newest whole checkpoint; `notes` says from which."""
         loaded = checkpoint.load_latest(self.folder.checkpoints)
         self.team.same("checkpoint", -1 if loaded is None else loaded.step)
         if loaded is None:
             self.folder.truncate_after(0)
-            return ["no checkpoint was written yet: starting from the first step"]
+            self.notes.append("no checkpoint was written yet: starting from the first step")
+            return
         try:
-            return self._restore(loaded)
+            self._restore(loaded)
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise ConfigError(
                 f"the checkpoint of step {loaded.step} in {self.folder.checkpoints} does not fit "
                 f"this run ({reason(error)}); delete it to continue from the one before"
             ) from error
 
-    def _restore(self, loaded: checkpoint.Loaded) -> list[str]:
+    def _restore(self, loaded: checkpoint.Loaded) -> None:
         state = loaded.state
         if state["fingerprint"] != self.task.fingerprint:
             raise ConfigError(
@@ -346,7 +347,8 @@ class Run:
         self.evaluated = bool(state["evaluated"]) and over
         self.step.loss.fill_(state["last_loss"])
         self.folder.truncate_after(loaded.step)
-        return [f"continuing after step {self.done} of {self.total_steps}", *loaded.warnings]
+        self.notes.append(f"continuing after step {self.done} of {self.total_steps}")
+        self.notes += loaded.warnings
 
 
 def prepare(task: Task, open_folder: Callable[[], RunFolder], fresh: bool = True) -> Run:
@@ -361,7 +363,8 @@ def prepare(task: Task, open_folder: Callable[[], RunFolder], fresh: bool = True
     torch.manual_seed(config.seed)
     order = DataOrder(task.num_samples, config.batch_size, config.seed)
     task.place(device)
-    encoder, notes = task.build()
+    encoder, chosen = task.build()
+    notes = [*task.notes, *chosen]
     task.capturable = not team.any(not task.capturable)  # GPUs may differ in memory
     if fresh and config.pretrained is not None:
         notes.append(task.start_from(encoder, config.pretrained))
