@@ -43,9 +43,9 @@ def resolve(
 ) -> TrainConfig:
     """Lay defaults, preset and the user's settings over each other, and refuse contradictions.
 
-    An override of None counts as not given; 0 for `augmentations`, `embedding_dim`, `image_size`
-    or `subset` takes back what a preset or a data set asked for; `temperature` is 1/beta. `saved`,
-    the settings of another run, takes the place of defaults and preset. Folders become absolute.
+    An override of None counts as not given. 0 takes back what a preset or a data set asked for,
+    where a setting allows that (`Setting.zero_is_none`). `temperature` is 1/beta. `saved`, the
+    settings of another run, takes the place of defaults and preset. Folders become absolute.
 
     >>> resolve("stl10-b32", {"epochs": 20}).warmup_epochs  # a tenth of the run
     2.0
