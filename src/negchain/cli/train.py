@@ -17,7 +17,7 @@ from negchain.methods import import_file
 from negchain.progress import Progress
 from negchain.train.config import ConfigError, TrainConfig, from_saved, same_run
 from negchain.train.presets import PRESET_HELP
-from negchain.train.resolve import resolve
+from negchain.train.resolve import continued, resolve
 from negchain.train.run_folder import is_run, load_run_config, own_settings
 from negchain.train.team import PATIENCE, Silent, here, joined, restarted
 
@@ -146,10 +146,12 @@ def _read_config(file: Path, settings: dict[str, Any]) -> TrainConfig:
 def _resumed(settings: dict[str, Any], show: bool) -> Run:
     if settings.get("out") is None:
         raise ConfigError("--resume needs --out, the folder of the run to continue")
+    path = Path(settings["out"])
+    config = continued(load_run_config(path), settings)
 
     from negchain.train.start import resume
 
-    return resume(Path(settings["out"]), settings, show)
+    return resume(path, config, show, settings.get("pretrained") is not None)
 
 
 def _announce(run: Run) -> None:

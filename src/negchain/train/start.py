@@ -6,7 +6,7 @@ Both end in a `trainer.Run` that is ready for its next step; its `notes` are for
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from negchain.tasks.task import Task
 from negchain.train import checkpoint, loggers, trainer
 from negchain.train.config import ConfigError, TrainConfig
 from negchain.train.device import choose_device
-from negchain.train.resolve import continued
 from negchain.train.run_folder import (
     RunFolder,
     check_writable,
@@ -61,19 +60,19 @@ def start(
     return trainer.prepare(task, folder)
 
 
-def resume(path: Path, overrides: Mapping[str, Any], show: bool) -> trainer.Run:
+def resume(path: Path, config: TrainConfig, show: bool, pretrained: bool) -> trainer.Run:
     """The run of a folder, ready to go on after its newest checkpoint.
 
     Args:
         path: the run folder.
-        overrides: settings the user gave anew; see `resolve.continued`.
+        config: its settings, with those the user changed; see `resolve.continued`.
         show: progress of loading data.
+        pretrained: whether the user, and not only the folder, named --pretrained.
     """
     saved = load_run_config(path)
-    config = continued(saved, overrides)
     loggers.check(config.logger)
     size = checkpoint.largest(path / "checkpoints")
-    _refuse_foreign(path, config, size, overrides.get("pretrained") is not None)
+    _refuse_foreign(path, config, size, pretrained)
     task = load(config, show)
     run = trainer.prepare(task, lambda: RunFolder.resume(path), fresh=size is None)
     try:
@@ -94,10 +93,10 @@ def resume(path: Path, overrides: Mapping[str, Any], show: bool) -> trainer.Run:
         raise
 
 
-def _refuse_foreign(path: Path, config: TrainConfig, size: int | None, given: bool) -> None:
+def _refuse_foreign(path: Path, config: TrainConfig, size: int | None, pretrained: bool) -> None:
     """Refuse what a folder may not ask for by itself: others may have prepared it.
 
-    `size`: bytes of its largest checkpoint; None: it has none. `given`: --pretrained was.
+    `size`: bytes of its largest checkpoint; None: it has none. `pretrained`: as above.
     """
     if size is not None:
         encoder = {"name": config.encoder, "channels": 1, "image_size": config.image_size or 224}
@@ -108,7 +107,7 @@ def _refuse_foreign(path: Path, config: TrainConfig, size: int | None, given: bo
                 f"the checkpoints in {path} cannot be of the encoder its config.json names "
                 f"({error}); restore the file, or start a new run"
             ) from None
-    elif config.pretrained is not None and not given:
+    elif config.pretrained is not None and not pretrained:
         raise ConfigError(  # what a file says is never fetched
             "no checkpoint was written yet, and the run starts from --pretrained "
             f"{config.pretrained}; give --pretrained again, or start a new run"
