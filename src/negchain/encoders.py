@@ -140,8 +140,8 @@ def rebuild_encoder(config: dict[str, Any] | EncoderConfig) -> Encoder:
 def refuse_larger(config: Mapping[str, Any], num_bytes: int) -> None:
     """Refuse an encoder whose weights cannot be in a file of that size, before it is built.
 
-    Whoever wrote the file chose the name, and over a thousand models answer to one: without this a
-    small file could ask for any of them. On torch's meta device a model takes no memory.
+    Others may have written the file, and timm knows over a thousand names: without this a small
+    file could ask for a huge model. On torch's meta device a model takes no memory.
 
     >>> refuse_larger({"name": "resnet50", "channels": 3, "image_size": 64}, 1000)
     Traceback (most recent call last):

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -79,7 +78,6 @@ def embed_all(
     plain: Callable[[Tensor], Tensor],
     batch_size: int,
     device: torch.device | str,
-    autocast: torch.dtype | None = None,
 ) -> Tensor:
     """Encode every image once, in order, without gradient: -> [M,F] float32 on `device`.
 
@@ -89,7 +87,6 @@ def embed_all(
         plain: the un-augmented transform, uint8 batch -> float batch.
         batch_size: images encoded at a time.
         device: where images are moved before `plain`, and where the result is.
-        autocast: e.g. `torch.bfloat16`; None computes in the encoder's precision.
 
     Example:
         >>> pictures = torch.full((3, 1, 2, 2), 255, dtype=torch.uint8)
@@ -98,9 +95,8 @@ def embed_all(
         torch.Size([3, 4])
     """
     fetch = images.__getitem__ if isinstance(images, Tensor) else images.fetch
-    kind = torch.device(device).type
     rows = []
-    with torch.no_grad(), torch.autocast(kind, autocast) if autocast else nullcontext():
+    with torch.no_grad():
         for positions in torch.split(torch.arange(len(images)), batch_size):
             batch = fetch(positions).to(device, non_blocking=True)
             rows.append(encode(plain(batch)).float())
@@ -235,7 +231,7 @@ class OnDevice(LogisticRegression):  # type: ignore[misc]
 
     def fit(self, X: NDArray[Any], y: NDArray[Any]) -> OnDevice:
         """Minimise mean cross-entropy + |W|^2 / (2 C M); the bias is not penalised."""
-        full = torch.autocast(self.device.type, enabled=False)  # whatever the caller is within
+        full = torch.autocast(self.device.type, enabled=False)  # even if the caller has it on
         with torch.inference_mode(False), torch.enable_grad(), full:
             return self._fit(X, y)
 

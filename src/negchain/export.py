@@ -8,7 +8,7 @@
 | safetensors | backbone and projector | negchain, also as `--pretrained` |
 
 Beside it go `config.json` (encoder and training) and `README.md`, the card, whose code block loads
-the file. Absolute paths stay at home: of data and other runs only the last name is written.
+the file. Absolute paths are not written: of data and other runs only the last name is.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from negchain.augment import augmentation
 from negchain.encoders import Encoder, timm_arguments
 from negchain.files import replacing
+from negchain.tasks.images import recipe_for
 from negchain.train.config import ConfigError, TrainConfig
 from negchain.train.loggers import for_others
 from negchain.train.presets import choose
@@ -52,14 +52,14 @@ def export_encoder(
     choose("--format", form, FORMATS)
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"--out {folder} is not empty; name a new folder")
-    recipe = augmentation(config.recipe, size=encoder.encoder_config["image_size"])
-    normalize = recipe.normalize if encoder.encoder_config["channels"] == 3 else None
+    described = encoder.encoder_config
+    normalize = recipe_for(config.recipe, described["image_size"], described["channels"]).normalize
     if form == "onnx":
         content: Any = _onnx(encoder, normalize)
         code = _ONNX_CODE
     else:
         content, code = _WEIGHTS[form](encoder)
-    record = {"encoder": dict(encoder.encoder_config), "training": for_others(config)}
+    record = {"encoder": dict(described), "training": for_others(config)}
     inside = form == "onnx" or normalize is None
     scaled = "" if inside else f", less the mean {normalize[0]}, over {normalize[1]}"  # type: ignore[index]
     card = _card(encoder, record["training"], results, code, scaled)

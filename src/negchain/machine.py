@@ -1,4 +1,4 @@
-"""What a record says of the machine and of the source that ran on it."""
+"""What a record says of the machine, and of the source that ran on it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,16 @@ import subprocess
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 
 PACKAGES = ("negchain", "torch", "torchvision", "timm", "triton", "numpy", "scikit-learn")
+
+
+def provenance(device: torch.device) -> dict[str, Any]:
+    """Versions, hardware and commit, for JSON."""
+    return {"versions": versions(), "hardware": hardware(device), "commit": commit()}
 
 
 def hardware(device: torch.device) -> str:
@@ -36,9 +42,9 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit that is measured, with its subject, which a rebase keeps; "+changes" if src/ has.
+    """The commit of the source, with its subject, which a rebase keeps; "+changes" if src/ has any.
 
-    A copy without its .git, as on a machine lent for a run, can be told by NEGCHAIN_COMMIT.
+    For a copy without its .git, the variable NEGCHAIN_COMMIT says it.
     """
     here = Path(__file__).resolve().parents[2]
 

@@ -1,4 +1,4 @@
-"""Nearest neighbours among all frozen features: who they are, how they vote, who is twice there.
+"""Nearest neighbours among frozen features: which they are, how they vote, and near-duplicates.
 
 Shapes: M training rows, Q query rows, F features, C classes.
 

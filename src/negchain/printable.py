@@ -28,6 +28,15 @@ def _written(character: str) -> str:
     return character.encode("unicode_escape").decode("ascii")
 
 
+def reason(error: BaseException) -> str:
+    """What an error says, on one line: its first, or its type where it says nothing.
+
+    >>> reason(ValueError("too short\\nsee above")), reason(KeyboardInterrupt())
+    ('too short', 'KeyboardInterrupt')
+    """
+    return str(error).split("\n")[0] or type(error).__name__
+
+
 def show(value: object) -> str:
     """Return `value` as it appears in messages: on one line, and short whatever it is."""
     if isinstance(value, int) and value.bit_length() > 128:  # Python refuses to print huge ones

@@ -32,7 +32,7 @@ class Progress:
         self.begin(0, "")
 
     def begin(self, total: int, nouns: str, what: str = "", done: float = 0) -> None:
-        """Show `total` of something, of which `done` took none of this process's time."""
+        """Show `total` of something; `done` of them were made before this process began."""
         self.__exit__()
         self._total, self._nouns, self._first, self._done = total, nouns, done, done
         self._began = self._shown = self._clock()

@@ -105,7 +105,11 @@ def test_a_folder_as_encoder_of_pictures_and_a_file_as_data(
     said = refusal(capsys, "train --encoder", tmp_path, "--data", tmp_path / "corpus.jsonl")
     assert "is another file; name its folder" in said
     (tmp_path / "config.json").write_text("[1")
-    assert f"--config {tmp_path / 'config.json'}: " in refusal(capsys, "train --config", tmp_path)
+    said = refusal(capsys, "train --config", tmp_path)
+    assert f"--config {tmp_path / 'config.json'} must hold JSON" in said
+    (tmp_path / "config.json").write_text('{"batch_sise": 3}')
+    said = refusal(capsys, "train --config", tmp_path)
+    assert f"--config {tmp_path / 'config.json'}: the setting" in said
 
 
 def test_gpu_without_a_gpu(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

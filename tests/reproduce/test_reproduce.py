@@ -26,7 +26,7 @@ from negchain.data import ImageSet
 from negchain.losses import walk
 from negchain.methods import METHODS, LossSettings, named
 from negchain.reproduce import accuracy, common, pages, stationarity, theory
-from negchain.reproduce.runs import paper_chain, train
+from negchain.reproduce.runs import config_of, train
 from negchain.tasks.images import ImageTask, load_images
 from negchain.train.resolve import resolve
 from negchain.train.step import build_loss as trainers_loss
@@ -64,7 +64,7 @@ def test_the_subset_preset_has_the_papers_proposals_and_burn_in(scans: list) -> 
 
 
 def test_with_fresh_views_presets_propose_one_copy_which_is_ours(scans: list) -> None:
-    """The paper's R = 62 and P = 31 are `paper_chain`'s; see docs/results.md."""
+    """The paper's R = 62 and P = 31 are those of `reproduce burn-in`; see docs/results.md."""
     config = resolve("stl10-b32", {"data": "digits", "method": "emc2"})
     task = ImageTask(config, load_images(config))
     visit(trainers_loss(task, SimpleNamespace(embedding_dim=8)), config.batch_size)
@@ -79,7 +79,11 @@ def test_stationarity_has_the_papers_proposals_and_burn_in(scans: list) -> None:
 
 @pytest.mark.parametrize(("size", "steps"), [(32, 31), (32, 0), (32, 48), (256, 255)])
 def test_absolute_burn_in_reaches_the_scan(scans: list, size: int, steps: int) -> None:
-    visit(paper_chain(LossSettings(1000), burn_in=steps), size)
+    settings = {"data": "digits", "batch_size": size}
+    chain = {"burn_in": steps, "copies": 2}
+    config = config_of({"settings": settings, "method": "emc2", "seed": 0, "chain": chain})
+    task = ImageTask(config, load_images(config))
+    visit(trainers_loss(task, SimpleNamespace(embedding_dim=8)), size)
     assert set(scans) == {(2 * size - 2, steps)}
 
 
@@ -226,7 +230,7 @@ def test_records_keep_what_finished_and_go_on(tmp_path: Path, monkeypatch) -> No
     def jobs(options: common.Options) -> list[dict]:
         return [{"seed": seed} for seed in range(options.seeds or 2)]
 
-    toy = common.Experiment("theory", lambda rows: "", lambda rows: {}, jobs, work)
+    toy = common.Experiment(lambda rows: "", lambda rows: {}, jobs, work)
     monkeypatch.setattr(common, "load", lambda name: toy)
 
     def perform(seeds: int, minutes: float = 1) -> int:

@@ -24,7 +24,7 @@ from negchain.losses.request import Want
 from negchain.report.runs import group_runs, load_run
 from negchain.report.statistics import estimates
 from negchain.tasks.image_text import ImageTextTask, shared_captions
-from negchain.tasks.image_text_judge import Retrieval, distinct
+from negchain.tasks.image_text_judge import distinct, nearest
 from negchain.tasks.image_text_towers import at_start
 from negchain.tasks.text import TextEncoder, read_tokenizer, tokenise
 from negchain.train import trainer
@@ -56,7 +56,7 @@ def settings(made: Path, **changed: object) -> dict:
 def loaded(made: Path, **changed: object) -> ImageTextTask:
     task = tasks.load(resolve(None, settings(made, **changed)))
     assert isinstance(task, ImageTextTask)
-    task.place(torch.device("cpu"), None)
+    task.place(torch.device("cpu"))
     return task
 
 
@@ -203,7 +203,7 @@ def test_pictures_on_disk_are_the_same(made: Path) -> None:
     assert here.resident and not on_disk.resident
     step, index = torch.tensor(3), torch.tensor([5, 0, 7])
     wants = [Want(index, "anchors"), Want(torch.tensor([9, 9]), "anchors")]
-    (given,) = on_disk.load_ahead(index[None], 0)
+    (given,) = on_disk.load_ahead(index[None])
     torch.testing.assert_close(
         here.inputs(wants, step, 0), on_disk.inputs(wants, step, 0, given), atol=2e-2, rtol=0
     )
@@ -268,18 +268,19 @@ def test_recall_is_that_of_a_loop(made: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     count = len(part.captions)
     images, words = (torch.randn(n, 6, generator=generator) for n in (count, len(texts)))
-    found = Retrieval(images, words, texts, pairs)
+    captions = nearest(images, words, pairs).right
+    pictures = nearest(words, images, pairs.flip(1)).right
     for k in (1, 5, 10):
         right = [
             any(texts[t] in part.captions[i] for t in (images[i] @ words.T).topk(k).indices)
             for i in range(count)
         ]
-        assert found.captions_right().table[:, :k].any(1).tolist() == right
+        assert captions[:, :k].any(1).tolist() == right
         right = [
             any(text in part.captions[i] for i in (words[t] @ images.T).topk(k).indices)
             for t, text in enumerate(texts)
         ]
-        assert found.pictures_right().table[:, :k].any(1).tolist() == right
+        assert pictures[:, :k].any(1).tolist() == right
 
 
 def test_the_text_tower_averages_words_and_no_padding(made: Path) -> None:
@@ -322,7 +323,7 @@ def test_open_clip_from_its_config(made: Path, tmp_path: Path) -> None:
     torch.save(theirs.state_dict(), tmp_path / "weights.pt")
     changed = {**TINY, "data": str(made / "data"), "encoder": str(config), "epochs": 1}
     task = tasks.load(resolve(None, changed))
-    task.place(torch.device("cpu"), None)
+    task.place(torch.device("cpu"))
     encoder, _ = task.build()
     task.start_from(encoder, str(tmp_path / "weights.pt"))
     encoder.eval()

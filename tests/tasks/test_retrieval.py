@@ -57,7 +57,7 @@ def finished(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def task(folder: Path):
     made = tasks.load(resolve(None, settings(folder)))
-    made.place(torch.device("cpu"), None)
+    made.place(torch.device("cpu"))
     return made
 
 
@@ -233,7 +233,7 @@ def test_empty_texts_have_a_pass(folder: Path) -> None:
 def test_texts_padded_to_one_length_are_the_same_texts(folder: Path, left: bool) -> None:
     """What a CUDA graph is given: no pass is shorter than the longest text of all."""
     made = tasks.load(resolve(None, settings(folder)))
-    made.place(torch.device("cpu"), None)
+    made.place(torch.device("cpu"))
     texts, places = made.documents, torch.tensor([3, 0, 3])
     texts.left = left
     texts.rows[3] = texts.rows[3][:4]
@@ -357,7 +357,7 @@ def test_prompts_are_the_models_own_and_texts_are_cut(folder: Path, tmp_path: Pa
     model.save(str(tmp_path / "model"), create_model_card=False)
     given = settings(folder, encoder=str(tmp_path / "model"), max_length=6)
     loaded = tasks.load(resolve(None, given))
-    loaded.place(torch.device("cpu"), None)
+    loaded.place(torch.device("cpu"))
     model = loaded.encoder.eval().model
     for texts, kept, encode, prompt in (
         (loaded.data.train.texts, loaded.queries["train"], model.encode_query, "text"),

@@ -54,9 +54,6 @@ class WordsTask(Task):
     def build(self) -> tuple[Towers, list[str]]:
         return Towers(4, self.config.seed).to(self.device), ["two towers"]
 
-    def start_from(self, encoder: Towers, pretrained: str) -> str:
-        raise ValueError("words start from nothing")
-
     def towers(self, encoder: Towers) -> tuple[nn.Module, nn.Module]:
         return encoder.anchors, encoder.keys
 
@@ -80,7 +77,7 @@ class WordsTask(Task):
             return loaded
         return (self.anchors if wants[0].tower == "anchors" else self.keys)[ids]
 
-    def load_ahead(self, positions: Tensor, first: int) -> Iterator[Tensor]:
+    def load_ahead(self, positions: Tensor) -> Iterator[Tensor]:
         yield from self.anchors[positions]
 
     def judge(self) -> WordsJudge:
@@ -88,8 +85,7 @@ class WordsTask(Task):
 
 
 class WordsJudge(Judge):
-    def __init__(self, task: WordsTask) -> None:
-        self.task = task
+    best_by = "recall1"
 
     @torch.no_grad()
     def quick(self, encoder: Towers) -> dict[str, float]:
@@ -106,9 +102,6 @@ class WordsJudge(Judge):
 
     def baselines(self, line: Mapping[str, Any]) -> dict[str, float]:
         return {"untrained_recall1": line["recall1"]}
-
-    def score(self, numbers: Mapping[str, float]) -> float:
-        return numbers["recall1"]
 
 
 RECALL = Metric("recall1", "Recall at 1", "percent", "The word's own key", True, "R@1")

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import math
 import os
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -16,12 +17,13 @@ from negchain.methods import trained
 from negchain.train.config import (
     ConfigError,
     TrainConfig,
-    from_json,
+    from_saved,
     same_run,
     setting_of,
 )
 from negchain.train.presets import PRESETS
-from negchain.train.resolve import resolve, resume
+from negchain.train.resolve import continued, resolve
+from negchain.train.run_folder import load_run_config
 
 HINTS = get_type_hints(TrainConfig)
 BUILT_IN_DATA = ("digits", "cifar10", "stl10", "stl10-unlabeled")
@@ -203,33 +205,41 @@ def test_timm_names_are_known() -> None:
 
 
 def test_json_is_strict_but_forgives_missing_keys() -> None:
-    assert from_json("{}") == TrainConfig()
-    for text in ("[]", "{", '{"beta": NaN}', '{"batch_sise": 3}', "[" * 100_000, '{"lr": "1"}'):
+    assert from_saved({}) == TrainConfig()
+    for values in ({"beta": math.nan}, {"beta": None}, {"batch_sise": 3}, {"lr": "1"}):
         with pytest.raises(ConfigError) as caught:
-            from_json(text)
+            from_saved(values)
         one_sentence(str(caught.value))
     with pytest.raises(ConfigError, match="did you mean 'batch_size'"):
-        from_json('{"batch_sise": 3}')
+        from_saved({"batch_sise": 3})
+
+
+def test_a_config_that_is_no_json_object_is_refused(tmp_path: Path) -> None:
+    for text in ("[]", "{", '{"beta": NaN}', "[" * 100_000):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ValueError) as caught:
+            load_run_config(tmp_path)
+        one_sentence(str(caught.value))
 
 
 def test_reading_a_config_does_not_need_its_machine() -> None:
     settings = TrainConfig(data="/gone", device="cuda", encoder="from_another_timm")
     text = json.dumps(asdict(settings))
-    assert from_json(text).data == "/gone"
+    assert from_saved(json.loads(text)).data == "/gone"
 
 
 def test_resume_keeps_what_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pics").mkdir()
     command = {"data": "pics", "batch_size": 8, "subset": 0, "method": "dcl"}
-    saved = from_json(json.dumps(asdict(resolve(None, command))))
-    assert resume(saved, command) == saved  # the same command line, with --resume
-    assert resume(saved, {"workers": 5, "device": "cpu", "eval_every": 1}).workers == 5
+    saved = from_saved(json.loads(json.dumps(asdict(resolve(None, command)))))
+    assert continued(saved, command) == saved  # the same command line, with --resume
+    assert continued(saved, {"workers": 5, "device": "cpu", "eval_every": 1}).workers == 5
     with pytest.raises(ConfigError, match="--batch-size was 8 and is now 16") as caught:
-        resume(saved, {"batch_size": 16, "seed": 7})
+        continued(saved, {"batch_size": 16, "seed": 7})
     assert "--seed was 0 and is now 7" in one_sentence(str(caught.value))
     with pytest.raises(ConfigError, match="--preset"):
-        resume(saved, {"preset": "stl10-b32"})
+        continued(saved, {"preset": "stl10-b32"})
 
 
 FREE = (
@@ -300,8 +310,8 @@ def runs_or_is_refused(preset: Any, overrides: dict[str, Any]) -> bool:
     except ConfigError as error:
         one_sentence(str(error))
         return False
-    assert from_json(json.dumps(asdict(config), allow_nan=False)) == config
-    assert resume(config, {}) == config
+    assert from_saved(json.loads(json.dumps(asdict(config), allow_nan=False))) == config
+    assert continued(config, {}) == config
     assert asdict(config).keys() == HINTS.keys()
     return True
 
@@ -392,17 +402,17 @@ def test_a_run_is_repeated_from_its_config(tmp_path: Path) -> None:
 
 def test_a_run_can_be_extended_but_not_shortened() -> None:
     by_epochs = resolve(None, {"epochs": 4})
-    assert resume(by_epochs, {"epochs": 9}).epochs == 9
-    assert resume(by_epochs, {"epochs": 4}) == by_epochs
+    assert continued(by_epochs, {"epochs": 9}).epochs == 9
+    assert continued(by_epochs, {"epochs": 4}) == by_epochs
     by_steps = resolve(None, {"steps": 40})
-    assert resume(by_steps, {"steps": 41}).steps == 41
+    assert continued(by_steps, {"steps": 41}).steps == 41
     for saved, longer, words in (
         (by_epochs, {"epochs": 3}, "--epochs was 4 and is now 3"),
         (by_epochs, {"steps": 10**6}, "set by --epochs"),
         (by_steps, {"epochs": 100}, "set by --steps"),
     ):
         with pytest.raises(ConfigError, match=words):
-            resume(saved, longer)
+            continued(saved, longer)
 
 
 def test_pretrained_is_timm_or_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from negchain.train.config import ConfigError, TrainConfig
-from negchain.train.loggers import check, for_others, open_logger
+from negchain.train.loggers import check, for_others
 from negchain.train.run_folder import RunFolder, own_settings
 
 LINES = [{"step": 1, "loss": 2.5, "note": "x"}, {"step": 2, "loss": 1.5, "knn1": None}]
@@ -103,9 +103,12 @@ def test_a_missing_package_is_told_before_anything_is_read(monkeypatch: pytest.M
 def test_the_file_of_another_never_reaches_the_network(tmp_path: Path) -> None:
     assert own_settings(TrainConfig(logger="wandb")).logger == "tensorboard"
     (tmp_path / "logger.json").write_text('{"wandb": "../../etc"}')
-    logger = open_logger(TrainConfig(logger="none"), tmp_path, None)
-    logger.log({"loss": 1.0}, 1)
-    logger.close()
+    logged(tmp_path / "run", TrainConfig(logger="none"))
+    assert {p.name for p in (tmp_path / "run").iterdir()} == {
+        "config.json",
+        "metrics.jsonl",
+        ".lock",
+    }
     from negchain.train.loggers import _known
 
     assert _known(tmp_path, "wandb") is None

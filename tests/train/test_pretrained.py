@@ -63,7 +63,7 @@ def test_of_a_large_file_only_what_is_wanted_is_read(
 
 
 @pytest.mark.parametrize(
-    "kind", ["plain", "lightning", "module", "whole", "safetensors", "exported"]
+    "kind", ["plain", "old", "lightning", "module", "whole", "safetensors", "exported"]
 )
 def test_files_as_people_have_them(kind: str, tmp_path: Path) -> None:
     source, target = encoder(1), encoder(2)
@@ -71,6 +71,8 @@ def test_files_as_people_have_them(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "weights.pt"
     if kind == "plain":
         torch.save(weights, path)
+    elif kind == "old":  # of torch before 1.6
+        torch.save(weights, path, _use_new_zipfile_serialization=False)
     elif kind == "lightning":
         named = {f"backbone.{name}": value for name, value in weights.items()}
         torch.save({"epoch": 3, "state_dict": named}, path)

@@ -156,7 +156,7 @@ def _note(notes: Iterable[str]) -> None:
 def _judge(
     run: Path, data: str | None, device: str, root: str, which: str
 ) -> tuple[Task, Any, int]:
-    from negchain.train.device import autocast_dtype, choose_device
+    from negchain.train.device import choose_device
     from negchain.train.pretrained import load_trained
 
     config = load_run_config(run)
@@ -166,9 +166,8 @@ def _judge(
     if data is not None:
         changed = replace(changed, subset=None)  # a part of the run's own data, not of others
     task = tasks.load(changed, encoder_config=encoder.encoder_config)
-    where = choose_device(device)
-    task.place(where, autocast_dtype(config, where))
-    return task, encoder.to(where), loaded.step
+    task.place(choose_device(device))
+    return task, encoder.to(task.device), loaded.step
 
 
 def duplicates(

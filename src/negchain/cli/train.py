@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,14 +12,13 @@ from rich.console import Console
 from negchain import tasks
 from negchain.cli.options import IMPORT, option, with_config_options
 from negchain.cli.terminal import Failed, Stopped, result, say
-from negchain.files import read_object, read_text
+from negchain.files import FileRefused, read_object
 from negchain.methods import import_file
 from negchain.progress import Progress
-from negchain.train import loggers
-from negchain.train.config import ConfigError, TrainConfig, from_json, same_run
+from negchain.train.config import ConfigError, TrainConfig, from_saved, same_run
 from negchain.train.presets import PRESET_HELP
-from negchain.train.resolve import resolve, resume
-from negchain.train.run_folder import RunFolder, is_run, load_run_config, own_settings
+from negchain.train.resolve import continued, resolve
+from negchain.train.run_folder import is_run, load_run_config, own_settings
 from negchain.train.team import PATIENCE, Silent, here, joined, restarted
 
 if TYPE_CHECKING:  # what brings torch is imported by the functions below, so that --help is quick
@@ -86,14 +84,14 @@ def command(
 
 
 def _train(resume_: bool, config_: Path | None, show: bool, settings: dict[str, Any]) -> int:
-    run, notes = _resumed(settings, show) if resume_ else _started(settings, config_, show)
+    run = _resumed(settings, show) if resume_ else _started(settings, config_, show)
     show = show and run.team.leads
 
     from negchain.train.stopping import Interrupted
 
     with run.folder:
         if run.team.leads:
-            _announce(run, notes)
+            _announce(run)
         try:
             summary = run.train(Progress(show))
         except Interrupted as error:
@@ -106,14 +104,14 @@ def _train(resume_: bool, config_: Path | None, show: bool, settings: dict[str, 
     return 0
 
 
-def _started(settings: dict[str, Any], file: Path | None, show: bool) -> tuple[Run, list[str]]:
+def _started(settings: dict[str, Any], file: Path | None, show: bool) -> Run:
     saved = None if file is None else _read_config(file, settings)
     config = resolve(settings.pop("preset", None), settings, saved)
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) and config.out is None:
         raise ConfigError(
             "torchrun --max-restarts needs --out, the folder in which a restarted run goes on"
         )
-    if here().first(lambda: restarted() and _same_as_there(config)):
+    if here().on_rank_0(lambda: restarted() and _same_as_there(config)):
         return _resumed(settings, show)
 
     from negchain.train.start import start
@@ -132,7 +130,9 @@ def _read_config(file: Path, settings: dict[str, Any]) -> TrainConfig:
     """The settings of another run, without where it wrote to and what it downloaded."""
     file = file / "config.json" if file.is_dir() else file
     try:
-        saved = from_json(read_text(file))
+        saved = from_saved(read_object(file))
+    except FileRefused as error:  # it begins with the path
+        raise ConfigError(f"--config {error}") from None
     except ConfigError as error:
         raise ConfigError(f"--config {file}: {error}") from None
     if saved.pretrained is not None and settings.get("pretrained") is None:
@@ -143,58 +143,18 @@ def _read_config(file: Path, settings: dict[str, Any]) -> TrainConfig:
     return own_settings(saved)
 
 
-def _resumed(settings: dict[str, Any], show: bool) -> tuple[Run, list[str]]:
+def _resumed(settings: dict[str, Any], show: bool) -> Run:
     if settings.get("out") is None:
         raise ConfigError("--resume needs --out, the folder of the run to continue")
-
-    from negchain.train import checkpoint, trainer
-    from negchain.train.start import load
-
     path = Path(settings["out"])
-    saved = load_run_config(path)
-    config = resume(saved, settings)
-    loggers.check(config.logger)
-    size = checkpoint.largest(path / "checkpoints")
-    if size is not None:
-        encoder = {"name": config.encoder, "channels": 1, "image_size": config.image_size or 224}
-        try:
-            tasks.named(config.task).fits(encoder, size)
-        except ValueError as error:
-            raise ConfigError(
-                f"the checkpoints in {path} cannot be of the encoder its config.json names "
-                f"({error}); restore the file, or start a new run"
-            ) from None
-    elif config.pretrained is not None and settings.get("pretrained") is None:
-        raise ConfigError(  # what a file says is never fetched
-            "no checkpoint was written yet, and the run starts from --pretrained "
-            f"{config.pretrained}; give --pretrained again, or start a new run"
-        )
-    task = load(config, show)
-    if own := read_object(path / "config.json")["data_info"].get("augment"):
-        raise ConfigError(
-            f"the run in {path} augments by a function of Python ({own}), which the command line "
-            "does not have; start it again with negchain.train.run(augment=...)"
-        )
-    run = trainer.prepare(task, lambda: RunFolder.resume(path), fresh=size is None)
-    try:
-        notes = [*task.notes, *run.notes, *run.restore()]
-        if (config.epochs, config.steps) != (saved.epochs, saved.steps):
-            was = saved.steps or saved.epochs * run.order.steps_per_epoch
-            notes.append(
-                f"extended from {was:,} to {run.total_steps:,} steps: from here on the learning "
-                "rate follows the longer schedule"
-            )
-            known = read_object(run.folder.path / "config.json")
-            known |= {"epochs": config.epochs, "steps": config.steps}
-            if run.team.leads:
-                run.folder.rewrite_config(json.dumps(known, indent=2) + "\n")
-        return run, notes
-    except BaseException:
-        run.folder.close()
-        raise
+    config = continued(load_run_config(path), settings)
+
+    from negchain.train.start import resume
+
+    return resume(path, config, show, settings.get("pretrained") is not None)
 
 
-def _announce(run: Run, notes: list[str]) -> None:
+def _announce(run: Run) -> None:
     config, task = run.config, run.task
     count, noun = task.num_samples, tasks.named(config.task).noun
     say(
@@ -208,7 +168,7 @@ def _announce(run: Run, notes: list[str]) -> None:
             f"note: every epoch leaves out {left:,} of {count:,} {noun}, different ones each time: "
             "the last batch would not be full"
         )
-    for note in notes:
+    for note in run.notes:
         say(f"note: {note}")
     for name, reason in task.skipped[:5]:
         say(f"left out: {name} ({reason})")

@@ -29,8 +29,8 @@ def load(name: str) -> Experiment:
     """The experiment of a name.
 
     Example:
-        >>> load("theory").name
-        'theory'
+        >>> load("time").reads
+        ('stl10', 'cost')
     """
     if name not in NAMES:
         raise ValueError(f"the experiment must be one of {', '.join(NAMES)}, got {name!r}")

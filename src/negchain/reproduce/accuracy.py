@@ -29,7 +29,6 @@ imagenet100 (Fig. 6)
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from statistics import fmean
@@ -225,15 +224,12 @@ def draw(name: str, label: str, rows: list[Row]) -> dict[str, Any]:
     return {f"{name}-{file}": pictured(rows, measure) for file, measure in measures}
 
 
-def _experiment(name: str, jobs: Callable[[Options], list[Row]], label: str) -> Experiment:
-    return Experiment(name, partial(table, label), partial(draw, name, label), jobs, train)
-
-
 EXPERIMENTS = {
-    "stl10": _experiment("stl10", stl10, "method"),
-    "burn-in": _experiment("burn-in", burn_in, "burn-in"),
-    "finite-augmentations": _experiment(
-        "finite-augmentations", finite_augmentations, "augmentations"
-    ),
-    "imagenet100": _experiment("imagenet100", imagenet100, "method"),
+    name: Experiment(partial(table, label), partial(draw, name, label), jobs, train)
+    for name, jobs, label in (
+        ("stl10", stl10, "method"),
+        ("burn-in", burn_in, "burn-in"),
+        ("finite-augmentations", finite_augmentations, "augmentations"),
+        ("imagenet100", imagenet100, "method"),
+    )
 }

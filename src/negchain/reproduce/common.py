@@ -1,8 +1,8 @@
 """Experiments as lists of runs, and the record they leave.
 
-A record is a file of JSON lines, NAME.jsonl. A header says command, commit, machine and versions;
-each finished run adds its line at once, so that what ends early keeps what it has, and the same
-command goes on with the runs that are missing.
+A record is a file of JSON lines, NAME.jsonl. A header says command, commit, machine and versions.
+Each finished run adds its line at once. So an experiment that ends early keeps what it has, and the
+same command goes on with the runs that are missing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from negchain.machine import commit, hardware, versions
+from negchain import machine
 from negchain.methods import METHODS
 from negchain.reproduce import load
 from negchain.train.presets import ConfigError, choose
@@ -69,15 +69,14 @@ class Options:
 class Experiment:
     """An experiment: its runs, and what becomes of their record."""
 
-    name: str
     table: Callable[[list[Row]], str]
     """The record as Markdown."""
     draw: Callable[[list[Row]], dict[str, Figure]]
     """Figures by file name."""
     jobs: Callable[[Options], list[Row]] = lambda options: []
-    """What to run, most important first; a job is a JSON object and its own name."""
+    """What to run, most important first; a job is a JSON object, by which its run is known."""
     work: Callable[[Row, float], Row] = lambda job, deadline: {}
-    """One run: its job, and the time (of `time.time`) by which to hand over what there is."""
+    """Do one run: a job, and the time (of `time.time`) by which to return what there is."""
     alone: bool = False
     """Runs measure time and must not share the machine."""
     reads: tuple[str, ...] = ()
@@ -237,9 +236,7 @@ def provenance(options: Options) -> Row:
     return {
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "command": " ".join([named, *sys.argv[1:]]),
-        "commit": commit(),
-        "hardware": hardware(torch.device("cuda" if options.on_gpu() else "cpu")),
-        "versions": versions(),
+        **machine.provenance(torch.device("cuda" if options.on_gpu() else "cpu")),
     }
 
 

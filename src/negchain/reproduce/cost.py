@@ -184,6 +184,6 @@ def time_draw(rows: list[Row]) -> dict[str, Any]:
 
 
 EXPERIMENTS = {
-    "cost": Experiment("cost", table, draw, jobs, work, alone=True),
-    "time": Experiment("time", time_table, time_draw, reads=("stl10", "cost")),
+    "cost": Experiment(table, draw, jobs, work, alone=True),
+    "time": Experiment(time_table, time_draw, reads=("stl10", "cost")),
 }

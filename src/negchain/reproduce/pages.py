@@ -149,13 +149,13 @@ def plot_curves(axes: Any, rows: list[Row], x: str, y: str, label: str, tint: st
     axes.fill_between(at, low, high, color=tint, alpha=0.15)
 
 
-def panels(count: int, width: float = 3.4) -> tuple[Figure, list[Any]]:
+def panels(count: int) -> tuple[Figure, list[Any]]:
     """A figure with some axes, at most three in a row."""
     from matplotlib.figure import Figure
 
     across = 2 if count == 4 else min(count, 3)
     down = -(-count // across)
-    figure = Figure(figsize=(width * across, 2.8 * down), layout="constrained")
+    figure = Figure(figsize=(3.4 * across, 2.8 * down), layout="constrained")
     axes = list(figure.subplots(down, across, squeeze=False).flat)
     for unused in axes[count:]:
         unused.remove()

@@ -1,4 +1,4 @@
-"""Training runs through the trainer, evaluated on the way: the one place here that knows it."""
+"""Training runs through the trainer, evaluated on the way: the only file here that uses it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,12 @@ from typing import Any
 import torch
 
 from negchain.bench.runs import prepared as vanishing
-from negchain.methods import METHODS, LossSettings, register
-from negchain.optim import set_lr
 from negchain.reproduce.common import Row
 from negchain.tasks.images import load_images
 from negchain.train import trainer
+from negchain.train.config import TrainConfig
 from negchain.train.resolve import for_method, resolve
 
-VARIANT = "emc2-variant"
 POINTS = (0.125, 0.25, 0.5, 0.75, 1.0)  # of a run, where it is evaluated
 _loaded: dict[tuple[Any, ...], Any] = {}
 
@@ -29,34 +27,31 @@ def train(job: Row, deadline: float) -> Row:
     """Train as a job says and measure at `POINTS`: 1-NN, linear probe, exact loss.
 
     A job holds `settings` (of `negchain.train.config.TrainConfig`, with `preset`), `method`,
-    `seed`, perhaps `points`, and perhaps `chain`: P = `burn_in` steps of R = `copies` (b - 1) are
-    discarded.
+    `seed`, perhaps `points`, and perhaps `chain`: then the chains have the paper's R = 2b - 2
+    proposals (both copies of every other item), of which P = `burn_in` are discarded.
     """
     with prepared(job) as (run, graph):
         at = {max(1, round(share * run.total_steps)) for share in job.get("points", POINTS)}
         curve, seconds, begin = [], 0.0, time.perf_counter()
-        for step in range(run.total_steps):
-            set_lr(run.step.optimizer, run._lr(step))
-            run.step(step, run.order.batch(step))
-            done = step + 1
+        late = False
+        while run.done < run.total_steps and not late:
+            run.advance(run.order.batch(run.done))
             late = time.time() > deadline
-            if done in at or late:
+            if run.done in at or late:
                 loss = float(run.step.loss)  # waits for the device
                 seconds += time.perf_counter() - begin
-                samples = done * run.config.batch_size
-                point = {"step": done, "samples": samples, "seconds": seconds, "loss": loss}
-                last = done == run.total_steps  # then with the authors' probe too
+                samples = run.done * run.config.batch_size
+                point = {"step": run.done, "samples": samples, "seconds": seconds, "loss": loss}
+                last = run.done == run.total_steps  # then with the authors' probe too
                 numbers = (
                     run.judge.thorough(run.encoder)[0] if last else run.judge.quick(run.encoder)
                 )
                 curve.append(point | numbers | _chain_numbers(run))
                 begin = time.perf_counter()
-            if late:
-                break
         shown = {k: v for k, v in vars(run.config).items() if v is not None and k != "out"}
         images = run.task.num_samples
     config = {**shown, "data": Path(str(shown["data"])).name, "images": images, "graph": graph}
-    return {"complete": done == run.total_steps, "curve": curve, "config": config}
+    return {"complete": run.done == run.total_steps, "curve": curve, "config": config}
 
 
 def time_steps(job: Row, steps: int) -> Row:
@@ -84,26 +79,31 @@ def time_steps(job: Row, steps: int) -> Row:
 @contextmanager
 def prepared(job: Row) -> Iterator[tuple[Any, bool]]:
     """A run ready for its first step, and whether its step is a CUDA graph."""
-    _register_variant(job)
+    config = config_of(job)
+    key = (config.data, config.image_size, config.subset)
+    if key not in _loaded:
+        _loaded.clear()
+        _loaded[key] = load_images(config)
+    if torch.cuda.is_available():
+        torch.compiler.reset()  # else the compiler takes each run's encoder for a variant
+        gc.collect()
+        torch.cuda.reset_peak_memory_stats()
+    with vanishing(config, _loaded[key]) as run:
+        graph = run.capture()
+        run.step.fill()
+        yield run, graph
+
+
+def config_of(job: Row) -> TrainConfig:
+    """The settings of a job's run."""
     settings = {"eval_every": 0, "checkpoint_every": 0, **job["settings"]}
-    preset, method = settings.pop("preset", None), VARIANT if "chain" in job else job["method"]
+    preset, method = settings.pop("preset", None), job["method"]
     known = for_method(method, settings)
-    try:
-        config = resolve(preset, {**known, "method": method, "seed": job["seed"]})
-        key = (config.data, config.image_size, config.subset)
-        if key not in _loaded:
-            _loaded.clear()
-            _loaded[key] = load_images(config)
-        if torch.cuda.is_available():
-            torch.compiler.reset()  # else the compiler takes each run's encoder for a variant
-            gc.collect()
-            torch.cuda.reset_peak_memory_stats()
-        with vanishing(config, _loaded[key]) as run:
-            graph = config.graph and run.device.type == "cuda" and run.step.try_capture()
-            run.step.fill()
-            yield run, graph
-    finally:
-        METHODS.pop(VARIANT, None)
+    config = resolve(preset, {**known, "method": method, "seed": job["seed"]})
+    if "chain" in job:
+        share = job["chain"]["burn_in"] / (2 * config.batch_size - 2)
+        config = replace(config, proposal="both", burn_in=share)
+    return config
 
 
 def _chain_numbers(run: trainer.Run) -> dict[str, float]:
@@ -111,36 +111,3 @@ def _chain_numbers(run: trainer.Run) -> dict[str, float]:
     names = ("acceptance_rate", "carried_mass", "chain_age", "effective_negatives")
     info = run.step.loss_fn.info
     return {name: float(info[name]) for name in names if name in info}
-
-
-def _register_variant(job: Row) -> None:
-    """EMC² with the paper's numbers: R = 2b - 2 proposals (copies=2) and P steps, not a share."""
-    if "chain" not in job:
-        return
-    chain = job["chain"]
-
-    def build(settings: LossSettings) -> Any:
-        return paper_chain(settings, **chain)
-
-    register(replace(METHODS["emc2"], name=VARIANT, build=build, reproduced=None))
-
-
-def paper_chain(settings: LossSettings, burn_in: int, copies: int = 2) -> Any:
-    """EMC² as the paper's experiments state it: P steps of R = copies (b - 1).
-
-    Example:
-        >>> loss_fn = paper_chain(LossSettings(num_samples=100), burn_in=31)
-        >>> loss_fn.kernel, loss_fn.proposals
-        (MH(burn_in=31, count_every=1), InBatch(copies=2))
-    """
-    from negchain.losses import MH, EMC2Loss, InBatch
-
-    return EMC2Loss(
-        settings.num_samples,
-        settings.beta,
-        MH(burn_in=burn_in),
-        proposals=InBatch(copies=copies),
-        augmentations=settings.option("augmentations", None),
-        seed=settings.seed,
-        dim=settings.dim,
-    )

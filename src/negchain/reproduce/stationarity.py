@@ -209,4 +209,4 @@ def draw(rows: list[Row]) -> dict[str, Any]:
     return {"stationarity": figure}
 
 
-EXPERIMENTS = {"stationarity": Experiment("stationarity", table, draw, jobs, work)}
+EXPERIMENTS = {"stationarity": Experiment(table, draw, jobs, work)}

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from typing import Any
 
 import torch
@@ -288,9 +289,10 @@ def slope(rows: list[Row]) -> float:
         >>> round(slope([row(4), row(16), row(64)]), 6)
         -0.5
     """
-    x = torch.tensor([math.log(row["job"]["T"]) for row in rows], dtype=torch.float64)
-    y = torch.tensor([math.log(row["mean_square"]) for row in rows], dtype=torch.float64)
-    return float(((x - x.mean()) * (y - y.mean())).sum() / (x - x.mean()).square().sum())
+    lengths = [math.log(row["job"]["T"]) for row in rows]
+    return statistics.linear_regression(
+        lengths, [math.log(row["mean_square"]) for row in rows]
+    ).slope
 
 
 TABLES = {
@@ -390,4 +392,4 @@ def draw(rows: list[Row]) -> dict[str, Any]:
     return {"theory": figure}
 
 
-EXPERIMENTS = {"theory": Experiment("theory", table, draw, jobs, work)}
+EXPERIMENTS = {"theory": Experiment(table, draw, jobs, work)}

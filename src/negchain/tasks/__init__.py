@@ -1,8 +1,12 @@
 """The register of tasks: the one place where a task has a name.
 
 A task is what the trainer is given: data with stable positions, one or two towers, an evaluation,
-and what the report shows. `negchain.tasks.task` has the interface. The command line, the trainer,
-checkpoints, `compare` and the report read this register and know no task by name.
+and what the report shows. `task.py` has the interface. The command line, the trainer, checkpoints,
+`compare` and the report read this register and know no task by name.
+
+    images       images, image_judge, image_settings, online_probe, own_augmentation
+    retrieval    retrieval, retrieval_judge, beir (the data), text (the encoder)
+    image-text   image_text, image_text_judge, image_text_towers, captions (the data), text
 """
 
 from __future__ import annotations
@@ -30,18 +34,18 @@ class Kind:
     Attributes:
         name: on the command line and in run folders.
         noun: what its samples are, in plural.
-        load: (settings, whether to show progress, the `encoder_config` that the data has to suit
-            or None) to the task with its data.
+        load: the task with its data, from settings, whether to show progress, and the
+            `encoder_config` that the data has to suit, or None.
         rebuild: an encoder from its `encoder_config`, to load a checkpoint's weights into.
         shown: what the report shows of its runs.
-        claims: whether what stands after --data is this task's.
-        check: settings to settings with absolute paths; refuses what this machine has not got.
-        defaults: settings that suit what stands after --data.
-        options: settings that belong to this task and others like it; the rest refuse them.
+        claims: whether the value of --data belongs to this task.
+        check: returns settings with absolute paths; refuses what this machine does not have.
+        defaults: settings that suit the value of --data.
+        options: settings of this task that not all tasks have; tasks without them refuse them.
         fits: refuses an `encoder_config` whose weights cannot be in a file of so many bytes, before
-            anything is built: whoever wrote the file chose its names.
-        start: settings and an `encoder_config` to the encoder before the first step, or None where
-            its weights are not at hand; by default what `rebuild` makes.
+            anything is built: somebody else may have written the file.
+        start: the encoder before the first step, from settings and an `encoder_config`; None where
+            its weights are not at hand. By default what `rebuild` makes.
     """
 
     name: str
@@ -85,7 +89,7 @@ def named(name: str) -> Kind:
 
 
 def of_data(data: str) -> Kind:
-    """The task of what stands after --data: the last registered that claims it.
+    """The task of the value of --data: the last registered one that claims it.
 
     >>> of_data("digits").name
     'images'

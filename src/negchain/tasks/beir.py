@@ -5,7 +5,7 @@
     qrels/train.tsv      query-id <tab> corpus-id <tab> score, a header above; test.tsv and dev.tsv
                          the same; a score above 0 makes a positive
 
-A folder that is not like that is refused: with the rule, what was found where, and what to do.
+Another folder is refused, with the rule, what was found where, and what to do.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Graded = dict[int, float]  # position of a document: its grade, above 0
 LONGEST = 64 << 20
 """Bytes of a line, at most."""
 PACKED = 100
-"""How much larger than what is packed its text may be: a small file must not fill the memory."""
+"""How many times its own size a .gz may unpack to: a small file must not fill the memory."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def read_beir(folder: Path, holdout: float, subset: int | None = None) -> Beir:
 
 
 def _apart(queries: Queries, name: str, held: list[str], notes: list[str]) -> Queries:
-    """The queries whose text is not among the `held` ones, which are held out from theirs."""
+    """The queries whose text is not among the `held` texts of later splits."""
     taken = set(held)
     kept = [n for n, text in enumerate(queries.texts) if text not in taken]
     if gone := len(queries) - len(kept):

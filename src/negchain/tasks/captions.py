@@ -8,7 +8,7 @@ A row is a picture and one caption of it; further rows of a picture are further 
 columns are ignored but `split`. A picture is looked for beside its table, then in the folder named
 as the table, then in `images/` or `Images/`. Pictures have the order of their names.
 
-Only what reads a run imports torch: this module is asked whether a folder is its own.
+This module imports no torch: the command line asks it whether a folder is its own.
 """
 
 from __future__ import annotations

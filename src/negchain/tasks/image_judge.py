@@ -5,28 +5,25 @@ Shapes: `M` images, `Q` test images, `F` features, `P` points of the map.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from negchain import draws, methods
+from negchain import draws
 from negchain.augment import Augmentation, finite_views
-from negchain.data import DataBundle, ImageSet
+from negchain.data import ImageSet
 from negchain.encoders import Encoder
 from negchain.evaluation import embed_all, few_label_probe, linear_probe, linear_probe_paper
 from negchain.exact import global_loss
 from negchain.losses import ContrastiveLoss
 from negchain.neighbours import in_top, knn_accuracy, knn_votes, nearest_neighbours
-from negchain.tasks.task import Judge, judged
+from negchain.tasks.task import Arrays, Judge, Numbers, evenly, variance
 
 if TYPE_CHECKING:
-    from negchain.train.config import TrainConfig
+    from negchain.tasks.images import ImageTask
 
 ENCODE_BATCH = 512
 GALLERY = 12  # test images with neighbours, and anchors with negatives
@@ -38,38 +35,30 @@ KNN = (20, 200)  # the usual k, where there are as many training images
 FEW_LABELS = {"probe_1pct": 0.01, "probe_10pct": 0.1}
 TOP5_FROM = 10  # classes; of fewer, five guesses are half of them
 PIXEL_SIDE = 16
-"""Raw pixels are averaged to at most this side: as many numbers as a small encoder's features, so
-that the probe takes as long. (A common baseline: neighbours of tiny images.)"""
+"""Raw pixels are averaged to at most this side. That makes as many numbers as a small encoder has
+features, so that the probe takes as long. (Neighbours of tiny images are a common baseline.)"""
 
 Features = tuple[Tensor, Tensor, Tensor, Tensor]  # train_x, train_y, test_x, test_y
 
 
-@dataclass
 class ImageJudge(Judge):
-    """Evaluates an encoder on a data set; leaves it in training mode.
+    """Evaluates an encoder on a data set."""
 
-    Args:
-        config: the run's settings.
-        data: images and labels.
-        augment: the run's augmentation.
-        device: where to encode.
-        autocast: dtype of the encoder's arithmetic, None for its own.
-    """
+    task: ImageTask
+    best_by = "probe"  # its accuracy; there is none without labels
 
-    config: TrainConfig
-    data: DataBundle
-    augment: Augmentation
-    device: torch.device
-    autocast: torch.dtype | None
+    def __init__(self, task: ImageTask) -> None:
+        super().__init__(task)
+        self.config, self.data, self.augment = task.config, task.data, task.augment
 
-    def quick(self, encoder: Encoder) -> dict[str, float]:
+    def quick(self, encoder: Encoder) -> Numbers:
         """The exact `global_loss`, `embedding_variance` and, with labels, `knn1` and `probe`."""
         result = self.losses(encoder)
         if self.data.labelled:
             result |= _accuracies(self._features(encoder))
         return result
 
-    def before(self, encoder: Encoder) -> dict[str, float]:
+    def before(self, encoder: Encoder) -> Numbers:
         """What a result must beat: `quick` of this encoder, raw pixels, and chance.
 
         `chance` is the test accuracy of always answering the commonest training class.
@@ -92,7 +81,7 @@ class ImageJudge(Judge):
             "chance": (test_y == commonest).double().mean().item(),
         }
 
-    def thorough(self, encoder: Encoder) -> tuple[dict[str, float], dict[str, NDArray[np.generic]]]:
+    def thorough(self, encoder: Encoder) -> tuple[Numbers, Arrays]:
         """Every number, and what was answered for each test image (for intervals and confusions).
 
         The arrays: `test_labels`, `probe_predicted` [Q] int64, `right_knn1`, `right_knn20`,
@@ -101,63 +90,51 @@ class ImageJudge(Judge):
         numbers, answers = self.losses(encoder), dict[str, Tensor]()
         if self.data.labelled:
             features = self._features(encoder)
-            found, answers = _judged(features)
+            found, answers = _all_accuracies(features)
             numbers |= found
         return numbers, {name: value.cpu().numpy() for name, value in answers.items()}
 
-    def baselines(self, line: Mapping[str, Any]) -> dict[str, float]:
-        """Of raw pixels, of chance, and of the untrained encoder."""
+    def baselines(self, line: Mapping[str, Any]) -> Numbers:
+        """The numbers of raw pixels, of chance, and of the encoder before its first step."""
         kept = {k: line[k] for k in ("pixels_knn1", "pixels_probe", "chance") if k in line}
         named = ("knn1", "probe", "global_loss")
         return kept | {f"untrained_{k}": line[k] for k in named if k in line}
 
-    def score(self, numbers: Mapping[str, float]) -> float:
-        """The probe's accuracy; without labels the exact loss decides."""
-        return numbers.get("probe", -numbers.get("global_loss", math.inf))
-
-    def losses(self, encoder: Encoder) -> dict[str, float]:
+    def losses(self, encoder: Encoder) -> Numbers:
         """`global_loss` and `embedding_variance` on a fixed sample of the training images.
 
-        The loss is that of two augmented views by eq. (1), whatever the method's denominator and
-        keys, so that methods can be compared. `own_loss`, where keys are not augmented, is that of
-        one view against them: what the method trains, and it can fall while the other does not.
-        The variance is the mean squared distance of unit embeddings from their mean: near 1 when
-        they spread over the sphere, 0 when they have collapsed to a point.
+        The loss is eq. (1) of two augmented views, whatever the method's denominator and keys, so
+        that methods can be compared. Where a method's keys are not augmented, `own_loss` is the
+        loss of one view against them: what the method trains. It can fall while the other does not.
         """
-        count = min(self.config.probe_samples, len(self.data.pretrain))
-        generator = torch.Generator().manual_seed(self.config.seed)
-        chosen = torch.randperm(len(self.data.pretrain), generator=generator)[:count].sort().values
+        chosen, device = self.sample(), self.task.device
 
         def embedded(view: int, *, plain: bool = False) -> Tensor:
             found, stream = [], draws.STREAM_PROBE
-            step = torch.tensor(view, device=self.device)
-            for rows in torch.split(torch.arange(count), ENCODE_BATCH):
-                images = self.data.pretrain.pictures(chosen[rows]).to(self.device)
+            step = torch.tensor(view, device=device)
+            for rows in torch.split(torch.arange(len(chosen)), ENCODE_BATCH):
+                images = self.data.pretrain.pictures(chosen[rows]).to(device)
                 number = self.augment.num_uniforms
-                rows = rows.to(self.device)
+                rows = rows.to(device)
                 u = draws.uniform(self.config.seed, step, stream, rows, number, torch.float32)
                 pixels = self.augment.plain(images) if plain else self.augment(images, u)
                 found.append(encoder(pixels).float().double())
             return torch.cat(found)
 
-        with judged(encoder, self.device, self.autocast):
+        with self.judged(encoder):
             z_a, z_b = embedded(0), embedded(1)
+            keys = embedded(1, plain=True) if self.task.plain_keys else None
         found = {"global_loss": float(global_loss(z_a, z_b, self.config.beta))}
-        if methods.named(self.config.method).plain_keys and not self.config.augmentations:
-            with judged(encoder, self.device, self.autocast):
-                keys = embedded(1, plain=True)
+        if keys is not None:
             own = global_loss(z_a, keys, self.config.beta, views="paired", symmetric=False)
             found["own_loss"] = float(own)
-        centre = torch.nn.functional.normalize(z_a, dim=-1).mean(0)
-        return found | {"embedding_variance": float(1 - centre.square().sum())}
+        return found | {"embedding_variance": variance(z_a)}
 
     def embed(self, encoder: Encoder, images: ImageSet) -> Tensor:
         """Features of a whole set, [M, F] float32."""
         return self._embed(encoder, encoder.features, images)
 
-    def artifacts(
-        self, encoder: Encoder, loss_fn: ContrastiveLoss | None
-    ) -> dict[str, NDArray[np.generic]]:
+    def artifacts(self, encoder: Encoder, loss_fn: ContrastiveLoss) -> Arrays:
         """Arrays for the report's galleries and its map; see `negchain.report`."""
         shown = self.data.test if self.data.test is not None else self.data.pretrain
         base = self.data.train if self.data.train is not None else self.data.pretrain
@@ -166,19 +143,18 @@ class ImageJudge(Judge):
         found |= self._neighbours(base, base_x, shown, shown_x)
         placed, method = self._map(shown, shown_x)
         found |= placed
-        if loss_fn is not None:
-            found |= self._chains(encoder, loss_fn)
+        found |= self._chains(encoder, loss_fn)
         arrays = {name: value.cpu().numpy() for name, value in found.items()}
         return {**arrays, **self.previews(), "map_method": np.array(method)}
 
-    def previews(self) -> dict[str, NDArray[np.generic]]:
+    def previews(self) -> Arrays:
         """A few training images and their augmentations."""
         return previews(self.data.pretrain, self.augment, self.config.seed)
 
     def _neighbours(
         self, base: ImageSet, base_x: Tensor, shown: ImageSet, shown_x: Tensor
     ) -> dict[str, Tensor]:
-        queries = spread(len(shown), GALLERY)
+        queries = evenly(len(shown), GALLERY)
         same = base is shown  # then the nearest is the image itself
         count = min(NEIGHBOURS + same, len(base))
         nearest = nearest_neighbours(base_x, shown_x[queries.to(shown_x.device)], k=count).cpu()
@@ -228,7 +204,7 @@ class ImageJudge(Judge):
     def _chains(self, encoder: Encoder, loss_fn: ContrastiveLoss) -> dict[str, Tensor]:
         """Training images and the negatives their chains hold now, where the loss has chains."""
         images, stored = self.data.pretrain, loss_fn.ids_per_item
-        anchors = spread(len(images), 2 * GALLERY)
+        anchors = evenly(len(images), 2 * GALLERY)
         first = torch.zeros_like(anchors)
         found = loss_fn.held(anchors, (first, first) if stored > 1 else None)
         if not found:
@@ -257,25 +233,18 @@ class ImageJudge(Judge):
         encode: Callable[[Tensor], Tensor],
         images: ImageSet | Tensor,
     ) -> Tensor:
-        with judged(encoder, self.device, self.autocast):
-            return embed_all(
-                encode, images, plain=self.augment.plain, batch_size=ENCODE_BATCH,
-                device=self.device,
-            )  # fmt: skip
+        plain, device = self.augment.plain, self.task.device
+        with self.judged(encoder):
+            return embed_all(encode, images, plain=plain, batch_size=ENCODE_BATCH, device=device)
 
 
-def previews(images: ImageSet, augment: Augmentation, seed: int) -> dict[str, NDArray[np.generic]]:
+def previews(images: ImageSet, augment: Augmentation, seed: int) -> Arrays:
     """A few images and their augmentations, before any normalisation."""
-    chosen = spread(len(images), VIEWED)
+    chosen = evenly(len(images), VIEWED)
     augmented = finite_views(images.pictures(chosen), augment, VIEWS, seed)
     return {
         "views_original": images.fetch(chosen).numpy(), "views_augmented": augmented.numpy()
     }  # fmt: skip
-
-
-def spread(size: int, count: int) -> Tensor:
-    """At most `count` positions below `size`, evenly from the first to the last."""
-    return torch.linspace(0, size - 1, min(count, size)).long()
 
 
 def raw_pixels(images: Tensor) -> Tensor:
@@ -293,7 +262,7 @@ def _accuracies(features: Features) -> dict[str, float]:
     return {"knn1": knn_accuracy(*features), "probe": linear_probe(*features).accuracy}
 
 
-def _judged(features: Features) -> tuple[dict[str, float], dict[str, Tensor]]:
+def _all_accuracies(features: Features) -> tuple[dict[str, float], dict[str, Tensor]]:
     """Every accuracy of the features, and the answers behind them."""
     train_x, train_y, test_x, test_y = features
     classes = torch.unique(train_y)

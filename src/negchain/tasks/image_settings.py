@@ -51,7 +51,7 @@ def check_encoder(name: str) -> None:
 
 def check_captioned(config: TrainConfig) -> TrainConfig:
     """Refuse a folder, a model or a temperature that cannot be; absolute paths."""
-    from negchain.tasks.text import check_model_folder  # as above
+    from negchain.tasks.text import check_model_folder  # brings torch, which takes seconds
 
     if not os.path.exists(config.data):
         raise ConfigError(

@@ -1,8 +1,8 @@
 """Pictures with captions: an image tower and a text tower, each the other's negatives.
 
-A sample is a picture. Its key is one of its captions, drawn anew whenever it is asked for, as an
-augmentation is; so captions of one picture are never negatives of each other, whatever the method.
-Pictures that share a caption, word for word, are known positives of each other.
+A sample is a picture. Its key is one of its captions, drawn anew each time, as an augmentation is.
+So captions of one picture are never negatives of each other, whatever the method. Pictures that
+share a caption, word for word, are known positives of each other.
 
 Shapes: `M` pictures, `C` captions, `B` batch, `R` rows of a pass, `L` tokens, `K` known positives.
 """
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from negchain.train.config import TrainConfig
 
 MOST_KNOWN = 64
-"""Known positives a picture has at most: a caption of thousands of pictures says little."""
+"""Known positives a picture has at most: a caption that thousands share says little."""
 
 
 @dataclass(frozen=True)
@@ -104,10 +104,10 @@ class ImageTextTask(Task):
             "unprobed": self.unjudged,
         }
 
-    def place(self, device: torch.device, autocast: torch.dtype | None) -> None:
+    def place(self, device: torch.device) -> None:
         """Move pictures and tokens to the device."""
-        super().place(device, autocast)
-        self.pictures.place(device, autocast)
+        super().place(device)
+        self.pictures.place(device)
         self.begin = self.begin.to(device)
         self.tokens = {name: table.to(device) for name, table in self.tokens.items()}
         self.known = None if self.known is None else self.known.to(device)
@@ -165,9 +165,9 @@ class ImageTextTask(Task):
         """Tokens of training captions by number, [R,L]."""
         return {name: table[numbers] for name, table in self.tokens.items()}
 
-    def load_ahead(self, positions: Tensor, first: int) -> Iterator[Images]:
+    def load_ahead(self, positions: Tensor) -> Iterator[Images]:
         """Pictures decoded ahead by workers."""
-        return self.pictures.load_ahead(positions, first)
+        return self.pictures.load_ahead(positions)
 
     def judge(self) -> ImageTextJudge:
         """Recall both ways and the exact loss."""

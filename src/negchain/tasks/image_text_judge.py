@@ -1,14 +1,13 @@
 """What pictures with captions are judged by: recall both ways, the exact loss, and examples.
 
-A picture's answer is right if it is one of its own captions, a caption's if it is a picture that
-has it; captions are distinct texts, so two pictures may share one.
+The answer to a picture is right if it is one of its captions. The answer to a caption is right if
+it is a picture that has this caption. Captions are distinct texts, so two pictures may share one.
 
-Shapes: `I` test pictures, `T` distinct test captions, `M` candidates, `D` embedding.
+Shapes: `I` test pictures, `T` distinct test captions, `Q` queries, `D` embedding.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,12 +16,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from negchain.chunked import Chunked
 from negchain.evaluation import embed_all
 from negchain.exact import global_loss
 from negchain.losses import ContrastiveLoss
-from negchain.tasks.image_judge import previews, spread
+from negchain.tasks.image_judge import previews
 from negchain.tasks.image_text_towers import ImageText, tokens_of
-from negchain.tasks.task import Arrays, Judge, Numbers, judged
+from negchain.tasks.task import SPLITS, Arrays, Judge, Numbers, evenly, variance
 
 if TYPE_CHECKING:
     from negchain.tasks.image_text import CaptionedImages, ImageTextTask
@@ -32,14 +32,16 @@ QUERIES_AT_A_TIME = 1024
 RECALL_AT = (1, 5, 10)
 GALLERY, SHOWN = 12, 5  # examples, and answers of each
 MOST_SHOWN = 1000  # pictures to retrieve examples from where nothing is tested
-SPLITS = {"validation": "", "test": "test_"}  # before the name of a number
 
 
 class ImageTextJudge(Judge):
-    """Evaluates towers on a task's data; leaves them in training mode."""
+    """Evaluates towers on a task's data."""
+
+    task: ImageTextTask
+    best_by = "mean_recall"  # of validation pictures, never of test pictures
 
     def __init__(self, task: ImageTextTask) -> None:
-        self.task = task
+        super().__init__(task)
         self._tokens: dict[int, dict[str, Tensor]] = {}
 
     def quick(self, encoder: ImageText) -> Numbers:
@@ -60,58 +62,48 @@ class ImageTextJudge(Judge):
             if split not in splits or split not in self.task.held:
                 continue
             part = self.task.held[split]
-            found = Retrieval(*self.embed(encoder, part), *distinct(part))
+            (z_i, z_t), pairs = self.embed(encoder, part), distinct(part)[1]
+            ways = ("i2t", z_i, z_t, pairs), ("t2i", z_t, z_i, pairs.flip(1))
             recalls, shares = [], []
-            for way, right in (("i2t", found.captions_right()), ("t2i", found.pictures_right())):
-                shares.append(torch.zeros(len(right.table), dtype=torch.double))
+            for way, queries, candidates, own in ways:
+                right = nearest(queries, candidates, own).right
+                shares.append(torch.zeros(len(right), dtype=torch.double))
                 for k in RECALL_AT:
-                    if k == 1 or k < right.candidates:
-                        answer = right.table[:, :k].any(1).cpu()
+                    if k == 1 or k < len(candidates):
+                        answer = right[:, :k].any(1).cpu()
                         recalls.append(answer.double().mean().item())
                         numbers[f"{prefix}{way}_r{k}"] = recalls[-1]
                         answers[f"right_{prefix}{way}_r{k}"] = answer.numpy()
                         shares[-1] += answer
             numbers[f"{prefix}mean_recall"] = sum(recalls) / len(recalls)
-            # by picture: its own, and what its captions have in the mean over all captions
-            pairs = torch.unique(distinct(part)[1], dim=0)
+            # For each picture its own recalls and those of its captions, weighted so that the mean
+            # over pictures is `mean_recall`.
+            pairs = torch.unique(pairs, dim=0)
             each = shares[1] / pairs[:, 1].bincount() * len(shares[0]) / len(shares[1])
             shares[0].index_add_(0, pairs[:, 0], each[pairs[:, 1]])
             answers[f"right_{prefix}mean_recall"] = (shares[0] / len(recalls)).numpy()
-        # what names the data, so that runs on the same are compared by the same pictures
+        # names the data: only runs on equal data are compared picture by picture
         answers["test_labels"] = np.frombuffer(self.task.fingerprint.encode(), np.uint8)
         return numbers, answers
 
     def baselines(self, line: Mapping[str, Any]) -> Numbers:
-        """Of the towers before the first step."""
+        """The numbers of the towers before their first step."""
         kept = ("_r1", "mean_recall", "global_loss")
         return {f"untrained_{n}": v for n, v in line.items() if n.endswith(kept)}
 
-    def score(self, numbers: Mapping[str, float]) -> float:
-        """The mean of validation's recalls, never of test's; without any the exact loss decides."""
-        return numbers.get("mean_recall", -numbers.get("global_loss", math.inf))
-
     def losses(self, encoder: ImageText) -> Numbers:
         """`global_loss` on fixed training pairs at the first beta, `embedding_variance`, `beta`."""
-        task = self.task
-        generator = torch.Generator().manual_seed(task.config.seed)
-        count = min(task.config.probe_samples, task.num_samples)
-        chosen = torch.randperm(task.num_samples, generator=generator)[:count].sort().values
+        task, chosen = self.task, self.sample()
         z_image = self._images(encoder, task.train.images.fetch(chosen)).double()
-        first = task.begin[chosen.to(task.device)]
-        z_text = self._texts(encoder, task.caption(first)).double()
-        known = None if task.known is None else task.known[chosen.to(task.device)]
+        chosen = chosen.to(task.device)
+        z_text = self._texts(encoder, task.caption(task.begin[chosen])).double()
+        known = None if task.known is None else task.known[chosen]
         loss = global_loss(
-            z_image,
-            z_text,
-            task.config.beta,
-            views="paired",
-            index=chosen.to(task.device),
-            known=known,
+            z_image, z_text, task.config.beta, views="paired", index=chosen, known=known
         )
-        centre = normalize(z_image, dim=-1).mean(0)
         return {
             "global_loss": float(loss),
-            "embedding_variance": float(1 - centre.square().sum()),
+            "embedding_variance": variance(z_image),
             "beta": float(encoder.beta().detach()),
         }
 
@@ -130,14 +122,14 @@ class ImageTextJudge(Judge):
         """A few training pictures and their augmentations."""
         return previews(self.task.train.images, self.task.augment, self.task.config.seed)
 
-    def artifacts(self, encoder: ImageText, loss_fn: ContrastiveLoss | None) -> Arrays:
+    def artifacts(self, encoder: ImageText, loss_fn: ContrastiveLoss) -> Arrays:
         """Examples of what is retrieved both ways, and what chains hold."""
         held = self.task.held
         part = held.get("test") or held.get("validation") or _first(self.task.train, MOST_SHOWN)
         texts, pairs = distinct(part)
-        found = Retrieval(*self.embed(encoder, part), texts, pairs)
-        pictures, captions = spread(len(part.images), GALLERY), spread(len(texts), GALLERY)
-        answers = found.captions_right(pictures), found.pictures_right(captions)
+        z_i, z_t = self.embed(encoder, part)
+        pictures, captions = evenly(len(part.images), GALLERY), evenly(len(texts), GALLERY)
+        answers = nearest(z_i, z_t, pairs, pictures), nearest(z_t, z_i, pairs.flip(1), captions)
         words = np.array(texts)
         arrays = self.previews() | {
             "asked_images": part.images.fetch(pictures).numpy(),
@@ -149,14 +141,14 @@ class ImageTextJudge(Judge):
             ).numpy(),
         }
         for name, answer in zip(("found_captions", "found_images"), answers, strict=True):
-            arrays[f"{name}_right"] = answer.table[:, :SHOWN].cpu().numpy()
+            arrays[f"{name}_right"] = answer.right[:, :SHOWN].cpu().numpy()
             arrays[f"{name}_similarity"] = answer.similarity[:, :SHOWN].cpu().numpy()
-        return arrays | ({} if loss_fn is None else self._chains(loss_fn))
+        return arrays | self._chains(loss_fn)
 
     def _chains(self, loss_fn: ContrastiveLoss) -> Arrays:
         """Training pictures and captions with the negatives their chains hold now."""
         train = self.task.train
-        anchors = spread(len(train.images), GALLERY)
+        anchors = evenly(len(train.images), GALLERY)
         held = [ids.cpu() for ids in loss_fn.held(anchors)]
         if len(held) != 2:  # no chains
             return {}
@@ -169,72 +161,49 @@ class ImageTextJudge(Judge):
         }
 
     def _images(self, encoder: ImageText, images: Any) -> Tensor:
-        task = self.task
-        with judged(encoder, task.device, task.autocast):
+        plain, device = self.task.augment.plain, self.task.device
+        with self.judged(encoder):
             return embed_all(
-                encoder.image, images, plain=task.augment.plain, batch_size=ENCODE_BATCH,
-                device=task.device,
-            )  # fmt: skip
+                encoder.image, images, plain=plain, batch_size=ENCODE_BATCH, device=device
+            )
 
     def _texts(self, encoder: ImageText, tokens: dict[str, Tensor]) -> Tensor:
-        with judged(encoder, self.task.device, self.task.autocast):
-            parts = zip(*(torch.split(t, ENCODE_BATCH) for t in tokens.values()), strict=True)
-            rows = [encoder.text(dict(zip(tokens, part, strict=True))) for part in parts]
-        return torch.cat([row.float() for row in rows])
+        with self.judged(encoder):
+            return Chunked(encoder.text, ENCODE_BATCH)(tokens).float()  # type: ignore[no-any-return]
 
 
 class Answers(NamedTuple):
-    """The nearest candidates of some queries, and which are right."""
+    """The nearest candidates of some queries, nearest first, and which are right."""
 
     found: Tensor  # [Q,k] places of the candidates
     similarity: Tensor  # [Q,k]
-    table: Tensor  # [Q,k] bool
-    candidates: int
+    right: Tensor  # [Q,k] bool
 
 
-class Retrieval:
-    """Pictures and captions against each other.
+def nearest(
+    queries: Tensor, candidates: Tensor, pairs: Tensor, chosen: Tensor | None = None
+) -> Answers:
+    """The nearest candidates of every query, or of the `chosen` ones.
 
     Args:
-        images: [I,D] of unit length.
-        captions: [T,D] of unit length.
-        texts: the T captions.
-        pairs: (picture, caption) of everything that belongs together, [P,2].
+        queries: [N,D] of unit length.
+        candidates: [M,D] of unit length.
+        pairs: (query, candidate) of everything that belongs together, [P,2].
+        chosen: [Q] places of queries.
 
     Example:
-        >>> found = Retrieval(torch.eye(3), torch.eye(3)[[1, 0]], ["b", "a"],
-        ...                   torch.tensor([[0, 1], [1, 0], [2, 0]]))
-        >>> found.captions_right().table[:, 0].tolist(), found.pictures_right().table[:, 0].tolist()
-        ([True, True, True], [True, True])
+        >>> images, captions = torch.eye(3), torch.eye(3)[[1, 0]]
+        >>> nearest(images, captions, torch.tensor([[0, 1], [1, 0], [2, 0]])).right[:, 0].tolist()
+        [True, True, True]
     """
-
-    def __init__(
-        self, images: Tensor, captions: Tensor, texts: Sequence[str], pairs: Tensor
-    ) -> None:
-        self.images, self.captions, self.texts = images, captions, texts
-        self.pairs = (pairs[:, 0] * len(texts) + pairs[:, 1]).to(images.device)
-
-    def captions_right(self, pictures: Tensor | None = None) -> Answers:
-        """The nearest captions of pictures (all of them unless told)."""
-        return self._answers(self.images, self.captions, pictures, len(self.texts), 1)
-
-    def pictures_right(self, captions: Tensor | None = None) -> Answers:
-        """The nearest pictures of captions."""
-        return self._answers(self.captions, self.images, captions, 1, len(self.texts))
-
-    def _answers(
-        self, queries: Tensor, candidates: Tensor, chosen: Tensor | None, by_row: int, by_found: int
-    ) -> Answers:
-        rows = torch.arange(len(queries)) if chosen is None else chosen
-        k = min(max(RECALL_AT), len(candidates))
-        parts = []
-        for some in torch.split(rows.to(queries.device), QUERIES_AT_A_TIME):
-            near = (queries[some] @ candidates.T).topk(k)
-            pairs = some[:, None] * by_row + near.indices * by_found
-            right = torch.isin(pairs, self.pairs)
-            parts.append((near.indices, near.values, right))
-        found, similarity, table = (torch.cat(column) for column in zip(*parts, strict=True))
-        return Answers(found, similarity, table, len(candidates))
+    rows = torch.arange(len(queries)) if chosen is None else chosen
+    together = (pairs[:, 0] * len(candidates) + pairs[:, 1]).to(queries.device)
+    k, parts = min(max(RECALL_AT), len(candidates)), []
+    for some in torch.split(rows.to(queries.device), QUERIES_AT_A_TIME):
+        near = (queries[some] @ candidates.T).topk(k)
+        right = torch.isin(some[:, None] * len(candidates) + near.indices, together)
+        parts.append((near.indices, near.values, right))
+    return Answers(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
 def distinct(part: CaptionedImages) -> tuple[list[str], Tensor]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from negchain import encoders
-from negchain.encoders import Encoder, build_encoder, rebuild_encoder
+from negchain.encoders import EncoderConfig, rebuild_encoder
 from negchain.files import read_object
 from negchain.tasks import text
 from negchain.tasks.image_settings import LARGEST_BETA, is_open_clip
@@ -61,14 +61,14 @@ class ImageText(nn.Module):
 
 
 class Absent(nn.Module):
-    """In the place of a text encoder whose folder is gone: pictures are encoded without it."""
+    """Stands for a text encoder whose folder is gone: pictures can be encoded without it."""
 
     def _load_from_state_dict(self, *args: Any) -> None:
-        """Weights without a model to take them."""
+        """Ignore weights: there is no model for them."""
 
 
 class ClipText(nn.Module):
-    """open_clip's text tower, fed as the others are."""
+    """open_clip's text tower, which takes what `TextEncoder` takes."""
 
     compiles = False
 
@@ -83,23 +83,21 @@ class ClipText(nn.Module):
 
 def build(config: TrainConfig, image_size: int, small_stem: bool) -> ImageText:
     """Towers with the text encoder's weights and fresh ones elsewhere."""
+    described: dict[str, Any]
     if is_open_clip(config.encoder):
-        described = {"open_clip": _clip_config(config.encoder), "image_size": image_size}
-        return rebuild({**described, "seed": config.seed, "beta": config.beta})
-    image = build_encoder(
-        config.encoder,
-        image_size=image_size,
-        channels=3,
-        norm=config.norm,
-        projection="mlp" if config.projector == "mlp" else "linear",
-        embedding_dim=config.embedding_dim or DIM,
-        seed=config.seed,
-        small_stem=small_stem,
-    )
-    words = {"folder": config.text_encoder or "", "max_length": text.MAX_TOKENS}
-    words |= {"dim": image.embedding_dim}
-    described = {"image": dict(image.encoder_config), "text": words, "image_size": image_size}
-    return _joined(image, {**described, "seed": config.seed, "beta": config.beta})
+        described = {"open_clip": _clip_config(config.encoder)}
+    else:
+        dim = config.embedding_dim or DIM
+        image = EncoderConfig(
+            name=config.encoder, image_size=image_size, channels=3, norm=config.norm,
+            projection="mlp" if config.projector == "mlp" else "linear", embedding_dim=dim,
+            seed=config.seed, small_stem=small_stem,
+        )  # fmt: skip
+        folder = config.text_encoder or ""
+        words = {"folder": folder, "max_length": text.MAX_TOKENS, "dim": dim}
+        described = {"image": dict(image), "text": words}
+    described |= {"image_size": image_size, "seed": config.seed, "beta": config.beta}
+    return rebuild(described)
 
 
 def at_start(config: TrainConfig, described: Mapping[str, Any]) -> ImageText | None:
@@ -108,20 +106,15 @@ def at_start(config: TrainConfig, described: Mapping[str, Any]) -> ImageText | N
 
 
 def rebuild(described: Mapping[str, Any]) -> ImageText:
-    """The towers an `encoder_config` describes: as its folder has the text encoder, else fresh."""
-    if "open_clip" not in described:
-        return _joined(rebuild_encoder(described["image"]), described)
+    """The towers of an `encoder_config`: the text encoder from its folder, the rest fresh."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(described["seed"])
-        model = _clip(described["open_clip"])
-    return ImageText(model.visual, ClipText(model.text), described)
-
-
-def _joined(image: Encoder, described: Mapping[str, Any]) -> ImageText:
-    words: nn.Module = Absent()
-    if os.path.isdir(described["text"]["folder"]):
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(described["seed"])
+        if "open_clip" in described:
+            model = _clip(described["open_clip"])
+            return ImageText(model.visual, ClipText(model.text), described)
+        image = rebuild_encoder(described["image"])
+        words: nn.Module = Absent()
+        if os.path.isdir(described["text"]["folder"]):
             words = text.TextEncoder.rebuilt(described["text"])
     return ImageText(image, words, described)
 

@@ -19,7 +19,7 @@ from negchain.encoders import SMALL_IMAGE, Encoder, build_encoder
 from negchain.losses.request import Want
 from negchain.tasks.image_judge import ImageJudge
 from negchain.tasks.online_probe import OnlineProbe
-from negchain.tasks.own_augmentation import OwnAugmentation, function_name
+from negchain.tasks.own_augmentation import OwnAugmentation
 from negchain.tasks.task import Batch, Task
 from negchain.train.presets import ConfigError
 
@@ -35,17 +35,17 @@ class ImageTask(Task):
     Example:
         >>> from negchain.train.resolve import resolve
         >>> task = ImageTask(config := resolve(None, {"subset": 64}), load_images(config))
-        >>> task.place(torch.device("cpu"), None)
+        >>> task.place(torch.device("cpu"))
         >>> step = torch.tensor(0)
         >>> a, b, _ = task.batch(torch.tensor([3, 5]), step)
         >>> task.inputs([Want(a), Want(b)], step, 0).shape
         torch.Size([4, 1, 8, 8])
     """
 
-    images: Callable[[Tensor], Images]
-    """Positions [R] to uint8 images on the device; with stored augmentations ids of views."""
-    table: Images | None
+    table: Images | None = None
     """All M images, where they are on the device and augmented anew every step."""
+    stored: Tensor | None = None
+    """All M k stored views, where there are any."""
 
     def __init__(self, config: TrainConfig, data: DataBundle) -> None:
         super().__init__(config)
@@ -87,30 +87,24 @@ class ImageTask(Task):
             "held_out": data.held_out,
             "unprobed": self.unjudged,
             "classes": list(data.classes),
-            "augment": function_name(self.augment),
+            "augment": self.augment.name if isinstance(self.augment, OwnAugmentation) else None,
         }
 
-    def place(self, device: torch.device, autocast: torch.dtype | None) -> None:
+    def place(self, device: torch.device) -> None:
         """Move the images to the device, or store their augmentations there."""
-        super().place(device, autocast)
-        images = self.data.pretrain
-        table = None if images.table is None else images.table.to(device)
-        self.table = table if self.config.augmentations is None else None
-        if self.config.augmentations is not None:
-            if table is None:
-                raise ConfigError(
-                    "--augmentations stores every view, which needs the images in memory: raise "
-                    "--resident-gb or use --subset"
-                )
-            stored = finite_views(table, self.augment, self.versions, self.config.seed)
-            flat = stored.flatten(0, 1)
-            self.images = lambda ids: flat[ids]
-        elif table is not None:
-            self.images = lambda positions: table[positions]
-        else:
-            self.images = lambda positions: images.pictures(positions.cpu()).to(
-                device, non_blocking=True
+        super().place(device)
+        table = self.data.pretrain.table
+        table = None if table is None else table.to(device)
+        if self.config.augmentations is None:
+            self.table = table
+        elif table is None:
+            raise ConfigError(
+                "--augmentations stores every view, which needs the images in memory: raise "
+                "--resident-gb or use --subset"
             )
+        else:
+            views = finite_views(table, self.augment, self.versions, self.config.seed)
+            self.stored = views.flatten(0, 1)
 
     def build(self) -> tuple[Encoder, list[str]]:
         """The encoder the settings name."""
@@ -157,7 +151,7 @@ class ImageTask(Task):
         """Pixels [R, C, size, size]: augmented by this step's draws, or stored, or plain."""
         ids = torch.cat([want.ids for want in wants])
         is_key = self.plain_keys and wants[0].tower == "keys"
-        if is_key or self.config.augmentations is not None:
+        if is_key or self.stored is not None:
             return self.augment.plain(self._pictures(ids, loaded))
         drawn = self.drawn(step, row)
         if self.table is not None:
@@ -176,6 +170,14 @@ class ImageTask(Task):
             return found
         places = torch.arange(len(found), device=self.device)
         return found[torch.cat([places[: len(own)], places])]
+
+    def images(self, ids: Tensor) -> Images:  # [R] -> R of them, uint8 on the device
+        """Images by position; with stored augmentations views by their ids."""
+        table = self.table if self.stored is None else self.stored
+        if table is not None:
+            return table[ids]
+        pictures = self.data.pretrain.pictures(ids.cpu())
+        return pictures.to(self.device, non_blocking=True)
 
     def drawn(self, step: Tensor, row: int | Tensor) -> Draws | Tensor:
         """The draws of a step's views, from a row on or of given rows [R]."""
@@ -206,14 +208,14 @@ class ImageTask(Task):
         self.augment = OwnAugmentation(size=size, normalize=normalize, function=function)
         self.capturable = False
 
-    def load_ahead(self, positions: Tensor, first: int) -> Iterator[Images]:
+    def load_ahead(self, positions: Tensor) -> Iterator[Images]:
         """Images decoded ahead by workers."""
         pinned = self.device.type == "cuda"
         return load_batches(self.data.pretrain, positions, self.config.workers, pinned)
 
     def judge(self) -> ImageJudge:
         """Probes, neighbours and the exact loss."""
-        return ImageJudge(self.config, self.data, self.augment, self.device, self.autocast)
+        return ImageJudge(self)
 
 
 def load_images(config: TrainConfig, progress: bool = False) -> DataBundle:
@@ -241,7 +243,7 @@ def load_images(config: TrainConfig, progress: bool = False) -> DataBundle:
 
 
 def _classes_left(first: Tensor | None, labels: Tensor | None) -> list[str]:
-    """What a subset misses: where a folder has a class after the other, its first images do."""
+    """A note if a subset misses classes, as the first images of a sorted folder do."""
     if first is None or labels is None:
         return []
     kept, known = (len(set(found.tolist()) - {-1}) for found in (first, labels))
@@ -256,10 +258,10 @@ def _classes_left(first: Tensor | None, labels: Tensor | None) -> list[str]:
 def run_augmentation(config: TrainConfig, data: DataBundle) -> Augmentation:
     """The run's augmentation at the size its encoder sees."""
     size = config.image_size or data.pretrain.size[0]
-    return plain_augmentation(config.recipe, size, data.pretrain.channels)
+    return recipe_for(config.recipe, size, data.pretrain.channels)
 
 
-def plain_augmentation(recipe: str, size: int, channels: int) -> Augmentation:
+def recipe_for(recipe: str, size: int, channels: int) -> Augmentation:
     """A recipe at the size and for the channels an encoder sees."""
     augment = augmentation(recipe, size=size)
     if channels == 1 and augment.normalize is not None:

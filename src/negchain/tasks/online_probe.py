@@ -1,4 +1,4 @@
-"""A linear head on detached embeddings, trained beside the encoder: one number per logged step.
+"""A linear classifier on detached embeddings, trained beside the encoder: a number for the log.
 
 Shapes: B batch, D embedding, C classes.
 """

@@ -19,8 +19,8 @@ Function = Callable[[Tensor], Tensor]
 class OwnAugmentation(Augmentation):
     """`function` in the place of a recipe: uint8 [N,C,H,W] to pixels [N,C,size,size].
 
-    It draws from torch's global generator, which is seeded by the step for the call: a resumed run
-    draws what an uninterrupted one would have.
+    It draws from torch's global generator, which is seeded by the step before each call. So a
+    resumed run draws what an uninterrupted one would have.
 
     Example:
         >>> own = OwnAugmentation(size=4, function=lambda x: x[:, :, ::2, ::2])
@@ -29,6 +29,11 @@ class OwnAugmentation(Augmentation):
     """
 
     function: Function
+
+    @property
+    def name(self) -> str:
+        """What the function is called, for the record."""
+        return str(getattr(self.function, "__qualname__", type(self.function).__qualname__))
 
     @property
     def num_uniforms(self) -> int:
@@ -65,10 +70,3 @@ class OwnAugmentation(Augmentation):
             return images
         squares = Augmentation(size=2 * self.size).plain(images)
         return (255 * squares).round().to(torch.uint8)
-
-
-def function_name(augment: Augmentation) -> str | None:
-    """What the user's function is called, for the record; None for a recipe."""
-    if not isinstance(augment, OwnAugmentation):
-        return None
-    return str(getattr(augment.function, "__qualname__", type(augment.function).__qualname__))

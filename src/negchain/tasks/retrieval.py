@@ -1,8 +1,8 @@
 """Dense retrieval: queries and the documents that answer them, through one encoder of texts.
 
-Anchors are training queries, keys the whole corpus. A step shows a query one of its positives, by
-lot (of grade 2 twice as often as of grade 1); the others, and copies of any, are never negatives
-(`Beir.known`).
+Anchors are training queries, keys the whole corpus. A step shows each query one of its positives,
+drawn at random: one of grade 2 twice as often as one of grade 1. The other positives, and copies of
+any, are never negatives (`Beir.known`).
 
 Shapes: `Q` training queries, `B` batch, `L` known positives, `R` texts of a pass.
 """
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 INFORMED = {"share": 0.9, "sharpness": 0.5}
 """Of proposals from the stale table, as measured best (records/2026-11-16_scifact_h200)."""
 SMALL_PASS, PADDING = 2e11, 1.25
-"""Tokens times weights of a pass, or times its usual length, up to which it is padded to the
-longest text. The first is 19,000 tokens of MiniLM: on an H200 12,000 take 15 ms as a graph, and 50
-to 80 where every operation is launched."""
+"""When all passes are padded to the longest text of all, as a CUDA graph needs: if a pass then has
+at most `SMALL_PASS` tokens times weights, or is at most `PADDING` times as long as usual. The first
+is 19,000 tokens of MiniLM: on an H200 12,000 take 15 ms as a graph, and 50 to 80 without."""
 
 
 class RetrievalTask(Task):
@@ -122,9 +122,9 @@ class RetrievalTask(Task):
             "test": len(data.validation) + len(data.test),
         }
 
-    def place(self, device: torch.device, autocast: torch.dtype | None) -> None:
+    def place(self, device: torch.device) -> None:
         """Positives to the device; token ids stay in memory."""
-        super().place(device, autocast)
+        super().place(device)
         for name in ("positives", "known", "grades"):
             setattr(self, name, getattr(self, name).to(device))
 
@@ -164,13 +164,6 @@ class RetrievalTask(Task):
             pooling = type(self.encoder.model[-1]).__name__
             said.append(f"--encoder is a plain transformers model: {pooling} was put on top")
         return self.encoder.to(self.device).train(), said
-
-    def start_from(self, encoder: TextEncoder, pretrained: str) -> str:
-        """There is nothing else to start from."""
-        raise ConfigError(
-            f"--pretrained goes with images, got {pretrained}; --encoder names the folder of the "
-            "weights"
-        )
 
     def batch(self, index: Tensor, step: Tensor) -> Batch:
         """Queries, one positive of each, and what is known to be no negative."""
@@ -218,7 +211,7 @@ def check(config: TrainConfig) -> TrainConfig:
         )
     check_model_folder(config.encoder)
     known = methods.named(config.method)
-    chains = "proposal" in known.options  # which spend one draw on what they carry
+    chains = "proposal" in known.options  # which spend one draw on the carried negative
     if keeps_table(config) and config.draws < 1 + chains:
         raise ConfigError(
             f"--draws must be at least {1 + chains} where negatives come from a table "

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from negchain.losses import ContrastiveLoss
-from negchain.tasks.task import Arrays, Judge, Numbers, judged
+from negchain.tasks.task import SPLITS, Arrays, Judge, Numbers, evenly
 from negchain.tasks.text import PASS, TextEncoder, Texts
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from negchain.tasks.retrieval import RetrievalTask
 
 SHOWN, PROPOSED, LETTERS = 12, 4, 400  # training queries in the report, texts of each, their length
-SPLITS = {"validation": "", "test": "test_"}  # before the name of a number
 
 
 def _short(text: str) -> str:
@@ -33,10 +32,13 @@ def _short(text: str) -> str:
 
 
 class RetrievalJudge(Judge):
-    """Ranks all documents for validation queries, and at the ends for test queries as well."""
+    """Ranks all documents for validation queries; at start and end for test queries too."""
+
+    task: RetrievalTask
+    best_by = "ndcg10"  # of validation queries, never of test queries
 
     def __init__(self, task: RetrievalTask) -> None:
-        self.task = task
+        super().__init__(task)
         self._untrained: Arrays | None = None
 
     def quick(self, encoder: TextEncoder) -> Numbers:
@@ -61,32 +63,28 @@ class RetrievalJudge(Judge):
         return _means(answers), {**arrays, "test_labels": np.array(data.validation.ids)}
 
     def baselines(self, line: Mapping[str, Any]) -> Numbers:
-        """Of the encoder as it was."""
+        """The numbers of the encoder before its first step."""
         names = [prefix + name for prefix in SPLITS.values() for name in MEASURES]
         return {f"untrained_{name}": line[name] for name in names if name in line}
-
-    def score(self, numbers: Mapping[str, float]) -> float:
-        """nDCG@10 of validation queries, never of test queries."""
-        return numbers["ndcg10"]
 
     def embed(self, encoder: TextEncoder, texts: Texts) -> Tensor:  # -> [N, D]
         """Unit embeddings of all texts, those of similar length together."""
         device, order = self.task.device, texts.lengths.argsort(stable=True)
-        with judged(encoder, device, self.task.autocast):
+        with self.judged(encoder):
             parts = [encoder(texts.tokens(p, device)).float() for p in torch.split(order, PASS)]
         z = torch.cat(parts)
         unit = torch.empty_like(z)
         unit[order.to(device)] = torch.nn.functional.normalize(z, dim=-1)
         return unit
 
-    def artifacts(self, encoder: TextEncoder, loss_fn: ContrastiveLoss | None) -> Arrays:
+    def artifacts(self, encoder: TextEncoder, loss_fn: ContrastiveLoss) -> Arrays:
         """What a few training queries are offered as negatives: by the loss's table, if any."""
         task, data = self.task, self.task.data
         if not len(data.train):
             return {}
-        tables = [] if loss_fn is None else list(loss_fn.tables)
+        tables = loss_fn.tables
         table = tables[0].embeddings if tables else self.embed(encoder, task.documents)
-        chosen = torch.linspace(0, len(data.train) - 1, min(SHOWN, len(data.train))).long().tolist()
+        chosen = evenly(len(data.train), SHOWN).tolist()
         z = self.embed(encoder, task.queries["train"])[chosen]
         scores = (z @ table.T.to(z.dtype)).cpu()
         best = [max(data.train.relevant[n].items(), key=lambda pair: pair[1])[0] for n in chosen]

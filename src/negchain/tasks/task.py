@@ -4,17 +4,18 @@ The trainer's step with a task, in which `Want(ids, tower)` names what to encode
 
     index [B] ──► task.batch(index, step)             ids for either tower, arguments of the loss
               ──► loss_fn.request(index, ...)         more to encode: carried states, draws, tables
-              ──► task.inputs([wants], step, row)     whatever the tower eats
+              ──► task.inputs([wants], step, row)     what the tower takes
               ──► tower(inputs) ──► loss
 
-A position is a sample's for ever: chains, tables, data order and checkpoints refer to it.
+A sample keeps its position for ever: chains, tables, data order and checkpoints refer to it.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 
 from negchain.losses import ContrastiveLoss
 from negchain.losses.request import Want
+from negchain.train.device import autocast_dtype
 from negchain.train.presets import ConfigError
 
 if TYPE_CHECKING:
@@ -31,36 +33,70 @@ if TYPE_CHECKING:
 
 Numbers = dict[str, float]
 Arrays = dict[str, NDArray[Any]]
+SPLITS = {"validation": "", "test": "test_"}
+"""Splits of held-out data, and what stands before the names of their numbers."""
 
 
 class Batch(NamedTuple):
-    """What a step encodes for its positions: ids for either tower, and what the loss is told."""
+    """What a step encodes for its positions: ids for either tower, and arguments of the loss."""
 
     anchors: Tensor  # [B]
     keys: Tensor  # [B]
     told: dict[str, Any]
-    """Of `key_index`, `known`, `augmentation`: as in the call of a loss."""
+    """Some of `key_index`, `known` and `augmentation`, as in the call of a loss."""
 
 
 @contextmanager
 def judged(
     encoder: nn.Module, device: torch.device, autocast: torch.dtype | None
 ) -> Iterator[None]:
-    """The encoder as it is judged: in eval mode, without gradient, in the run's arithmetic."""
+    """The encoder in eval mode, without gradient, in the run's arithmetic; then as it was."""
+    before = encoder.training
     encoder.eval()
     try:
         with torch.no_grad(), torch.autocast(device.type, autocast, enabled=autocast is not None):
             yield
     finally:
-        encoder.train()
+        encoder.train(before)
+
+
+def evenly(size: int, count: int) -> Tensor:
+    """At most `count` positions below `size`, evenly from the first to the last."""
+    return torch.linspace(0, size - 1, min(count, size)).long()
+
+
+def variance(embeddings: Tensor) -> float:  # [N,D]
+    """Mean squared distance of unit embeddings from their mean.
+
+    Near 1 when they spread over the sphere, 0 when they have collapsed to a point.
+
+    >>> variance(torch.eye(4).double())
+    0.75
+    """
+    centre = torch.nn.functional.normalize(embeddings, dim=-1).mean(0)
+    return float(1 - centre.square().sum())
 
 
 class Judge(ABC):
-    """What a run is judged by; leaves the encoder in training mode."""
+    """What a run is judged by; leaves the encoder in the mode it was in."""
+
+    def __init__(self, task: Any) -> None:
+        self.task = task
+
+    def judged(self, encoder: nn.Module) -> AbstractContextManager[None]:
+        """The encoder in eval mode, in the arithmetic of the run; see `judged`."""
+        return judged(encoder, self.task.device, self.task.autocast)
+
+    def sample(self) -> Tensor:  # [P]
+        """Positions of the training samples on which the exact loss is computed: always these."""
+        config, size = self.task.config, self.task.num_samples
+        generator = torch.Generator().manual_seed(config.seed)
+        chosen = torch.randperm(size, generator=generator)[: config.probe_samples]
+        return chosen.sort().values
 
     @abstractmethod
     def before(self, encoder: Any) -> Numbers:
-        """Of an encoder before its first step: `quick`, and what any result must beat."""
+        """The numbers of `quick` before the first step, and what any result must beat."""
 
     @abstractmethod
     def quick(self, encoder: Any) -> Numbers:
@@ -72,17 +108,20 @@ class Judge(ABC):
 
     @abstractmethod
     def baselines(self, line: Mapping[str, Any]) -> Numbers:
-        """The part of `before`, as the log has it, that a result is held against."""
+        """The numbers of `before`, as the log has them, that a result is compared with."""
 
-    @abstractmethod
+    best_by: str
+    """The number by which the best encoder is kept."""
+
     def score(self, numbers: Mapping[str, float]) -> float:
-        """By which the best encoder is kept: greater is better."""
+        """`best_by`, greater is better; where it is missing the exact loss decides."""
+        return numbers.get(self.best_by, -numbers.get("global_loss", math.inf))
 
     def previews(self) -> Arrays:
         """Arrays for the report of a run that has just begun."""
         return {}
 
-    def artifacts(self, encoder: Any, loss_fn: ContrastiveLoss | None) -> Arrays:
+    def artifacts(self, encoder: Any, loss_fn: ContrastiveLoss) -> Arrays:
         """Arrays for the report of a finished run, previews included."""
         return self.previews()
 
@@ -99,11 +138,11 @@ class Task(ABC):
     fingerprint: str
     """A hash by which a resumed run knows its data."""
     layout: Mapping[str, Any] = {}
-    """Of `views`, `symmetric`, `num_keys`: as every loss is constructed."""
+    """Some of `views`, `symmetric` and `num_keys`, with which every loss is constructed."""
     key_counts: Tensor | None = None
-    """[num_keys] with `num_keys`: anchors of a pass that have each key, or their mean number."""
+    """[num_keys], where `num_keys` is set: how many anchors have each key, in the mean."""
     loss_options: Mapping[str, Any] = {}
-    """Options of methods that suit the data and are no settings: see `negchain.methods`."""
+    """Options of methods that follow from the data and are no settings (`negchain.methods`)."""
     versions: int = 1
     """Stored versions of an item: ids of wants are `item * versions + version`."""
     one_pass: bool = True
@@ -111,7 +150,7 @@ class Task(ABC):
     resident: bool = True
     """Inputs are made on the device; False: batches are loaded by `load_ahead`."""
     capturable: bool = False
-    """On a GPU a step has fixed shapes and asks nobody: it can be a CUDA graph."""
+    """On a GPU a step has fixed shapes and asks the host for nothing: it can be a CUDA graph."""
     notes: Sequence[str] = ()
     """Sentences about what was decided for the user."""
     skipped: Sequence[tuple[str, str]] = ()
@@ -122,11 +161,11 @@ class Task(ABC):
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
         self.device = torch.device("cpu")
-        self.autocast: torch.dtype | None = None
+        self.autocast: torch.dtype | None = None  # of the encoder's arithmetic; None: its own
 
-    def place(self, device: torch.device, autocast: torch.dtype | None) -> None:
-        """Make ready for steps on a device; `autocast` is the dtype of the encoder's arithmetic."""
-        self.device, self.autocast = device, autocast
+    def place(self, device: torch.device) -> None:
+        """Make ready for steps on a device."""
+        self.device, self.autocast = device, autocast_dtype(self.config, device)
 
     @abstractmethod
     def info(self) -> dict[str, Any]:
@@ -136,18 +175,21 @@ class Task(ABC):
     def build(self) -> tuple[Any, list[str]]:
         """The encoder with fresh weights on the device, and sentences about what was chosen."""
 
-    @abstractmethod
     def start_from(self, encoder: Any, pretrained: str) -> str:
         """Load the weights --pretrained names; returns a sentence about what was found."""
+        raise ConfigError(
+            f"--pretrained goes with images, and --task is {self.config.task}; leave it out (texts "
+            "have the weights in the folder --encoder names)"
+        )
 
     def towers(self, encoder: Any) -> tuple[nn.Module, nn.Module]:
         """The towers of anchors and of keys; one module for both where they are the same."""
         return encoder, encoder
 
     def beta(self, encoder: Any) -> float | Tensor:
-        """The loss's inverse temperature; where it is learned a parameter of the encoder.
+        """The loss's inverse temperature: a number, or, where it is learned, a tensor.
 
-        Or a tensor computed from one, which is then asked for at every step.
+        That is a parameter of the encoder, or computed from one; then every step asks for it anew.
         """
         return self.config.beta
 
@@ -163,14 +205,14 @@ class Task(ABC):
     def inputs(
         self, wants: Sequence[Want], step: Tensor, row: int | Tensor, loaded: Any = None
     ) -> Any:
-        """Whatever the tower of these wants eats, one row per id in order.
+        """What the tower of these wants takes, one row per id, in order.
 
         Args:
             wants: of one tower; with `one_pass` of both.
             step: number of the step, on the device.
-            row: of the step's draws that the first id has, and the others follow; [R] where other
-                ranks have some of the rows.
-            loaded: what `load_ahead` gave for the batch; its wants come first.
+            row: the row of the step's random draws that belongs to the first id; the next ids have
+                the next rows. [R]: the row of every id, where other ranks have some of them.
+            loaded: what `load_ahead` gave for the batch, whose wants come first.
         """
 
     def watch(self, embeddings: Tensor, index: Tensor) -> None:
@@ -193,8 +235,8 @@ class Task(ABC):
         """Take the user's own augmentation, before `place`."""
         raise ConfigError(f"augment= is for images, and --task is {self.config.task}; leave it out")
 
-    def load_ahead(self, positions: Tensor, first: int) -> Iterator[Any]:
-        """What is loaded for the batches [T, B] of the steps from `first` on, in order."""
+    def load_ahead(self, positions: Tensor) -> Iterator[Any]:
+        """What is loaded for the next batches [T, B], in order."""
         raise NotImplementedError
 
     @abstractmethod

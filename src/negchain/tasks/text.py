@@ -18,14 +18,14 @@ from torch import Tensor, nn
 
 from negchain.encoders import refuse_weights
 from negchain.files import read_object
-from negchain.printable import show
+from negchain.printable import reason, show
 from negchain.train.presets import ConfigError
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
 
 Role = Literal["query", "document"]
-Tokens = dict[str, Any]  # what a sentence-transformers model eats, and "role"
+Tokens = dict[str, Any]  # what a sentence-transformers model takes, and "role"
 
 PROMPTS = {"query": ("query",), "document": ("document", "passage", "corpus")}
 """Names under which models keep what stands before a text, as in their `encode_query`."""
@@ -52,7 +52,7 @@ def check_model_folder(folder: str | None, option: str = "--encoder") -> None:
             f"{option} must be the folder of a sentence-transformers or transformers model, and "
             f"{given}; nothing is fetched here: hf download NAME --local-dir FOLDER gets one"
         )
-    for file in Path(folder).rglob("*"):  # libraries would wait for somebody to write
+    for file in Path(folder).rglob("*"):  # a library that reads a pipe would wait for ever
         if file.exists() and not (file.is_file() or file.is_dir()):
             raise ConfigError(
                 f"{option} {show(folder)} must hold plain files, and {show(file.name)} is a pipe "
@@ -62,23 +62,22 @@ def check_model_folder(folder: str | None, option: str = "--encoder") -> None:
 
 @contextmanager
 def explained(option: str, folder: str) -> Iterator[None]:
-    """Refuse a model's folder for whatever libraries find wrong: they raise nearly every type."""
+    """Turn any error that a library raises for a model's folder into a refusal."""
     try:
         yield
     except ConfigError:
         raise
     except Exception as error:
-        reason = str(error).split("\n")[0] or type(error).__name__
         raise ConfigError(
             f"{option} {folder} must hold a model that transformers can load and run, but "
-            f"{reason}; restore the folder or name another"
+            f"{reason(error)}; restore the folder or name another"
         ) from error
 
 
 def _check_sizes(folder: str) -> None:
-    """Refuse sizes that are not in the files: missing weights are made up, as large as asked for.
+    """Refuse a config that asks for more weights than the files hold.
 
-    Weights may be packed, eightfold at most.
+    Libraries make up missing weights, of any size. Files may be packed, eightfold at most.
     """
     files = [file.resolve() for file in Path(folder).rglob("*") if file.is_file()]
     for file in Path(folder).rglob("config.json"):
@@ -91,14 +90,14 @@ def refuse_larger(
 ) -> None:
     """Refuse a config whose weights cannot be in a file of so many bytes, before it is built.
 
-    Whoever wrote the file chose the sizes. On torch's meta device a model takes no memory. `build`
-    takes the config's entries; without it they are transformers'.
+    Others may have written the file. On torch's meta device a model takes no memory. `build` makes
+    a model of the config's entries; by default transformers does.
 
     >>> refuse_larger({"in_features": 1000, "out_features": 1000}, 1000, nn.Linear)
     Traceback (most recent call last):
     ValueError: this model has 3 MB of weights and the file has 0 MB
     """
-    if found := [n for n in _layers(described) if n > MOST_LAYERS]:  # making them takes for ever
+    if found := [n for n in _layers(described) if n > MOST_LAYERS]:  # they take too long
         raise ValueError(f"layers must be at most {MOST_LAYERS}, got {found[0]}")
     with torch.device("meta"):
         model = (build or _fresh)(**described)
@@ -151,7 +150,7 @@ class TextEncoder(nn.Module):
         self.embedding_dim, self.project = dim or width, None
         if dim is not None:
             if type(self.model[-1]).__name__ == "Normalize":
-                del self.model[-1]  # the loss's affair
+                del self.model[-1]  # the loss normalises
             self.project = nn.Linear(width, dim, bias=False)
 
     @classmethod
@@ -160,7 +159,7 @@ class TextEncoder(nn.Module):
         return cls(described["folder"], described["max_length"], described.get("dim"))
 
     def train(self, mode: bool = True) -> TextEncoder:
-        """Into training mode, but for dropout beside another tower."""
+        """Set the mode; beside another tower the model stays in eval mode, without dropout."""
         super().train(mode)
         if self.project is not None:
             self.model.eval()
@@ -168,14 +167,14 @@ class TextEncoder(nn.Module):
 
     @staticmethod
     def refuse_larger(described: Mapping[str, Any], num_bytes: int) -> None:
-        """See `refuse_larger`: whoever wrote the file named the folder as well."""
+        """See the function `refuse_larger`; the file names the folder as well."""
         file = Path(described.get("folder") or described["name"], "config.json").resolve()
         config = read_object(file) if file.is_file() else {}
         if "model_type" in config:
             refuse_larger(config, num_bytes)
 
     def forward(self, tokens: Mapping[str, Any]) -> Tensor:  # -> [R, D]
-        """Embeddings; of models with routes, by that of the role."""
+        """Embeddings; a model with routes uses that of the role."""
         count = len(tokens["input_ids"])
         parts = [slice(None)]
         if not torch.is_grad_enabled():
@@ -257,9 +256,9 @@ class Texts:
         return len(self.rows)
 
     def tokens(self, places: Tensor, device: torch.device) -> Tokens:  # [R] -> ids, mask [R, T]
-        """What the encoder eats for the texts at some places, as long as the longest of them.
+        """What the encoder takes for the texts at some places, as long as the longest of them.
 
-        Places on the device of `pad` get its one length, and nobody asks which they are.
+        Places on the device of `pad` get the one length it made; the host does not read them.
         """
         if self.padded is not None and self.padded[0].device == places.device:
             ids, mask = (table[places].long() for table in self.padded)
@@ -275,9 +274,9 @@ class Texts:
         self.padded = ids.to(device), mask.bool().to(device)
 
     def stand_padding(self, encoder: TextEncoder) -> bool:
-        """Whether the shortest texts keep their embeddings beside the longest.
+        """Whether the shortest texts keep their embeddings when padded to the longest.
 
-        Not where an encoder in eval mode counts positions from padding on, or mixes it in.
+        They do not where an encoder counts positions from the padding on, or mixes padding in.
         """
         _, first = np.unique([len(row) for row in self.rows], return_index=True)
         some, device = torch.from_numpy(first[:4]), encoder.model.device  # one may be a mere prompt
@@ -304,7 +303,7 @@ def try_out(tower: nn.Module, tokens: Mapping[str, Tensor]) -> None:
 
 
 def read_tokenizer(folder: str) -> Any:
-    """The tokenizer of such a folder."""
+    """The tokenizer of a model's folder."""
     check_model_folder(folder, "--text-encoder")
     from transformers import AutoTokenizer
 

@@ -1,4 +1,17 @@
-"""The trainer: configuration, presets, run folders and checkpoints."""
+"""The trainer. It knows no task by name.
+
+| file | what it holds |
+|---|---|
+| `config.py`, `presets.py`, `resolve.py` | settings: each with its rule; by name; what counts |
+| `start.py` | a new run, or one to resume, from settings to `trainer.Run` |
+| `trainer.py`, `step.py` | the loop, and one step of it |
+| `order.py`, `reading.py`, `device.py` | batches; numbers from the device; where to compute |
+| `run_folder.py`, `checkpoint.py`, `loggers.py` | what a run writes |
+| `stopping.py` | signals and divergence |
+| `team.py`, `joint_norm.py`, `sharded.py` | several processes: ranks, BatchNorm, FSDP2 |
+| `sharing.py` | several runs on one GPU |
+| `pretrained.py`, `trained.py` | weights to start from; a finished encoder at work |
+"""
 
 from __future__ import annotations
 
@@ -44,7 +57,7 @@ def run(
     settings = {k: fspath(v) if isinstance(v, PathLike) else v for k, v in settings.items()}
     config = resolve(settings.pop("preset", None), settings)
     with joined() as team:
-        begun, _ = start(config, show, augment)
+        begun = start(config, show, augment)
         with begun.folder:
             begun.train(Progress(show and team.leads))
     return begun.folder.path

@@ -1,11 +1,12 @@
 """Checkpoints that are complete or absent: atomic to write, checked to read.
 
-A file `step-000001234.pt` is a `torch.save` archive followed by a footer with the SHA-256 of the
-archive; `best.pt` is the same, outside the count of those that are kept. Writing goes to a hidden
-file in the same folder, to the disk (fsync), then under its name (rename, fsync of the folder);
-older ones are deleted only after that. So a process killed at any moment, or a machine without
-power, leaves the previous checkpoints readable, and the footer tells a half-written or damaged file
-from a good one, which the archive's own format does not do for every bit.
+A file `step-000001234.pt` is a `torch.save` archive, followed by a footer with its SHA-256. The
+footer tells a damaged file from a good one; the archive's own format does not do so for every bit.
+`best.pt` has the same form, and does not count among the latest that are kept.
+
+A file is written under a hidden name in the same folder, forced to the disk (fsync) and renamed.
+Older ones are deleted only after that. So a process killed at any moment, or a power cut, leaves
+the previous checkpoints readable.
 """
 
 import hashlib
@@ -22,6 +23,7 @@ from typing import Any, BinaryIO
 import torch
 
 from negchain.files import FileRefused, open_plain, real_folder, replacing
+from negchain.printable import reason
 
 CHECKPOINT_SCHEMA = 3
 """Number of the layout of a checkpoint's state; raise it when the trainer changes the layout."""
@@ -44,7 +46,7 @@ class Loaded:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """The sentences, for who wanted the newest."""
+        """The warnings, each with the step that was read instead."""
         return tuple(f"{warning}; step {self.step} is used instead" for warning in self.warnings)
 
 
@@ -67,8 +69,8 @@ def save(folder: Path, state: dict[str, Any], step: int, keep: int) -> Path:
         stale.unlink()
     path = folder / f"step-{step:09d}.pt"
     _write(path, state, step)
-    # A later step than this one is a damaged file that the resumed run had to step back from; it
-    # must not count among the latest, or pruning would delete a good one in its favour.
+    # A file of a later step is a damaged one, which the resumed run had to skip. It does not count
+    # among the latest: else a good one would be deleted and the damaged one kept.
     past = [p for s, p in _checkpoints(folder) if s <= step]
     for _, old in _checkpoints(folder):
         if old not in past[-keep:]:
@@ -107,9 +109,9 @@ def load_named(folder: Path, name: str) -> Loaded:
 def load_latest(folder: Path) -> Loaded | None:
     """Read the newest undamaged checkpoint of `folder`; None if it holds none at all.
 
-    Damaged files are skipped in favour of older ones and named in `Loaded.warnings`. If every file
-    is damaged, or the newest good one was written with another schema, `FileRefused` says so:
-    starting afresh in their place is the user's decision.
+    Damaged files are skipped, and named in `Loaded.warnings`. If every file is damaged, or the
+    newest good one was written with another schema, `FileRefused` says so: to start afresh is for
+    the user to decide.
     """
     found = _checkpoints(folder)
     warnings: list[str] = []
@@ -136,7 +138,7 @@ def largest(folder: Path) -> int | None:
 
 
 class _Damaged(Exception):
-    """The file is not a whole checkpoint."""
+    """The file is not what was written, or not ours."""
 
 
 class _HashingWriter:
@@ -182,13 +184,7 @@ def _read(path: Path) -> dict[str, Any]:
         with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as archive:
             if footer != _FOOTER + hashlib.sha256(archive).hexdigest().encode():
                 raise _Damaged("its checksum does not match")
-            try:
-                refuse_compressed(archive, size)
-                content = torch.load(archive, map_location="cpu", weights_only=True)  # type: ignore[arg-type]
-            except pickle.UnpicklingError as error:  # torch's words advise to run it
-                raise _Damaged("it holds more than tensors, numbers and text") from error
-            except Exception as error:  # a matching checksum proves nothing about who wrote it
-                raise _Damaged(str(error).split("\n")[0] or type(error).__name__) from error
+            content = load_tensors(archive)  # the checksum does not say who wrote it
     shape = {"schema": int, "step": int, "state": dict}
     if not isinstance(content, dict) or any(
         type(content.get(name)) is not kind for name, kind in shape.items()
@@ -197,14 +193,31 @@ def _read(path: Path) -> dict[str, Any]:
     return content
 
 
-def refuse_compressed(archive: mmap.mmap, size: int) -> None:
-    """`torch.save` stores; a compressed archive could expand to any size."""
+def load_tensors(archive: mmap.mmap, *, old: bool = False) -> Any:
+    """What `torch.save` wrote: tensors, numbers and text. Nothing in it is run.
+
+    Args:
+        archive: a file, or its part, in memory.
+        old: files of torch before 1.6, which are no zip archives, are read too.
+    """
+    try:
+        if not old or zipfile.is_zipfile(archive):  # type: ignore[arg-type]
+            _refuse_compressed(archive)
+        archive.seek(0)
+        return torch.load(archive, map_location="cpu", weights_only=True)  # type: ignore[arg-type]
+    except pickle.UnpicklingError as error:  # torch's words advise to run it
+        raise _Damaged("it holds more than tensors, numbers and text") from error
+    except Exception as error:  # torch and zipfile have many
+        raise _Damaged(reason(error)) from error
+
+
+def _refuse_compressed(archive: mmap.mmap) -> None:
+    """`torch.save` does not compress; a compressed archive could expand to any size."""
     with zipfile.ZipFile(archive) as members:  # type: ignore[call-overload]
         found = members.infolist()
-    archive.seek(0)
     if any(m.compress_type != zipfile.ZIP_STORED for m in found):
         raise _Damaged("its archive is compressed, which ours never is")
-    if sum(m.file_size for m in found) > size:
+    if sum(m.file_size for m in found) > len(archive):
         raise _Damaged("its archive claims more bytes than it has")
 
 

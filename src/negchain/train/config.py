@@ -1,12 +1,11 @@
 """What a run is: one frozen dataclass that refuses wrong types, unknown names, values out of range.
 
-A field and what is known of it (help, rule, place in `--help`) stand together. Nothing here looks
-at the machine, so a run's config.json can be read anywhere; `negchain.train.resolve` does.
+Each field stands beside its help, its rule and its place in `--help`. Nothing here looks at the
+machine, so that a config.json can be read on any; `negchain.train.resolve` does look.
 """
 
 import functools
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from types import NoneType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -16,7 +15,7 @@ from negchain.printable import show
 from negchain.train import presets
 from negchain.train.presets import ConfigError, choose
 
-__all__ = ["ConfigError", "Setting", "TrainConfig", "flag", "from_json", "hints",
+__all__ = ["ConfigError", "Setting", "TrainConfig", "flag", "from_saved", "hints",
            "method_named", "same_run", "setting_of"]  # fmt: skip
 
 
@@ -36,9 +35,9 @@ class Setting:
     rule: Rule | None = None
     """What a value must fulfil, and that in words."""
     choices: Callable[[], tuple[str, ...]] | None = None
-    """The names a text may be now; a Literal has its own."""
+    """The names a text may be at this time: tasks and methods are registered while running."""
     free: bool = False
-    """May change when a run is continued: where and how it runs, never what it computes."""
+    """May change when a run is resumed: where and how it runs, never what it computes."""
     zero_is_none: bool = False
     """0 takes back what a preset or a data set asked for."""
 
@@ -224,7 +223,7 @@ def flag(name: str) -> str:
 
 
 def method_named(option: str, value: object) -> str:
-    """The method's own name, for that or another people know it by.
+    """The name of a method, given that or one of its aliases.
 
     >>> method_named("--method", "simclr")
     'infonce'
@@ -271,7 +270,7 @@ def _settings() -> dict[str, Setting]:
 
 
 def same_run(a: TrainConfig, b: TrainConfig) -> list[str]:
-    """What differs between `a` and `b` and must not if `b` is to continue `a`; empty if nothing.
+    """A clause for every setting that differs, and must not if `b` is to continue `a`.
 
     >>> same_run(TrainConfig(), TrainConfig(batch_size=32, workers=7))
     ['--batch-size was 64 and is now 32']
@@ -283,19 +282,13 @@ def same_run(a: TrainConfig, b: TrainConfig) -> list[str]:
     ]
 
 
-def from_json(text: str) -> TrainConfig:
-    """Settings from JSON; a missing key takes its default, an unknown one is refused.
+def from_saved(values: Mapping[str, Any]) -> TrainConfig:
+    """Settings as a config.json has them; a missing one has its default, an unknown is refused.
 
-    >>> from_json('{"beta": 5}').beta
+    >>> from_saved({"beta": 5, "commit": "unknown"}).beta
     5.0
     """
-    try:
-        values = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"the config must be JSON, but {error}; restore the file") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"the config must be a JSON object, got {show(values)}")
-    values = {name: value for name, value in values.items() if name not in RECORDED}
-    for name in values:
+    given = {name: value for name, value in values.items() if name not in RECORDED}
+    for name in given:
         choose("the setting", name, hints())
-    return TrainConfig(**values)
+    return TrainConfig(**given)

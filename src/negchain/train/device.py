@@ -21,13 +21,13 @@ def choose_device(name: str) -> torch.device:
 
 
 def autocast_dtype(config: TrainConfig, device: torch.device) -> torch.dtype | None:
-    """bf16 where asked for, and on a GPU unless told otherwise."""
+    """bfloat16 if --precision asks for it, or is auto on a GPU; None: the encoder's own."""
     bf16 = config.precision == "bf16" or (config.precision == "auto" and device.type == "cuda")
     return torch.bfloat16 if bf16 else None
 
 
 def in_double(encoder: nn.Module) -> None:
-    """Let an encoder compute in float64, whatever it, or a part of it, is given."""
+    """Let an encoder compute in float64: it, and each of its parts, widens what it is given."""
 
     def wider(module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(
@@ -39,7 +39,7 @@ def in_double(encoder: nn.Module) -> None:
 
 
 def check_ranks(config: TrainConfig, device: torch.device) -> None:
-    """Refuse more ranks than a batch has samples, and of a machine than it has GPUs."""
+    """Refuse more ranks than a batch has samples, and more on a machine than it has GPUs."""
     world = here().world
     if config.batch_size < world:
         raise ConfigError(

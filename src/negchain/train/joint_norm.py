@@ -61,7 +61,7 @@ def _remember(layer: _BatchNorm, mean: Tensor, var: Tensor) -> None:
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over ranks; each rank's part has the gradients of all of them.
+    """The sum over ranks; its gradient is the sum of all ranks' gradients.
 
     (torch.distributed.nn's all_reduce, which torch 2.15 deprecates for a private one.)
     """

@@ -16,13 +16,11 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from negchain.files import is_plain, read_object, real_folder, replacing
 from negchain.train.config import TrainConfig
 from negchain.train.presets import ConfigError
-
-Kind = Literal["tensorboard", "wandb", "mlflow", "none"]
 
 
 class Logger(Protocol):
@@ -32,27 +30,27 @@ class Logger(Protocol):
         """The numbers of a step."""
 
     def close(self) -> None:
-        """No more will come."""
+        """The run has ended."""
 
 
-def check(kind: Kind) -> None:
+def check(kind: str) -> None:
     """Refuse a logger whose package is not installed, before anything is read."""
     if kind != "none" and importlib.util.find_spec(kind) is None:
         raise ConfigError(f"--logger {kind} needs its package: pip install {kind}")
 
 
-def open_logger(config: TrainConfig, folder: Path, purge_step: int | None) -> Logger:
-    """The logger the settings name; `purge_step`: what TensorBoard has from there on is void."""
+def open_logger(config: TrainConfig, folder: Path, purge_step: int | None) -> Logger | None:
+    """The logger the settings name, if any; TensorBoard drops what it has from `purge_step` on."""
     name = config.name or folder.resolve().name
     if config.logger == "wandb":
         return _WandB(folder, name, for_others(config))
     if config.logger == "mlflow":
         return _MLflow(folder, name, for_others(config))
-    return _Nothing() if config.logger == "none" else _TensorBoard(folder, purge_step)
+    return None if config.logger == "none" else _TensorBoard(folder, purge_step)
 
 
 def for_others(config: TrainConfig) -> dict[str, Any]:
-    """Settings as others may see them: of absolute paths the last name, no folders of ours.
+    """Settings for other people: absolute paths are cut to their last name, our folders left out.
 
     >>> for_others(TrainConfig(data="/home/me/photos", out="/home/me/run"))["data"]
     'photos'
@@ -66,14 +64,6 @@ def for_others(config: TrainConfig) -> dict[str, Any]:
         for key, value in asdict(config).items()
         if key not in ("out", "root")
     }
-
-
-class _Nothing:
-    def log(self, numbers: Mapping[str, float], step: int) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 class _TensorBoard:

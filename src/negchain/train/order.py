@@ -50,10 +50,6 @@ class DataOrder:
             begin : begin + self.batch_size
         ]
 
-    def batches(self, first: int, last: int) -> Tensor:
-        """Positions of the batches of steps first .. last - 1, [T, B]."""
-        return torch.stack([self.batch(step) for step in range(first, last)])
-
 
 @functools.lru_cache(maxsize=4)
 def _permutation(num_samples: int, seed: int, epoch: int) -> Tensor:

@@ -1,8 +1,9 @@
 """Named settings: the paper's hyper-parameter table, and what suits each data set.
 
 `PRESETS` holds whole experiments of the paper by name, `DATA_DEFAULTS` what a data set needs when
-nothing else is said. Both are plain dictionaries of `TrainConfig` fields; `config.resolve` lays
-them over each other. It also holds the error every unknown name ends in.
+nothing else is said. Both are plain dictionaries of `TrainConfig` fields, which
+`negchain.train.resolve` lays over each other. `ConfigError`, and `choose`, which raises it for an
+unknown name, are here because settings and tasks both import this module.
 
 Sources. [T] the paper's table of hyper-parameters (appendix "Experiment Details"); [D] its table
 of data sets; [P] its text; [R] the recipe of the authors' README and defaults, where the paper is
@@ -178,12 +179,3 @@ TEXT_DEFAULTS: dict[str, Value] = {
 # Learning rates of one optimizer mean nothing to another: used when --optimizer is given alone.
 # LARS is missing because its rate grows with the batch: 0.075 * sqrt(b), as in SimCLR.
 OPTIMIZER_LR: dict[str, float] = {"sgd": 0.05, "adam": 1e-3, "adamw": 1e-3}
-
-
-def preset(name: str) -> dict[str, Value]:
-    """Return a copy of the settings of a preset.
-
-    >>> preset("stl10-b32")["lr"]
-    0.0001
-    """
-    return dict(PRESETS[choose("--preset", name, PRESETS)])

@@ -7,25 +7,23 @@ Nothing is unpickled but tensors.
 from __future__ import annotations
 
 import mmap
-import pickle
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import timm
-import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
 from negchain import tasks
 from negchain.encoders import Encoder, timm_arguments
 from negchain.files import open_plain
+from negchain.printable import reason
 from negchain.train import checkpoint
 from negchain.train.config import ConfigError
 from negchain.train.run_folder import is_run, load_run_config
 
-# What people's checkpoints put around a state dict, and before the names of a backbone in it.
+# Keys under which other people's checkpoints hold a state dict, and prefixes of its names.
 _WRAPPERS = ("state_dict", "model_state_dict", "model", "net", "encoder", "state")
 _PREFIXES = ("", "backbone.", "module.", "module.backbone.", "encoder.", "model.", "net.",
              "model.backbone.", "encoder_q.", "module.encoder_q.", "image.backbone.")  # fmt: skip
@@ -40,9 +38,8 @@ def load_trained(path: Path, which: str = "latest") -> tuple[Any, checkpoint.Loa
             from a damaged file, `Loaded.notes` says so.
     """
     folder = path / "checkpoints"
-    loaded = checkpoint.load_latest(folder) if which == "latest" else None
-    if which != "latest":
-        loaded = checkpoint.load_named(folder, which)
+    latest = which == "latest"
+    loaded = checkpoint.load_latest(folder) if latest else checkpoint.load_named(folder, which)
     if loaded is None:
         raise ConfigError(f"{path} has no checkpoint yet; let it train, or use --resume")
     return _encoder_of(loaded, folder, tasks.named(load_run_config(path).task)), loaded
@@ -58,9 +55,8 @@ def _encoder_of(loaded: checkpoint.Loaded, source: Path, kind: tasks.Kind) -> An
         encoder = kind.rebuild(described)
         encoder.load_state_dict(weights)
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
-        reason = str(error).split("\n")[0]
         raise ConfigError(
-            f"the newest checkpoint in {source} does not fit the encoder it describes ({reason}); "
+            f"a checkpoint in {source} does not fit the encoder it describes ({reason(error)}); "
             "choose another one"
         ) from error
     return encoder.eval()
@@ -127,9 +123,8 @@ def _from_timm(encoder: Encoder) -> dict[str, Any]:
     try:
         model = timm.create_model(name, pretrained=True, **timm_arguments(encoder.encoder_config))
     except Exception as error:  # no network, mostly; each library in between has errors of its own
-        reason = str(error).split("\n")[0]
         raise ConfigError(
-            f"timm's weights for {name!r} could not be fetched ({reason}); try again with a "
+            f"timm's weights for {name!r} could not be fetched ({reason(error)}); try again with a "
             "network, or give a file of weights"
         ) from error
     return dict(model.state_dict())
@@ -143,7 +138,7 @@ def _from_safetensors(path: Path, encoder: nn.Module) -> dict[str, Any]:
     shapes = {tuple(weight.shape) for weight in own.values()}
     with open_plain(path), safe_open(path, framework="pt") as file:
         there = set(file.keys())
-        # other libraries have names of their own, which whoever builds their models knows
+        # open_clip has names of its own, which `image_text_towers.start_from` translates
         for name in wanted & there if isinstance(encoder, Encoder) else there:
             if tuple(file.get_slice(name).get_shape()) in shapes:
                 found[name] = file.get_tensor(name)
@@ -155,22 +150,15 @@ def read_weights(path: Path, encoder: nn.Module) -> dict[str, Any]:
     try:
         if path.suffix == ".safetensors":
             return _from_safetensors(path.resolve(), encoder)
-        with open_plain(path.resolve()) as file:  # the user named it: a link of a cache is fine
-            if zipfile.is_zipfile(file):
-                with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as archive:
-                    checkpoint.refuse_compressed(archive, len(archive))
-            file.seek(0)
-            content: Any = torch.load(file, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:  # torch's words advise to run it
+        with (
+            open_plain(path.resolve()) as file,  # the user named it: a link of a cache is fine
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as archive,
+        ):
+            content = checkpoint.load_tensors(archive, old=True)
+    except Exception as error:  # half a file, or not a file of weights at all
         raise ConfigError(
-            f"--pretrained {path} holds more than tensors, which is never loaded; give a state "
-            "dict saved by torch.save or as .safetensors"
-        ) from error
-    except Exception as error:  # pickles of other things, half a file, not a file of weights at all
-        reason = str(error).split("\n")[0] or type(error).__name__
-        raise ConfigError(
-            f"--pretrained {path} is no file of weights ({reason}); give a state dict saved by "
-            "torch.save or as .safetensors"
+            f"--pretrained {path} is no file of weights ({reason(error)}); give a state dict saved "
+            "by torch.save or as .safetensors"
         ) from error
     while isinstance(content, dict):
         inner = next((content[k] for k in _WRAPPERS if isinstance(content.get(k), dict)), None)

@@ -10,15 +10,15 @@ from torch import Tensor
 
 from negchain.train.step import TrainStep
 
-NOT_LOGGED = ("nonfinite_rows", "rows_without_negatives")  # zero, or somebody should know
+NOT_LOGGED = ("nonfinite_rows", "rows_without_negatives")  # unless they are above zero
 
 
 class Reading:
-    """Loss, `info` and what the task watched of a step, copied to the host beside the next ones."""
+    """Loss, `info` and what the task watched of a step; copied while the next steps run."""
 
     def __init__(self, step: TrainStep, number: int, watched: Mapping[str, Tensor] = {}) -> None:
         self.step = number
-        self.at = time.perf_counter()  # when the step was done, as far as the host knows
+        self.at = time.perf_counter()  # when the host was done with the step
         self._loss_fn = step.loss_fn
         self._names, values = self._loss_fn.take_info()
         self._watched = list(watched)
@@ -43,7 +43,7 @@ class Reading:
 
 
 def logged(info: Mapping[str, float]) -> dict[str, float]:
-    """Numbers of `info` as metrics.jsonl has them, where exact ones stand beside them.
+    """Numbers of `info` under their names in metrics.jsonl, which has exact losses as well.
 
     >>> logged({"global_loss": 2.0, "nonfinite_rows": 0.0})
     {'estimated_global_loss': 2.0}
@@ -68,5 +68,5 @@ class Clock:
         return self._lapped - before
 
     def steps_per_second(self, step: int, at: float) -> float:
-        """From the first step to this one, which was done `at` that time."""
+        """The speed from the first step to this one, which was done `at` that time."""
         return (step - self._first) / max(at - self._began, 1e-9)

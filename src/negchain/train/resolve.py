@@ -5,8 +5,8 @@
     field default  <  data set's default  <  preset  <  what the user gave,
 
 and remembers what the user gave, because only that can contradict: `--gamma 0.5` with EMC² is a
-mistake, gamma's default standing unused in an EMC² run is not. Only this module looks at the
-machine (folders, GPU), and the task it asks.
+mistake, gamma's default in an EMC² run is not. This module, and the task it asks, are the only ones
+that look at the machine (folders, GPU).
 """
 
 import math
@@ -30,7 +30,7 @@ from negchain.train.config import (
 from negchain.train.presets import choose
 
 _STORED = ("cifar10", "stl10", "stl10-unlabeled")
-# Which choices an option belongs to: option, deciding field, values it goes with, what it is.
+# Options that need a value of another setting: option, that setting, the values, and why.
 _BELONGS: tuple[tuple[str, str, tuple[str | None, ...], str], ...] = (
     ("momentum", "optimizer", ("sgd", "lars"), "Adam has its own"),
     ("download", "data", _STORED, "nothing else can be downloaded"),
@@ -43,9 +43,9 @@ def resolve(
 ) -> TrainConfig:
     """Lay defaults, preset and the user's settings over each other, and refuse contradictions.
 
-    An override of None counts as not given; 0 for `augmentations`, `embedding_dim`, `image_size`
-    or `subset` takes back what a preset or a data set asked for; `temperature` is 1/beta. `saved`,
-    the settings of another run, takes the place of defaults and preset. Folders become absolute.
+    An override of None counts as not given. 0 takes back what a preset or a data set asked for,
+    where a setting allows that (`Setting.zero_is_none`). `temperature` is 1/beta. `saved`, the
+    settings of another run, takes the place of defaults and preset. Folders become absolute.
 
     >>> resolve("stl10-b32", {"epochs": 20}).warmup_epochs  # a tenth of the run
     2.0
@@ -54,7 +54,7 @@ def resolve(
     if saved is not None:
         return _resolve_from(saved, given)
     name = given.pop("preset", preset)
-    chosen = {} if name is None else presets.preset(name)
+    chosen = {} if name is None else presets.PRESETS[choose("--preset", name, presets.PRESETS)]
     data: Any = given.get("data", chosen.get("data", TrainConfig.data))
     if name is not None and "data" not in chosen and "data" not in given:
         raise ConfigError(f"--preset {name} needs --data PATH, the folder of its images")
@@ -81,12 +81,12 @@ def _resolve_from(saved: TrainConfig, given: dict[str, Any]) -> TrainConfig:
     return _on_this_machine(config)
 
 
-def resume(saved: TrainConfig, overrides: Mapping[str, object]) -> TrainConfig:
-    """Settings of a continued run: the saved ones, with what may change on the way changed.
+def continued(saved: TrainConfig, overrides: Mapping[str, object]) -> TrainConfig:
+    """Settings of a resumed run: the saved ones, with those changed that may change.
 
-    A longer --epochs or --steps extends it.
+    A longer --epochs or --steps extends the run.
 
-    >>> resume(TrainConfig(epochs=60), {"log_every": 5, "epochs": 80}).epochs
+    >>> continued(TrainConfig(epochs=60), {"log_every": 5, "epochs": 80}).epochs
     80
     """
     given = _given(overrides)

@@ -9,8 +9,8 @@
     .lock           held while a process trains here
 
 Nothing in the folder may lead outside it (see `negchain.files`).
-Metrics may run ahead of the last checkpoint when a process dies; `truncate_after` takes them back
-to the step from which the run continues, so a resumed run's metrics equal an uninterrupted one's.
+When a process dies, metrics may be ahead of the last checkpoint. `truncate_after` takes them back
+to the step from which the run continues, so that they equal those of an uninterrupted run.
 """
 
 import contextlib
@@ -28,8 +28,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
 
-from negchain.files import is_plain, naming, open_plain, read_text, real_folder, replacing
-from negchain.train.config import ConfigError, TrainConfig, from_json
+from negchain.files import is_plain, naming, open_plain, read_object, real_folder, replacing
+from negchain.train.config import ConfigError, TrainConfig, from_saved
 from negchain.train.loggers import Logger, open_logger
 
 Metric = float | int | str | None
@@ -57,11 +57,11 @@ def require_run(path: Path) -> None:
 def load_run_config(path: Path) -> TrainConfig:
     """The settings of a run folder, less what only the command line may say (`own_settings`)."""
     require_run(path)
-    return own_settings(from_json(read_text(path / "config.json")))
+    return own_settings(from_saved(read_object(path / "config.json")))
 
 
 def own_settings(config: TrainConfig) -> TrainConfig:
-    """The settings of a file somebody else may have written: none to fetch or write by.
+    """Settings of a file that others may have written, without those that fetch or write.
 
     >>> own_settings(TrainConfig(data="cifar10", download=True, root="/home/them")).root
     'data'
@@ -124,7 +124,7 @@ class RunFolder:
         self._lock = lock
         self._metrics: BinaryIO | None = None
         self.logger_settings = TrainConfig()
-        """Of the run: --logger, --name."""
+        """The run's: its --logger and --name count."""
         self._logger: Logger | None = None
         self._purge_step: int | None = None
 
@@ -177,7 +177,8 @@ class RunFolder:
             if self._logger is None:
                 settings, purge = self.logger_settings, self._purge_step
                 self._logger = open_logger(settings, self.path, purge)
-            self._logger.log(numbers, record["step"])
+            if self._logger is not None:
+                self._logger.log(numbers, record["step"])
 
     def sync(self) -> None:
         """Force the metrics to the disk; before a checkpoint, so that it never runs ahead."""
@@ -205,7 +206,7 @@ class RunFolder:
         """Close the files and let go of the folder."""
         try:
             if self._metrics is not None:
-                with contextlib.suppress(OSError):  # what is left unwritten `log` has told
+                with contextlib.suppress(OSError):  # `log` has said what could not be written
                     self._metrics.close()
             if self._logger is not None:
                 with naming(self.path / "tensorboard"):
@@ -223,7 +224,7 @@ class RunFolder:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close it; an error of the block itself is the one to tell."""
+        """Close it; an error of the block goes before one of closing."""
         with contextlib.suppress(OSError) if error is not None else contextlib.nullcontext():
             self.close()
 
@@ -262,7 +263,7 @@ def metric_lines(file: Path) -> list[bytes]:
 
 
 def _lines(file: Path) -> Iterator[bytes]:
-    """The lines of a file one by one; longer ones than any of ours in pieces."""
+    """The lines of a file one by one; those above `LINE_LIMIT` in pieces."""
     with open_plain(file) as content:
         while line := content.readline(LINE_LIMIT):
             yield line
@@ -292,7 +293,7 @@ def _finite(value: Any) -> Any:
 
 
 def refuse_taken(path: Path) -> None:
-    """Refuse a folder that is none, or holds something a run would write."""
+    """Refuse a path that is no folder, and a folder that holds something a run would write."""
     if path.exists() and not path.is_dir():
         raise ConfigError(f"--out must be a folder and {path} is a file; choose another --out")
     if is_run(path):
@@ -332,7 +333,7 @@ def _locked(path: Path) -> BinaryIO:
 
 
 def _require_utf8(path: Path) -> None:
-    """TensorBoard's writer and JSON know no other names."""
+    """Refuse a name that TensorBoard's writer and JSON cannot hold."""
     try:
         str(path).encode()
     except UnicodeEncodeError:

@@ -1,8 +1,8 @@
 """An encoder in parts (`--shard-encoder`): a rank keeps 1/W of weights, gradients and moments.
 
-FSDP2 gathers the weights of a block when it runs and drops them afterwards; gradients arrive as
-means over the ranks, each rank's part alone. Rank 0, which evaluates and writes, has a whole copy
-in host memory; all ranks bring it up to date together. Checkpoints are those of any other run.
+FSDP2 gathers the weights of a block when it runs and drops them afterwards. A rank gets the mean
+gradient of its own part. Rank 0, which evaluates and writes, has a whole copy in host memory; all
+ranks bring it up to date together. Checkpoints are those of any other run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from negchain.optim import load_optimizer
 from negchain.train.team import Team
 
-BLOCK = 1 << 20  # parameters from which on a block is gathered by itself
+BLOCK = 1 << 20  # a block of at least so many parameters is gathered by itself
 
 
 class Shards:
@@ -57,7 +57,7 @@ class Shards:
     def collected(
         self, optimizer: torch.optim.Optimizer, work: Callable[[], Any]
     ) -> Callable[[], Any]:
-        """`work` of rank 0 with the whole encoder as it is now, and its moments; all ranks call."""
+        """Work of rank 0 that finds the whole encoder and its moments; all ranks call this."""
         full = StateDictOptions(full_state_dict=True, cpu_offload=True)
         weights = get_model_state_dict(self.parts, options=full)
         # not get_optimizer_state_dict: before the first step it takes one, and Adam counts it
@@ -108,7 +108,7 @@ class Shards:
 
 
 def _can_be_cut(module: nn.Module) -> bool:
-    """Whether FSDP2 can change a module's class, as it does; not sentence-transformers' own."""
+    """Whether FSDP2 can change a module's class, as it must; sentence-transformers' cannot be."""
     try:
         copy.copy(module).__class__ = type("Cut", (FSDPModule, type(module)), {})
     except TypeError:

@@ -1,9 +1,9 @@
 """Processes that use one GPU at the same time, through NVIDIA's Multi-Process Service (MPS).
 
-Processes of their own get the GPU in turns; as clients of an MPS daemon their kernels run side by
-side, which small batches leave room for. The daemon here is private: it runs as the user, with its
-pipes in a folder of its own, for as long as the `with` block, and serves the one GPU that the runs
-use. A daemon that somebody else runs already is used and left alone.
+Without MPS, processes get the GPU in turns. As clients of an MPS daemon their kernels run side by
+side; small batches leave room for that. The daemon here is private: it runs as the user, for as
+long as the `with` block, with its pipes in a folder of its own, and serves the one GPU that the
+runs use. A daemon that somebody else runs already is used and left alone.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 PROGRAM = "nvidia-cuda-mps-control"
 PIPE, LOG = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"
@@ -25,15 +26,15 @@ DEFAULT_PIPE = "/tmp/nvidia-mps"  # noqa: S108 - where NVIDIA's own daemon liste
 PLACES = ("/usr/local/nvidia/bin", "/usr/bin", "/usr/local/bin", "/usr/local/cuda/bin")
 SHORT = "/tmp"  # noqa: S108 - whatever TMPDIR says: a unix socket's path has at most 107 letters
 PATIENCE = 10.0  # seconds for an answer of the control program
-QUIT = ("quit", "quit -t 1")  # the first waits for clients, the second for a second
+QUIT = ("quit", "quit -t 1")  # the first waits for clients to end, the second one second
 TRIAL_PATIENCE = 30.0  # the first client waits for the server, and both for the driver
 
 APART = {PIPE: os.devnull}  # keeps a process away from any daemon: clients find it by its folder
 NOT_READY = "CUDA error 807"  # a server that is still starting turns clients away
 
-# A client that makes a context and asks, while it has it, which servers there are. It says whether
-# runs will see the GPU (a run that does not would train on the CPU) and really share it. libcuda
-# directly: importing torch takes seconds.
+# A client that makes a CUDA context and then asks which servers there are. It shows whether runs
+# will see the GPU (else they would train on the CPU) and really share it. It uses libcuda directly,
+# because importing torch takes seconds.
 TRIAL = """
 import ctypes, subprocess, sys
 cuda = ctypes.CDLL("libcuda.so.1")
@@ -52,9 +53,9 @@ class Unavailable(Exception):
 
 @contextmanager
 def shared_gpu(jobs: int, *, say: Callable[[str], None]) -> Iterator[dict[str, str]]:
-    """Let `jobs` processes started inside the block share the GPU, and `say` in a line whether.
+    """Let `jobs` processes started inside the block share the GPU; `say` tells whether they do.
 
-    Yields variables to add to a child's environment: some exactly if MPS is used. End the processes
+    Yields variables to add to a child's environment; none if MPS is not used. End the processes
     inside the block: leaving it stops the daemon.
     """
     with ExitStack() as stack:
@@ -108,15 +109,8 @@ def _start(program: str, environment: dict[str, str], folder: Path) -> None:
     try:
         # Into a file: the daemon keeps its output open, and a pipe to it would never end.
         with open(folder / "start.log", "wb") as log:
-            code = subprocess.run(
-                [program, "-d"],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env={**os.environ, **environment},
-                start_new_session=True,  # Ctrl-C is for the runs; the daemon must outlive them
-                timeout=PATIENCE,
-            ).returncode
+            words = [program, "-d"]
+            code = _run(words, environment, PATIENCE, stdout=log, stderr=log).returncode
     except subprocess.TimeoutExpired:
         raise Unavailable(f"MPS did not start within {PATIENCE:g} s") from None
     except OSError as error:
@@ -131,19 +125,12 @@ def _start(program: str, environment: dict[str, str], folder: Path) -> None:
 
 
 def _try_client(program: str, environment: dict[str, str]) -> None:
-    """See one process use the GPU through the daemon, before the runs are sent there."""
+    """Check that a process can use the GPU through the daemon, before the runs do."""
     end = time.monotonic() + TRIAL_PATIENCE
     while True:
         try:
-            trial = subprocess.run(
-                [sys.executable, "-P", "-c", TRIAL, program],
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                env={**os.environ, **environment},
-                start_new_session=True,
-                timeout=max(end - time.monotonic(), 0.1),
-            )
+            words = [sys.executable, "-P", "-c", TRIAL, program]
+            trial = _run(words, environment, max(end - time.monotonic(), 0.1), capture_output=True)
         except subprocess.TimeoutExpired:
             raise Unavailable(f"MPS gave no process the GPU within {TRIAL_PATIENCE:g} s") from None
         if NOT_READY not in trial.stderr or time.monotonic() > end:
@@ -176,18 +163,22 @@ def _stop(program: str, environment: dict[str, str], folder: Path) -> None:
 def _ask(program: str, environment: dict[str, str], command: str) -> bool:
     """Whether the daemon took a command."""
     try:
-        done = subprocess.run(
-            [program],
-            input=f"{command}\n".encode(),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, **environment},
-            start_new_session=True,
-            timeout=PATIENCE,
-        )
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        done = _run([program], environment, PATIENCE, input=f"{command}\n", **quiet)
     except (subprocess.TimeoutExpired, OSError):
         return False
     return done.returncode == 0
+
+
+def _run(
+    words: list[str], environment: dict[str, str], timeout: float, **streams: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run a program. Ctrl-C does not reach it: the daemon must outlive the runs."""
+    streams = streams if "input" in streams else {"stdin": subprocess.DEVNULL, **streams}
+    own = {**os.environ, **environment}
+    return subprocess.run(
+        words, text=True, env=own, start_new_session=True, timeout=timeout, **streams
+    )
 
 
 def _last_line(text: str) -> str:

@@ -1,4 +1,7 @@
-"""Starting a run: from its settings to a `trainer.Run` in a folder of its own."""
+"""How a run begins: `start` makes a new one, `resume` takes up the one in a folder.
+
+Both end in a `trainer.Run` that is ready for its next step; its `notes` are for the user.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +14,26 @@ from typing import Any
 from torch import Tensor
 
 from negchain import tasks
-from negchain.machine import commit, hardware, versions
+from negchain.files import read_object
+from negchain.machine import provenance
 from negchain.tasks.task import Task
-from negchain.train import loggers, trainer
-from negchain.train.config import TrainConfig
+from negchain.train import checkpoint, loggers, trainer
+from negchain.train.config import ConfigError, TrainConfig
 from negchain.train.device import choose_device
-from negchain.train.run_folder import RunFolder, check_writable, default_out, refuse_taken
+from negchain.train.run_folder import (
+    RunFolder,
+    check_writable,
+    default_out,
+    load_run_config,
+    refuse_taken,
+)
 from negchain.train.team import here
 
 
 def start(
     config: TrainConfig, show: bool, augment: Callable[[Tensor], Tensor] | None = None
-) -> tuple[trainer.Run, list[str]]:
-    """A new run, prepared, and what the user should know.
+) -> trainer.Run:
+    """A new run, ready for its first step.
 
     Args:
         config: its settings.
@@ -47,15 +57,74 @@ def start(
         )
         return RunFolder.create(path, config=text)
 
-    run = trainer.prepare(task, folder)
-    return run, [*task.notes, *run.notes]
+    return trainer.prepare(task, folder)
+
+
+def resume(path: Path, config: TrainConfig, show: bool, pretrained: bool) -> trainer.Run:
+    """The run of a folder, ready to go on after its newest checkpoint.
+
+    Args:
+        path: the run folder.
+        config: its settings, with those the user changed; see `resolve.continued`.
+        show: progress of loading data.
+        pretrained: whether the user, and not only the folder, named --pretrained.
+    """
+    saved = load_run_config(path)
+    loggers.check(config.logger)
+    size = checkpoint.largest(path / "checkpoints")
+    _refuse_foreign(path, config, size, pretrained)
+    task = load(config, show)
+    run = trainer.prepare(task, lambda: RunFolder.resume(path), fresh=size is None)
+    try:
+        run.restore()
+        if (config.epochs, config.steps) != (saved.epochs, saved.steps):
+            was = saved.steps or saved.epochs * run.order.steps_per_epoch
+            run.notes.append(
+                f"extended from {was:,} to {run.total_steps:,} steps: from here on the learning "
+                "rate follows the longer schedule"
+            )
+            known = read_object(path / "config.json")
+            known |= {"epochs": config.epochs, "steps": config.steps}
+            if run.team.leads:
+                run.folder.rewrite_config(json.dumps(known, indent=2) + "\n")
+        return run
+    except BaseException:
+        run.folder.close()
+        raise
+
+
+def _refuse_foreign(path: Path, config: TrainConfig, size: int | None, pretrained: bool) -> None:
+    """Refuse what a folder may not ask for by itself: others may have prepared it.
+
+    `size`: bytes of its largest checkpoint; None: it has none. `pretrained`: as above.
+    """
+    if size is not None:
+        encoder = {"name": config.encoder, "channels": 1, "image_size": config.image_size or 224}
+        try:
+            tasks.named(config.task).fits(encoder, size)
+        except ValueError as error:
+            raise ConfigError(
+                f"the checkpoints in {path} cannot be of the encoder its config.json names "
+                f"({error}); restore the file, or start a new run"
+            ) from None
+    elif config.pretrained is not None and not pretrained:
+        raise ConfigError(  # what a file says is never fetched
+            "no checkpoint was written yet, and the run starts from --pretrained "
+            f"{config.pretrained}; give --pretrained again, or start a new run"
+        )
+    known = read_object(path / "config.json").get("data_info")
+    if isinstance(known, dict) and (own := known.get("augment")):
+        raise ConfigError(
+            f"the run in {path} augments by a function of Python ({own}), which the command line "
+            "does not have; start it again with negchain.train.run(augment=...)"
+        )
 
 
 def load(config: TrainConfig, show: bool) -> Task:
     """The task of the settings; what is fetched is fetched by rank 0, before the others look."""
     team = here()
     if config.download and team.world > 1:
-        team.first(lambda: tasks.load(config, show) and None)
+        team.on_rank_0(lambda: tasks.load(config, show) and None)
     return tasks.load(config, show and team.leads)
 
 
@@ -70,8 +139,6 @@ def record(task: Task) -> dict[str, Any]:
     }
     return {
         **asdict(task.config),
-        "versions": versions(),
-        "hardware": hardware(choose_device(task.config.device)),
-        "commit": commit(),
+        **provenance(choose_device(task.config.device)),
         "data_info": data,
     }

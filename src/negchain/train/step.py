@@ -7,7 +7,7 @@ Every random number of step t is a function of (seed, t), every input a tensor t
 is, and nothing asks the device for a value: so the whole step can be captured once and replayed,
 and a resumed run repeats what an uninterrupted one would have done.
 
-What a position is and what a tower eats is the task's matter.
+The task knows what a position is and what a tower takes.
 
 Several ranks share a step: each encodes its rows of the batch and its share of what the loss asks
 for, with the draws one process would use for them; the loss gathers by itself. Gradients are
@@ -20,6 +20,7 @@ Shapes: `B` batch of all ranks, `D` embedding.
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -35,6 +36,7 @@ from negchain.fast.streams import forked, join, new_stream
 from negchain.losses import ContrastiveLoss
 from negchain.losses.distributed import Piece, Ranks, joined
 from negchain.losses.request import Request, Tower, Want
+from negchain.printable import reason
 from negchain.tasks.task import Task
 
 Towers = dict[Tower, fast_encoder.PlainEncoder]
@@ -102,7 +104,11 @@ class TrainStep:
         self._inputs = torch.zeros(size + 1, dtype=torch.int64, device=self.device)
         self.index, self.step = self._inputs[:size], self._inputs[size]  # [B], []
         self.ranks = loss_fn.ranks()
-        self.rows = own_rows(size, self.ranks)
+        rank, world = (0, 1) if self.ranks is None else (self.ranks.rank, self.ranks.world)
+        self._bounds = [size * r // world for r in range(world + 1)]  # of every rank's rows
+        self.rows = slice(self._bounds[rank], self._bounds[rank + 1])
+        own = torch.arange(self.rows.start, self.rows.stop, device=self.device)
+        self._places = None if self.ranks is None else own  # of this rank's rows in the batch
         self.loss = torch.zeros((), dtype=torch.float64, device=self.device)
         self.plain = self._towers(lambda tower: fast_encoder.PlainEncoder(tower, self.autocast))
         self.embed = self.plain
@@ -128,7 +134,7 @@ class TrainStep:
     def try_capture(self) -> bool:
         """`capture`, or warn that this step cannot be recorded; returns whether it was.
 
-        A task hears of it, too, and need not keep to one shape.
+        The task is told as well (`capturable`): it need not keep to one shape then.
         """
         try:
             self.capture()
@@ -136,9 +142,9 @@ class TrainStep:
             raise
         except RuntimeError as error:
             self.task.capturable = False
-            reason = str(error).split("\n")[0]
             warnings.warn(
-                f"the step is no CUDA graph but runs operation by operation, more slowly: {reason}",
+                "the step is no CUDA graph but runs operation by operation, more slowly: "
+                f"{reason(error)}",
                 stacklevel=2,
             )
             return False
@@ -208,7 +214,7 @@ class TrainStep:
         self.loss.copy_(loss.detach())
 
     def _forget_beta(self) -> None:
-        """Drop the graph of a computed beta: what it holds belongs to the stream of its step."""
+        """Drop the autograd graph of a computed beta: it belongs to the step that made it."""
         if isinstance(self.loss_fn.beta, Tensor) and self.loss_fn.beta.grad_fn is not None:
             self.loss_fn.beta = self.loss_fn.beta.detach()
 
@@ -248,7 +254,7 @@ class TrainStep:
             encoded += self._shares(second)
             z_b, *answers = self._encode(self.embed, encoded[1:], anchors.size, loaded)
             answers, drawn = answers[: len(trained)], answers[len(trained) :]
-        row = _count(encoded)
+        row = sum(share.size for share in encoded)
         if self.ranks is None or self.task.state_tensors():
             self.task.watch(self._of_all(z_a.detach()), self.index)
         for position, share in enumerate(asked):
@@ -264,32 +270,26 @@ class TrainStep:
         """The rows of all ranks."""
         if self.ranks is None:
             return rows
-        size, world = len(self.index), self.ranks.world
-        bounds = [size * rank // world for rank in range(world + 1)]
-        counts = [end - begin for begin, end in zip(bounds, bounds[1:], strict=False)]
+        counts = [end - begin for begin, end in itertools.pairwise(self._bounds)]
         return joined({0: Piece(rows[None], counts)}, self.ranks)[0][0]
 
     def _of_batch(self, ids: Tensor, tower: Tower) -> Share:
         """This rank's rows of the batch."""
-        want = Want(ids[self.rows], tower)
-        return Share(want, len(ids), None if self.ranks is None else self._own_rows())
-
-    def _own_rows(self) -> Tensor:
-        return torch.arange(self.rows.start, self.rows.stop, device=self.device)
+        return Share(Want(ids[self.rows], tower), len(ids), self._places)
 
     def _shares(self, request: Request) -> list[Share]:
         """This rank's of what a loss asks for."""
         found, size = [], len(self.index)
         for part, want in zip(request.parts, self._items(request.wants), strict=True):
             count = len(want.ids)
-            if self.ranks is None:
+            if self.ranks is None or self._places is None:
                 found.append(Share(want, count))
             elif part.whole is not None:
                 places = torch.arange(count, device=self.device) + self.ranks.rank * count
                 found.append(Share(want, len(part.whole), places))
             else:  # so many of every row of the batch
                 copies = torch.arange(part.per_row, device=self.device)[:, None] * size
-                places = (copies + self._own_rows()).flatten()
+                places = (copies + self._places).flatten()
                 found.append(Share(want, part.per_row * size, places))
         return found
 
@@ -332,8 +332,8 @@ class TrainStep:
         with torch.no_grad(), statistics_kept(self.encoder):
             return self._encode(self.plain, [share], row)[0][:count]
 
-    def fill(self, told: Callable[[int], None] = lambda done: None) -> None:
-        """Fill the loss's stale tables, where it has any; `told` hears how many rows are done."""
+    def fill(self, report: Callable[[int], None] = lambda done: None) -> None:
+        """Fill the loss's stale tables, if it has any; `report` gets the number of rows done."""
         done = 0
 
         def encode(ids: Tensor, tower: Tower) -> Tensor:
@@ -343,24 +343,13 @@ class TrainStep:
             if tables and self.ranks is not None:  # as one process numbers them
                 places = tables[0].order.places(ids) % FILLED
             z = self._renewed(Share(want, len(ids), places), 0)
-            told(done := done + len(ids) * (1 if self.ranks is None else self.ranks.world))
+            report(done := done + len(ids) * (1 if self.ranks is None else self.ranks.world))
             return z
 
         towers = (lambda ids: encode(ids, "anchors")), (lambda ids: encode(ids, "keys"))
         self.loss_fn.fill(towers, FILLED)
 
 
-def own_rows(size: int, ranks: Ranks | None) -> slice:
-    """The rows of a batch of `size` that are this rank's."""
-    if ranks is None:
-        return slice(0, size)
-    return slice(size * ranks.rank // ranks.world, size * (ranks.rank + 1) // ranks.world)
-
-
 def _rows_of(value: Any, rows: slice) -> Any:
-    """Some rows of what a loss is told per sample: a tensor, or several."""
+    """Some rows of an argument of the loss: a tensor, or several."""
     return tuple(part[rows] for part in value) if isinstance(value, tuple) else value[rows]
-
-
-def _count(shares: Sequence[Share]) -> int:
-    return sum(share.size for share in shares)

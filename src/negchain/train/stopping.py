@@ -1,6 +1,6 @@
-"""How a run ends before its last step: asked to by a signal, or because it has diverged.
+"""How a run ends before its last step: by a signal, or because its loss has diverged.
 
-Signals are answered in one way (`_answered`), in a run and where runs are started.
+`_answered` sets the signal handlers, in a run and in the command that starts runs.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ def stopping(run: Stoppable) -> Iterator[None]:
     """Let SIGINT, SIGTERM and SIGHUP end the run after the current step, with a checkpoint."""
 
     def ask(number: int, frame: FrameType | None) -> None:
-        # asked twice: do not wait any longer; a closed terminal and its shell both send SIGHUP
+        # asked twice: end now. Not for SIGHUP, which a closed terminal and its shell both send.
         if run.stop and number != signal.SIGHUP:
             raise KeyboardInterrupt
         run.stop = True
 
-    # ignored ones too: a job in the background of a script ignores SIGINT, and is sent one on
-    # purpose only; an ignored SIGHUP (nohup) is meant
+    # SIGINT and SIGTERM even if ignored: a script's background job ignores SIGINT, and is sent one
+    # only on purpose. An ignored SIGHUP (nohup) stays ignored.
     with (
         _answered(ask, signal.SIGINT, signal.SIGTERM, ignored=True),
         _answered(ask, signal.SIGHUP),
@@ -58,7 +58,10 @@ def interruptible() -> Iterator[None]:
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """Signals that end the program wait until the block is done: whom it starts, it can end."""
+    """Hold back signals that end the program until the block is done.
+
+    A process that is started inside is then known to whoever has to end it.
+    """
     came: list[int] = []
 
     def remember(number: int, frame: FrameType | None) -> None:
@@ -76,7 +79,7 @@ def _answered(
     *numbers: signal.Signals,
     ignored: bool = False,
 ) -> Iterator[None]:
-    """Answer signals in this way meanwhile; those that are ignored (nohup) only if told."""
+    """Answer signals by `handler` inside the block; with `ignored`, also those now ignored."""
     watched = [s for s in numbers if ignored or signal.getsignal(s) != signal.SIG_IGN]
     before = {s: signal.signal(s, handler) for s in watched}
     try:

@@ -1,13 +1,13 @@
-"""The processes torchrun started for one run: what one of them does while the others wait.
+"""The processes torchrun started for one run: who does what while the others wait.
 
-    leads     rank 0, which alone evaluates, writes and shows progress
-    first     its work; the others wait, hear that it is still there, and get what it found
-    any       what one rank knows (a signal came), all know at the same step
-    joined    the process group; whoever fails first says so, the others end without a word
+    leads       rank 0, which alone evaluates, writes and shows progress
+    on_rank_0   its work; the others wait, hear that it is still there, and get what it found
+    any         what one rank knows (a signal came), all know at the same step
+    joined      the process group; the rank that fails first says so, the others end silently
 
-Collectives of the loss and of gradients use torch's default group (gloo, NCCL on GPUs). What is
-agreed here goes through a gloo group of its own, so that the host never waits for the device, and
-so that a rank that is gone ends in an exception and not in NCCL's abort.
+Collectives of the loss and of gradients use torch's default group (gloo, NCCL on GPUs). Messages
+of this module use a gloo group of their own, so that the host never waits for the device, and so
+that a lost rank ends in an exception and not in NCCL's abort.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from negchain.printable import reason
 from negchain.train.presets import ConfigError
 
 if TYPE_CHECKING:  # torch takes seconds
@@ -43,7 +44,7 @@ class Team:
 
     Example:
         >>> team = Team()
-        >>> team.leads, team.any(False), team.first(lambda: 3)
+        >>> team.leads, team.any(False), team.on_rank_0(lambda: 3)
         (True, False, 3)
     """
 
@@ -70,8 +71,11 @@ class Team:
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
         return bool(found)
 
-    def first(self, work: Callable[[], T]) -> T:
-        """What rank 0 finds, for all; it must be plain data. Within such work it is just called."""
+    def on_rank_0(self, work: Callable[[], T]) -> T:
+        """Do work on rank 0; all ranks get what it returns, which must be plain data.
+
+        Called again within such work, it just does it.
+        """
         if self.world == 1 or self.leading:
             return work()
         import torch.distributed as dist
@@ -110,7 +114,7 @@ class Team:
 
     def same(self, what: str, value: int) -> None:
         """Refuse a number that is not the same on all ranks."""
-        if self.first(lambda: value) != value:
+        if self.on_rank_0(lambda: value) != value:
             raise ConfigError(
                 f"all ranks must read one {what}, and rank {self.rank} finds another than rank 0; "
                 "--out must be a folder that all machines share"
@@ -166,13 +170,13 @@ def joined(patience: float = PATIENCE) -> Iterator[Team]:
         yield _here
         dist.destroy_process_group()
     except BaseException as error:
-        reason = next((e for e in (error, error.__cause__) if e and _is_loss(e)), None)
+        cause = next((e for e in (error, error.__cause__) if e and _is_loss(e)), None)
         if not _speaks(store):
             raise Silent from error
-        if reason is not None:
+        if cause is not None:
             raise Lost(
                 f"rank {rank} of {world} lost another one, which ended or did not answer for "
-                f"{patience:g} s ({_last_words(reason)}); start the same command with --resume "
+                f"{patience:g} s ({_last_words(cause)}); start the same command with --resume "
                 "to go on after the last checkpoint; --rank-timeout sets the time"
             ) from error
         raise
@@ -196,11 +200,11 @@ def _last_words(error: BaseException) -> str:
     >>> _last_words(RuntimeError("[/gloo/tcp/pair.cc:5] Connection closed by peer [::1]. Check it"))
     'Connection closed by peer [::1]'
     """
-    return re.sub(r"^\[[^\]]*\] ", "", str(error).split("\n")[0]).split(". ")[0]
+    return re.sub(r"^\[[^\]]*\] ", "", reason(error)).split(". ")[0]
 
 
 def _speaks(store: Any) -> bool:
-    """Whether this is the first rank that fails: what follows is mostly a consequence."""
+    """Whether this is the first rank that fails: later failures mostly follow from it."""
     try:
         return int(store.add("negchain-failures", 1)) == 1
     except RuntimeError:  # nobody keeps the count any more

@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from negchain.augment import Augmentation
+from negchain.chunked import Chunked
 from negchain.data import ImageSet
 from negchain.data.decode import num_cores, square_of
 from negchain.data.from_files import decode_files
@@ -26,7 +27,8 @@ from negchain.encoders import Encoder
 from negchain.evaluation import embed_all
 from negchain.files import replacing
 from negchain.tasks.image_text_towers import ImageText, tokens_of
-from negchain.tasks.images import ImageTask, plain_augmentation
+from negchain.tasks.images import ImageTask, recipe_for
+from negchain.tasks.task import judged
 from negchain.train.config import ConfigError, TrainConfig
 from negchain.train.device import autocast_dtype, choose_device
 from negchain.train.pretrained import load_trained
@@ -156,14 +158,13 @@ class Trained:
                 f"only a run of --task image-text has a text encoder, and this is of --task "
                 f"{self.config.task}"
             )
-        rows = []
-        autocast = autocast_dtype(self.config, self.device)
-        with torch.no_grad(), torch.autocast(self.device.type, autocast, autocast is not None):
-            for start in range(0, len(texts), ENCODE_BATCH):
-                tokens, _ = tokens_of(self.config, texts[start : start + ENCODE_BATCH])
-                on_device = {name: table.to(self.device) for name, table in tokens.items()}
-                rows.append(self.encoder.text(on_device).float().cpu())
-        return torch.cat(rows) if rows else torch.empty(0, self.encoder.embedding_dim)
+        if not len(texts):
+            return torch.empty(0, self.encoder.embedding_dim)
+        tokens, _ = tokens_of(self.config, texts)
+        on_device = {name: table.to(self.device) for name, table in tokens.items()}
+        with self._judged():
+            found: Tensor = Chunked(self.encoder.text, ENCODE_BATCH)(on_device)
+        return found.float().cpu()
 
     def embed(self, what: Paths) -> Embeddings:
         """Features of files, with their names and classes."""
@@ -218,21 +219,16 @@ class Trained:
         return torch.from_numpy(np.stack(grey))[:, None]
 
     def _features(self, images: Tensor | ImageSet) -> Tensor:
-        plain = self._augmentation().plain
-        autocast = autocast_dtype(self.config, self.device)
-        return embed_all(
-            self.encoder.features,
-            images,
-            plain=plain,
-            batch_size=ENCODE_BATCH,
-            device=self.device,
-            autocast=autocast,
-        ).cpu()
+        channels = self.encoder.encoder_config["channels"]
+        augment = recipe_for(self.config.recipe, self.side, channels)
+        with self._judged():
+            return embed_all(
+                self.encoder.features, images, plain=augment.plain, batch_size=ENCODE_BATCH,
+                device=self.device,
+            ).cpu()  # fmt: skip
 
-    def _augmentation(self) -> Augmentation:
-        return plain_augmentation(
-            self.config.recipe, self.side, self.encoder.encoder_config["channels"]
-        )
+    def _judged(self) -> AbstractContextManager[None]:
+        return judged(self.encoder, self.device, autocast_dtype(self.config, self.device))
 
 
 def load_run_encoder(

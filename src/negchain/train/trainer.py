@@ -2,8 +2,8 @@
 
 Order of events at a step: train, log, evaluate, checkpoint. A checkpoint therefore never lacks
 metrics of its own step, and a run that is killed loses at most the steps since the last one.
-Under torchrun every rank runs this loop; what is evaluated and written is the work of rank 0
-(`team`), and what decides how the loop goes on is known to all.
+Under torchrun every rank runs this loop. Rank 0 alone evaluates and writes (`team`). Whatever
+decides how the loop goes on is known to all ranks.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from torch import Tensor
 from negchain import tasks
 from negchain.files import replacing
 from negchain.optim import build_optimizer, load_optimizer, lr_at, set_lr
+from negchain.printable import reason
 from negchain.progress import Progress
 from negchain.report import write_report
 from negchain.tasks.task import Judge, Task
 from negchain.train import checkpoint
 from negchain.train import team as teams
 from negchain.train.config import ConfigError, TrainConfig
-from negchain.train.device import autocast_dtype, check_ranks, choose_device, in_double
+from negchain.train.device import check_ranks, choose_device, in_double
 from negchain.train.joint_norm import join_norms
 from negchain.train.order import DataOrder
 from negchain.train.reading import Clock, Reading, logged
@@ -52,7 +53,7 @@ class Run:
     evaluated: bool = False  # the last line of metrics, that of the end, is written
     best: float | None = None  # score of the best encoder so far, which best.pt holds
     waited: int = 0  # evaluations since then
-    notes: list[str] = field(default_factory=list)  # what was chosen for the user
+    notes: list[str] = field(default_factory=list)  # what the user should know
     stop: bool = False
     team: teams.Team = field(default_factory=teams.here)
     shards: Any = None  # `sharded.Shards`, where ranks train parts of the encoder
@@ -66,8 +67,7 @@ class Run:
 
     def train(self, progress: Progress) -> dict[str, Any]:
         """Train to the end, evaluate, write summary and report; returns the summary."""
-        if _graphed(self.task):
-            self.step.try_capture()
+        self.capture()
         with stopping(self), progress:
             if self.done == 0:
                 self._fill(progress)
@@ -75,13 +75,23 @@ class Run:
             baseline = self._before(progress)
             progress.begin(self.total_steps, "steps", "training", self.done)
             self._loop(progress)
-            return self._first(lambda: self._finish(progress, baseline))
+            return self._on_rank_0(lambda: self._finish(progress, baseline))
 
-    def _first(self, work: Callable[[], teams.T]) -> teams.T:
+    def capture(self) -> bool:
+        """Record the step as a CUDA graph where it can be one; returns whether it was."""
+        return _graphed(self.task) and self.step.try_capture()
+
+    def advance(self, index: Tensor, loaded: Any = None) -> None:
+        """Make the next step, at its learning rate, on the positions `index` [B]."""
+        set_lr(self.step.optimizer, self._lr(self.done))
+        self.step(self.done, index, loaded)
+        self.done += 1
+
+    def _on_rank_0(self, work: Callable[[], teams.T]) -> teams.T:
         """Rank 0's work on the whole encoder."""
         if self.shards and not self.team.leading:
             work = self.shards.collected(self.step.optimizer, work)
-        return self.team.first(work)
+        return self.team.on_rank_0(work)
 
     def _finish(self, progress: Progress, baseline: dict[str, float]) -> dict[str, Any]:
         progress.say("evaluating")
@@ -113,23 +123,23 @@ class Run:
         return summary
 
     def _fill(self, progress: Progress) -> None:
-        """Encode everything once, where the loss keeps a table of it."""
+        """Encode everything once, where the loss keeps a table of old embeddings."""
         total = sum(table.size for table in self.step.loss_fn.tables)
         if total:
             progress.begin(total, "encoded", "filling the table of old embeddings")
 
-        def told(done: int) -> None:
+        def report(done: int) -> None:
             progress.at(done)
             if self.team.any(self.stop):
                 raise Interrupted("before the first step")
 
-        self.step.fill(told)
+        self.step.fill(report)
 
     def _before(self, progress: Progress) -> dict[str, float]:
         """Judge the encoder before the first step, once; returns what the result must beat."""
-        line = self._first(lambda: self._first_line(progress))
+        line = self._on_rank_0(lambda: self._first_line(progress))
         if self.done == 0 and self.config.patience is not None:
-            self._keep_best(line)  # what is kept in the end is never worse than the start
+            self._keep_best(line)  # so that what is kept is never worse than the start
         return {} if line is None else self.judge.baselines(line)
 
     def _first_line(self, progress: Progress) -> Any:
@@ -155,10 +165,7 @@ class Run:
         batches = self._batches()
         clock = Clock(self.done)
         while self.done < self.total_steps and not self._stale():
-            index, loaded = next(batches)
-            set_lr(self.step.optimizer, self._lr(self.done))
-            self.step(self.done, index, loaded)
-            self.done += 1
+            self.advance(*next(batches))
             progress.at(self.done)
             last = self.done == self.total_steps
             evaluates = _due(self.done, config.eval_every * self.order.steps_per_epoch) and not last
@@ -174,10 +181,10 @@ class Run:
                 self.seconds += clock.lap()
                 progress.say("evaluating")
                 self._evaluate()
-                self.team.first(self._page)
+                self.team.on_rank_0(self._page)
                 progress.say("training")
                 clock = Clock(self.done)
-            # asked once: a signal from here on ends the run a step later
+            # asked once a step: a signal that comes later ends the run after the next
             stopping = self.team.any(self.stop)
             if stopping or due:
                 self._read(clock, progress)
@@ -189,7 +196,7 @@ class Run:
                 raise Interrupted(f"after step {last_saved} of {self.total_steps}")
 
     def _read(self, clock: Clock, progress: Progress) -> None:
-        """Log what the last step left; on a GPU an interval later, so that it never waits."""
+        """Log the last reading. On a GPU that is done one interval later, so that nothing waits."""
         reading, self._reading = self._reading, None
         if reading is None:
             return
@@ -206,16 +213,16 @@ class Run:
         progress.at(self.done, f"{rate:,.0f} {noun}/s, loss {loss:.3f}")
 
     def _evaluate(self) -> None:
-        found = self._first(lambda: self.judge.quick(self.encoder))
+        found = self._on_rank_0(lambda: self.judge.quick(self.encoder))
         self._log(found)
         self._keep_best(found)
 
     def _stale(self) -> bool:
-        """Whether the last evaluations have shown nothing better."""
+        """With --patience: whether the last evaluations found nothing better."""
         return self.config.patience is not None and self.waited >= self.config.patience
 
     def _back_to_best(self) -> dict[str, int]:
-        """With --patience: take the best encoder; checkpoints keep the last. Returns its step."""
+        """With --patience: load the best encoder (checkpoints keep the last); returns its step."""
         if self.config.patience is None:
             return {}
         if not self.evaluated:
@@ -236,8 +243,8 @@ class Run:
         while True:
             epoch = self.order.epoch(self.done) + 1
             end = min(self.total_steps, epoch * self.order.steps_per_epoch)
-            positions = self.order.batches(self.done, end)
-            loaded = self.task.load_ahead(positions[:, self.step.rows], self.done)
+            positions = torch.stack([self.order.batch(step) for step in range(self.done, end)])
+            loaded = self.task.load_ahead(positions[:, self.step.rows])
             yield from zip(positions, loaded, strict=True)
 
     def _lr(self, step: int) -> float:
@@ -263,7 +270,7 @@ class Run:
 
     def _save(self) -> None:
         """Write a checkpoint; no rank goes on before it is on the disk."""
-        self._first(self._write)
+        self._on_rank_0(self._write)
 
     def _write(self) -> None:
         self.folder.sync()
@@ -297,23 +304,23 @@ class Run:
             if self.team.leads:
                 checkpoint.save_best(self.folder.checkpoints, self._weights(), self.done)
 
-    def restore(self) -> list[str]:
-        """Continue from the newest whole checkpoint; returns what the user should know."""
+    def restore(self) -> None:
+        """Continue from the newest whole checkpoint; `notes` says from which."""
         loaded = checkpoint.load_latest(self.folder.checkpoints)
         self.team.same("checkpoint", -1 if loaded is None else loaded.step)
         if loaded is None:
             self.folder.truncate_after(0)
-            return ["no checkpoint was written yet: starting from the first step"]
+            self.notes.append("no checkpoint was written yet: starting from the first step")
+            return
         try:
-            return self._restore(loaded)
+            self._restore(loaded)
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
-            reason = str(error).split("\n")[0]
             raise ConfigError(
                 f"the checkpoint of step {loaded.step} in {self.folder.checkpoints} does not fit "
-                f"this run ({reason}); delete it to continue from the one before"
+                f"this run ({reason(error)}); delete it to continue from the one before"
             ) from error
 
-    def _restore(self, loaded: checkpoint.Loaded) -> list[str]:
+    def _restore(self, loaded: checkpoint.Loaded) -> None:
         state = loaded.state
         if state["fingerprint"] != self.task.fingerprint:
             raise ConfigError(
@@ -340,22 +347,24 @@ class Run:
         self.evaluated = bool(state["evaluated"]) and over
         self.step.loss.fill_(state["last_loss"])
         self.folder.truncate_after(loaded.step)
-        return [f"continuing after step {self.done} of {self.total_steps}", *loaded.warnings]
+        self.notes.append(f"continuing after step {self.done} of {self.total_steps}")
+        self.notes += loaded.warnings
 
 
 def prepare(task: Task, open_folder: Callable[[], RunFolder], fresh: bool = True) -> Run:
     """Build everything a run needs on its device; nothing is trained yet.
 
-    The folder is opened last: what is refused on the way leaves none behind. Unless the run is
-    `fresh`, its weights come from a checkpoint and not from `--pretrained`.
+    The folder is opened last, so that a refusal leaves none behind. Unless the run is `fresh`, its
+    weights come from a checkpoint and not from `--pretrained`.
     """
     config = task.config
     device, team = choose_device(config.device), teams.here()
     check_ranks(config, device)
     torch.manual_seed(config.seed)
     order = DataOrder(task.num_samples, config.batch_size, config.seed)
-    task.place(device, autocast_dtype(config, device))
-    encoder, notes = task.build()
+    task.place(device)
+    encoder, chosen = task.build()
+    notes = [*task.notes, *chosen]
     task.capturable = not team.any(not task.capturable)  # GPUs may differ in memory
     if fresh and config.pretrained is not None:
         notes.append(task.start_from(encoder, config.pretrained))
@@ -382,7 +391,7 @@ def prepare(task: Task, open_folder: Callable[[], RunFolder], fresh: bool = True
     if team.world > 1:
         torch.manual_seed(config.seed + team.rank)  # dropout, if any, differs between ranks
     opened = open_folder() if team.leads else None
-    path = team.first(lambda: opened and opened.path)
+    path = team.on_rank_0(lambda: opened and opened.path)
     folder = opened or RunFolder(Path(path or ""), None)
     folder.logger_settings = config
     whole = shards.whole if shards else encoder
