@@ -289,6 +289,7 @@ for _method in (
         ("#d55e00", "#f5823d"),
         _emc2,
         options=("burn_in", *_CHAIN),
+        proposal="both",
         reproduced="all",
     ),
     Method(

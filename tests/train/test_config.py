@@ -181,6 +181,21 @@ def test_contradictions_name_both_sides(overrides: dict[str, Any], named: tuple[
     assert any(word in message for word in ("leave out", "choose", "give one", "lower")), message
 
 
+@pytest.mark.parametrize(
+    ("preset", "given", "proposal"),
+    [
+        (None, {"method": "isir"}, "both"),
+        (None, {"method": "emc2"}, "both"),
+        (None, {"method": "emc2", "proposal": "batch"}, "batch"),
+        (None, {"method": "isir", "augmentations": 2}, "batch"),
+        (None, {"method": "dcl"}, "batch"),
+        ("stl10-b32", {"method": "isir"}, "batch"),
+    ],
+)
+def test_fresh_views_are_both_proposed(preset, given, proposal) -> None:
+    assert resolve(preset, given).proposal == proposal
+
+
 def test_defaults_never_contradict() -> None:
     """Only what was given can: gamma, burn-in and the rest keep their defaults unused."""
     for method in trained():

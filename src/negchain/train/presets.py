@@ -47,7 +47,7 @@ did you mean 'emc2'?
 _PAPER: dict[str, Value] = {
     "norm": "none",  # [R] every BatchNorm replaced by the identity
     # [T] P = b - 1 of R = 2b - 2. With fresh augmentations R is b - 1 here, one copy of every other
-    # image, and P half of it; `reproduce burn-in` has the paper's R and P as numbers of steps.
+    # image, and P half of it, as in the records of STL-10; --proposal both is the paper's R and P.
     "burn_in": 0.5,
     "carried": "encode",  # [P] Algorithm 1: the carried state is scored by the current encoder
     "denominator": "negatives",  # [P] eq. (1)
