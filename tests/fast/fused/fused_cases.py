@@ -33,7 +33,7 @@ from fast.kernel_cases import (
 )
 from interpreter import hurry
 from negchain import ISIR, MH, EMC2Loss, Given
-from negchain.fast.fused import function, layout_triton, ranks, tiles
+from negchain.fast.fused import forward, function, layout_triton, ranks
 
 
 def emc2(name: str, *, size: int = 6, steps: int = 2, **options: Any) -> Case:
@@ -269,12 +269,12 @@ def second_backward() -> list[str]:
 def one_part_after_the_other() -> list[str]:
     """Rows enough to fill a GPU are not split into two parts walked at once: same results."""
     cases = [case for case in TILES if case.name in ("tiles-130", "tiles-isir-130-groups")]
-    most, tiles.MAX_SPLIT_BLOCKS = tiles.MAX_SPLIT_BLOCKS, 0
+    most, forward.MAX_SPLIT_BLOCKS = forward.MAX_SPLIT_BLOCKS, 0
     try:
         cases = [dataclasses.replace(case, whole=False) for case in cases]
         return [f"{case.name}: {text}" for case in cases for text in compare(case)]
     finally:
-        tiles.MAX_SPLIT_BLOCKS = most
+        forward.MAX_SPLIT_BLOCKS = most
 
 
 # ---------------------------------------------------------------------------- planted bugs

@@ -32,6 +32,7 @@ import triton.language as tl
 from negchain import draws
 from negchain.fast import draws_triton as hashed
 from negchain.fast.fused.objective_triton import log_add_exp
+from negchain.fast.scan_triton import compose
 
 TILE = 128  # columns of a tile
 ROWS = 64  # rows of a program
@@ -57,8 +58,7 @@ def _fold(t, l, s, ROWS: tl.constexpr, WIDTH: tl.constexpr):  # noqa: E741
     t1, t2 = _halves(t, ROWS, WIDTH)
     l1, l2 = _halves(l, ROWS, WIDTH)
     s1, s2 = _halves(s, ROWS, WIDTH)
-    moves = t2 > l1
-    return tl.maximum(t1, t2), tl.where(moves, l2, l1), tl.where(moves, s2, s1)
+    return compose(t1, l1, s1, t2, l2, s2)
 
 
 @triton.jit
