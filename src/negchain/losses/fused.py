@@ -29,33 +29,28 @@ def applies(loss_fn: EMC2Loss, like: Tensor) -> bool:
     """Whether the fused path takes a batch of such embeddings [B, D], or of such positions [B]."""
     chains = loss_fn.chains
     return (
-        can_run(loss_fn.backend, like)
-        and loss_fn.rows.ranks is None
-        and isinstance(loss_fn.proposals, InBatch)
-        and loss_fn.proposals.copies == 1
+        _can_run(loss_fn, like)
+        and loss_fn.proposals == InBatch(copies=1)
         and loss_fn.augmentations is None
-        and loss_fn.num_keys is None
         and max(chains.num_states, chains.states.shape[1]) <= 2**31
         and (loss_fn.carried != "cached" or chains.keys.shape[2] > 0)
         and _size_applies(loss_fn, like.shape[0])
     )
 
 
-def can_run(backend: str, like: Tensor) -> bool:
-    """Whether kernels can run on such a tensor, and `backend` allows it."""
-    if backend not in ("auto", "fused") or (like.is_floating_point() and like.dtype not in DTYPES):
+def _can_run(loss_fn: Any, like: Tensor) -> bool:
+    """Whether kernels run on such a tensor, `backend` allows it, and negatives are the batch's."""
+    if like.is_floating_point() and like.dtype not in DTYPES:
         return False
-    return prefers_triton(like) if backend == "auto" else triton_error(like) is None
-
-
-def _applies_in_batch(loss_fn: Any, call: Call) -> bool:
+    if loss_fn.backend == "auto":
+        able = prefers_triton(like)
+    else:
+        able = loss_fn.backend == "fused" and triton_error(like) is None
     return (
-        can_run(loss_fn.backend, call.z_a)
+        able
         and loss_fn.rows.ranks is None
         and isinstance(loss_fn.proposals, InBatch)
-        and call.known is None
         and loss_fn.num_keys is None
-        and 2 <= call.z_a.shape[0] <= MAX_COLUMNS
     )
 
 
@@ -91,26 +86,25 @@ def carried_ids(loss_fn: EMC2Loss, side: int, index: Tensor) -> Tensor:  # [B] -
 
 def emc2(loss_fn: EMC2Loss, call: Call, requests: Sequence[Request]) -> Sides:
     """The EMC² loss of a batch; in training mode its chains move."""
-    carried: list[Tensor | None] = [None] * loss_fn.num_sides
-    if loss_fn.carried == "encode":
-        sides = range(loss_fn.num_sides)
-        carried = [answered(requests, "carried", side).embeddings for side in sides]
     kernel, chains, beta = loss_fn.kernel, loss_fn.chains, loss_fn.beta
-    if loss_fn.carried == "cached":
+    carried: list[Tensor | None] = [None] * loss_fn.num_sides
+    keys = None
+    if loss_fn.carried == "encode":
+        carried = [answered(requests, "carried", n).embeddings for n in range(loss_fn.num_sides)]
+    else:
         chains.check_width(call.z_a.shape[1])
-    tables = {
-        "states": chains.states,
-        "keys": chains.keys if loss_fn.carried == "cached" else None,
-        "averages": None,
-    }
-    settings = {
-        "weighting": "mh" if isinstance(kernel, MH) else "isir",
-        "burn_in": float(kernel.burn_in) if isinstance(kernel, MH) else 0.0,
-        "count_every": kernel.count_every,
-        "tiled": loss_fn.large_batch,
-        "bound": math.inf if isinstance(beta, Tensor) or not loss_fn.normalize else beta,
-    }
-    return _sides(loss_fn, call, carried, tables, settings)
+        keys = chains.keys
+    return _sides(
+        loss_fn,
+        call,
+        carried,
+        {"states": chains.states, "keys": keys},
+        weighting="mh" if isinstance(kernel, MH) else "isir",
+        burn_in=float(kernel.burn_in) if isinstance(kernel, MH) else 0.0,
+        count_every=kernel.count_every,
+        tiled=loss_fn.large_batch,
+        bound=math.inf if isinstance(beta, Tensor) or not loss_fn.normalize else beta,
+    )
 
 
 def in_batch(
@@ -120,19 +114,20 @@ def in_batch(
 
     None where the kernels do not take it, which with backend="fused" is an error.
     """
-    if not _applies_in_batch(loss_fn, call):
+    small = 2 <= call.z_a.shape[0] <= MAX_COLUMNS
+    if not (small and call.known is None and _can_run(loss_fn, call.z_a)):
         if loss_fn.backend == "fused":
             raise not_applicable(call.z_a)
         return None
     index = positions(call, loss_fn.num_samples)
     if loss_fn.num_samples is None:  # any integers will do: only which are equal matters
         index = torch.searchsorted(index.sort().values, index)
-    weighting = "softmax" if log_u is None else "sogclr"
-    settings = {"weighting": weighting, "gamma": gamma}
-    tables = {"states": None, "keys": None, "averages": log_u}
-    none: list[Tensor | None] = [None] * loss_fn.num_sides
     call = dataclasses.replace(call, index=index)
-    total, report = _sides(loss_fn, call, none, tables, settings)
+    weighting = "softmax" if log_u is None else "sogclr"
+    none: list[Tensor | None] = [None] * loss_fn.num_sides
+    total, report = _sides(
+        loss_fn, call, none, {"averages": log_u}, weighting=weighting, gamma=gamma
+    )
     if loss_fn.num_positions is None:
         del report["global_loss_low"]
     return total, report
@@ -141,9 +136,9 @@ def in_batch(
 def _sides(
     loss_fn: ContrastiveLoss,
     call: Call,
-    carried: Sequence[Tensor | None],
+    carried: Sequence[Tensor | None],  # [B, D] of each side
     tables: dict[str, Tensor | None],  # [sides, M, ...] each
-    settings: dict[str, Any],
+    **settings: Any,  # of a `Plan`
 ) -> Sides:
     from negchain.fast.fused import function, plan
 
@@ -158,9 +153,7 @@ def _sides(
     for side, held in enumerate(carried):
         if held is not None:
             check_width(held, z_a.shape[1])
-        mine: dict[str, Any] = {
-            name: None if table is None else table[side] for name, table in tables.items()
-        }
+        mine: dict[str, Any] = {n: table[side] for n, table in tables.items() if table is not None}
         one = plan.Plan(
             index=index, side=side, step=loss_fn.step,
             counts=counts and side == loss_fn.num_sides - 1, faults=loss_fn.faults,
