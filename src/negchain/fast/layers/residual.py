@@ -220,10 +220,14 @@ def is_fused(encoder: nn.Module) -> bool:
     return any(type(module) is ResNet and chain(module) is not None for module in encoder.modules())
 
 
-def patch(network: ResNet, weights: set[Tensor], gradients: WeightGradients) -> None:
-    """The first stage runs all blocks and the pooling; the others pass on what they get."""
+def patch(network: ResNet, weights: set[Tensor], gradients: WeightGradients) -> list[nn.Module]:
+    """The first stage runs all blocks and the pooling; the others pass on what they get.
+
+    Returns the modules whose `forward` is another now: none if the blocks are of another kind.
+    """
     found = chain(network)
-    assert found is not None
+    if found is None:
+        return []
 
     def sizes(layer: nn.Conv2d) -> Sizes:
         return Sizes(layer.stride, layer.padding, layer.dilation, layer.groups)  # type: ignore[arg-type]
@@ -244,3 +248,4 @@ def patch(network: ResNet, weights: set[Tensor], gradients: WeightGradients) -> 
 
     for part in parts(network):
         part.forward = run if part is network.layer1 else lambda x: x
+    return parts(network)
