@@ -20,7 +20,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -76,15 +76,12 @@ def accelerate(
                 [5., 5.]])
     """
     chosen = strategy or choose(encoder, autocast)
-    if chosen not in get_args(Strategy):
-        known = ", ".join(get_args(Strategy))
-        raise ValueError(f"strategy must be one of {known}, got {chosen!r}")
-    if chosen == "plain":
-        return PlainEncoder(encoder, autocast)
-    if autocast is None:
+    kinds = {"plain": PlainEncoder, "compiled": CompiledEncoder, "blocks": BlockEncoder}
+    if chosen not in kinds:
+        raise ValueError(f"strategy must be one of {', '.join(kinds)}, got {chosen!r}")
+    if autocast is None and chosen != "plain":
         raise ValueError(f"strategy {chosen!r} copies weights to another dtype: give autocast")
-    fast = CompiledEncoder if chosen == "compiled" else BlockEncoder
-    return fast(encoder, autocast)
+    return kinds[chosen](encoder, autocast)
 
 
 class PlainEncoder:
@@ -124,14 +121,14 @@ class CopyingEncoder(PlainEncoder):
     def __init__(
         self,
         encoder: nn.Module,
-        autocast: torch.dtype,
+        autocast: torch.dtype | None,
         gradients: WeightGradients | None = None,
     ) -> None:
         super().__init__(encoder, autocast)
         named = encoder.named_parameters(remove_duplicate=False)  # of two names for one, both
         by_name = {name: weight for name, weight in named if weight.requires_grad}
         self._weights = list(dict.fromkeys(by_name.values()))  # one with two names: one copy
-        self._cast = set(cast_by_autocast(encoder).values())
+        self._cast = cast_by_autocast(encoder)
         place = {weight: number for number, weight in enumerate(self._weights)}
         self._place = {name: place[weight] for name, weight in by_name.items()}
         self.calls: list[tuple[Tensor, ...]] = []  # this step's copies, call by call
@@ -201,7 +198,7 @@ class _Cast(torch.autograd.Function):
 class CompiledEncoder(CopyingEncoder):
     """The encoder through `torch.compile`; shapes are fixed, and CUDA graphs are the caller's."""
 
-    def __init__(self, encoder: nn.Module, autocast: torch.dtype) -> None:
+    def __init__(self, encoder: nn.Module, autocast: torch.dtype | None) -> None:
         from negchain.fast import beside  # imports the compiler
 
         super().__init__(encoder, autocast, beside.shared(next(encoder.parameters()).device))
@@ -241,18 +238,18 @@ def _compiling() -> Iterator[None]:
         yield
 
 
-def cast_by_autocast(encoder: nn.Module) -> dict[str, nn.Parameter]:
-    """Weights and biases that go as they are into a convolution or a product, by name.
+def cast_by_autocast(encoder: nn.Module) -> set[nn.Parameter]:
+    """Weights and biases that go as they are into a convolution or a product.
 
     Not those of layers that first work on them (weight standardisation): autocast rounds later.
     """
-    found = {}
-    for prefix, module in encoder.named_modules():
+    found: set[nn.Parameter] = set()
+    for module in encoder.modules():
         convolves = isinstance(module, nn.Conv2d) and (
             type(module).forward is nn.Conv2d.forward
             and type(module)._conv_forward is nn.Conv2d._conv_forward
         )
         multiplies = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
         if convolves or multiplies:
-            found.update(module.named_parameters(prefix, recurse=False))
+            found.update(module.parameters(recurse=False))
     return found
