@@ -200,7 +200,7 @@ def _gradients(
         asked: list[Tensor] = []
 
         def encode(ids: Tensor) -> Tensor:
-            found = bank[ids % len(bank)]  # who shares a row of it is not felt
+            found = bank[ids % len(bank)]  # that ids share rows does not change the time
             if torch.is_grad_enabled():  # its gradient belongs to the work of the loss
                 asked.append(found.requires_grad_())
             return found

@@ -1,13 +1,13 @@
 """One fast path for every encoder.
 
 `accelerate` takes an encoder and gives back a function with the same interface: pixels in,
-embeddings out, and after a backward pass the gradients are in `.grad` of the encoder's parameters.
-Who calls it does not know how it is done, and whatever comes between the backward pass and the
-optimizer's step (an all-reduce over several GPUs, clipping) finds all gradients there.
+embeddings out. After a backward pass all gradients are in `.grad` of the encoder's parameters,
+where the optimizer, clipping or an all-reduce over several GPUs finds them. The caller need not
+know which strategy is at work.
 
 | strategy | what it does |
 |---|---|
-| plain | the encoder as it is, under autocast: the readable twin of the others |
+| plain | torch runs the encoder under autocast: the readable twin of the others |
 | compiled | `torch.compile`, weight gradients on a CUDA stream of their own (`beside`) |
 | blocks | hand-written layers (`negchain.fast.layers`), for ResNets without normalisation |
 
@@ -96,7 +96,7 @@ class PlainEncoder:
         self.device = next(encoder.parameters()).device
 
     def begin(self) -> None:
-        """Do what need not wait for the pixels; the weights have their values of this step."""
+        """Begin a step: do what depends on its weights alone, not on pixels."""
 
     def __call__(self, pixels: Tensor) -> Tensor:  # [R,C,H,W] -> [R,D]
         """Embeddings, with a graph where gradients are enabled."""
@@ -132,7 +132,7 @@ class CopyingEncoder(PlainEncoder):
         place = {weight: number for number, weight in enumerate(self._weights)}
         self._place = {name: place[weight] for name, weight in by_name.items()}
         self.calls: list[tuple[Tensor, ...]] = []  # this step's copies, call by call
-        self._ready: tuple[Tensor, ...] | None = None  # those of the first, before it is made
+        self._ready: tuple[Tensor, ...] | None = None  # of the first call, made by `begin`
         self._copied: torch.cuda.Event | None = None
         self._gradients = gradients or WeightGradients(new_stream(self.device))
 
@@ -226,14 +226,15 @@ class BlockEncoder(CopyingEncoder):
 
 @contextmanager
 def _compiling() -> Iterator[None]:
-    """Every encoder of a process is compiled, not the first eight and the others run as they are.
+    """Let a process compile more than eight encoders.
 
-    Torch counts by source line, and all encoders come through the same one.
+    Torch counts compilations by source line, of which all encoders have the same; past its limit
+    it would run them uncompiled.
     """
     import torch._dynamo.config
 
     with torch._dynamo.config.patch(recompile_limit=1000), warnings.catch_warnings():
-        # the compiler looks whether a copy has a gradient
+        # the compiler reads `.grad` of the copies, which are no leaves
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
         yield
 

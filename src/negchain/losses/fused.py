@@ -1,4 +1,4 @@
-"""What a loss hands the kernels of `negchain.fast.fused`: a plan of tensors and numbers a side."""
+"""What a loss hands the kernels of `negchain.fast.fused`: a `Plan` per side, and when it may."""
 
 from __future__ import annotations
 

@@ -141,5 +141,5 @@ class Walked:
 
 
 def given(tensor: Tensor | None, unused: Tensor) -> Tensor:
-    """A kernel wants a pointer also for what it does not use."""
+    """A kernel takes a pointer also for a tensor it does not use."""
     return unused if tensor is None else tensor

@@ -11,13 +11,13 @@ the registers of one thread. The order of time inside a tile is therefore the bi
 its columns; `layout_triton` puts the proposals where their time wants them.
 
 i-SIR needs no order: an online softmax and an online Gumbel argmax over the same tiles. Where one
-column speaks for each group of `count_every` (`weights.isir`), both begin anew with every group and
+column stands for each group of `count_every` (`weights.isir`), both begin anew with every group and
 `tile_rows_kernel` joins the groups.
 
 Few rows leave half of a GPU idle. Then the tiles before and after the burn-in (for i-SIR two
 halves) are walked at the same time: compositions do not care where a chain starts, so the second
-part runs from -inf, notes how high t has reached by each counted end, and `tile_rows_kernel`
-decides, once the first part's end is known, up to where the chain was still there.
+part runs from -inf and notes the largest t up to each counted end. Once the first part's end is
+known, `tile_rows_kernel` sees from these at which counted ends the chain had not left it yet.
 
 Shapes: `N` rows in groups (one per block of columns), `K` columns per block (a multiple of TILE),
 `P` embedding (a multiple of DEPTH), `S` counted states (or groups of columns) per row.

@@ -31,7 +31,7 @@ def faster_layers(
     """Inside, layers with the given weights, residual blocks and max-pools take our functions.
 
     Args:
-        encoder: whose layers are answered; outside it runs torch's, the readable twin.
+        encoder: whose layers these are; outside the context they run torch's functions.
         weights: of layers (and biases) whose gradients go to `gradients`, not to their `.grad`;
             looked up when a layer is called, which may be one of `functional_call`.
         gradients: where they go.
@@ -53,7 +53,7 @@ def faster_layers(
     try:
         for module in encoder.modules():
             if "forward" in vars(module):
-                continue  # somebody else has changed it, or we have
+                continue  # it is replaced already, by us or by somebody else
             if type(module) is ResNet:
                 patched += residual.patch(module, weights, gradients)
             elif type(module) in answers:

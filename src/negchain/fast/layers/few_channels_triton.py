@@ -7,8 +7,8 @@ on an H200, these kernels 0.026 and 0.034. Here two by two pixels are first fold
 channels (four times C, padded with zeros), with a border of zeros for the padding. On the folded
 image the layer has stride 1 and a window of F x F, F about half the side; in channels-last memory a
 row of a window is F 16 neighbours, aligned. So the layer is a product of [pixels, F F 16] and [F F
-16, O] whose left side is read in wide pieces on the way. There is no gradient of the images: nobody
-asks for the one of a first layer.
+16, O] whose left side is read in wide pieces on the way. There is no gradient of the images: a
+first layer needs none.
 
 Shapes: `N` images [N,C,H,W] and `O` kernels [O,C,K,K], both channels-last; folded images
 [N,FH,FW,16] and kernels [F F 16, O]; `R` = N OH OW pixels of the output.
@@ -252,6 +252,6 @@ class FewChannels(torch.autograd.Function):
         """Gradient of the weights."""
         folded, weight = ctx.saved_tensors
         grad = grad.contiguous(memory_format=torch.channels_last)
-        # The backward pass ends here: there is nothing to run beside.
+        # The backward pass ends here, so there is nothing left to run beside it.
         ctx.gradients.add_now(weight, few_channels_gradient(folded, weight, grad, ctx.padding))
         return None, None, None, None
