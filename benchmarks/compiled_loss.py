@@ -6,8 +6,7 @@
 Question  How much slower is a step if the loss is the readable torch code under `torch.compile`
           instead of the kernels of `negchain.fast.fused`?
 Cases     fused: the default. eager: the readable loss, operation by operation. compiled: the same
-          code through Inductor. The whole step is one CUDA graph, as `TrainStep.capture` records
-          it, with the encoder's default strategy.
+          code through Inductor. The whole step is one CUDA graph of `TrainStep.capture`.
 Method    One process per cell, in which the case and "fused" take turns, round by round. A cell
           that fails, hangs or loses its CUDA context says so, and the others go on.
 Prints    ms per step, median; the median ratio to "fused" in the same process; graphs and graph
@@ -26,7 +25,7 @@ import statistics
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +36,8 @@ from torch._dynamo.utils import counters
 
 from negchain.bench import runs
 from negchain.bench.timing import Timed, interleaved
+from negchain.losses import emc2
+from negchain.pool import Side
 from negchain.reproduce.pages import markdown
 
 METHODS = ("infonce", "emc2")
@@ -47,9 +48,7 @@ def change(loss_fn: Any, case: str) -> None:
     if case != "fused":
         loss_fn.backend = "torch"
     if case == "compiled":
-        # What computes: EMC²'s visit, all of an in-batch loss. Requests are checked outside.
-        name = "visit" if hasattr(loss_fn, "visit") else "_loss"
-        setattr(loss_fn, name, torch.compile(getattr(loss_fn, name), dynamic=False))
+        loss_fn._loss = torch.compile(loss_fn._loss, dynamic=False)  # all that computes, and state
 
 
 def let_compile() -> None:
@@ -57,8 +56,9 @@ def let_compile() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("negchain.losses") and hasattr(module, "is_traced"):
             module.is_traced = lambda z: False  # asks whether torch.func is at work
-    # Vectorised, Inductor's check of an index fails on a CPU though all are in range (torch 2.15,
-    # `logits[:, order]` in the walk).
+    emc2.check_held = lambda *given: None  # compares numbers of steps: another graph every step
+    vars(Side)["to_positives"].lock = nullcontext()  # Python 3.11 locks a cached property
+    # On a CPU a vectorised check finds indices out of range that are not (torch 2.15, the walk).
     torch._inductor.config.cpp.simdlen = 1
 
 
