@@ -154,9 +154,7 @@ def alone(settings: Settings) -> Table:
         build = LossSettings(NUM_SAMPLES, BETA, DIM)
         timed = {
             method.title: graphed(
-                _gradients(
-                    method.build(build).to(settings.device), z_a, z_b, partial(_same, index)
-                ),
+                _gradients(method.build(build).to(settings.device), z_a, z_b, index.detach),
                 settings.device,
             )
             for method in METHODS.values()
@@ -184,10 +182,6 @@ def alone(settings: Settings) -> Table:
             "looked up, not encoded.",
         ),
     )
-
-
-def _same(index: Tensor) -> Tensor:
-    return index
 
 
 def _gradients(
