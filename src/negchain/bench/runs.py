@@ -34,7 +34,7 @@ ENCODERS: dict[str, dict[str, object]] = {
 
 
 def variants() -> dict[str, dict[str, object]]:
-    """Every method the trainer knows and what it can be told, by the name it has in tables."""
+    """Settings of every method the trainer knows and of its options, by the name in tables."""
     found: dict[str, dict[str, object]] = {}
     for name in trained():
         title, options = METHODS[name].title, METHODS[name].options

@@ -118,7 +118,7 @@ def _dense_products(weights: Tensor, plan: Plan, walked: Walked) -> tuple[Tensor
     offered = walked.pool[: groups * columns].view(groups, columns, stride)
     grad_queries = (by_group @ offered).view(-1, stride)
     grad_pool = (by_group.mT @ walked.queries.view(groups, -1, stride)).view(-1, stride)
-    if groups < plan.blocks:  # nobody was offered the second block
+    if groups < plan.blocks:  # no row was offered the second block
         grad_pool = torch.cat([grad_pool, torch.zeros_like(grad_pool)])
     return grad_queries, grad_pool
 

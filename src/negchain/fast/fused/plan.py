@@ -119,7 +119,7 @@ class Walked:
     joint: Tensor | None = None  # [N] tiles of i-SIR that weighs all columns
 
     def report(self, plan: Plan) -> Numbers:
-        """Numbers for `info`, computed when somebody looks; names and meaning are the twin's.
+        """Numbers for `info`, computed when it is read; names and meaning are the twin's.
 
         Tiles do not know which of their steps were accepted: there `acceptance_rate` is that of one
         proposal per row, the first of a tile.

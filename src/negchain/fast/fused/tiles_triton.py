@@ -8,7 +8,7 @@ states are counted at ends of tiles only, which is `count_every` = a multiple of
 
 The tree pairs column c of a tile with column c + width / 2, then c + width / 4, ...: neighbours in
 the registers of one thread. The order of time inside a tile is therefore the bit-reversed order of
-its columns; `layout_triton` puts the proposals where their time wants them.
+its columns; `layout_triton` puts each proposal at the column of its time.
 
 i-SIR needs no order: an online softmax and an online Gumbel argmax over the same tiles. Where one
 column stands for each group of `count_every` (`weights.isir`), both begin anew with every group and
@@ -163,7 +163,7 @@ def tiles_kernel(
     time = bit_reversed(lane)
     SLICES: tl.constexpr = STRIDE // DEPTH
     similarity = tl.zeros((ROWS, TILE), tl.float32)
-    # One flat loop, so that the next tile is on its way while this one is scanned.
+    # One flat loop, so that the next tile is loaded while this one is scanned.
     for turn in range(begin * SLICES, stop * SLICES):
         tile = turn // SLICES
         similarity = _product(

@@ -7,8 +7,8 @@ on an H200, these kernels 0.026 and 0.034. Here two by two pixels are first fold
 channels (four times C, padded with zeros), with a border of zeros for the padding. On the folded
 image the layer has stride 1 and a window of F x F, F about half the side; in channels-last memory a
 row of a window is F 16 neighbours, aligned. So the layer is a product of [pixels, F F 16] and [F F
-16, O] whose left side is read in wide pieces on the way. There is no gradient of the images: a
-first layer needs none.
+16, O] whose left side is read in wide pieces. There is no gradient of the images: a first layer
+needs none.
 
 Shapes: `N` images [N,C,H,W] and `O` kernels [O,C,K,K], both channels-last; folded images
 [N,FH,FW,16] and kernels [F F 16, O]; `R` = N OH OW pixels of the output.

@@ -67,7 +67,7 @@ class WeightGradients:
         self._narrow = []
 
     def beside(self, compute: Callable[[], Tensor], reads: tuple[Tensor, ...]) -> Tensor:
-        """Compute a tensor that nobody reads before `join`."""
+        """Compute a tensor that is not read before `join`."""
         with forked(self.stream):
             found = compute()
         self._keep((*reads, found))
