@@ -1,7 +1,7 @@
 """How long a captured training step takes with each strategy of `negchain.fast.encoder`.
 
     PYTHONPATH=src python benchmarks/encoder_paths.py [--budget 400] [--strategies plain ...]
-        [--encoders resnet18-none resnet18-batch vit-tiny] [--batches 32 256]
+        [--encoders ResNet-18 ViT-Tiny ...] [--batches 32 256]
 
 One row per encoder, batch size and loss, one column per strategy: ms per step, the median of rounds
 in which the strategies take turns. A strategy that fails says so in its cell. Compiled strategies
@@ -28,25 +28,20 @@ import torch._dynamo
 import torch._inductor.config
 from torch import Tensor
 
-from negchain.bench.runs import bundle, pictures_like_photographs, prepared, stepper
+from negchain.bench import Settings, runs
 from negchain.bench.timing import Timed, interleaved, release
 from negchain.data import DataBundle
 from negchain.fast import encoder as fast_encoder
+from negchain.reproduce.pages import markdown
 from negchain.train import trainer
-from negchain.train.resolve import resolve
+from negchain.train.config import TrainConfig
 
-ENCODERS: dict[str, dict[str, object]] = {
-    "resnet18-none": {"encoder": "resnet18", "norm": "none"},
-    "resnet18-batch": {"encoder": "resnet18", "norm": "batch"},
-    "vit-tiny": {"encoder": "vit_tiny_patch16_224", "norm": "batch"},
-}
-LOSSES: dict[str, dict[str, object]] = {
-    "InfoNCE": {"method": "infonce"},
-    "EMC² encode": {"method": "emc2", "carried": "encode"},
-}
 STRATEGIES = get_args(fast_encoder.Strategy)
-IMAGES, SIDE = 4096, 96
+LOSSES = (runs.BASE, runs.DEFAULT)
+SIXTEEN_BITS = {"precision": "bf16"}  # also where this is tried on a CPU
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+HERE = Settings(device=DEVICE)
+ENCODERS = runs.encoders(HERE)
 BEGIN = time.perf_counter()
 
 
@@ -54,15 +49,8 @@ def say(text: str) -> None:
     print(f"[{time.perf_counter() - BEGIN:5.0f} s] {text}", flush=True)
 
 
-def photographs(side: int) -> DataBundle:
-    pixels = pictures_like_photographs(IMAGES if DEVICE.type == "cuda" else 64, side, seed=0)
-    return bundle(pixels.to(DEVICE))
-
-
-def config(encoder: str, batch: int, loss: str) -> Any:
-    given: dict[str, object] = {**ENCODERS[encoder], **LOSSES[loss], "batch_size": batch}
-    given |= {"eval_every": 0, "checkpoint_every": 0, "device": DEVICE.type, "precision": "bf16"}
-    return resolve(f"stl10-b{batch if batch in (32, 256) else 32}", given)
+def config(encoder: str, batch: int, loss: str) -> TrainConfig:
+    return runs.config(HERE, batch, runs.variants()[loss], {**ENCODERS[encoder], **SIXTEEN_BITS})
 
 
 def captured(run: trainer.Run, name: fast_encoder.Strategy) -> None:
@@ -93,9 +81,9 @@ def measured(
         for name in names:
             begin = time.perf_counter()
             try:
-                run = stack.enter_context(prepared(config(encoder, batch, loss), data))
+                run = stack.enter_context(runs.prepared(config(encoder, batch, loss), data))
                 captured(run, name)
-                advance = stepper(run)
+                advance = runs.stepper(run)
                 advance()
                 found = gradient(run)
                 reference = found if reference is None else reference
@@ -130,12 +118,12 @@ def compile_ahead(cells: list[tuple[str, int, str]], names: list[str], processes
 
 def compile_only(jobs: list[tuple[str, int, str, str]]) -> None:
     torch._inductor.config.compile_threads = 2
-    data = photographs(SIDE)
+    data = runs.shared_pictures(HERE)
     for encoder, batch, loss, name in jobs:
         try:
-            with prepared(config(encoder, batch, loss), data) as run:
+            with runs.prepared(config(encoder, batch, loss), data) as run:
                 captured(run, name)
-                stepper(run)()
+                runs.stepper(run)()
         except Exception as error:  # told when it is measured
             print(f"{encoder} {batch} {loss} {name}: {error}", flush=True)
         torch._dynamo.reset()
@@ -143,22 +131,21 @@ def compile_only(jobs: list[tuple[str, int, str, str]]) -> None:
 
 
 def table(rows: list[dict[str, Any]], names: list[str]) -> str:
-    heads = ["encoder", "b", "loss", *names]
-    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    lines = []
     for row in rows:
-        cells = [row["encoder"], str(row["batch"]), row["loss"]]
-        for name in names:
-            error = row["error"].get(name, "")
-            cells.append(f"{row['ms'][name]:.3f}" if name in row["ms"] else error[:60] or "-")
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        errors = {name: text[:60] for name, text in row["error"].items()}
+        cells = errors | {name: f"{ms:.3f}" for name, ms in row["ms"].items()}
+        lines.append(
+            [row["encoder"], row["batch"], row["loss"], *(cells.get(n, "-") for n in names)]
+        )
+    return markdown(["encoder", "b", "loss", *names], lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES), choices=STRATEGIES)
     parser.add_argument("--encoders", nargs="+", default=list(ENCODERS), choices=ENCODERS)
-    parser.add_argument("--batches", nargs="+", type=int, default=[32, 256])
+    parser.add_argument("--batches", nargs="+", type=int, default=runs.batch_sizes(HERE))
     parser.add_argument("--losses", nargs="+", default=list(LOSSES), choices=LOSSES)
     parser.add_argument("--budget", type=float, default=400.0, help="begin no row after (seconds)")
     parser.add_argument("--processes", type=int, default=8, help="that compile at once; 0: none")
@@ -170,12 +157,12 @@ def main() -> None:
         return
     out = Path(os.environ.get("OUT", ".")) / "encoder_paths.json"
     cells = [(e, b, m) for b in given.batches for e in given.encoders for m in given.losses]
-    cells.sort(key=lambda cell: cell[1] > 32 and cell[2] != "InfoNCE")  # what may be left out
+    cells.sort(key=lambda cell: cell[1] > 32 and cell[2] != runs.BASE)  # what may be left out
     gpu = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "CPU"
     say(f"{gpu}, torch {torch.__version__}")
     if given.processes:
         compile_ahead(cells, given.strategies, given.processes)
-    data = photographs(SIDE)
+    data = runs.shared_pictures(HERE)
     rows: list[dict[str, Any]] = []
     for encoder, batch, loss in cells:
         if time.perf_counter() - BEGIN > given.budget:

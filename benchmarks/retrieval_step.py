@@ -4,20 +4,18 @@
 
 Shows    the trainer's own step, two draws per query, 1 % of a table's documents refreshed a step.
          Eager steps pad a pass to its longest text, the graph to the corpus's longest.
-Prints   ms per step, median of 5 rounds of some steps, one process, nothing beside it.
+Prints   ms per step, median of 5 rounds, one process, nothing beside it.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import time
 import warnings
-
-import torch
 
 from negchain import tasks
 from negchain.bench.runs import stepper, vanishing
+from negchain.bench.timing import Timed, interleaved
 from negchain.train.resolve import resolve
 
 
@@ -29,16 +27,8 @@ def measure(given: argparse.Namespace, method: str, batch: int, graph: bool) -> 
         if graph and not (task.capturable and run.step.try_capture()):
             warnings.warn(f"{method}, b = {batch}: no graph", stacklevel=1)
         run.step.fill()
-        advance, laps = stepper(run), []
-        for _ in range(6):
-            if task.device.type == "cuda":
-                torch.cuda.synchronize()
-            begin = time.perf_counter()
-            for _ in range(given.steps):
-                advance()
-            float(run.step.loss)  # waits for the device
-            laps.append(1e3 * (time.perf_counter() - begin) / given.steps)
-    return statistics.median(laps[1:])
+        timed = {"step": Timed(stepper(run), task.device)}
+        return statistics.median(interleaved(timed, rounds=5, window_ms=given.window)["step"])
 
 
 def main() -> None:
@@ -47,7 +37,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--batches", type=int, nargs="+", default=[4, 16, 64])
     parser.add_argument("--methods", nargs="+", default=["infonce", "topk", "informed"])
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--window", type=float, default=300.0, help="ms of a round")
     given = parser.parse_args()
     print("| method | b | graph, ms | eager, ms | eager / graph |\n|---|---|---|---|---|")
     for batch in given.batches:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import importlib.util
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -65,3 +70,19 @@ def hurry() -> None:
         return scope
 
     interpreter._patch_lang = once
+
+
+@contextlib.contextmanager
+def changed(module: ModuleType, old: str, new: str) -> Iterator[ModuleType]:
+    """A copy of a module of kernels with a planted bug: `new` in the place of `old`."""
+    source = Path(str(module.__file__)).read_text()
+    assert source.count(old) == 1, (old, source.count(old))
+    name = f"planted_{abs(hash((old, new)))}"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"{name}.py"
+        path.write_text(source.replace(old, new))
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None
+        planted = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(planted)
+        yield planted

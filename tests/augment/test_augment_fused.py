@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from interpreter import run_under_interpreter
-from negchain.augment import RECIPES, Augmentation, Draws, Params, Pictures, augmentation
+from negchain.augment import RECIPES, Augmentation, Draws, Images, Params, Pictures, augmentation
+from negchain.augment.pipeline import sides
 
 STRONG = (0.8, 0.8, 0.8, 0.2)
 NORMALIZE = ((0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
@@ -85,6 +86,18 @@ def fused_sample(augment: Augmentation, uniforms: Tensor, height: int, width: in
     )
 
 
+def by_kernels(augment: Augmentation, images: Images, drawn: Tensor | Draws) -> Tensor:
+    from negchain.fast.augment.fused_triton import augment_fused
+
+    return augment_fused(augment, images, drawn)
+
+
+def by_torch(augment: Augmentation, images: Images, drawn: Tensor | Draws) -> Tensor:
+    if isinstance(drawn, Draws):
+        drawn = drawn.uniforms(len(images), augment.num_uniforms)
+    return augment.apply(images, augment.sample(drawn, *sides(images)))
+
+
 def same_boxes(actual: Params, expected: Params) -> Tensor:
     """[N] bool: images whose box has the same sides and place; a side on a half may differ."""
     return (torch.stack(actual[:4]) == torch.stack(expected[:4])).all(dim=0)
@@ -92,8 +105,8 @@ def same_boxes(actual: Params, expected: Params) -> Tensor:
 
 def assert_equals_twin(augment: Augmentation, images: Tensor, seed: int = 1) -> None:
     uniforms = draws(augment, len(images), seed)
-    actual = augment(images, uniforms, backend="triton")
-    expected = augment(images, uniforms, backend="torch")
+    actual = by_kernels(augment, images, uniforms)
+    expected = by_torch(augment, images, uniforms)
     assert actual.dtype == torch.float32 and actual.is_contiguous()
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
 
@@ -138,11 +151,11 @@ def interpreted_all_orders_of_jitter() -> None:
     places = orders.argsort(dim=1)
     uniforms[:, 5:9] = places / 4  # an operation's sort key is its place
     assert augment.sample(uniforms, 12, 12).order.equal(orders)
-    actual = augment(images, uniforms, backend="triton")
-    expected = augment(images, uniforms, backend="torch")
+    actual = by_kernels(augment, images, uniforms)
+    expected = by_torch(augment, images, uniforms)
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
     uniforms[:, 5:9] = 0.75 - places / 4  # saboteur: the reversed order is far off
-    wrong = augment(images, uniforms, backend="torch")
+    wrong = by_torch(augment, images, uniforms)
     assert (wrong - expected).abs().amax(dim=(1, 2, 3)).median() > 2 / 255
 
 
@@ -198,10 +211,10 @@ def interpreted_draws_of_each_operation(name: str) -> None:
 def interpreted_pixels_from_draws() -> None:
     images, drawn = batch(5, 3, 17, 23), Draws(1, torch.tensor(4), 32, first_row=3)
     uniforms = drawn.uniforms(5, ALL.num_uniforms)
-    actual = ALL(images, drawn, backend="triton")
-    assert actual.equal(ALL(images, uniforms, backend="triton"))
-    expected = ALL(images, drawn, backend="torch")
-    assert expected.equal(ALL(images, uniforms, backend="torch"))
+    actual = by_kernels(ALL, images, drawn)
+    assert actual.equal(by_kernels(ALL, images, uniforms))
+    expected = ALL(images, drawn)  # on a CPU by torch
+    assert expected.equal(by_torch(ALL, images, uniforms))
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
 
 
@@ -218,7 +231,7 @@ def interpreted_dtype_and_memory_format(
     actual = augment_fused(augment, images, uniforms, dtype=dtype, channels_last=channels_last)
     layout = torch.channels_last if channels_last else torch.contiguous_format
     assert actual.dtype == dtype and actual.is_contiguous(memory_format=layout)
-    expected = augment(images, uniforms, backend="torch")
+    expected = by_torch(augment, images, uniforms)
     tolerance = max(1e-5, 4 * torch.finfo(dtype).eps)  # values reach 3.5
     torch.testing.assert_close(actual.float(), expected, rtol=0, atol=tolerance)
 
@@ -247,8 +260,8 @@ def interpreted_pictures_of_their_own_sizes(name: str, channels: int) -> None:
     augment = for_channels(ALONE.get(name, ALL), channels)
     pictures = ragged(channels)
     uniforms = draws(augment, len(pictures))
-    actual = augment(pictures, uniforms, backend="triton")
-    expected = augment(pictures, uniforms, backend="torch")
+    actual = by_kernels(augment, pictures, uniforms)
+    expected = by_torch(augment, pictures, uniforms)
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
 
 
@@ -260,34 +273,34 @@ def interpreted_pictures_by_index() -> None:
     actual = augment_fused(ALL, pictures, drawn, index=index)
     chosen = pictures[index]
     assert actual.equal(augment_fused(ALL, chosen, drawn))
-    torch.testing.assert_close(actual, ALL(chosen, drawn, backend="torch"), rtol=0, atol=1e-5)
+    torch.testing.assert_close(actual, by_torch(ALL, chosen, drawn), rtol=0, atol=1e-5)
 
 
 def interpreted_pictures_of_one_size_are_images() -> None:
     images, uniforms = batch(5, 3, 70, 45), draws(ALL, 5)
     pictures = Pictures.of(images)
-    assert ALL(pictures, uniforms, backend="triton").equal(ALL(images, uniforms, backend="triton"))
+    assert by_kernels(ALL, pictures, uniforms).equal(by_kernels(ALL, images, uniforms))
 
 
 def interpreted_inputs_are_kept_and_results_repeat() -> None:
     images, uniforms = batch(3, 3, 17, 23), draws(ALL, 3)
     kept = images.clone(), uniforms.clone()
-    first = ALL(images, uniforms, backend="triton")
-    assert first.equal(ALL(images, uniforms, backend="triton"))
+    first = by_kernels(ALL, images, uniforms)
+    assert first.equal(by_kernels(ALL, images, uniforms))
     assert images.equal(kept[0]) and uniforms.equal(kept[1])
     spread = images.transpose(2, 3).contiguous().transpose(2, 3)
-    assert first.equal(ALL(spread, uniforms, backend="triton"))
+    assert first.equal(by_kernels(ALL, spread, uniforms))
 
 
 def interpreted_errors() -> None:
     with pytest.raises(ValueError, match="uniforms per image"):
-        ALL(batch(4, 3, 9, 9), torch.rand(4, 3), backend="triton")
+        by_kernels(ALL, batch(4, 3, 9, 9), torch.rand(4, 3))
     with pytest.raises(ValueError, match="one row of uniforms per image"):
-        ALL(batch(4, 3, 9, 9), draws(ALL, 5), backend="triton")
+        by_kernels(ALL, batch(4, 3, 9, 9), draws(ALL, 5))
     with pytest.raises(ValueError, match="uint8 of shape"):
-        ALL(batch(4, 3, 9, 9).float(), draws(ALL, 4), backend="triton")
+        by_kernels(ALL, batch(4, 3, 9, 9).float(), draws(ALL, 4))
     with pytest.raises(ValueError, match="one mean and one deviation per channel"):
-        ALL(batch(4, 1, 9, 9), draws(ALL, 4), backend="triton")
+        by_kernels(ALL, batch(4, 1, 9, 9), draws(ALL, 4))
 
 
 @pytest.mark.slow
@@ -303,9 +316,9 @@ def test_the_rest_under_the_interpreter() -> None:
 # ----------------------------------------------------------------------------- without a device
 
 
-def test_auto_is_torch_on_a_cpu() -> None:
+def test_a_cpu_takes_torch() -> None:
     images, uniforms = batch(3, 3, 17, 23), draws(ALL, 3)
-    assert ALL(images, uniforms).equal(ALL(images, uniforms, backend="torch"))
+    assert ALL(images, uniforms).equal(by_torch(ALL, images, uniforms))
 
 
 def test_from_table_takes_draws() -> None:
@@ -314,15 +327,6 @@ def test_from_table_takes_draws() -> None:
     actual = ALL.from_table(table, index, drawn, torch.float32)
     uniforms = drawn.uniforms(6, ALL.num_uniforms)
     assert actual.equal(ALL(table[index], uniforms))
-
-
-def test_no_silent_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    images, uniforms = batch(3, 3, 17, 23), draws(ALL, 3)
-    with pytest.raises(ValueError, match="backend='triton' needs"):
-        ALL(images, uniforms, backend="triton")
-    with pytest.raises(ValueError, match="backend must be"):
-        ALL(images, uniforms, backend="cuda")
 
 
 # ------------------------------------------------------------------------------------- on a GPU
@@ -339,7 +343,7 @@ def test_gpu_equals_torch(name: str, height: int, width: int) -> None:
     alike = same_boxes(fused_sample(augment, uniforms, height, width), params)
     assert (~alike).sum() <= 1
     actual = augment(images, uniforms)[alike]
-    expected = augment(images, uniforms, backend="torch")[alike]
+    expected = by_torch(augment, images, uniforms)[alike]
     torch.testing.assert_close(actual, expected, rtol=0, atol=2e-4)
 
 
@@ -354,7 +358,7 @@ def test_gpu_pictures_equal_torch(name: str) -> None:
     pictures = Pictures.pack(noise).to("cuda")
     index = torch.arange(56, device="cuda") % len(shapes)
     uniforms = draws(augment, len(index)).cuda()
-    expected = augment(pictures[index], uniforms, backend="torch")
+    expected = by_torch(augment, pictures[index], uniforms)
     apart = (augment(pictures[index], uniforms) - expected).abs().amax((1, 2, 3))
     assert (apart > 1e-3).sum() <= 1  # a crop whose side is rounded may fall the other way
     torch.testing.assert_close(
@@ -407,7 +411,7 @@ def test_gpu_graph_replays_bf16_channels_last_of_a_table() -> None:
     assert pixels.equal(run())
     alike = same_boxes(fused_sample(augment, uniforms, 96, 96), augment.sample(uniforms, 96, 96))
     assert (~alike).sum() <= 1
-    expected = augment(table[index], uniforms, backend="torch")
+    expected = by_torch(augment, table[index], uniforms)
     torch.testing.assert_close(pixels.float()[alike], expected[alike], rtol=0, atol=2**-8)
 
 
@@ -445,5 +449,5 @@ def test_gpu_graph_reads_the_step_at_replay() -> None:
         assert pixels.equal(augment.from_table(table, whole, uniforms, torch.bfloat16))
         boxes = fused_sample(augment, uniforms, 96, 96)
         alike = same_boxes(boxes, augment.sample(uniforms, 96, 96))
-        expected = augment(table[whole], uniforms, backend="torch")
+        expected = by_torch(augment, table[whole], uniforms)
         torch.testing.assert_close(pixels.float()[alike], expected[alike], rtol=0, atol=2**-8)

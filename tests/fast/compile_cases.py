@@ -86,12 +86,14 @@ def scan() -> None:
 
 
 def views() -> None:
+    from negchain.fast.augment.fused_triton import augment_fused
+
     augment = augmentation("simclr-stl10", size=96)
     images = torch.zeros(4, 3, 96, 96, dtype=torch.uint8)
     drawn = torch.rand(4, augment.num_uniforms)
     for pictures in (images, Pictures.of(images)):
-        augment(pictures, drawn, backend="triton")
-        augment(pictures, Draws(0, torch.tensor(3), 32), backend="triton")
+        augment_fused(augment, pictures, drawn)
+        augment_fused(augment, pictures, Draws(0, torch.tensor(3), 32))
 
 
 def layers() -> None:
@@ -103,8 +105,7 @@ def layers() -> None:
     last = torch.channels_last
     x, weight = image(2, 3, 96, 96), image(64, 3, 7, 7)
     y, folded = few_channels_triton.few_channels_forward(x, weight, 3)
-    fold = few_channels_triton.fold_of(x, weight, 3)
-    few_channels_triton.few_channels_gradient(folded, weight, y, fold)
+    few_channels_triton.few_channels_gradient(folded, weight, y, 3)
     pooled, winner = max_pool_triton.max_pool_forward(y, 3, 2, 1)
     max_pool_triton.max_pool_backward(pooled, winner, y.shape, 3, 2, 1)
     masked_triton.masked_triton(y, y, None)

@@ -28,22 +28,24 @@ class Black(Augmentation):
         return torch.zeros(len(images), images.shape[1], self.size, self.size)
 
 
+IMAGES = torch.zeros(2, 3, 8, 8, dtype=torch.uint8)
+
+
+@pytest.fixture(autouse=True)
+def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("negchain.fast.augment.prefers_triton", lambda like: True)
+
+
 def test_every_recipe_has_kernels() -> None:
     assert recipes.RECIPES
     for name in recipes.RECIPES:
-        assert fused.applies(recipes.augmentation(name, size=32)), name
+        assert fused.applies(recipes.augmentation(name, size=32), IMAGES), name
 
 
-def test_an_operation_without_a_kernel_is_not_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, where kernels are preferred."""
-    monkeypatch.setattr("negchain.augment.pipeline.prefers_triton", lambda like: True)
-    monkeypatch.setattr("negchain.augment.pipeline.triton_error", lambda like: None)
-    images = torch.zeros(2, 3, 8, 8, dtype=torch.uint8)
+def test_an_operation_without_a_kernel_is_not_dropped() -> None:
     for augment, value in ((Inverting(size=8, invert=True), 1.0), (Black(size=8), 0.0)):
-        assert not fused.applies(augment)
+        assert not fused.applies(augment, IMAGES)
         u, index = torch.empty(2, 0), torch.arange(2)
-        assert (augment(images, u) == value).all()
-        assert (augment.from_table(images, index, u, torch.float32) == value).all()
-        with pytest.raises(ValueError, match="use backend='torch'"):
-            augment(images, u, backend="triton")
-    assert fused.applies(Inverting(size=8))
+        assert (augment(IMAGES, u) == value).all()
+        assert (augment.from_table(IMAGES, index, u, torch.float32) == value).all()
+    assert fused.applies(Inverting(size=8), IMAGES)

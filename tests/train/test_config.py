@@ -60,7 +60,8 @@ def test_the_fixed_options_of_the_command_line_are_fields() -> None:
 
 
 def test_defaults_follow_the_data(tmp_path: Path) -> None:
-    assert resolve(None, {}) == replace(TrainConfig(), root=os.path.abspath("data"))
+    plain = replace(TrainConfig(), root=os.path.abspath("data"), proposal="both")
+    assert resolve(None, {}) == plain
     cifar = resolve(None, {"data": "cifar10"})
     assert (cifar.encoder, cifar.recipe, cifar.image_size) == ("resnet18", "cifar", 32)
     folder = resolve(None, {"data": str(tmp_path)})

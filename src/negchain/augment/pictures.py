@@ -1,4 +1,4 @@
-"""Pictures of different sizes as one buffer of bytes, which kernels read where they lie.
+"""Pictures of different sizes as one buffer of bytes, which kernels read in place.
 
     pixels  [ picture 0: C x h0 x w0 | picture 1: C x h1 x w1 | ... ]      uint8
     offsets [N]    where each begins                                       int64

@@ -14,7 +14,7 @@ On a GPU each of the torch operations here is a launch: simclr-stl10 took 0.73 m
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,6 @@ from negchain import draws
 from negchain.augment import blur, colour, crop
 from negchain.augment.pictures import Images, Pictures
 from negchain.fast import augment as fused
-from negchain.fast.backends import prefers_triton, triton_error
 
 
 class Params(NamedTuple):
@@ -207,41 +206,19 @@ class Augmentation:
                 pixels = blur.blur(pixels, params.sigma)
             return self._normalized(pixels.clamp(0, 1))
 
-    def __call__(
-        self,
-        images: Images,
-        uniforms: Tensor | Draws,
-        *,
-        backend: Literal["auto", "torch", "triton"] = "auto",
-    ) -> Tensor:
+    def __call__(self, images: Images, uniforms: Tensor | Draws) -> Tensor:
         """Augment uint8 images with uniforms [N,num_uniforms]: `sample`, then `apply`.
 
-        `images` are [N,C,H,W] of one size, or `Pictures` of their own sizes.
-
-        `Draws` stand for the uniforms they name.
-        `backend` "triton" does both in four launches (`fused_triton.augment_fused`) and needs a GPU
-        or TRITON_INTERPRET=1; "auto" is triton for CUDA tensors where it is installed, else torch.
+        `images` are [N,C,H,W] of one size, or `Pictures` of their own sizes; `Draws` stand for the
+        uniforms they name. On a GPU with Triton both are four launches (`fast.augment`).
         """
-        pixels = images.pixels if isinstance(images, Pictures) else images
-        if backend == "auto":
-            backend = "triton" if prefers_triton(pixels) and fused.applies(self) else "torch"
-        if backend == "torch":
-            if isinstance(uniforms, Draws):
-                uniforms = uniforms.uniforms(len(images), self.num_uniforms)
-            return self.apply(images, self.sample(uniforms, *sides(images)))
-        if backend == "triton":
-            reason = triton_error(pixels)
-            if reason is not None:
-                raise ValueError(f"backend='triton' needs {reason}; use backend='torch'")
-            if not fused.applies(self):
-                raise ValueError(
-                    f"backend='triton' knows {', '.join(sorted(fused.KNOWN))}, got {self}; "
-                    "use backend='torch'"
-                )
+        if fused.applies(self, images):
             from negchain.fast.augment.fused_triton import augment_fused
 
             return augment_fused(self, images, uniforms)
-        raise ValueError(f"backend must be 'auto', 'torch' or 'triton', got {backend!r}")
+        if isinstance(uniforms, Draws):
+            uniforms = uniforms.uniforms(len(images), self.num_uniforms)
+        return self.apply(images, self.sample(uniforms, *sides(images)))
 
     def from_table(
         self,
@@ -260,8 +237,7 @@ class Augmentation:
         >>> augment.from_table(table, index, torch.rand(3, 1), torch.float32).shape
         torch.Size([3, 3, 8, 8])
         """
-        pixels = table.pixels if isinstance(table, Pictures) else table
-        if not (prefers_triton(pixels) and fused.applies(self)):
+        if not fused.applies(self, table):
             return self(table[index], uniforms)
         from negchain.fast.augment.fused_triton import augment_fused
 

@@ -154,9 +154,7 @@ def alone(settings: Settings) -> Table:
         build = LossSettings(NUM_SAMPLES, BETA, DIM)
         timed = {
             method.title: graphed(
-                _gradients(
-                    method.build(build).to(settings.device), z_a, z_b, partial(_same, index)
-                ),
+                _gradients(method.build(build).to(settings.device), z_a, z_b, index.detach),
                 settings.device,
             )
             for method in METHODS.values()
@@ -186,10 +184,6 @@ def alone(settings: Settings) -> Table:
     )
 
 
-def _same(index: Tensor) -> Tensor:
-    return index
-
-
 def _gradients(
     loss_fn: ContrastiveLoss, z_a: Tensor, z_b: Tensor, index: Callable[[], Tensor]
 ) -> Callable[[], object]:
@@ -200,7 +194,7 @@ def _gradients(
         asked: list[Tensor] = []
 
         def encode(ids: Tensor) -> Tensor:
-            found = bank[ids % len(bank)]  # who shares a row of it is not felt
+            found = bank[ids % len(bank)]  # that ids share rows does not change the time
             if torch.is_grad_enabled():  # its gradient belongs to the work of the loss
                 asked.append(found.requires_grad_())
             return found

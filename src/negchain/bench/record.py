@@ -27,7 +27,7 @@ class Settings:
     device: torch.device
     quick: bool = False  # few rounds and short windows: does everything run?
     seed: int = 0  # of the random inputs
-    say: Callable[[str], None] = lambda text: None  # told what is being measured
+    say: Callable[[str], None] = lambda text: None  # is given what is being measured, as text
 
     @property
     def on_gpu(self) -> bool:

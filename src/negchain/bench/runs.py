@@ -1,4 +1,4 @@
-"""Training runs to measure: the trainer's own, on made-up pictures, in folders that vanish."""
+"""Training runs to measure: the trainer's own, on synthetic pictures, in temporary folders."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ENCODERS: dict[str, dict[str, object]] = {
 
 
 def variants() -> dict[str, dict[str, object]]:
-    """Every method the trainer knows and what it can be told, by the name it has in tables."""
+    """Settings of every method the trainer knows and of its options, by the name in tables."""
     found: dict[str, dict[str, object]] = {}
     for name in trained():
         title, options = METHODS[name].title, METHODS[name].options
@@ -56,7 +56,7 @@ def encoders(settings: Settings) -> dict[str, dict[str, object]]:
 
 
 def setting(settings: Settings) -> str:
-    """What `config` and `pictures` make up, in words."""
+    """What `config` and `pictures` choose, in words."""
     if settings.on_gpu:
         return (
             f"{SIDE} px, recipe simclr-stl10 with blur, bf16, Adam, {NUM_IMAGES:,} pictures with "
@@ -81,10 +81,19 @@ def config(
 
 
 def pictures(settings: Settings) -> DataBundle:
-    """The images all runs share: made up on a GPU (nothing to download), else the digits."""
+    """The images of all runs: synthetic ones on a GPU (nothing to download), else the digits."""
     if not settings.on_gpu:
         return load_images(resolve(None, {"data": "digits"}))
     return bundle(pictures_like_photographs(NUM_IMAGES, SIDE, settings.seed))
+
+
+def shared_pictures(settings: Settings) -> DataBundle:
+    """`pictures` on the device: one copy for all runs."""
+    data = pictures(settings)
+    if not settings.on_gpu:
+        return data
+    assert data.pretrain.images is not None
+    return bundle(data.pretrain.images.to(settings.device))
 
 
 def bundle(pixels: Tensor) -> DataBundle:
@@ -114,7 +123,7 @@ def pictures_like_photographs(count: int, side: int, seed: int) -> Tensor:
 
 @contextmanager
 def vanishing(task: Task) -> Iterator[trainer.Run]:
-    """A run of a task as `negchain train` prepares it, not captured yet."""
+    """A run of a task as `negchain train` prepares it, not captured yet; its folder goes after."""
     with tempfile.TemporaryDirectory(prefix="negchain-bench-") as folder:
         path = Path(folder) / "run"
         run = trainer.prepare(task, lambda: RunFolder.create(path, config="{}\n"))
@@ -123,7 +132,7 @@ def vanishing(task: Task) -> Iterator[trainer.Run]:
 
 
 def prepared(settings: TrainConfig, data: DataBundle) -> AbstractContextManager[trainer.Run]:
-    """Such a run on images."""
+    """`vanishing` for images."""
     return vanishing(ImageTask(settings, data))
 
 

@@ -23,10 +23,7 @@ NUM_WHOLE = 1024
 
 def table(settings: Settings) -> Table:
     """Step times at b = 32 and 256 (on a CPU 32)."""
-    data = runs.pictures(settings)
-    if settings.on_gpu:  # one copy for all runs
-        assert data.pretrain.images is not None
-        data = runs.bundle(data.pretrain.images.to(settings.device))
+    data = runs.shared_pictures(settings)
     found: list[Row] = []
     for encoder in runs.encoders(settings):
         every = not found  # the first encoder comes with every method

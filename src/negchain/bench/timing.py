@@ -1,7 +1,7 @@
 """Clocks: CUDA events after warm-up on a GPU, `perf_counter` on a CPU; everything takes turns.
 
 What is compared runs in one process, round by round, so that a machine that is busy or hot for a
-while is so for all of it; ratios are formed within a round.
+while slows all of it alike. Ratios are formed within a round.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Timed:
     run: Call
     device: torch.device
     calls: int = 1
-    kept: object = None  # what a replay reads must stay allocated as long as it is replayed
+    kept: object = None  # holds what a replay reads
 
 
 def graphed(call: Call, device: torch.device, calls: int = 1) -> Timed:
@@ -75,8 +75,8 @@ def interleaved(
 ) -> dict[str, list[float]]:
     """Milliseconds per call of everything, one number per round.
 
-    In a round each takes its turn for about `window_ms`, in an order that shifts from round to
-    round so that nobody always follows the same one.
+    In a round each takes its turn for about `window_ms`. The order shifts from round to round, so
+    that none always comes first.
 
     >>> cpu = torch.device("cpu")
     >>> found = interleaved({"a": Timed(lambda: None, cpu), "b": Timed(lambda: None, cpu)}, 4, 0.1)

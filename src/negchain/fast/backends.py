@@ -38,5 +38,5 @@ def triton_error(like: Tensor) -> str | None:
 
 
 def float32_products() -> Literal["ieee", "tf32"]:
-    """How a kernel multiplies float32 matrices: as torch was told to."""
+    """How a kernel multiplies float32 matrices: as torch's setting says."""
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"

@@ -1,11 +1,11 @@
 """Gradients of weights beside a compiled backward pass.
 
-A pass over the graph that `torch.compile` makes of a backward pass: products and convolutions whose
-result is nothing but a gradient (it leaves the graph as it is) become operators that run on a
-stream of their own. Whoever takes the gradients waits for that stream (`WeightGradients.join`).
+`torch.compile` makes a graph of a backward pass. `move` finds the products and convolutions in it
+whose result is only returned, the gradients of weights, and makes operators of them that run on a
+CUDA stream of their own. `WeightGradients.join` waits for that stream before a gradient is read.
 
-Nothing may overwrite what such an operator still reads, so Inductor must not reuse buffers, and the
-tensors are kept until `join`.
+Such an operator may still read its inputs while later ones run. So Inductor must not reuse buffers,
+and the inputs are kept until `join`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ aten = torch.ops.aten
 
 @functools.cache
 def shared(device: torch.device) -> WeightGradients:
-    """The stream all compiled encoders of a device use; it keeps what its operators read."""
+    """The one of a device, for all its compiled encoders; it keeps what the operators read."""
     return WeightGradients(new_stream(device))
 
 
@@ -93,7 +93,7 @@ OPTIONS: dict[str, Any] = {
 
 
 def move(graph: fx.Graph) -> int:
-    """Replace what computes nothing but gradients that leave the graph; returns how many."""
+    """Replace products and convolutions whose result is only returned; says how many."""
     done = 0
     if not any(n.op == "placeholder" and n.name.startswith("tangents") for n in graph.nodes):
         return 0  # a forward pass: its results are read at once
@@ -136,7 +136,7 @@ _VIEWS = (aten.permute.default, aten.view.default, aten.t.default, aten.reshape.
 
 
 def _leaves(node: fx.Node) -> bool:
-    """Whether nothing inside the graph reads a result: it only leaves, perhaps as a view."""
+    """Whether a result is only returned, perhaps as a view: nothing inside the graph reads it."""
     return bool(node.users) and all(
         user.op == "output" or (user.target in _VIEWS and _leaves(user)) for user in node.users
     )

@@ -1,13 +1,13 @@
 """One fast path for every encoder.
 
 `accelerate` takes an encoder and gives back a function with the same interface: pixels in,
-embeddings out, and after a backward pass the gradients are in `.grad` of the encoder's parameters.
-Who calls it does not know how it is done, and whatever comes between the backward pass and the
-optimizer's step (an all-reduce over several GPUs, clipping) finds all gradients there.
+embeddings out. After a backward pass all gradients are in `.grad` of the encoder's parameters,
+where the optimizer, clipping or an all-reduce over several GPUs finds them. The caller need not
+know which strategy is at work.
 
 | strategy | what it does |
 |---|---|
-| plain | the encoder as it is, under autocast: the readable twin of the others |
+| plain | torch runs the encoder under autocast: the readable twin of the others |
 | compiled | `torch.compile`, weight gradients on a CUDA stream of their own (`beside`) |
 | blocks | hand-written layers (`negchain.fast.layers`), for ResNets without normalisation |
 
@@ -20,7 +20,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -76,15 +76,12 @@ def accelerate(
                 [5., 5.]])
     """
     chosen = strategy or choose(encoder, autocast)
-    if chosen not in get_args(Strategy):
-        known = ", ".join(get_args(Strategy))
-        raise ValueError(f"strategy must be one of {known}, got {chosen!r}")
-    if chosen == "plain":
-        return PlainEncoder(encoder, autocast)
-    if autocast is None:
+    kinds = {"plain": PlainEncoder, "compiled": CompiledEncoder, "blocks": BlockEncoder}
+    if chosen not in kinds:
+        raise ValueError(f"strategy must be one of {', '.join(kinds)}, got {chosen!r}")
+    if autocast is None and chosen != "plain":
         raise ValueError(f"strategy {chosen!r} copies weights to another dtype: give autocast")
-    fast = CompiledEncoder if chosen == "compiled" else BlockEncoder
-    return fast(encoder, autocast)
+    return kinds[chosen](encoder, autocast)
 
 
 class PlainEncoder:
@@ -99,7 +96,7 @@ class PlainEncoder:
         self.device = next(encoder.parameters()).device
 
     def begin(self) -> None:
-        """Do what need not wait for the pixels; the weights have their values of this step."""
+        """Begin a step: do what depends on its weights alone, not on pixels."""
 
     def __call__(self, pixels: Tensor) -> Tensor:  # [R,C,H,W] -> [R,D]
         """Embeddings, with a graph where gradients are enabled."""
@@ -124,18 +121,18 @@ class CopyingEncoder(PlainEncoder):
     def __init__(
         self,
         encoder: nn.Module,
-        autocast: torch.dtype,
+        autocast: torch.dtype | None,
         gradients: WeightGradients | None = None,
     ) -> None:
         super().__init__(encoder, autocast)
         named = encoder.named_parameters(remove_duplicate=False)  # of two names for one, both
         by_name = {name: weight for name, weight in named if weight.requires_grad}
         self._weights = list(dict.fromkeys(by_name.values()))  # one with two names: one copy
-        self._cast = set(cast_by_autocast(encoder).values())
+        self._cast = cast_by_autocast(encoder)
         place = {weight: number for number, weight in enumerate(self._weights)}
         self._place = {name: place[weight] for name, weight in by_name.items()}
         self.calls: list[tuple[Tensor, ...]] = []  # this step's copies, call by call
-        self._ready: tuple[Tensor, ...] | None = None  # those of the first, before it is made
+        self._ready: tuple[Tensor, ...] | None = None  # of the first call, made by `begin`
         self._copied: torch.cuda.Event | None = None
         self._gradients = gradients or WeightGradients(new_stream(self.device))
 
@@ -201,7 +198,7 @@ class _Cast(torch.autograd.Function):
 class CompiledEncoder(CopyingEncoder):
     """The encoder through `torch.compile`; shapes are fixed, and CUDA graphs are the caller's."""
 
-    def __init__(self, encoder: nn.Module, autocast: torch.dtype) -> None:
+    def __init__(self, encoder: nn.Module, autocast: torch.dtype | None) -> None:
         from negchain.fast import beside  # imports the compiler
 
         super().__init__(encoder, autocast, beside.shared(next(encoder.parameters()).device))
@@ -229,30 +226,31 @@ class BlockEncoder(CopyingEncoder):
 
 @contextmanager
 def _compiling() -> Iterator[None]:
-    """Every encoder of a process is compiled, not the first eight and the others run as they are.
+    """Let a process compile more than eight encoders.
 
-    Torch counts by source line, and all encoders come through the same one.
+    Torch counts compilations by source line, of which all encoders have the same; past its limit
+    it would run them uncompiled.
     """
     import torch._dynamo.config
 
     with torch._dynamo.config.patch(recompile_limit=1000), warnings.catch_warnings():
-        # the compiler looks whether a copy has a gradient
+        # the compiler reads `.grad` of the copies, which are no leaves
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
         yield
 
 
-def cast_by_autocast(encoder: nn.Module) -> dict[str, nn.Parameter]:
-    """Weights and biases that go as they are into a convolution or a product, by name.
+def cast_by_autocast(encoder: nn.Module) -> set[nn.Parameter]:
+    """Weights and biases that go as they are into a convolution or a product.
 
     Not those of layers that first work on them (weight standardisation): autocast rounds later.
     """
-    found = {}
-    for prefix, module in encoder.named_modules():
+    found: set[nn.Parameter] = set()
+    for module in encoder.modules():
         convolves = isinstance(module, nn.Conv2d) and (
             type(module).forward is nn.Conv2d.forward
             and type(module)._conv_forward is nn.Conv2d._conv_forward
         )
         multiplies = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
         if convolves or multiplies:
-            found.update(module.named_parameters(prefix, recurse=False))
+            found.update(module.parameters(recurse=False))
     return found

@@ -7,7 +7,7 @@ left at column k was counted
 
     max(0, rank_k - P) - max(0, rank_j - P)   times,   rank = number of steps before a column,
 
-so whoever is accepted writes the share of the state it replaces. With `count_every` = c > 1 a
+so an accepted step writes the share of the state it replaces. With `count_every` = c > 1 a
 column has column // c - P // c counted columns before it instead.
 
 Runs on a GPU, and on a CPU under TRITON_INTERPRET=1 (for tests).

@@ -1,4 +1,7 @@
-"""CUDA streams that leave the current one and come back; None, on a CPU, is the current one."""
+"""Work on a second CUDA stream, beside the current one.
+
+A device without streams (a CPU) has None for one: the work then runs on the spot.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import torch
 
 
 def new_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream | None:
-    """A stream; the smaller the number, the sooner its launches get a free multiprocessor."""
+    """A new stream; launches of a smaller `priority` get a free multiprocessor first."""
     if device.type != "cuda":
         return None
     return torch.cuda.Stream(device, priority)  # type: ignore[no-untyped-call]
@@ -17,7 +20,7 @@ def new_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream | N
 
 @contextmanager
 def forked(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """What is launched inside runs on another stream, after what the current one has."""
+    """Launches inside go to `stream`, and wait for what the current stream was given before."""
     if stream is not None:
         stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -25,6 +28,6 @@ def forked(stream: torch.cuda.Stream | None) -> Iterator[None]:
 
 
 def join(stream: torch.cuda.Stream | None) -> None:
-    """The current stream goes on after what another one has."""
+    """What the current stream is given from now on waits for what `stream` was given."""
     if stream is not None:
         torch.cuda.current_stream().wait_stream(stream)

@@ -1,4 +1,4 @@
-"""What a loss hands the kernels of `negchain.fast.fused`: a plan of tensors and numbers a side."""
+"""What a loss hands the kernels of `negchain.fast.fused`: a `Plan` per side, and when it may."""
 
 from __future__ import annotations
 
@@ -29,32 +29,27 @@ def applies(loss_fn: EMC2Loss, like: Tensor) -> bool:
     """Whether the fused path takes a batch of such embeddings [B, D], or of such positions [B]."""
     chains = loss_fn.chains
     return (
-        can_run(loss_fn.backend, like)
-        and loss_fn.rows.ranks is None
-        and isinstance(loss_fn.proposals, InBatch)
+        _can_run(loss_fn, like)
         and loss_fn.augmentations is None
-        and loss_fn.num_keys is None
         and max(chains.num_states, chains.states.shape[1]) <= 2**31
         and (loss_fn.carried != "cached" or chains.keys.shape[2] > 0)
-        and _size_applies(loss_fn, loss_fn.proposals.copies, like.shape[0])
+        and _size_applies(loss_fn, like.shape[0])
     )
 
 
-def can_run(backend: str, like: Tensor) -> bool:
-    """Whether kernels can run on such a tensor, and `backend` allows it."""
-    if backend not in ("auto", "fused") or (like.is_floating_point() and like.dtype not in DTYPES):
+def _can_run(loss_fn: Any, like: Tensor) -> bool:
+    """Whether kernels run on such a tensor, `backend` allows it, and negatives are the batch's."""
+    if like.is_floating_point() and like.dtype not in DTYPES:
         return False
-    return prefers_triton(like) if backend == "auto" else triton_error(like) is None
-
-
-def _applies_in_batch(loss_fn: Any, call: Call) -> bool:
+    if loss_fn.backend == "auto":
+        able = prefers_triton(like)
+    else:
+        able = loss_fn.backend == "fused" and triton_error(like) is None
     return (
-        can_run(loss_fn.backend, call.z_a)
+        able
         and loss_fn.rows.ranks is None
         and isinstance(loss_fn.proposals, InBatch)
-        and call.known is None
         and loss_fn.num_keys is None
-        and 2 <= call.z_a.shape[0] <= MAX_COLUMNS
     )
 
 
@@ -71,13 +66,13 @@ def not_applicable(like: Tensor) -> ValueError:
     )
 
 
-def _size_applies(loss_fn: EMC2Loss, copies: int, size: int) -> bool:
-    kernel = loss_fn.kernel
+def _size_applies(loss_fn: EMC2Loss, size: int) -> bool:
+    kernel, proposals = loss_fn.kernel, loss_fn.proposals
+    assert isinstance(proposals, InBatch)
     dense = isinstance(kernel, ISIR) and kernel.count_every == 1
     if not loss_fn.large_batch:  # a softmax takes both copies of as many, as in-batch losses do
-        return 2 <= size <= (MAX_COLUMNS if dense else MAX_COLUMNS // copies) and (
-            isinstance(kernel, MH) or dense
-        )
+        most = MAX_COLUMNS if dense else MAX_COLUMNS // proposals.copies
+        return 2 <= size <= most and (isinstance(kernel, MH) or dense)
     learned = isinstance(loss_fn.beta, Tensor)
     if dense:
         return size >= 2 and not learned  # its tiles do not add up what beta's gradient needs
@@ -93,28 +88,27 @@ def carried_ids(loss_fn: EMC2Loss, side: int, index: Tensor) -> Tensor:  # [B] -
 
 def emc2(loss_fn: EMC2Loss, call: Call, requests: Sequence[Request]) -> Sides:
     """The EMC² loss of a batch; in training mode its chains move."""
-    carried: list[Tensor | None] = [None] * loss_fn.num_sides
-    if loss_fn.carried == "encode":
-        sides = range(loss_fn.num_sides)
-        carried = [answered(requests, "carried", side).embeddings for side in sides]
     kernel, chains, beta = loss_fn.kernel, loss_fn.chains, loss_fn.beta
+    carried: list[Tensor | None] = [None] * loss_fn.num_sides
+    keys = None
     assert isinstance(loss_fn.proposals, InBatch)
-    if loss_fn.carried == "cached":
+    if loss_fn.carried == "encode":
+        carried = [answered(requests, "carried", n).embeddings for n in range(loss_fn.num_sides)]
+    else:
         chains.check_width(call.z_a.shape[1])
-    tables = {
-        "states": chains.states,
-        "keys": chains.keys if loss_fn.carried == "cached" else None,
-        "averages": None,
-    }
-    settings = {
-        "weighting": "mh" if isinstance(kernel, MH) else "isir",
-        "burn_in": float(kernel.burn_in) if isinstance(kernel, MH) else 0.0,
-        "count_every": kernel.count_every,
-        "copies": loss_fn.proposals.copies,
-        "tiled": loss_fn.large_batch,
-        "bound": math.inf if isinstance(beta, Tensor) or not loss_fn.normalize else beta,
-    }
-    return _sides(loss_fn, call, carried, tables, settings)
+        keys = chains.keys
+    return _sides(
+        loss_fn,
+        call,
+        carried,
+        {"states": chains.states, "keys": keys},
+        weighting="mh" if isinstance(kernel, MH) else "isir",
+        burn_in=float(kernel.burn_in) if isinstance(kernel, MH) else 0.0,
+        count_every=kernel.count_every,
+        copies=loss_fn.proposals.copies,
+        tiled=loss_fn.large_batch,
+        bound=math.inf if isinstance(beta, Tensor) or not loss_fn.normalize else beta,
+    )
 
 
 def in_batch(
@@ -124,19 +118,20 @@ def in_batch(
 
     None where the kernels do not take it, which with backend="fused" is an error.
     """
-    if not _applies_in_batch(loss_fn, call):
+    small = 2 <= call.z_a.shape[0] <= MAX_COLUMNS
+    if not (small and call.known is None and _can_run(loss_fn, call.z_a)):
         if loss_fn.backend == "fused":
             raise not_applicable(call.z_a)
         return None
     index = positions(call, loss_fn.num_samples)
     if loss_fn.num_samples is None:  # any integers will do: only which are equal matters
         index = torch.searchsorted(index.sort().values, index)
-    weighting = "softmax" if log_u is None else "sogclr"
-    settings = {"weighting": weighting, "gamma": gamma}
-    tables = {"states": None, "keys": None, "averages": log_u}
-    none: list[Tensor | None] = [None] * loss_fn.num_sides
     call = dataclasses.replace(call, index=index)
-    total, report = _sides(loss_fn, call, none, tables, settings)
+    weighting = "softmax" if log_u is None else "sogclr"
+    none: list[Tensor | None] = [None] * loss_fn.num_sides
+    total, report = _sides(
+        loss_fn, call, none, {"averages": log_u}, weighting=weighting, gamma=gamma
+    )
     if loss_fn.num_positions is None:
         del report["global_loss_low"]
     return total, report
@@ -145,9 +140,9 @@ def in_batch(
 def _sides(
     loss_fn: ContrastiveLoss,
     call: Call,
-    carried: Sequence[Tensor | None],
+    carried: Sequence[Tensor | None],  # [B, D] of each side
     tables: dict[str, Tensor | None],  # [sides, M, ...] each
-    settings: dict[str, Any],
+    **settings: Any,  # of a `Plan`
 ) -> Sides:
     from negchain.fast.fused import function, plan
 
@@ -162,9 +157,7 @@ def _sides(
     for side, held in enumerate(carried):
         if held is not None:
             check_width(held, z_a.shape[1])
-        mine: dict[str, Any] = {
-            name: None if table is None else table[side] for name, table in tables.items()
-        }
+        mine: dict[str, Any] = {n: table[side] for n, table in tables.items() if table is not None}
         one = plan.Plan(
             index=index, side=side, step=loss_fn.step,
             counts=counts and side == loss_fn.num_sides - 1, faults=loss_fn.faults,

@@ -1,10 +1,11 @@
 """EMC² for batches of thousands: the B x B similarities are never stored.
 
-On a GPU in tiles (`negchain.fast.fused`); elsewhere a panel of rows at a time, the tiles' readable
-twin: a panel's similarities are computed, walked over, differentiated and forgotten, so that memory
-grows with B times the panel and not with B^2. The gradient of the loss is linear in what comes
-after it, so each panel's gradient can be taken at once and handed to the encoder later (GradCache,
-arXiv:2101.06983).
+On a GPU tiles of them are computed, scanned and forgotten (`negchain.fast.fused`). Elsewhere a
+panel of rows at a time is: its similarities are computed, walked over, differentiated and freed.
+Panels are the readable twin of the tiles. Memory grows with B times the panel, not with B^2.
+
+Each panel's gradient is taken at once, as if the upstream gradient were 1. The returned scalar has
+that gradient: the upstream one multiplies it when `backward` runs (GradCache, arXiv:2101.06983).
 
 Shapes: `B` batch, `D` embedding.
 """
@@ -74,41 +75,36 @@ class LargeBatchEMC2Loss(EMC2Loss):
         """The visit of the whole batch, panel by panel; `total` carries the gradient."""
         if is_traced(call.z_a) or is_traced(call.z_b):  # torch.func has no leaves to cut at
             return super().visit(call, requests)
-        size = len(call.z_a)
         tracks = torch.is_grad_enabled()
-        leaves: list[tuple[Tensor, Tensor]] = []  # what the caller gave, and what stands for it
+        given: list[Tensor] = []  # what wants a gradient
+        leaves: list[Tensor] = []  # what stands for it in the panels
 
         def cut(z: Tensor) -> Tensor:
             if not (z.requires_grad and tracks):
                 return z
-            leaf = z.detach().requires_grad_()
-            leaves.append((z, leaf))
-            return leaf
+            given.append(z)
+            leaves.append(z.detach().requires_grad_())
+            return leaves[-1]
 
         inner = dataclasses.replace(call, z_a=cut(call.z_a), z_b=cut(call.z_b))
         answers = _cut_answers(requests, cut)
-        panels, shares, grads = self._panels(inner, answers, size, leaves)
-        whole = _joined(panels, shares)
-        whole.total = [sum(whole.total[1:], whole.total[0]) / len(whole.total)]
-        given = [z for z, _ in leaves]
         if isinstance(self.beta, Tensor) and self.beta.requires_grad and tracks:
             given.append(self.beta)
+            leaves.append(self.beta)
+        panels, shares, grads = self._panels(inner, answers, leaves)
+        whole = _joined(panels, shares)
+        whole.total = [sum(whole.total[1:], whole.total[0]) / len(whole.total)]
         for z, grad in zip(given, grads, strict=True):
             surrogate = torch.dot(z.flatten(), grad.flatten())
             whole.total[0] = whole.total[0] + (surrogate - surrogate.detach())
         return whole
 
     def _panels(
-        self,
-        call: Call,
-        requests: Sequence[Request],
-        size: int,
-        leaves: list[tuple[Tensor, Tensor]],
+        self, call: Call, requests: Sequence[Request], leaves: list[Tensor]
     ) -> tuple[list[Visit], list[float], list[Tensor]]:
-        inputs = [leaf for _, leaf in leaves]
-        if isinstance(self.beta, Tensor) and self.beta.requires_grad and torch.is_grad_enabled():
-            inputs.append(self.beta)
-        grads = [torch.zeros_like(z) for z in inputs]
+        """Visits of the panels, their shares of the batch, and gradients of the leaves."""
+        size = len(call.z_a)
+        grads = [torch.zeros_like(z) for z in leaves]
         panels, shares = [], []
         step = max(1, PANEL_ELEMENTS // max(2 * size, 1))
         for begin in range(0, max(size, 1), step):  # an empty batch has one too, which refuses it
@@ -116,8 +112,8 @@ class LargeBatchEMC2Loss(EMC2Loss):
             visit = super().visit(call, requests, items)
             share = (items.stop - begin) / size
             value = torch.stack(visit.total).mean() * share
-            if inputs:
-                for total, grad in zip(grads, torch.autograd.grad(value, inputs), strict=True):
+            if leaves:
+                for total, grad in zip(grads, torch.autograd.grad(value, leaves), strict=True):
                     total += grad
             visit.total = [v.detach() for v in visit.total]
             visit.sides = []

@@ -33,7 +33,7 @@ from fast.kernel_cases import (
 )
 from interpreter import hurry
 from negchain import ISIR, MH, EMC2Loss, Given, InBatch
-from negchain.fast.fused import function, layout_triton, ranks, tiles
+from negchain.fast.fused import forward, function, layout_triton, ranks
 
 
 def emc2(name: str, *, size: int = 6, steps: int = 2, **options: Any) -> Case:
@@ -89,6 +89,7 @@ CASES = [
     emc2("isir-one-item", kernel="isir", one_item=True, size=3, learned=True),
     emc2("isir-free-length", kernel="isir", normalize=False, beta=1.0, strided=True),
     emc2("isir-bfloat16", kernel="isir", dtype=torch.bfloat16, tolerance=1e-2, size=3),
+    emc2("isir-one-copy", kernel="isir", proposals=InBatch(), repeats=True, learned=True),
     emc2("both", **BOTH, size=7, repeats=True, seed=2**40 + 5),
     emc2(
         "both-cached-all", **BOTH, carried="cached", denominator="all", learned=True,
@@ -98,9 +99,6 @@ CASES = [
     emc2("both-batch-of-2", **BOTH, size=2, steps=3, denominator="all"),
     emc2("both-batch-of-33", **BOTH, size=33, steps=1, num_samples=40, dim=12),
     emc2("both-one-item", **BOTH, one_item=True, size=3),
-    emc2("both-isir", **BOTH, kernel="isir", repeats=True, learned=True, steps=3),
-    emc2("both-isir-cached-all", **BOTH, kernel="isir", carried="cached", denominator="all"),
-    emc2("both-isir-one-anchor", **BOTH, kernel="isir", symmetric=False, size=9, repeats=True),
     Case("infonce", loss="infonce", repeats=True, learned=True, steps=2),
     Case("infonce-paired", {"views": "paired"}, loss="infonce", size=17, steps=1, num_samples=20),
     Case("infonce-zeros", {"views": "paired"}, loss="infonce", zeros=True, steps=1),
@@ -199,7 +197,7 @@ INVALID = [
     emc2("rows-all", views="paired", denominator="all", burn_in=0.2),
     emc2("rows-isir", kernel="isir", size=7, symmetric=False),
     emc2("both", **BOTH, carried="cached", size=7),
-    emc2("both-isir", **BOTH, kernel="isir", denominator="all"),
+    emc2("isir-one-copy", kernel="isir", proposals=InBatch(), denominator="all"),
     tiled("tiles", carried="cached", denominator="all"),
     tiled("tiles-isir", kernel="isir", **ASYMMETRIC),
     tiled("tiles-isir-groups", kernel="isir", count_every=128, **ASYMMETRIC),
@@ -287,12 +285,12 @@ def second_backward() -> list[str]:
 def one_part_after_the_other() -> list[str]:
     """Rows enough to fill a GPU are not split into two parts walked at once: same results."""
     cases = [case for case in TILES if case.name in ("tiles-130", "tiles-isir-130-groups")]
-    most, tiles.MAX_SPLIT_BLOCKS = tiles.MAX_SPLIT_BLOCKS, 0
+    most, forward.MAX_SPLIT_BLOCKS = forward.MAX_SPLIT_BLOCKS, 0
     try:
         cases = [dataclasses.replace(case, whole=False) for case in cases]
         return [f"{case.name}: {text}" for case in cases for text in compare(case)]
     finally:
-        tiles.MAX_SPLIT_BLOCKS = most
+        forward.MAX_SPLIT_BLOCKS = most
 
 
 # ---------------------------------------------------------------------------- planted bugs
@@ -315,7 +313,7 @@ PLANTED: dict[str, tuple[str, Change]] = {
     "tiles in plain order": ("tiles", lambda plan: {}),
     "an item twice is proposed twice": ("isir", lambda plan: {}),
     "one copy offered": ("both", lambda plan: {"copies": 1}),
-    "both copies offered": ("isir", lambda plan: {"copies": 2}),
+    "both copies offered": ("isir-one-copy", lambda plan: {"copies": 2}),
     "and in tiles": ("tiles-isir", lambda plan: {}),
 }
 
@@ -371,7 +369,7 @@ PROMISES = (
 # a step in tiles two to seven, so that one case of each kernel and the commonest bugs remain.
 QUICK = {
     "shared", "paired-all", "isir-cached-all", "sogclr-paired-all", "dcl-paired", "infonce",
-    "both", "both-isir", "tiles-one-item", "nan: rows", "refusals", "scan", "thinned_scan",
+    "both", "isir-one-copy", "tiles-one-item", "nan: rows", "refusals", "scan", "thinned_scan",
     "draw_bits", "bad_carried",
     "planted: another seed", "planted: burn-in off by one", "planted: carried weight dropped",
 }  # fmt: skip

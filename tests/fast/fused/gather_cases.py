@@ -7,20 +7,17 @@ prints {name of a case: [what differed, ...]} as JSON.
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from interpreter import hurry
+from interpreter import changed, hurry
 from negchain import ISIR, MH, LargeBatchEMC2Loss
 from negchain.fast.fused import function, gather_triton
 from negchain.fast.fused.plan import Plan, Walked
@@ -188,32 +185,18 @@ BUGS = {
 }
 
 
-def with_a_bug(name: str, folder: Path) -> ModuleType:
-    """The kernels with a few words of their source replaced."""
-    old, new = BUGS[name]
-    source = Path(gather_triton.__file__).read_text()
-    assert source.count(old) == 1, name
-    path = folder / f"gather_{name}.py"
-    path.write_text(source.replace(old, new))
-    specification = importlib.util.spec_from_file_location(path.stem, path)
-    assert specification is not None and specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
-
-
 def planted() -> dict[str, list[str]]:
     """What the comparison says about planted bugs."""
     found = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for bug in BUGS:
-            with (
-                patch.object(function, "gather_triton", with_a_bug(bug, Path(folder))),
-                patch.object(torch, "empty", torch.zeros),  # a row's number that was never written
-            ):
-                for case in CASES:
-                    if bug in case.planted:
-                        found[f"{bug}: {case.name}"] = check(case)
+    for bug, (old, new) in BUGS.items():
+        with (
+            changed(gather_triton, old, new) as other,
+            patch.object(function, "gather_triton", other),
+            patch.object(torch, "empty", torch.zeros),  # a row's number that was never written
+        ):
+            for case in CASES:
+                if bug in case.planted:
+                    found[f"{bug}: {case.name}"] = check(case)
     return found
 
 

@@ -26,7 +26,6 @@ from negchain.fast.layers import (  # noqa: E402
 from negchain.fast.layers.few_channels_triton import (  # noqa: E402
     few_channels_forward,
     few_channels_gradient,
-    fold_of,
 )
 
 pytestmark = pytest.mark.gpu
@@ -54,7 +53,7 @@ def test_gpu_first_layer_of_real_numbers() -> None:
     y, folded = few_channels_forward(x, weight, 3)
     grad = normal(*y.shape, seed=2).bfloat16().cuda().contiguous(memory_format=torch.channels_last)
     expected.backward(grad.double())
-    found = few_channels_gradient(folded, weight, grad, fold_of(x, weight, 3))
+    found = few_channels_gradient(folded, weight, grad, 3)
     for actual, exact in ((y, expected.detach()), (found, reference.grad)):
         scale = float(exact.std()) * 1e-4
         torch.testing.assert_close(actual.double(), exact, rtol=2**-8, atol=scale)

@@ -16,9 +16,9 @@ give equal bits.
 its picture, and averages as many source pixels as its crop needs. Images of one size have theirs
 compiled in.
 
-The readable twin is the torch code of this package: many more launches, each a pass over memory.
-`torch.compile` shortens it but compiles for many seconds, which a short run never earns back: hence
-kernels by hand, which compile in seconds, once per shape and machine.
+The readable twin, `negchain.augment`, has many more launches, each a pass over memory.
+`torch.compile` shortens it but compiles for many seconds, which a short run never earns back. These
+kernels compile in seconds, once per shape and machine.
 
 Runs on a GPU, and on a CPU under TRITON_INTERPRET=1 (for tests).
 """

@@ -1,14 +1,21 @@
 """The losses on a GPU in a dozen kernel launches; the readable twin is `negchain.losses`.
 
-    layout     rows and columns of a batch: unit length, order of proposal, carried states; and back
+    function   the loss of one side as one differentiable function of the embeddings
+    forward    launches its forward pass; the backward pass is in `function`
+    plan       what both are given, and what the first leaves for the second
+
+Kernels, in the order of a step:
+
+    layout     rows and columns of a batch: unit length, order of proposal, carried states; and the
+               gradients' way back
+    ranks      order of proposal and repeated ids, by sorting (torch, no kernel)
     rows       a small batch: one program per row turns its similarities into EMC²'s weights
     in_batch   the same for InfoNCE, DCL and SogCLR
     tiles      a large batch: similarities are computed, scanned and forgotten, tile by tile
-    gather     its backward pass: what the rows weigh, sorted by column
-    ranks      order of proposal and repeated ids, by sorting
+    tile_rows  what follows for each of its rows
+    objective  a row's value and factor, inside the kernels above
     commit     state for the next visit, and the value
-    function   the loss of one side as one differentiable function of the embeddings: `forward`, and
-               the way back; what they share is a `plan`
+    gather     backward pass of a large batch: what the rows weigh, sorted by column
 
 Draws, results and state are those of the twin for the same seed and step, up to rounding: a
 Metropolis-Hastings comparison within rounding of a tie may fall the other way.

@@ -1,18 +1,22 @@
-"""The forward pass of a side: lay out, walk (or weigh), store.
+"""The forward pass of a side, kernel by kernel: lay out the batch, weigh its columns, store state.
 
     prepare -> similarities -> rows | in_batch   (small batch)   -> commit
-    prepare -> tiles                             (large batch)   -> commit
+    prepare -> tiles -> tile_rows                (large batch)   -> commit
 
-Shapes: as in `layout_triton`.
+Shapes: as in `layout_triton`; those of tiles as in `tiles_triton`.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from negchain import draws
+from negchain.fast.backends import float32_products
 from negchain.fast.fused import (
     MAX_COLUMNS,
     commit_triton,
@@ -20,13 +24,14 @@ from negchain.fast.fused import (
     layout_triton,
     ranks,
     rows_triton,
+    tile_rows_triton,
     tiles_triton,
 )
 from negchain.fast.fused.plan import Plan, Walked, given
-from negchain.fast.fused.tiles import walk_tiles
 
 COMMITTED = 8  # items per program that stores: 8 x 1,024 pairs fit into its registers
 WIDTH_OF_A_WARP = 512  # an item's numbers of one embedding; one warp needs no barriers
+MAX_SPLIT_BLOCKS = 160  # of rows: more of them fill a GPU without splitting the columns
 
 
 def carried_ids(states: Tensor, side: int, index: Tensor, seed: int) -> Tensor:  # -> [B] int64
@@ -44,42 +49,23 @@ def walk(
     a: Tensor, b: Tensor, carried: Tensor | None, beta: float | Tensor, plan: Plan
 ) -> tuple[Walked, Tensor]:
     """What the backward pass needs, and the value, []; in training mode state changes."""
-    walked, start_logit, start_similarity, positive, valid = _prepare(a, b, carried, beta, plan)
+    walked = _prepare(a, b, carried, beta, plan)
     same = plan.index  # unused where it is not counted
     if plan.weighting == "isir":
-        walked.repeated = ranks.repeated(plan.index, valid).repeat(plan.copies)
+        walked.repeated = ranks.repeated(plan.index, walked.valid).repeat(plan.copies)
     if plan.states is None:
-        _in_batch(walked, positive, plan)
+        _in_batch(walked, plan)
     elif plan.tiled:
-        same = ranks.num_equal(plan.index, valid)
-        walk_tiles(walked, start_logit, start_similarity, positive, same, plan)
+        same = ranks.num_equal(plan.index, walked.valid)
+        _tiles(walked, same, plan)
     else:
-        _rows(walked, start_logit, start_similarity, positive, plan)
-    return walked, _commit(walked, valid, same, plan)
-
-
-def _commit(walked: Walked, valid: Tensor, same: Tensor, plan: Plan) -> Tensor:
-    """Store what the next visit needs; the value of the side, []."""
-    size, rows, dim = len(plan.index), len(walked.pull), plan.dim
-    value = walked.pull.new_empty(())
-    unused = walked.pull
-    commit_triton.commit_kernel[(triton.cdiv(size, COMMITTED) + 1,)](
-        plan.index, valid, walked.last, walked.pool, walked.pool_ids, walked.averages, same,
-        walked.step, walked.stats, value, walked.moved, plan.step,
-        given(plan.states, unused), given(plan.keys, unused), given(plan.averages, unused),
-        plan.faults, draws.seed_key(plan.seed), size, plan.num_columns, plan.num_samples, rows,
-        SIDE=plan.side, D=dim, WIDTH=triton.next_power_of_2(dim), STRIDE=walked.pool.shape[1],
-        ITEMS=COMMITTED, CHUNK=min(1024, triton.next_power_of_2(size)), COUNTED=plan.tiled,
-        VIEWS=plan.views, BLOCKS=plan.blocks, CARRIED=plan.carried, TRAIN=plan.training,
-        AVERAGES=plan.averages is not None, ROWS=min(2048, triton.next_power_of_2(rows)),
-        COUNTS=plan.counts, num_warps=1 if size <= 256 else 4,
-    )  # fmt: skip
-    return value
+        _rows(walked, plan)
+    return walked, _commit(walked, same, plan)
 
 
 def _prepare(
     a: Tensor, b: Tensor, carried: Tensor | None, beta: float | Tensor, plan: Plan
-) -> tuple[Walked, Tensor, Tensor, Tensor, Tensor]:
+) -> Walked:
     (size, dim), device = a.shape, a.device
     rows, columns = plan.views * size, plan.num_columns
     stride, kind = dim, torch.float32
@@ -107,21 +93,21 @@ def _prepare(
         beta=beta if isinstance(beta, Tensor) else new(), step=torch.empty_like(plan.step),
         queries=new(rows, stride, dtype=kind), pool=new(plan.blocks * columns, stride, dtype=kind),
         pool_ids=new(columns, dtype=torch.int32), penalty=new(columns),
-        column=new(plan.copies * size, dtype=torch.int32), norms=new(3, size), pull=new(rows),
-        carried_weight=new(rows), stats=new(8, rows), moved=new(2, size),
+        column=new(plan.copies * size, dtype=torch.int32), norms=new(3, size), positive=new(size),
+        start_similarity=new(rows), start_logit=new(2, rows), valid=new(size, dtype=torch.int32),
+        pull=new(rows), carried_weight=new(rows), stats=new(8, rows), moved=new(2, size),
         last=new(rows, dtype=torch.int32), averages=new(rows),
         held=new(size, dim) if plan.carried == "cached" else new(0),
         repeated=plan.index,  # unless there is i-SIR
     )  # fmt: skip
-    start_logit, start_similarity, positive = new(2, rows), new(rows), new(size)
-    valid = new(size, dtype=torch.int32)
     width = triton.next_power_of_2(stride)
     items = triton.next_power_of_2(plan.copies * size) if times_from == "count" else 1
+    unused = walked.positive
     layout_triton.prepare_kernel[(columns // plan.copies,)](
-        a, b, given(carried if plan.keys is None else plan.keys, positive), plan.index, in_batch,
-        given(plan.states, positive), times, plan.step, walked.beta, walked.step, walked.queries,
-        walked.pool, walked.pool_ids, walked.penalty, walked.column, walked.norms, positive,
-        start_similarity, start_logit, valid, walked.held,
+        a, b, given(carried if plan.keys is None else plan.keys, unused), plan.index, in_batch,
+        given(plan.states, unused), times, plan.step, walked.beta, walked.step, walked.queries,
+        walked.pool, walked.pool_ids, walked.penalty, walked.column, walked.norms, walked.positive,
+        walked.start_similarity, walked.start_logit, walked.valid, walked.held,
         0.0 if isinstance(beta, Tensor) else beta, draws.seed_key(plan.seed), size, columns,
         plan.num_samples, SIDE=plan.side, D=dim, WIDTH=width, STRIDE=stride, ITEMS=items,
         SHARED=plan.shared, VIEWS=plan.views, CARRIED=plan.carried, TIMES=times_from,
@@ -129,16 +115,16 @@ def _prepare(
         COPIES=plan.copies, NORMALIZE=plan.normalize, FIXED=not isinstance(beta, Tensor),
         num_warps=max(1, min(8, max(width, items) // WIDTH_OF_A_WARP)),
     )  # fmt: skip
-    return walked, start_logit, start_similarity, positive, valid
+    return walked
 
 
-def _in_batch(walked: Walked, positive: Tensor, plan: Plan) -> None:
+def _in_batch(walked: Walked, plan: Plan) -> None:
     size, rows, columns = len(plan.index), len(walked.pull), plan.num_columns
     similarity = walked.queries @ walked.pool.T
     walked.weights = torch.empty_like(similarity)
     tile = triton.next_power_of_2(max(plan.blocks * columns, 16))
     in_batch_triton.in_batch_kernel[(rows,)](
-        similarity, plan.index, walked.pool_ids, walked.penalty, positive,
+        similarity, plan.index, walked.pool_ids, walked.penalty, walked.positive,
         given(plan.averages, walked.pull), walked.beta, walked.weights, walked.pull,
         walked.averages, walked.last, walked.stats, plan.faults, rows, size, columns,
         plan.num_samples, plan.gamma, plan.log_negatives, TILE=tile, BLOCKS=plan.blocks,
@@ -147,23 +133,105 @@ def _in_batch(walked: Walked, positive: Tensor, plan: Plan) -> None:
     )  # fmt: skip
 
 
-def _rows(
-    walked: Walked,
-    start_logit: Tensor,
-    start_similarity: Tensor,
-    positive: Tensor,
-    plan: Plan,
-) -> None:
+def _rows(walked: Walked, plan: Plan) -> None:
     size, rows, columns = len(plan.index), len(walked.pull), plan.num_columns
     similarity = walked.queries @ walked.pool.T
     walked.weights = torch.empty(rows, columns, device=similarity.device)
     tile = triton.next_power_of_2(max(columns, 16))
     rows_triton.rows_kernel[(rows,)](
-        similarity, plan.index, walked.pool_ids, walked.penalty, walked.repeated, positive,
-        start_logit, start_similarity, walked.beta, walked.step, walked.weights, walked.pull,
-        walked.carried_weight, walked.last, walked.stats, plan.faults,
+        similarity, plan.index, walked.pool_ids, walked.penalty, walked.repeated, walked.positive,
+        walked.start_logit, walked.start_similarity, walked.beta, walked.step, walked.weights,
+        walked.pull, walked.carried_weight, walked.last, walked.stats, plan.faults,
         draws.seed_key(plan.seed), rows, size, columns, plan.num_samples, plan.burn_in,
         plan.count_every, plan.log_negatives, SIDE=plan.side, TILE=tile,
         BLOCKS=plan.blocks, ISIR=plan.weighting == "isir", ALL=plan.denominator == "all",
         num_warps=max(1, min(4, tile // 256)),
     )  # fmt: skip
+
+
+def _tiles(walked: Walked, same: Tensor, plan: Plan) -> None:
+    """Walk (or weigh) all rows in tiles, then what follows for each row."""
+    size, rows, columns = len(plan.index), len(walked.pull), plan.num_columns
+    device, isir, sparse = walked.pull.device, plan.weighting == "isir", plan.is_sparse
+    skipped = 0 if isir else plan.skipped // plan.count_every
+    counted = triton.cdiv(size, plan.count_every) - skipped if sparse else 0
+    slots = counted + 1
+    num_tiles, every = columns // tiles_triton.TILE, plan.count_every // tiles_triton.TILE
+    blocks = plan.views * triton.cdiv(size, tiles_triton.ROWS)
+    split = skipped * every
+    if isir:
+        split = counted // 2 * every if sparse else num_tiles // 2
+    parts = 2 if 0 < split < num_tiles and plan.bounded and blocks <= MAX_SPLIT_BLOCKS else 1
+
+    def integers(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=device)
+
+    def floats(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=device)
+
+    positions, runs, last = integers(rows, slots), integers(rows), integers(parts, rows)
+    weights, ends, accepts = floats(rows, slots), floats(parts, 5, rows), floats(2, rows)
+    reached = floats(rows, slots) if parts == 2 or isir else floats(1, 1)
+    drive, joint = floats(rows), floats(rows)
+    operands, launch = tile_launch(walked)
+    shared = {"SIDE": plan.side, "ISIR": isir, "GROUPED": isir and sparse, "SPLIT": parts == 2}
+    tiles_triton.tiles_kernel[(blocks, parts)](
+        *operands, plan.index, walked.pool_ids, walked.penalty, walked.repeated,
+        walked.start_logit, walked.beta, walked.step, positions, weights, runs, reached, ends, last,
+        accepts, drive, draws.seed_key(plan.seed), size, rows, columns, slots, skipped, every,
+        split, plan.num_samples, BOUNDED=plan.bounded, **shared, **launch,
+    )  # fmt: skip
+    tile_rows_triton.tile_rows_kernel[(rows,)](
+        (walked.penalty == 0).sum(), walked.positive, walked.start_logit, walked.start_similarity,
+        ends, last, accepts, reached, same, positions, weights, runs, drive, walked.beta,
+        walked.step, walked.last, walked.pull, joint, walked.carried_weight, walked.stats,
+        plan.faults, draws.seed_key(plan.seed), rows, size, counted, plan.log_negatives,
+        TILE=tiles_triton.TILE, SLOTS=triton.next_power_of_2(slots),
+        ALL=plan.denominator == "all", num_warps=1, **shared,
+    )  # fmt: skip
+    if sparse:
+        walked.visits = positions, weights, runs
+    else:
+        walked.joint = joint
+
+
+def tile_launch(walked: Walked) -> tuple[tuple[Any, Any], dict[str, Any]]:
+    """Queries and pool as a kernel of tiles takes them, and its sizes and options.
+
+    From compute capability 9 on the hardware copies tiles itself, and needs their descriptors.
+    """
+    queries, pool = walked.queries, walked.pool
+    rows, tile, depth = tiles_triton.ROWS, tiles_triton.TILE, tiles_triton.DEPTH
+    tma = pool.is_cuda and torch.cuda.get_device_capability(pool.device)[0] >= 9
+    operands: tuple[Any, Any] = queries, pool
+    if tma:
+        operands = (
+            TensorDescriptor.from_tensor(queries, [rows, depth]),
+            TensorDescriptor.from_tensor(pool, [tile, depth]),
+        )
+    stages = tiles_triton.NUM_STAGES if pool.element_size() == 2 else 2
+    launch = {
+        "STRIDE": pool.shape[1], "ROWS": rows, "TILE": tile, "DEPTH": depth,
+        "PRECISION": float32_products(), "TMA": tma, "num_warps": tiles_triton.NUM_WARPS,
+        "num_stages": stages,
+    }  # fmt: skip
+    return operands, launch
+
+
+def _commit(walked: Walked, same: Tensor, plan: Plan) -> Tensor:
+    """Store what the next visit needs; the value of the side, []."""
+    size, rows, dim = len(plan.index), len(walked.pull), plan.dim
+    value = walked.pull.new_empty(())
+    unused = walked.pull
+    commit_triton.commit_kernel[(triton.cdiv(size, COMMITTED) + 1,)](
+        plan.index, walked.valid, walked.last, walked.pool, walked.pool_ids, walked.averages, same,
+        walked.step, walked.stats, value, walked.moved, plan.step,
+        given(plan.states, unused), given(plan.keys, unused), given(plan.averages, unused),
+        plan.faults, draws.seed_key(plan.seed), size, plan.num_columns, plan.num_samples, rows,
+        SIDE=plan.side, D=dim, WIDTH=triton.next_power_of_2(dim), STRIDE=walked.pool.shape[1],
+        ITEMS=COMMITTED, CHUNK=min(1024, triton.next_power_of_2(size)), COUNTED=plan.tiled,
+        VIEWS=plan.views, BLOCKS=plan.blocks, CARRIED=plan.carried, TRAIN=plan.training,
+        AVERAGES=plan.averages is not None, ROWS=min(2048, triton.next_power_of_2(rows)),
+        COUNTS=plan.counts, num_warps=1 if size <= 256 else 4,
+    )  # fmt: skip
+    return value

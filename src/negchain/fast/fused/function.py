@@ -17,9 +17,8 @@ from torch.autograd.function import once_differentiable
 
 from negchain import draws
 from negchain.fast.fused import gather_triton, layout_triton, tiles_triton
-from negchain.fast.fused.forward import walk
+from negchain.fast.fused.forward import tile_launch, walk
 from negchain.fast.fused.plan import Numbers, Plan, Walked, given
-from negchain.fast.fused.tiles import operands, shape
 
 PANEL = 4096  # rows of i-SIR's weights at a time in the backward pass of tiles
 
@@ -120,7 +119,7 @@ def _dense_products(weights: Tensor, plan: Plan, walked: Walked) -> tuple[Tensor
     offered = walked.pool[: groups * columns].view(groups, columns, stride)
     grad_queries = (by_group @ offered).view(-1, stride)
     grad_pool = (by_group.mT @ walked.queries.view(groups, -1, stride)).view(-1, stride)
-    if groups < plan.blocks:  # nobody was offered the second block
+    if groups < plan.blocks:  # no row was offered the second block
         grad_pool = torch.cat([grad_pool, torch.zeros_like(grad_pool)])
     return grad_queries, grad_pool
 
@@ -179,15 +178,16 @@ def _panel_products(plan: Plan, walked: Walked) -> tuple[Tensor, Tensor]:
     grad_queries = torch.empty(queries.shape, device=queries.device)
     grad_pool = torch.zeros(pool.shape, device=pool.device)
     tile, block = tiles_triton.TILE, tiles_triton.ROWS
+    operands, launch = tile_launch(walked)
     for begin in range(0, len(queries), size):
         offered = slice(begin // size * columns, (begin // size + 1) * columns)
         for first in range(begin, begin + size, PANEL):
             count = min(PANEL, begin + size - first)
             weights = torch.empty(count, columns, dtype=pool.dtype, device=pool.device)
             tiles_triton.panel_kernel[(columns // tile, triton.cdiv(count, block))](
-                *operands(walked), plan.index, walked.pool_ids, walked.penalty, walked.repeated,
+                *operands, plan.index, walked.pool_ids, walked.penalty, walked.repeated,
                 walked.joint, walked.pull, walked.beta, weights, first, count, size, columns,
-                plan.num_samples, **shape(walked),
+                plan.num_samples, **launch,
             )  # fmt: skip
             panel = slice(first, first + count)
             grad_queries[panel] = weights @ pool[offered]

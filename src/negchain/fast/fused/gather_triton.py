@@ -2,9 +2,9 @@
 
 What the tiles leave is a sparse matrix W of *entries* (row, column, weight), row by row. Its two
 products are W pool, gradients of the rows, and Wᵀ queries, gradients of the columns. The first is a
-gather: a row adds up its columns in registers. The second, made on the way, would add every row to
-each of its columns in memory: P atomic additions per entry, and those to a popular column wait for
-each other. So entries are sorted by column first, and columns are gathered as rows are:
+gather: a row adds up its columns in registers. The second, made by the same program, would add the
+row to each of its columns in memory: P atomic additions per entry, and those to a popular column
+wait for each other. So entries are sorted by column first, and columns are gathered as rows are:
 
     gather_rows      adds up each row; counts the entries of each column and notes, for each entry,
                      how many of its column were counted before it

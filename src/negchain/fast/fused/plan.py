@@ -29,9 +29,6 @@ class Plan:
     step: Tensor  # [] of the caller
     counts: bool  # whether this side increases `step`
     faults: Tensor  # [3]
-    states: Tensor | None  # [M] where the chains stand; None: no chains
-    keys: Tensor | None  # [M,D] embeddings of their states, with carried="cached"
-    averages: Tensor | None  # [M] SogCLR's moving averages
     dim: int
     denominator: Denominator
     weighting: Weighting
@@ -42,6 +39,9 @@ class Plan:
     seed: int
     num_samples: int
     multiplicity: int
+    states: Tensor | None = None  # [M] where the chains stand; None: no chains
+    keys: Tensor | None = None  # [M,D] embeddings of their states, with carried="cached"
+    averages: Tensor | None = None  # [M] SogCLR's moving averages
     tiled: bool = False  # a large batch
     bound: float = math.inf  # logits are known to lie between minus this and this
     burn_in: float = 0.0  # a share below 1, or steps
@@ -101,8 +101,12 @@ class Walked:
     pool_ids: Tensor  # [K]
     penalty: Tensor  # [K]
     column: Tensor  # [copies*B]
-    norms: Tensor  # [3,B]
-    pull: Tensor  # [N]
+    norms: Tensor  # [3,B] of both embeddings and of the carried one
+    positive: Tensor  # [B] similarity of the two
+    start_similarity: Tensor  # [N] to the carried state
+    start_logit: Tensor  # [2,N] its logit, and as the walk sees it
+    valid: Tensor  # [B] 2 bits: finite, in range
+    pull: Tensor  # [N] beta / N times the row's factor
     carried_weight: Tensor  # [N]
     stats: Tensor  # [8,N] see rows_triton
     moved: Tensor  # [2,B] valid and moved, valid
@@ -116,7 +120,7 @@ class Walked:
     joint: Tensor | None = None  # [N] tiles of i-SIR that weighs all columns
 
     def report(self, plan: Plan) -> Numbers:
-        """Numbers for `info`, computed when somebody looks; names and meaning are the twin's.
+        """Numbers for `info`, computed when it is read; names and meaning are the twin's.
 
         Tiles do not know which of their steps were accepted: there `acceptance_rate` is that of one
         proposal per row, the first of a tile.
@@ -138,5 +142,5 @@ class Walked:
 
 
 def given(tensor: Tensor | None, unused: Tensor) -> Tensor:
-    """A kernel wants a pointer also for what it does not use."""
+    """A kernel takes a pointer also for a tensor it does not use."""
     return unused if tensor is None else tensor

@@ -35,8 +35,8 @@ def num_equal(ids: Tensor, valid: Tensor) -> Tensor:  # [B] int64, [B] int32 -> 
         >>> num_equal(torch.tensor([5, 8, 5, 5]), torch.tensor([3, 3, 3, 2])).tolist()
         [2, 1, 2, 1]
     """
-    nobody = -1 - torch.arange(len(ids), dtype=torch.int32, device=ids.device)
-    ids = torch.where(valid == 3, ids.int(), nobody)
+    different = -1 - torch.arange(len(ids), dtype=torch.int32, device=ids.device)
+    ids = torch.where(valid == 3, ids.int(), different)
     ordered = ids.sort().values
     first = torch.searchsorted(ordered, ids, out_int32=True)
     return torch.searchsorted(ordered, ids, out_int32=True, right=True) - first

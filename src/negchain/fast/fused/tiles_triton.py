@@ -8,16 +8,16 @@ states are counted at ends of tiles only, which is `count_every` = a multiple of
 
 The tree pairs column c of a tile with column c + width / 2, then c + width / 4, ...: neighbours in
 the registers of one thread. The order of time inside a tile is therefore the bit-reversed order of
-its columns; `layout_triton` puts the proposals where their time wants them.
+its columns; `layout_triton` puts each proposal at the column of its time.
 
 i-SIR needs no order: an online softmax and an online Gumbel argmax over the same tiles. Where one
-column speaks for each group of `count_every` (`weights.isir`), both begin anew with every group and
+column stands for each group of `count_every` (`weights.isir`), both begin anew with every group and
 `tile_rows_kernel` joins the groups.
 
 Few rows leave half of a GPU idle. Then the tiles before and after the burn-in (for i-SIR two
 halves) are walked at the same time: compositions do not care where a chain starts, so the second
-part runs from -inf, notes how high t has reached by each counted end, and `tile_rows_kernel`
-decides, once the first part's end is known, up to where the chain was still there.
+part runs from -inf and notes the largest t up to each counted end. Once the first part's end is
+known, `tile_rows_kernel` sees from these at which counted ends the chain had not left it yet.
 
 Shapes: `N` rows in groups (one per block of columns), `K` columns per block (a multiple of TILE),
 `P` embedding (a multiple of DEPTH), `S` counted states (or groups of columns) per row.
@@ -32,6 +32,7 @@ import triton.language as tl
 from negchain import draws
 from negchain.fast import draws_triton as hashed
 from negchain.fast.fused.objective_triton import log_add_exp
+from negchain.fast.scan_triton import compose
 
 TILE = 128  # columns of a tile
 ROWS = 64  # rows of a program
@@ -57,8 +58,7 @@ def _fold(t, l, s, ROWS: tl.constexpr, WIDTH: tl.constexpr):  # noqa: E741
     t1, t2 = _halves(t, ROWS, WIDTH)
     l1, l2 = _halves(l, ROWS, WIDTH)
     s1, s2 = _halves(s, ROWS, WIDTH)
-    moves = t2 > l1
-    return tl.maximum(t1, t2), tl.where(moves, l2, l1), tl.where(moves, s2, s1)
+    return compose(t1, l1, s1, t2, l2, s2)
 
 
 @triton.jit
@@ -163,7 +163,7 @@ def tiles_kernel(
     time = bit_reversed(lane)
     SLICES: tl.constexpr = STRIDE // DEPTH
     similarity = tl.zeros((ROWS, TILE), tl.float32)
-    # One flat loop, so that the next tile is on its way while this one is scanned.
+    # One flat loop, so that the next tile is loaded while this one is scanned.
     for turn in range(begin * SLICES, stop * SLICES):
         tile = turn // SLICES
         similarity = _product(

@@ -2,10 +2,10 @@
 
     weight_gradients  gradients of weights on a stream of their own
     residual          a ResNet's blocks without normalisation, ReLUs inside the convolutions
-    faster            the context in which an encoder's own layers are answered by these
+    faster            the context in which an encoder's own layers run these functions
     masked, few_channels, max_pool    kernels of blocks, of a first layer and of max-pooling
 
-The encoder itself is not touched: outside the context it runs torch's layers, the readable twin.
+Outside the context the encoder runs torch's layers, the readable twins.
 """
 
 from negchain.fast.layers.faster import faster_layers

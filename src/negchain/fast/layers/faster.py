@@ -1,4 +1,7 @@
-"""The context in which an encoder's layers take our functions.
+"""`faster_layers`: the context in which an encoder's own layers run our functions.
+
+Every layer keeps its place, its weights and its name; only its `forward` is another while the
+context lasts. A layer whose sizes or inputs a kernel does not take runs torch's.
 
 Shapes: images [N,C,H,W], channels-last; weights [O,C,KH,KW].
 """
@@ -28,7 +31,7 @@ def faster_layers(
     """Inside, layers with the given weights, residual blocks and max-pools take our functions.
 
     Args:
-        encoder: whose layers are answered; outside it runs torch's, the readable twin.
+        encoder: whose layers these are; outside the context they run torch's functions.
         weights: of layers (and biases) whose gradients go to `gradients`, not to their `.grad`;
             looked up when a layer is called, which may be one of `functional_call`.
         gradients: where they go.
@@ -50,10 +53,9 @@ def faster_layers(
     try:
         for module in encoder.modules():
             if "forward" in vars(module):
-                continue  # somebody else has changed it, or we have
-            if type(module) is ResNet and residual.chain(module) is not None:
-                patched += residual.parts(module)
-                residual.patch(module, weights, gradients)
+                continue  # it is replaced already, by us or by somebody else
+            if type(module) is ResNet:
+                patched += residual.patch(module, weights, gradients)
             elif type(module) in answers:
                 patched.append(module)
                 module.forward = answers[type(module)](module, weights, gradients)
@@ -97,85 +99,21 @@ def _linear(layer: nn.Linear, weights: set[Tensor], gradients: WeightGradients) 
     return forward
 
 
-class FewChannels(torch.autograd.Function):
-    """A first layer with stride 2, see `few_channels_triton`."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, padding: int, gradients: WeightGradients
-    ) -> Tensor:
-        """[N,C,H,W] [O,C,K,K] -> [N,O,OH,OW]."""
-        from negchain.fast.layers.few_channels_triton import few_channels_forward, fold_of
-
-        y, folded = few_channels_forward(x, weight, padding)
-        ctx.save_for_backward(folded, weight)
-        ctx.fold, ctx.gradients = fold_of(x, weight, padding), gradients
-        return y
-
-    @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None]:
-        """Gradient of the weights."""
-        from negchain.fast.layers.few_channels_triton import few_channels_gradient
-
-        folded, weight = ctx.saved_tensors
-        grad = grad.contiguous(memory_format=torch.channels_last)
-        # The backward pass ends here: there is nothing to run beside.
-        ctx.gradients.add_now(weight, few_channels_gradient(folded, weight, grad, ctx.fold))
-        return None, None, None, None
-
-
 def _first_layer(layer: nn.Conv2d, weights: set[Tensor], gradients: WeightGradients) -> Layer:
     given = (layer.stride, layer.dilation, layer.groups, layer.bias, layer.padding_mode)
     plain = given == ((2, 2), (1, 1), 1, None, "zeros") and len(set(layer.padding)) == 1
 
     def forward(x: Tensor) -> Tensor:
         weight = layer.weight
-        if plain and weight in weights and _few_channels(x.to(weight.dtype), weight, layer.padding):
-            padding = layer.padding[0]
-            return FewChannels.apply(x.to(weight.dtype), weight, padding, gradients)  # type: ignore[no-any-return]
+        if plain and weight in weights and backends.prefers_triton(x):
+            from negchain.fast.layers.few_channels_triton import FewChannels, applies
+
+            padding, narrow = int(layer.padding[0]), x.to(weight.dtype)
+            if applies(narrow, weight, padding):
+                return FewChannels.apply(narrow, weight, padding, gradients)  # type: ignore[no-any-return]
         return nn.Conv2d.forward(layer, x)
 
     return forward
-
-
-def _few_channels(x: Tensor, weight: Tensor, padding: Any) -> bool:
-    """Whether `FewChannels` takes it: a first layer (no gradient of its images) on a GPU."""
-    if not backends.prefers_triton(x) or x.requires_grad or weight.shape[1] > 4:
-        return False
-    if x.is_cuda and x.element_size() != 2:  # float32 products of this size compile for minutes
-        return False
-    from negchain.fast.layers.few_channels_triton import fold_of
-
-    window = fold_of(x, weight, padding[0]).window
-    square = weight.shape[2] == weight.shape[3] and window in (1, 2, 4)
-    last = torch.channels_last
-    laid_out = x.is_contiguous(memory_format=last) and weight.is_contiguous(memory_format=last)
-    return x.ndim == 4 and square and laid_out and len(weight) <= 128
-
-
-class MaxPool(torch.autograd.Function):
-    """`max_pool2d` with square windows."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, size: int, stride: int, padding: int) -> Tensor:
-        """[N,C,H,W] -> [N,C,OH,OW]."""
-        from negchain.fast.layers.max_pool_triton import max_pool_forward
-
-        y, winner = max_pool_forward(x, size, stride, padding)
-        ctx.save_for_backward(winner)
-        ctx.shape, ctx.window = x.shape, (size, stride, padding)
-        return y
-
-    @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        """Gradient of the images."""
-        from negchain.fast.layers.max_pool_triton import max_pool_backward
-
-        (winner,) = ctx.saved_tensors
-        grad = grad.contiguous(memory_format=torch.channels_last)
-        return max_pool_backward(grad, winner, ctx.shape, *ctx.window), None, None, None
 
 
 def _max_pool(pool: nn.MaxPool2d, weights: set[Tensor], gradients: WeightGradients) -> Layer:
@@ -186,6 +124,8 @@ def _max_pool(pool: nn.MaxPool2d, weights: set[Tensor], gradients: WeightGradien
     def forward(x: Tensor) -> Tensor:
         laid_out = x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last)
         if square and plain and laid_out and backends.prefers_triton(x) and x.shape[1] <= 2048:
+            from negchain.fast.layers.max_pool_triton import MaxPool
+
             pooled: Tensor = MaxPool.apply(x, *window)
             return pooled
         return nn.MaxPool2d.forward(pool, x)  # type: ignore[no-any-return]

@@ -7,8 +7,8 @@ on an H200, these kernels 0.026 and 0.034. Here two by two pixels are first fold
 channels (four times C, padded with zeros), with a border of zeros for the padding. On the folded
 image the layer has stride 1 and a window of F x F, F about half the side; in channels-last memory a
 row of a window is F 16 neighbours, aligned. So the layer is a product of [pixels, F F 16] and [F F
-16, O] whose left side is read in wide pieces on the way. There is no gradient of the images: nobody
-asks for the one of a first layer.
+16, O] whose left side is read in wide pieces. There is no gradient of the images: a first layer
+needs none.
 
 Shapes: `N` images [N,C,H,W] and `O` kernels [O,C,K,K], both channels-last; folded images
 [N,FH,FW,16] and kernels [F F 16, O]; `R` = N OH OW pixels of the output.
@@ -17,48 +17,31 @@ Shapes: `N` images [N,C,H,W] and `O` kernels [O,C,K,K], both channels-last; fold
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from negchain.fast.backends import float32_products
+from negchain.fast.layers.weight_gradients import WeightGradients
 
 FOLDED = tl.constexpr(16)  # channels
 PIXELS, GRADIENT_PIXELS = 128, 64  # per product
 PROGRAMS, STAGES = 132, 3  # of the gradient: one program per multiprocessor of an H200
 
 
-@dataclass(frozen=True)
-class Fold:
-    """Sizes of a layer and of its folded form."""
+def window_of(side: int, padding: int) -> tuple[int, int]:
+    """Rows of zeros above a kernel that make its padding even; side F of the folded window.
 
-    count: int  # N
-    channels: int  # C
-    height: int
-    width: int
-    out: int  # O
-    side: int  # K
-    shift: int  # rows of zeros above the kernel that make its padding even
-    window: int  # F
-    margin: int  # folded rows above the image
-    out_size: tuple[int, int]  # OH, OW
-    folded_size: tuple[int, int]  # FH, FW
-
-
-def fold_of(x: Tensor, weight: Tensor, padding: int) -> Fold:
-    """The sizes of a layer with stride 2."""
-    (out, channels, side, _), (count, _, height, width) = weight.shape, x.shape
+    Example:
+        >>> window_of(7, 3)
+        (1, 4)
+    """
     shift = padding % 2
-    window = (side + shift + 1) // 2
-    above, left = ((length + 2 * padding - side) // 2 + 1 for length in (height, width))
-    folded = (above + window - 1, left + window - 1)
-    margin = (padding + shift) // 2
-    return Fold(
-        count, channels, height, width, out, side, shift, window, margin, (above, left), folded
-    )
+    return shift, (side + shift + 1) // 2
 
 
 @triton.jit
@@ -192,52 +175,83 @@ def _width(out: int) -> int:
 
 def few_channels_forward(x: Tensor, weight: Tensor, padding: int) -> tuple[Tensor, Tensor]:
     """[N,C,H,W] [O,C,K,K], both channels-last -> [N,O,OH,OW], channels-last; folded images."""
-    fold = fold_of(x, weight, padding)
-    (height, width), (folded_height, folded_width) = fold.out_size, fold.folded_size
-    folded = x.new_empty(fold.count, folded_height, folded_width, 16)
-    num_folded = fold.count * folded_height * folded_width
+    (out, channels, side, _), (count, _, *size) = weight.shape, x.shape
+    shift, window = window_of(side, padding)
+    height, width = ((length + 2 * padding - side) // 2 + 1 for length in size)
+    folded = x.new_empty(count, height + window - 1, width + window - 1, 16)
+    num_folded = folded[..., 0].numel()
     fold_kernel[(triton.cdiv(num_folded, 256),)](
-        folded, x, num_folded, fold.height, fold.width, folded_height, folded_width,
-        C=fold.channels, MARGIN=fold.margin, PIXELS=256, num_warps=4,
+        folded, x, num_folded, *size, *folded.shape[1:3],
+        C=channels, MARGIN=(padding + shift) // 2, PIXELS=256, num_warps=4,
     )  # fmt: skip
-    kernels = weight.new_empty(fold.window**2 * 16, fold.out)
-    out = _width(fold.out)
-    fold_weight_kernel[(fold.window**2,)](
+    kernels = weight.new_empty(window**2 * 16, out)
+    fold_weight_kernel[(window**2,)](
         kernels, weight,
-        C=fold.channels, O=fold.out, K=fold.side, F=fold.window, SHIFT=fold.shift, OUT=out,
-        num_warps=4,
+        C=channels, O=out, K=side, F=window, SHIFT=shift, OUT=_width(out), num_warps=4,
     )  # fmt: skip
-    y = torch.empty(
-        (fold.count, fold.out, height, width),
-        dtype=x.dtype,
-        device=x.device,
-        memory_format=torch.channels_last,
-    )
-    num_pixels = fold.count * height * width
+    shape = (count, out, height, width)
+    y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+    num_pixels = count * height * width
     forward_kernel[(triton.cdiv(num_pixels, PIXELS),)](
         y, folded, kernels, num_pixels, height, width,
-        O=fold.out, F=fold.window, OUT=out, PIXELS=PIXELS, PRECISION=float32_products(),
+        O=out, F=window, OUT=_width(out), PIXELS=PIXELS, PRECISION=float32_products(),
         num_warps=4,
     )  # fmt: skip
     return y, folded
 
 
-def few_channels_gradient(folded: Tensor, weight: Tensor, grad: Tensor, fold: Fold) -> Tensor:
+def few_channels_gradient(folded: Tensor, weight: Tensor, grad: Tensor, padding: int) -> Tensor:
     """Gradient of the kernels, shaped and laid out as they are; `grad` [N,O,OH,OW]."""
-    height, width = fold.out_size
-    num_pixels = fold.count * height * width
+    (out, channels, side, _), (count, _, height, width) = weight.shape, grad.shape
+    shift, window = window_of(side, padding)
+    num_pixels = count * height * width
     programs = min(PROGRAMS, triton.cdiv(num_pixels, GRADIENT_PIXELS))
-    out = _width(fold.out)
-    partial = torch.empty(programs, fold.window**2 * 16, out, device=folded.device)
+    partial = torch.empty(programs, window**2 * 16, _width(out), device=folded.device)
     gradient_kernel[(programs,)](
         partial, folded, grad, num_pixels, height, width,
-        O=fold.out, F=fold.window, OUT=out, PIXELS=GRADIENT_PIXELS, PRECISION=float32_products(),
+        O=out, F=window, OUT=_width(out), PIXELS=GRADIENT_PIXELS, PRECISION=float32_products(),
         num_warps=8, num_stages=STAGES,
     )  # fmt: skip
     grad_weight = torch.empty_like(weight)
     collect_kernel[(weight[0].numel(),)](
         grad_weight, partial, programs,
-        C=fold.channels, O=fold.out, K=fold.side, F=fold.window, SHIFT=fold.shift, OUT=out,
-        CHUNK=32, num_warps=4,
+        C=channels, O=out, K=side, F=window, SHIFT=shift, OUT=_width(out), CHUNK=32, num_warps=4,
     )  # fmt: skip
     return grad_weight
+
+
+def applies(x: Tensor, weight: Tensor, padding: int) -> bool:
+    """Whether these kernels take it: no gradient of the images, few channels, 16-bit numbers."""
+    if x.requires_grad or x.ndim != 4 or weight.shape[1] > 4:
+        return False
+    if x.is_cuda and x.element_size() != 2:  # float32 products of this size compile for minutes
+        return False
+    height, width = weight.shape[2:]
+    square = height == width and window_of(height, padding)[1] in (1, 2, 4)
+    last = torch.channels_last
+    laid_out = x.is_contiguous(memory_format=last) and weight.is_contiguous(memory_format=last)
+    return square and laid_out and len(weight) <= 128
+
+
+class FewChannels(torch.autograd.Function):
+    """A first layer: the gradient of its weights goes to a `WeightGradients`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, padding: int, gradients: WeightGradients
+    ) -> Tensor:
+        """[N,C,H,W] [O,C,K,K] -> [N,O,OH,OW]."""
+        y, folded = few_channels_forward(x, weight, padding)
+        ctx.save_for_backward(folded, weight)
+        ctx.padding, ctx.gradients = padding, gradients
+        return y
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None]:
+        """Gradient of the weights."""
+        folded, weight = ctx.saved_tensors
+        grad = grad.contiguous(memory_format=torch.channels_last)
+        # The backward pass ends here, so there is nothing left to run beside it.
+        ctx.gradients.add_now(weight, few_channels_gradient(folded, weight, grad, ctx.padding))
+        return None, None, None, None

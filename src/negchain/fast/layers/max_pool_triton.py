@@ -13,10 +13,13 @@ Shapes: `N` images [N,C,H,W] -> [N,C,OH,OW], channels-last; `K` side of the wind
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 NUMBERS, GRADIENT_NUMBERS = 1024, 2048  # per program
 
@@ -121,3 +124,23 @@ def max_pool_backward(
         WINDOWS=triton.cdiv(size, stride), num_warps=4,
     )  # fmt: skip
     return grad_x
+
+
+class MaxPool(torch.autograd.Function):
+    """`max_pool2d` with square windows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, size: int, stride: int, padding: int) -> Tensor:
+        """[N,C,H,W] -> [N,C,OH,OW]."""
+        y, winner = max_pool_forward(x, size, stride, padding)
+        ctx.save_for_backward(winner)
+        ctx.shape, ctx.window = x.shape, (size, stride, padding)
+        return y
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        """Gradient of the images."""
+        (winner,) = ctx.saved_tensors
+        grad = grad.contiguous(memory_format=torch.channels_last)
+        return max_pool_backward(grad, winner, ctx.shape, *ctx.window), None, None, None

@@ -93,7 +93,10 @@ class Block:
     def backward(
         self, grad: Tensor, inputs: list[Tensor], weights: list[Tensor], found: WeightGradients
     ) -> tuple[Tensor, Tensor]:
-        """Gradients of x, on both ways, from that before y's ReLU; `inputs` a_0, ..., a_{n-1}."""
+        """Gradients of x through the convolutions and through the shortcut.
+
+        `grad` is that of the sum before the last ReLU, `inputs` are a_0, ..., a_{n-1}.
+        """
 
         def down(size: Sizes, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
             found.add(weight, lambda: size.gradient(1, grad, x, weight), (grad, x))
@@ -158,7 +161,7 @@ class Residuals(torch.autograd.Function):
             inputs, states = states[-len(block.sizes) :], states[: -len(block.sizes)]
             own, weights = weights[-block.num_weights :], weights[: -block.num_weights]
             through, around = block.backward(grad, inputs, own, ctx.found)
-            # below a block is a ReLU of ours, except below the first
+            # every block but the first follows a ReLU of the block before it
             grad = masked(through, inputs[0], around) if number else through.add_(around)
         return grad, None, None, *(None for _ in range(num_weights))
 
@@ -204,7 +207,7 @@ def _convolutions(block: nn.Module) -> tuple[list[nn.Conv2d], nn.Conv2d | None] 
 
 
 def chain(network: ResNet) -> list[tuple[list[nn.Conv2d], nn.Conv2d | None]] | None:
-    """The convolutions of all blocks; None where one is of another kind, or somebody looks."""
+    """The convolutions of all blocks; None if one is of another kind, or a hook watches one."""
     *stages, pool = parts(network)
     found = [_convolutions(block) for stage in stages for block in stage.children()]
     modules = [module for part in parts(network) for module in part.modules()]
@@ -220,10 +223,14 @@ def is_fused(encoder: nn.Module) -> bool:
     return any(type(module) is ResNet and chain(module) is not None for module in encoder.modules())
 
 
-def patch(network: ResNet, weights: set[Tensor], gradients: WeightGradients) -> None:
-    """The first stage runs all blocks and the pooling; the others pass on what they get."""
+def patch(network: ResNet, weights: set[Tensor], gradients: WeightGradients) -> list[nn.Module]:
+    """The first stage runs all blocks and the pooling; the others pass on what they get.
+
+    Returns the modules whose `forward` is another now: none if the blocks are of another kind.
+    """
     found = chain(network)
-    assert found is not None
+    if found is None:
+        return []
 
     def sizes(layer: nn.Conv2d) -> Sizes:
         return Sizes(layer.stride, layer.padding, layer.dilation, layer.groups)  # type: ignore[arg-type]
@@ -244,3 +251,4 @@ def patch(network: ResNet, weights: set[Tensor], gradients: WeightGradients) -> 
 
     for part in parts(network):
         part.forward = run if part is network.layer1 else lambda x: x
+    return parts(network)

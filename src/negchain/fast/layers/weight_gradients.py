@@ -21,8 +21,8 @@ WIDENED_AT_ONCE = 2**23  # bytes: large enough to fill a GPU's memory bus
 class WeightGradients:
     """Gradients of weights, computed on a stream of their own, or (None) on the current one.
 
-    A tensor that one stream made and another reads must not be freed in between, so what `add` and
-    `beside` are given lives until `join`, or until there is too much of it: then the streams meet.
+    A tensor that one stream made and another reads must not be freed in between. So what `add` and
+    `beside` read is kept until `join`; where it becomes too much, the streams meet earlier.
 
     Example:
         >>> found = WeightGradients(None)
@@ -51,7 +51,7 @@ class WeightGradients:
         """A gradient computed on the current stream."""
         earlier = self._found.get(weight)
         if earlier is not None:
-            join(self.stream)  # perhaps it is on its way over there
+            join(self.stream)  # the other stream may still be computing it
         # Parts are added in float32, as autograd adds what autocast has cast back.
         self._found[weight] = gradient if earlier is None else earlier.float().add_(gradient)
 
@@ -67,7 +67,7 @@ class WeightGradients:
         self._narrow = []
 
     def beside(self, compute: Callable[[], Tensor], reads: tuple[Tensor, ...]) -> Tensor:
-        """Compute a tensor that nobody reads before `join`."""
+        """Compute a tensor that is not read before `join`."""
         with forked(self.stream):
             found = compute()
         self._keep((*reads, found))
@@ -82,7 +82,7 @@ class WeightGradients:
         return found
 
     def _keep(self, tensors: tuple[Tensor, ...]) -> None:
-        """The streams meet before these are freed."""
+        """Hold tensors until the streams meet."""
         if self.stream is None:
             return
         self._kept.append(tensors)
