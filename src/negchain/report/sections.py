@@ -160,7 +160,7 @@ def standing(run: Run) -> str:
             f'<div class="bars">{"".join(bars)}</div></article>'
         )
     rows = [
-        (m.name, f"<b>{number(run.final(m.key), m.unit)}</b> <small>{escape(m.note)}</small>")
+        (m.name, f"<b>{number(run.final(m.key), m.unit)}</b> <small>{_told(run, m)}</small>")
         for m in run.shown.secondary
         if run.final(m.key) is not None
     ]
@@ -173,12 +173,28 @@ def standing(run: Run) -> str:
     return (
         f'<section style="--c:{method_colour(str(run.config.get("method")))}">'
         '<h2>Did training help?</h2><p class="lead">Results on '
-        f"{run.data_info.get('test') or 'the'} {run.shown.tested}. In brackets: the range that "
+        f"{_tested(run)}. In brackets: the range that "
         f"other {run.shown.tested} of this kind would give, 19 times of 20. "
         f"{run.shown.explained}</p>"
         f'<div class="said">{said}</div>'
         f'<div class="grid top">{"".join(blocks)}</div></section>'
     )
+
+
+def _told(run: Run, metric: Metric) -> str:
+    """What stands below one of the other measures."""
+    before = run.baseline(metric.key).get("untrained")
+    first = "" if before is None else f"{number(before, metric.unit)} before. "
+    return f"{first}{escape(metric.note)}"
+
+
+def _tested(run: Run) -> str:
+    """What results are of, with how many of them chose the encoder."""
+    count, chose = run.data_info.get("test", 0), run.data_info.get("validation")
+    split = ""
+    if isinstance(chose, int) and 0 < chose < count:
+        split = f" ({chose:,} validation, {count - chose:,} test)"
+    return f"{count or 'the'} {run.shown.tested}{split}"
 
 
 def _bar(name: str, value: float, sure: str, kind: str, metric: Metric) -> str:
