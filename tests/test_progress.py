@@ -32,6 +32,18 @@ def test_a_pipe_gets_a_line_every_half_minute(capsys: pytest.CaptureFixture[str]
     assert lines[-1] == "training: 91/1,000 steps, 15 min left"
 
 
+def test_work_between_steps_is_told_until_the_next_word(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    with Progress(True, clock) as bar:
+        bar.begin(9, "steps", "evaluating")
+        for done in (32, 64, 96):
+            clock.now += 20.0
+            bar.within(f"{done}/400 texts")
+        bar.say("training")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[1:] == ["evaluating 64/400 texts: 0/9 steps", "training: 0/9 steps"]
+
+
 def on_screen(monkeypatch: pytest.MonkeyPatch, screen: io.StringIO, terminal: bool = True) -> None:
     real = Console
     monkeypatch.setattr(

@@ -36,7 +36,7 @@ class Progress:
         self.__exit__()
         self._total, self._nouns, self._first, self._done = total, nouns, done, done
         self._began = self._shown = self._clock()
-        self._what, self._text, self._moved = what, "", False
+        self._what, self._within, self._text, self._moved = what, "", "", False
         if total and self._show and self._console.is_terminal:
             columns = ("{task.description}", "{task.fields[count]}", "{task.fields[text]}")
             texts = [TextColumn(column, markup=False) for column in columns]
@@ -70,9 +70,14 @@ class Progress:
             self._moved = True
             self._refresh()
 
+    def within(self, text: str) -> None:
+        """How far the present work is where no step is made, until the next `say`."""
+        self._within = f" {text}"
+        self.at(self._done)
+
     def say(self, what: str) -> None:
         """Name what is going on now, at once."""
-        self._what = what
+        self._what, self._within = what, ""
         if self._show:
             self._refresh()
 
@@ -88,14 +93,15 @@ class Progress:
         self._shown = self._clock()
         count = f"{int(self._done + 1e-9):,}/{self._total:,} {self._nouns}"
         parts = [part for part in (self.left(), self._text) if part]
+        what = self._what + self._within
         try:
             if self._bar is not None:
                 self._bar.update(
-                    self._bar.task_ids[0], description=self._what, completed=self._done,
+                    self._bar.task_ids[0], description=what, completed=self._done,
                     count=count, text=", ".join(parts), refresh=True,
                 )  # fmt: skip
             else:
-                self._console.print(Text(f"{self._what}: {', '.join([count, *parts])}"))
+                self._console.print(Text(f"{what}: {', '.join([count, *parts])}"))
         except OSError:  # the terminal was closed: what is shown goes on without it
             self._show, self._bar = False, None
 

@@ -20,6 +20,7 @@ pytest.importorskip("sentence_transformers")
 import negchain.tasks.retrieval as module  # noqa: E402
 from negchain import tasks, train  # noqa: E402
 from negchain.cli import run as command_line  # noqa: E402
+from negchain.cli.train import _show  # noqa: E402
 from negchain.losses.request import Want  # noqa: E402
 from negchain.progress import Progress  # noqa: E402
 from negchain.report.runs import load_run  # noqa: E402
@@ -30,6 +31,7 @@ from negchain.train import trainer  # noqa: E402
 from negchain.train.config import ConfigError  # noqa: E402
 from negchain.train.resolve import resolve  # noqa: E402
 from negchain.train.run_folder import RunFolder, read_metrics  # noqa: E402
+from negchain.train.start import start  # noqa: E402
 from negchain.train.step import build_loss  # noqa: E402
 from negchain.train.team import Team  # noqa: E402
 from tasks.graphed import losses_of  # noqa: E402
@@ -123,6 +125,24 @@ def test_the_best_encoder_is_kept_and_patience_ends_the_run(folder: Path, tmp_pa
         for where in (folder / "model", path / "model")
     )  # fmt: skip
     assert torch.equal(fresh, left)
+
+
+def test_who_waits_sees_how_far_reading_and_judging_are(
+    folder: Path, tmp_path: Path, capsys
+) -> None:
+    given = settings(folder, out=str(tmp_path / "run"), lr=1e-7, patience=1, epochs=3)
+    run, _ = start(resolve(None, given), True)
+    assert "tokenising: 0/80 texts" in capsys.readouterr().err  # 41 documents and 39 queries
+    heard: list[str] = []
+    progress = Progress(False)
+    progress.within = heard.append  # type: ignore[method-assign]
+    with run.folder:
+        summary = run.train(progress)
+    assert heard[:3] == ["32/41 texts", "41/41 texts", "6/6 texts"]  # documents, then queries
+    _show(run, summary)
+    said = capsys.readouterr().out
+    assert "ended after step 6 of 18: 1 evaluations found nothing better (--patience)" in said
+    assert "kept: the encoder as it was" in said
 
 
 def test_epochs_are_judged_on_validation_queries_alone(task) -> None:
@@ -461,6 +481,26 @@ def test_validation_queries_are_dev_tsv_where_there_is_one(folder: Path, tmp_pat
     assert (len(data.train), data.validation.ids) == (30, ["q6"])
 
 
+@pytest.mark.parametrize("name", ["val", "valid", "validation"])
+def test_validation_queries_have_the_usual_names(name: str, folder: Path, tmp_path: Path) -> None:
+    """A file that is passed over in silence would be trained on."""
+    copy = shutil.copytree(folder / "beir", tmp_path / "beir")
+    (copy / "qrels" / f"{name}.tsv").write_text("q6\td6\t1\n")
+    assert read_beir(copy, 0.2).validation.ids == ["q6"]
+    (copy / "qrels" / "dev.tsv").write_text("q7\td7\t1\n")
+    with pytest.raises(ConfigError, match=rf"one file .* has dev.tsv, {name}.tsv; keep one"):
+        read_beir(copy, 0.2)
+
+
+def test_queries_without_words_are_left_out(folder: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(folder / "beir", tmp_path / "beir")
+    add(copy, "queries.jsonl", {"_id": "blank", "text": " \n"})
+    add(copy, "qrels/train.tsv", "blank\td3\t1")
+    data = read_beir(copy, 0.2)
+    assert "blank" not in (*data.train.ids, *data.validation.ids)
+    assert "2 queries of train.tsv have no positive or no text: left out" in data.notes  # and q2
+
+
 def add(folder: Path, name: str, *lines: dict | str) -> None:
     with open(folder / name, "a") as file:
         file.writelines((x if isinstance(x, str) else json.dumps(x)) + "\n" for x in lines)
@@ -518,6 +558,8 @@ BROKEN = {
     "query": ("qrels/train.tsv", "nobody\td1\t1\n", r"must name lines of queries.jsonl"),
     "columns": ("qrels/train.tsv", "h\th\th\nq1 d1 1\n", "tabs between, and line 2 is 'q1 d1 1'"),
     "score": ("qrels/train.tsv", "h\th\th\nq1\td1\tyes\n", "line 2 is"),
+    "no header": ("qrels/train.tsv", "q1\td1\tyes\nq3\td3\t1\n", "line 1 is"),
+    "many": ("qrels/train.tsv", "q1\tx\t1\n" * 3, "names 'x', which is no _id .*, as do 2 more"),
     "bytes": ("queries.jsonl", b"\xff\xfe", "readable text"),
     "gzip": ("corpus.jsonl.gz", b"no gzip", "readable text"),
 }
@@ -549,8 +591,8 @@ def test_what_is_missing_is_refused(folder: Path, tmp_path: Path) -> None:
         tasks.load(resolve(None, settings(folder, holdout=0.0)))
     with pytest.raises(ConfigError, match="--max-length belongs to --task retrieval"):
         resolve(None, {"data": "digits", "max_length": 64})
-    with pytest.raises(ConfigError, match="--pretrained goes with images"):
-        train.run(**settings(folder, pretrained=str(folder / "model"), out=str(tmp_path / "r")))
+    with pytest.raises(ConfigError, match="--pretrained goes with images.*leave out"):
+        resolve(None, settings(folder, pretrained=str(folder / "model")))  # before texts are read
     copy = shutil.copytree(folder / "beir", tmp_path / "beir")
     (copy / "corpus.jsonl.gz").unlink()
     with pytest.raises(ConfigError, match="must hold corpus.jsonl or corpus.jsonl.gz"):

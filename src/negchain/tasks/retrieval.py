@@ -26,6 +26,7 @@ from negchain import draws, methods
 from negchain.files import naming, real_folder
 from negchain.losses.request import Want
 from negchain.printable import show
+from negchain.progress import Progress
 from negchain.tasks.beir import Beir, read_beir
 from negchain.tasks.retrieval_judge import RetrievalJudge
 from negchain.tasks.task import Batch, Task, judged
@@ -48,7 +49,7 @@ class RetrievalTask(Task):
 
     one_pass = False  # queries are short, documents long
 
-    def __init__(self, config: TrainConfig, data: Beir) -> None:
+    def __init__(self, config: TrainConfig, data: Beir, show: bool = False) -> None:
         super().__init__(config)
         self.data = data
         self.num_samples, self.fingerprint = len(data.train), data.fingerprint
@@ -74,9 +75,18 @@ class RetrievalTask(Task):
         self.layout = {"views": "paired", "symmetric": False, "num_keys": len(data.documents)}
         self.encoder = TextEncoder(config.encoder, config.max_length)
         parts = {"train": data.train, "validation": data.validation, "test": data.test}
-        with explained("--encoder", config.encoder):
-            self.documents = Texts(self.encoder, data.documents, "document")
-            self.queries = {n: Texts(self.encoder, p.texts, "query") for n, p in parts.items()}
+        done, total = 0, len(data.documents) + sum(map(len, parts.values()))
+        with explained("--encoder", config.encoder), Progress(show) as progress:
+
+            def told(count: int) -> None:
+                nonlocal done
+                progress.at(done := done + count)
+
+            progress.begin(total, "texts", "tokenising")
+            self.documents = Texts(self.encoder, data.documents, "document", told)
+            self.queries = {
+                name: Texts(self.encoder, part.texts, "query", told) for name, part in parts.items()
+            }
         positives, grades = [], []
         self.key_counts = torch.zeros(len(data.documents), dtype=torch.float64)
         for graded in data.train.relevant:
@@ -111,7 +121,7 @@ class RetrievalTask(Task):
                 f"{config.holdout:g} of {len(data.train)} training queries leaves none; raise "
                 "--holdout or write qrels/dev.tsv"
             )
-        return cls(config, data)
+        return cls(config, data, progress)
 
     def info(self) -> dict[str, Any]:
         """Counts."""
@@ -166,11 +176,8 @@ class RetrievalTask(Task):
         return self.encoder.to(self.device).train(), said
 
     def start_from(self, encoder: TextEncoder, pretrained: str) -> str:
-        """There is nothing else to start from."""
-        raise ConfigError(
-            f"--pretrained goes with images, got {pretrained}; --encoder names the folder of the "
-            "weights"
-        )
+        """Never asked for: `check` refuses --pretrained."""
+        raise NotImplementedError
 
     def batch(self, index: Tensor, step: Tensor) -> Batch:
         """Queries, one positive of each, and what is known to be no negative."""
@@ -215,6 +222,11 @@ def check(config: TrainConfig) -> TrainConfig:
         raise ConfigError(
             f"{show(config.data)} holds texts, which need --encoder, the folder of a "
             "sentence-transformers or transformers model; name one"
+        )
+    if config.pretrained is not None:
+        raise ConfigError(
+            f"--pretrained goes with images, got {show(config.pretrained)}; --encoder names the "
+            "folder of the weights: leave out --pretrained"
         )
     check_model_folder(config.encoder)
     known = methods.named(config.method)

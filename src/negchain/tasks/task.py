@@ -58,6 +58,9 @@ def judged(
 class Judge(ABC):
     """What a run is judged by; leaves the encoder in training mode."""
 
+    told: Callable[[str], None] = staticmethod(lambda text: None)
+    """Hears how far a long evaluation is, for who waits."""
+
     @abstractmethod
     def before(self, encoder: Any) -> Numbers:
         """Of an encoder before its first step: `quick`, and what any result must beat."""

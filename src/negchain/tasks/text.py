@@ -229,9 +229,16 @@ class Texts:
         encoder: whose tokeniser, prompts and length limit count.
         texts: N of them.
         role: queries and documents may have prompts of their own.
+        told: hears of how many texts were added to those done.
     """
 
-    def __init__(self, encoder: TextEncoder, texts: Sequence[str], role: Role) -> None:
+    def __init__(
+        self,
+        encoder: TextEncoder,
+        texts: Sequence[str],
+        role: Role,
+        told: Callable[[int], None] = lambda count: None,
+    ) -> None:
         model, self.role = encoder.model, role
         prompt = next((model.prompts[n] for n in PROMPTS[role] if n in model.prompts), None)
         if prompt is None and model.default_prompt_name is not None:
@@ -245,6 +252,7 @@ class Texts:
             found = model.preprocess(list(texts[begin : begin + CHUNK]), prompt=prompt, task=role)
             ids, mask = found["input_ids"].numpy().astype(np.int32), found["attention_mask"].numpy()
             self.rows += [row[m > 0] for row, m in zip(ids, mask, strict=True)]
+            told(len(ids))
             self.more = {k: v for k, v in found.items() if not isinstance(v, Tensor)}
         self.lengths = torch.tensor([len(row) for row in self.rows], dtype=torch.int64)
         self.padded: tuple[Tensor, Tensor] | None = None  # see `pad`

@@ -5,11 +5,14 @@ Signals are answered in one way (`_answered`), in a run and where runs are start
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Protocol
+
+STOPPING = "\nstopping after this step or evaluation; Ctrl-C again: at once, without a checkpoint\n"
 
 
 class Interrupted(Exception):
@@ -35,6 +38,9 @@ def stopping(run: Stoppable) -> Iterator[None]:
         if run.stop and number != signal.SIGHUP:
             raise KeyboardInterrupt
         run.stop = True
+        if number == signal.SIGINT:  # whoever pressed Ctrl-C wants to see that it was heard
+            with suppress(OSError):
+                os.write(2, STOPPING.encode())
 
     # ignored ones too: a job in the background of a script ignores SIGINT, and is sent one on
     # purpose only; an ignored SIGHUP (nohup) is meant

@@ -69,6 +69,7 @@ class Run:
         if _graphed(self.task):
             self.step.try_capture()
         with stopping(self), progress:
+            self.judge.told = progress.within
             if self.done == 0:
                 self._fill(progress)
             progress.begin(self.total_steps, "steps", done=self.done)
