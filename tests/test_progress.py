@@ -6,7 +6,6 @@ import io
 import re
 
 import pytest
-from rich.console import Console
 
 from negchain import progress
 from negchain.progress import Progress
@@ -45,10 +44,10 @@ def test_work_between_steps_is_told_until_the_next_word(capsys: pytest.CaptureFi
 
 
 def on_screen(monkeypatch: pytest.MonkeyPatch, screen: io.StringIO, terminal: bool = True) -> None:
-    real = Console
+    real = progress.Screen
     monkeypatch.setattr(
         progress,
-        "Console",
+        "Screen",
         lambda **named: real(
             file=screen, force_terminal=terminal, width=100, **{**named, "stderr": 0}
         ),
@@ -72,15 +71,23 @@ def test_a_bar_moves_with_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
 class Terminal(io.StringIO):
     gone = False
 
+    def __init__(self, error: OSError) -> None:
+        super().__init__()
+        self.error = error
+
     def write(self, text: str) -> int:
         if self.gone:
-            raise OSError(5, "Input/output error")
+            raise self.error
         return super().write(text)
 
 
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), BrokenPipeError(32, "pipe")])
 @pytest.mark.parametrize("terminal", [True, False])
-def test_a_closed_terminal_stops_nothing(monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
-    screen, clock = Terminal(), Clock()
+def test_a_closed_terminal_stops_nothing(
+    monkeypatch: pytest.MonkeyPatch, terminal: bool, error: OSError
+) -> None:
+    """Nor does a pipe whose reader has gone (`negchain train 2>&1 | head`)."""
+    screen, clock = Terminal(error), Clock()
     on_screen(monkeypatch, screen, terminal)
     with Progress(True, clock) as bar:
         bar.begin(3, "steps", "training")

@@ -16,6 +16,14 @@ REFRESH = 0.2  # seconds between two states of a bar
 PATIENCE = 30.0  # seconds between two lines in a file or a pipe
 
 
+class Screen(Console):
+    """A console whose reader may go away, as in `| head`: rich would end the program then."""
+
+    def on_broken_pipe(self) -> None:
+        """Nobody reads: say nothing more."""
+        self.quiet = True
+
+
 class Progress:
     """How far something is, how long it will still take, and a few words; one thing at a time.
 
@@ -27,7 +35,7 @@ class Progress:
 
     def __init__(self, show: bool, clock: Callable[[], float] = time.monotonic) -> None:
         self._show, self._clock = show, clock
-        self._console = Console(stderr=True, soft_wrap=True, highlight=False)
+        self._console = Screen(stderr=True, soft_wrap=True, highlight=False)
         self._bar: RichProgress | None = None
         self.begin(0, "")
 
@@ -41,7 +49,7 @@ class Progress:
             columns = ("{task.description}", "{task.fields[count]}", "{task.fields[text]}")
             texts = [TextColumn(column, markup=False) for column in columns]
             bar = BarColumn(bar_width=14)  # so that a line of 80 characters holds everything
-            screen = Console(stderr=True)
+            screen = Screen(stderr=True)
             self._bar = RichProgress(texts[0], bar, *texts[1:], console=screen, auto_refresh=False)
             self._bar.add_task("", total=total, count="", text="")
             self._bar.start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -78,6 +79,13 @@ def test_a_run_is_held_against_its_start_query_by_query() -> None:
     assert ("is within the noise" in said or "no gain, -" in said) and "points [" in said
     (said,) = against_baselines(retriever(0.0, noise=0.0))
     assert "training shows no gain; on this data" in said
+
+
+def test_a_start_of_nothing_is_a_start() -> None:
+    """Zero was taken for a number that is not known."""
+    run = replace(retriever(0.1), metrics=[{"step": 4.0, "ndcg10": 0.3}])
+    run.summary["untrained_ndcg10"] = 0.0
+    assert run.baseline("ndcg10") == {"untrained": 0.0}
 
 
 def test_a_page_says_which_queries_are_meant_and_what_each_measure_was_before() -> None:

@@ -119,6 +119,10 @@ def test_the_page_shows_pictures_beside_captions(run: Path) -> None:
 
 def test_evaluate_and_encode(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command_line(["evaluate", str(run), "--device", "cpu"]) == 0
+    judged = json.loads((run / "evaluation.json").read_text())
+    recalls = [name for name in judged if name.endswith(("_r1", "_r5", "_r10"))]
+    before = [name for name in recalls if name.startswith("untrained_")]
+    assert before and len(recalls) == 2 * len(before)  # each beside the start's
     assert "Mean recall, test" in capsys.readouterr().out
     now = json.loads((run / "evaluation.json").read_text())
     then = json.loads((run / "summary.json").read_text())

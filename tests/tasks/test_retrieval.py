@@ -198,7 +198,33 @@ def test_evaluate_takes_other_texts_without_training_queries(
     shutil.copytree(folder / "beir", other)
     (other / "qrels" / "train.tsv").unlink()
     assert command_line(["evaluate", str(finished), "--device", "cpu", "--data", str(other)]) == 0
-    assert "nDCG@10, test" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "nDCG@10, test" in said and "nDCG@10, test: training gained" in said
+
+
+def test_evaluate_judges_the_encoder_that_was_kept(folder: Path, tmp_path: Path, capsys) -> None:
+    """The one in model/, and not that of the last step."""
+    given = settings(folder, out=str(tmp_path / "run"), lr=1e-7, patience=1, epochs=3)
+    path = train.run(**given)
+    summary = json.loads((path / "summary.json").read_text())
+    assert (summary["best_step"], summary["step"]) == (0, 6)
+    for words, step in (((), 0), (("--checkpoint", "latest"), 6)):
+        assert command_line(["evaluate", str(path), "--device", "cpu", *words]) == 0
+        assert capsys.readouterr().out.startswith(f"step {step}, ")
+        judged = json.loads((path / "evaluation.json").read_text())
+        assert judged["step"] == step
+        kept = {k: judged[k] for k in ("ndcg10", "test_ndcg10", "untrained_test_ndcg10")}
+        assert step or kept == {k: summary[k] for k in kept}
+
+
+def test_what_belongs_to_texts_is_no_riddle_beside_a_misspelt_path(folder: Path) -> None:
+    encoder = {"max_length": 16, "encoder": "resnet18"}
+    with pytest.raises(ConfigError, match="'/nowhere' is neither a folder nor one of"):
+        resolve(None, {**encoder, "data": "/nowhere"})
+    with pytest.raises(ConfigError, match="or give --task retrieval, which says what --data lacks"):
+        resolve(None, {**encoder, "data": "digits"})
+    with pytest.raises(ConfigError, match="leave out --max-length or change --task"):
+        resolve(None, {**encoder, "data": "digits", "task": "images"})
 
 
 # ------------------------------------------------------------------ batches

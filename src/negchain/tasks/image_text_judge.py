@@ -83,7 +83,7 @@ class ImageTextJudge(Judge):
 
     def baselines(self, line: Mapping[str, Any]) -> Numbers:
         """Of the towers before the first step."""
-        kept = ("_r1", "mean_recall", "global_loss")
+        kept = (*(f"_r{k}" for k in RECALL_AT), "mean_recall", "global_loss")
         return {f"untrained_{n}": v for n, v in line.items() if n.endswith(kept)}
 
     def score(self, numbers: Mapping[str, float]) -> float:
