@@ -11,6 +11,7 @@ import pytest
 from negchain.report.advice import against_baselines
 from negchain.report.measures import Metric
 from negchain.report.results import recommendation
+from negchain.report.retrieval import proposals
 from negchain.report.runs import Group, Run
 from negchain.report.sections import standing
 from negchain.report.statistics import over_start
@@ -90,10 +91,27 @@ def test_a_start_of_nothing_is_a_start() -> None:
 
 def test_a_page_says_which_queries_are_meant_and_what_each_measure_was_before() -> None:
     run = retriever(0.1)
-    run.summary.update(mrr10=0.5, untrained_mrr10=0.4)
+    run.summary.update(mrr10=0.5, untrained_mrr10=0.4, step=120, best_step=80)
     page = standing(run)
+    assert "What was kept is the encoder of step 80 of 120, the best by validation." in page
     assert "Results on 230 held-out queries (200 validation, 30 test)." in page
     assert "<b>50.0 %</b> <small>40.0 % before. " in page
+
+
+def test_proposals_that_look_like_false_negatives_come_first() -> None:
+    scores = np.array([[0.5, 0.4], [0.9, -2.0], [0.7, 0.1]])
+    art = {
+        "proposal_queries": np.array(["easy", "hardest", "hard"]),
+        "proposal_positives": np.array(["a", "b", "c"]),
+        "proposal_positive_scores": np.array([0.8, 0.3, 0.6]),
+        "proposal_texts": np.array([["d", "e"]] * 3),
+        "proposal_scores": scores,
+    }
+    run = Run(Path("a"), {"task": "retrieval"}, [], {}, art)
+    page = proposals(run, rows=12)
+    assert page.index("hardest") < page.index(">hard<") < page.index("easy")
+    assert "2 of the 3 queries looked at have one" in page
+    assert "easy" not in proposals(run, rows=2)
 
 
 def test_none_is_recommended_where_nothing_gains() -> None:

@@ -169,7 +169,11 @@ def standing(run: Run) -> str:
             '<article class="card"><h3>Other measures</h3><p>Of the same encoder</p>'
             f"{table(rows)}</article>"
         )
-    said = "".join(f"<p>{escape(sentence)}</p>" for sentence in against_baselines(run))
+    sentences = against_baselines(run)
+    if (kept := run.final("best_step")) is not None:
+        which = f"of step {kept:,.0f} of {run.final('step') or 0:,.0f}, the best by validation"
+        sentences.append(f"What was kept is the encoder {which if kept else 'as it was'}.")
+    said = "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences)
     return (
         f'<section style="--c:{method_colour(str(run.config.get("method")))}">'
         '<h2>Did training help?</h2><p class="lead">Results on '

@@ -25,12 +25,12 @@ from torch.nn.utils.rnn import pad_sequence
 from negchain import draws, methods
 from negchain.files import naming, real_folder
 from negchain.losses.request import Want
-from negchain.printable import show
 from negchain.progress import Progress
 from negchain.tasks.beir import Beir, read_beir
 from negchain.tasks.retrieval_judge import RetrievalJudge
 from negchain.tasks.task import Batch, Task, judged
-from negchain.tasks.text import TextEncoder, Texts, check_model_folder, explained
+from negchain.tasks.text import TextEncoder, Texts, explained
+from negchain.tasks.text_settings import keeps_table
 from negchain.train.presets import ConfigError
 
 if TYPE_CHECKING:
@@ -214,36 +214,6 @@ class RetrievalTask(Task):
             os.replace(made, folder / "model")
         finally:
             shutil.rmtree(made, ignore_errors=True)
-
-
-def check(config: TrainConfig) -> TrainConfig:
-    """Refuse what is not there; absolute folders."""
-    if config.encoder == "none":
-        raise ConfigError(
-            f"{show(config.data)} holds texts, which need --encoder, the folder of a "
-            "sentence-transformers or transformers model; name one"
-        )
-    if config.pretrained is not None:
-        raise ConfigError(
-            f"--pretrained goes with images, got {show(config.pretrained)}; --encoder names the "
-            "folder of the weights: leave out --pretrained"
-        )
-    check_model_folder(config.encoder)
-    known = methods.named(config.method)
-    chains = "proposal" in known.options  # which spend one draw on what they carry
-    if keeps_table(config) and config.draws < 1 + chains:
-        raise ConfigError(
-            f"--draws must be at least {1 + chains} where negatives come from a table "
-            f"(--method {known.name}), got {config.draws}; raise it, or use --method infonce"
-        )
-    folders = {"data": os.path.abspath(config.data), "encoder": os.path.abspath(config.encoder)}
-    return replace(config, **folders)  # type: ignore[arg-type]
-
-
-def keeps_table(config: TrainConfig) -> bool:
-    """Whether negatives come from a stale table of the corpus."""
-    options = methods.named(config.method).options
-    return config.proposal == "informed" if "proposal" in options else "refresh" in options
 
 
 def _card(task: RetrievalTask, encoder: TextEncoder, summary: Mapping[str, Any]) -> str:

@@ -5,10 +5,8 @@ Shapes: `N` texts, `R` of them in a pass, `T` tokens, `D` embedding.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,7 +16,7 @@ from torch import Tensor, nn
 
 from negchain.encoders import refuse_weights
 from negchain.files import read_object
-from negchain.printable import show
+from negchain.tasks.text_settings import check_model_folder
 from negchain.train.presets import ConfigError
 
 if TYPE_CHECKING:
@@ -36,28 +34,6 @@ MAX_TOKENS = 77
 MOST_LAYERS = 1000
 """A description that asks for more is refused."""
 LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-
-
-def check_model_folder(folder: str | None, option: str = "--encoder") -> None:
-    """Refuse what is no folder of a model, before anything slow: names are not looked up."""
-    if find_spec("sentence_transformers") is None:
-        raise ConfigError(f"{option} needs sentence-transformers: pip install 'negchain[text]'")
-    files = ("modules.json", "config.json")
-    if folder is None or not any(os.path.isfile(Path(folder) / name) for name in files):
-        there = "is no folder"
-        if folder is not None and os.path.isdir(folder):
-            there = "holds neither modules.json nor config.json"
-        given = "none was given" if folder is None else f"{show(folder)} {there}"
-        raise ConfigError(
-            f"{option} must be the folder of a sentence-transformers or transformers model, and "
-            f"{given}; nothing is fetched here: hf download NAME --local-dir FOLDER gets one"
-        )
-    for file in Path(folder).rglob("*"):  # libraries would wait for somebody to write
-        if file.exists() and not (file.is_file() or file.is_dir()):
-            raise ConfigError(
-                f"{option} {show(folder)} must hold plain files, and {show(file.name)} is a pipe "
-                "or a device; remove it"
-            )
 
 
 @contextmanager
