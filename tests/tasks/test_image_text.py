@@ -399,6 +399,13 @@ def test_settings_that_are_refused(changed: dict, said: str, made: Path) -> None
         resolve(None, settings(made, **changed))
 
 
+def test_all_methods_have_clips_denominator_unless_theirs_is_built_in(made: Path) -> None:
+    """As in the table of docs/image_text.md; a comparison would else be of two objectives."""
+    found = {m: resolve(None, settings(made, method=m)) for m in ("infonce", "sogclr", "emc2")}
+    assert {config.denominator for config in found.values()} == {"all"}
+    assert resolve(None, settings(made, method="dcl")).denominator == "negatives"
+
+
 def test_what_else_is_refused(made: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "nonsense"}')
     with pytest.raises(ConfigError, match="must hold a model that transformers can load"):
