@@ -111,6 +111,16 @@ def test_help_and_refusals_come_at_once(words: str) -> None:
     assert seconds(cli(words), enough=0.8) <= 0.8
 
 
+@pytest.mark.parametrize("file", ["corpus.jsonl", "captions.csv"])
+def test_refusals_about_texts_come_before_torch(file: str, tmp_path: Path) -> None:
+    """Its import takes seconds, and the first word of a run waits for the same checks."""
+    (tmp_path / file).write_text("image,caption\n")
+    option = "--encoder" if file == "corpus.jsonl" else "--text-encoder"
+    words = f"train --data {tmp_path} {option} all-MiniLM-L6-v2"
+    status, said, _ = child(BLOCK.format(blocked=("torch",)) + cli(words))
+    assert status == 2 and "'all-MiniLM-L6-v2' is no folder; nothing is fetched" in said
+
+
 def test_the_names_of_the_package() -> None:
     import negchain
 

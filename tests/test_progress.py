@@ -6,7 +6,6 @@ import io
 import re
 
 import pytest
-from rich.console import Console
 
 from negchain import progress
 from negchain.progress import Progress
@@ -32,11 +31,23 @@ def test_a_pipe_gets_a_line_every_half_minute(capsys: pytest.CaptureFixture[str]
     assert lines[-1] == "training: 91/1,000 steps, 15 min left"
 
 
+def test_work_between_steps_is_told_until_the_next_word(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    with Progress(True, clock) as bar:
+        bar.begin(9, "steps", "evaluating")
+        for done in (32, 64, 96):
+            clock.now += 20.0
+            bar.within(f"{done}/400 texts")
+        bar.say("training")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[1:] == ["evaluating 64/400 texts: 0/9 steps", "training: 0/9 steps"]
+
+
 def on_screen(monkeypatch: pytest.MonkeyPatch, screen: io.StringIO, terminal: bool = True) -> None:
-    real = Console
+    real = progress.Screen
     monkeypatch.setattr(
         progress,
-        "Console",
+        "Screen",
         lambda **named: real(
             file=screen, force_terminal=terminal, width=100, **{**named, "stderr": 0}
         ),
@@ -60,15 +71,23 @@ def test_a_bar_moves_with_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
 class Terminal(io.StringIO):
     gone = False
 
+    def __init__(self, error: OSError) -> None:
+        super().__init__()
+        self.error = error
+
     def write(self, text: str) -> int:
         if self.gone:
-            raise OSError(5, "Input/output error")
+            raise self.error
         return super().write(text)
 
 
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), BrokenPipeError(32, "pipe")])
 @pytest.mark.parametrize("terminal", [True, False])
-def test_a_closed_terminal_stops_nothing(monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
-    screen, clock = Terminal(), Clock()
+def test_a_closed_terminal_stops_nothing(
+    monkeypatch: pytest.MonkeyPatch, terminal: bool, error: OSError
+) -> None:
+    """Nor does a pipe whose reader has gone (`negchain train 2>&1 | head`)."""
+    screen, clock = Terminal(error), Clock()
     on_screen(monkeypatch, screen, terminal)
     with Progress(True, clock) as bar:
         bar.begin(3, "steps", "training")

@@ -16,6 +16,14 @@ REFRESH = 0.2  # seconds between two states of a bar
 PATIENCE = 30.0  # seconds between two lines in a file or a pipe
 
 
+class Screen(Console):
+    """A console whose reader may go away, as in `| head`: rich would end the program then."""
+
+    def on_broken_pipe(self) -> None:
+        """Nobody reads: say nothing more."""
+        self.quiet = True
+
+
 class Progress:
     """How far something is, how long it will still take, and a few words; one thing at a time.
 
@@ -27,7 +35,7 @@ class Progress:
 
     def __init__(self, show: bool, clock: Callable[[], float] = time.monotonic) -> None:
         self._show, self._clock = show, clock
-        self._console = Console(stderr=True, soft_wrap=True, highlight=False)
+        self._console = Screen(stderr=True, soft_wrap=True, highlight=False)
         self._bar: RichProgress | None = None
         self.begin(0, "")
 
@@ -36,12 +44,12 @@ class Progress:
         self.__exit__()
         self._total, self._nouns, self._first, self._done = total, nouns, done, done
         self._began = self._shown = self._clock()
-        self._what, self._text, self._moved = what, "", False
+        self._what, self._within, self._text, self._moved = what, "", "", False
         if total and self._show and self._console.is_terminal:
             columns = ("{task.description}", "{task.fields[count]}", "{task.fields[text]}")
             texts = [TextColumn(column, markup=False) for column in columns]
             bar = BarColumn(bar_width=14)  # so that a line of 80 characters holds everything
-            screen = Console(stderr=True)
+            screen = Screen(stderr=True)
             self._bar = RichProgress(texts[0], bar, *texts[1:], console=screen, auto_refresh=False)
             self._bar.add_task("", total=total, count="", text="")
             self._bar.start()
@@ -70,9 +78,14 @@ class Progress:
             self._moved = True
             self._refresh()
 
+    def within(self, text: str) -> None:
+        """How far the present work is where no step is made, until the next `say`."""
+        self._within = f" {text}"
+        self.at(self._done)
+
     def say(self, what: str) -> None:
         """Name what is going on now, at once."""
-        self._what = what
+        self._what, self._within = what, ""
         if self._show:
             self._refresh()
 
@@ -88,14 +101,15 @@ class Progress:
         self._shown = self._clock()
         count = f"{int(self._done + 1e-9):,}/{self._total:,} {self._nouns}"
         parts = [part for part in (self.left(), self._text) if part]
+        what = self._what + self._within
         try:
             if self._bar is not None:
                 self._bar.update(
-                    self._bar.task_ids[0], description=self._what, completed=self._done,
+                    self._bar.task_ids[0], description=what, completed=self._done,
                     count=count, text=", ".join(parts), refresh=True,
                 )  # fmt: skip
             else:
-                self._console.print(Text(f"{self._what}: {', '.join([count, *parts])}"))
+                self._console.print(Text(f"{what}: {', '.join([count, *parts])}"))
         except OSError:  # the terminal was closed: what is shown goes on without it
             self._show, self._bar = False, None
 

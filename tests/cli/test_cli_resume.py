@@ -110,7 +110,7 @@ def test_a_signal_checkpoints_and_says_how_to_go_on(
     pictures: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     out, before = tmp_path / "run", signal.getsignal(number)
     if before == signal.SIG_IGN:  # of tests under nohup, say
@@ -119,7 +119,8 @@ def test_a_signal_checkpoints_and_says_how_to_go_on(
         interrupt_at(patch, step, number)
         assert negchain("train", TINY, "--steps 6 --data", pictures, "--out", out) == 130
     signal.signal(number, before)
-    said = " ".join(capsys.readouterr().err.split())
+    said = " ".join(capfd.readouterr().err.split())
+    assert ("stopping after this step" in said) == (number == signal.SIGINT)  # heard, at once
     assert f"stopped after step {step + 1} of 6" in said
     assert f"continue with: negchain train --out {out} --resume" in said
     assert not (out / "summary.json").exists()

@@ -1,15 +1,20 @@
-"""Which method a comparison recommends: only what gains beyond the noise of held-out queries."""
+"""What pages say of gains over the encoder as it was: what is beyond the noise, and by how much."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from negchain.report.advice import against_baselines
 from negchain.report.measures import Metric
 from negchain.report.results import recommendation
+from negchain.report.retrieval import proposals
 from negchain.report.runs import Group, Run
+from negchain.report.sections import standing
+from negchain.report.statistics import over_start
 
 LEAD = Metric("ndcg10", "nDCG@10", "percent", "", True)
 
@@ -40,8 +45,73 @@ def test_the_gain_on_queries_that_chose_nothing_stands_beside_it() -> None:
     tuned.runs[0].artifacts["before_test_ndcg10"] = np.full(9, 0.4)
     tuned.runs[0].summary["test_ndcg10"], tuned.runs[0].config["task"] = 0.414, "retrieval"
     said = str(recommendation([tuned], LEAD))
-    assert "over the encoder as it was (1.4 on test queries)." in said
+    assert "over the encoder as it was (1.4 points on test queries)." in said
     assert "on test" not in str(recommendation([group("good", 0.2)], LEAD))
+
+
+def test_the_gain_on_test_queries_has_an_interval() -> None:
+    tuned = group("good", 0.2)
+    before = np.linspace(0.1, 0.9, 50)
+    got = before + 0.03 + 0.01 * np.random.default_rng(0).standard_normal(50)
+    tuned.runs[0].artifacts.update(before_test_ndcg10=before, right_test_ndcg10=got)
+    tuned.runs[0].summary["test_ndcg10"], tuned.runs[0].config["task"] = got.mean(), "retrieval"
+    (gain,) = over_start([tuned], "test_ndcg10")
+    assert gain is not None and gain.interval is not None
+    error = (got - before).std() / np.sqrt(50)  # of the differences, not of the answers
+    mean = (got - before).mean()
+    assert gain.interval == pytest.approx((mean - 1.96 * error, mean + 1.96 * error), abs=4e-4)
+    assert f"({gain.in_points()} on test queries)" in str(recommendation([tuned], LEAD))
+
+
+def retriever(gain: float, noise: float = 0.05) -> Run:
+    (run,) = group("one", gain, noise=noise).runs
+    run.config.update(task="retrieval", data_info={"validation": 200, "test": 230})
+    run.summary["untrained_ndcg10"] = float(run.artifacts["before_ndcg10"].mean())
+    return run
+
+
+def test_a_run_is_held_against_its_start_query_by_query() -> None:
+    """Queries differ by far more than training moves them: unpaired, every gain is noise."""
+    (said,) = against_baselines(retriever(0.015))
+    assert "training gained 1." in said and "points [" in said
+    (said,) = against_baselines(retriever(-0.015))
+    assert "training made it worse, -1." in said
+    (said,) = against_baselines(retriever(0.0))
+    assert ("is within the noise" in said or "no gain, -" in said) and "points [" in said
+    (said,) = against_baselines(retriever(0.0, noise=0.0))
+    assert "training shows no gain; on this data" in said
+
+
+def test_a_start_of_nothing_is_a_start() -> None:
+    """Zero was taken for a number that is not known."""
+    run = replace(retriever(0.1), metrics=[{"step": 4.0, "ndcg10": 0.3}])
+    run.summary["untrained_ndcg10"] = 0.0
+    assert run.baseline("ndcg10") == {"untrained": 0.0}
+
+
+def test_a_page_says_which_queries_are_meant_and_what_each_measure_was_before() -> None:
+    run = retriever(0.1)
+    run.summary.update(mrr10=0.5, untrained_mrr10=0.4, step=120, best_step=80)
+    page = standing(run)
+    assert "What was kept is the encoder of step 80 of 120, the best by validation." in page
+    assert "Results on 230 held-out queries (200 validation, 30 test)." in page
+    assert "<b>50.0 %</b> <small>40.0 % before. " in page
+
+
+def test_proposals_that_look_like_false_negatives_come_first() -> None:
+    scores = np.array([[0.5, 0.4], [0.9, -2.0], [0.7, 0.1]])
+    art = {
+        "proposal_queries": np.array(["easy", "hardest", "hard"]),
+        "proposal_positives": np.array(["a", "b", "c"]),
+        "proposal_positive_scores": np.array([0.8, 0.3, 0.6]),
+        "proposal_texts": np.array([["d", "e"]] * 3),
+        "proposal_scores": scores,
+    }
+    run = Run(Path("a"), {"task": "retrieval"}, [], {}, art)
+    page = proposals(run, rows=12)
+    assert page.index("hardest") < page.index(">hard<") < page.index("easy")
+    assert "2 of the 3 queries looked at have one" in page
+    assert "easy" not in proposals(run, rows=2)
 
 
 def test_none_is_recommended_where_nothing_gains() -> None:

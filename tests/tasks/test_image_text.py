@@ -119,6 +119,10 @@ def test_the_page_shows_pictures_beside_captions(run: Path) -> None:
 
 def test_evaluate_and_encode(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command_line(["evaluate", str(run), "--device", "cpu"]) == 0
+    judged = json.loads((run / "evaluation.json").read_text())
+    recalls = [name for name in judged if name.endswith(("_r1", "_r5", "_r10"))]
+    before = [name for name in recalls if name.startswith("untrained_")]
+    assert before and len(recalls) == 2 * len(before)  # each beside the start's
     assert "Mean recall, test" in capsys.readouterr().out
     now = json.loads((run / "evaluation.json").read_text())
     then = json.loads((run / "summary.json").read_text())
@@ -394,6 +398,13 @@ def test_a_description_too_large_for_its_file_is_refused(made: Path, tmp_path: P
 def test_settings_that_are_refused(changed: dict, said: str, made: Path) -> None:
     with pytest.raises(ConfigError, match=said):
         resolve(None, settings(made, **changed))
+
+
+def test_all_methods_have_clips_denominator_unless_theirs_is_built_in(made: Path) -> None:
+    """As in the table of docs/image_text.md; a comparison would else be of two objectives."""
+    found = {m: resolve(None, settings(made, method=m)) for m in ("infonce", "sogclr", "emc2")}
+    assert {config.denominator for config in found.values()} == {"all"}
+    assert resolve(None, settings(made, method="dcl")).denominator == "negatives"
 
 
 def test_what_else_is_refused(made: Path, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ pytest.importorskip("sentence_transformers")
 import negchain.tasks.retrieval as module  # noqa: E402
 from negchain import tasks, train  # noqa: E402
 from negchain.cli import run as command_line  # noqa: E402
+from negchain.cli.train import _show  # noqa: E402
 from negchain.losses.request import Want  # noqa: E402
 from negchain.progress import Progress  # noqa: E402
 from negchain.report.runs import load_run  # noqa: E402
@@ -30,6 +31,7 @@ from negchain.train import trainer  # noqa: E402
 from negchain.train.config import ConfigError  # noqa: E402
 from negchain.train.resolve import resolve  # noqa: E402
 from negchain.train.run_folder import RunFolder, read_metrics  # noqa: E402
+from negchain.train.start import start  # noqa: E402
 from negchain.train.step import build_loss  # noqa: E402
 from negchain.train.team import Team  # noqa: E402
 from tasks.graphed import losses_of  # noqa: E402
@@ -125,6 +127,24 @@ def test_the_best_encoder_is_kept_and_patience_ends_the_run(folder: Path, tmp_pa
     assert torch.equal(fresh, left)
 
 
+def test_who_waits_sees_how_far_reading_and_judging_are(
+    folder: Path, tmp_path: Path, capsys
+) -> None:
+    given = settings(folder, out=str(tmp_path / "run"), lr=1e-7, patience=1, epochs=3)
+    run, _ = start(resolve(None, given), True)
+    assert "tokenising: 0/80 texts" in capsys.readouterr().err  # 41 documents and 39 queries
+    heard: list[str] = []
+    progress = Progress(False)
+    progress.within = heard.append  # type: ignore[method-assign]
+    with run.folder:
+        summary = run.train(progress)
+    assert heard[:3] == ["32/41 texts", "41/41 texts", "6/6 texts"]  # documents, then queries
+    _show(run, summary)
+    said = capsys.readouterr().out
+    assert "ended after step 6 of 18: 1 evaluations found nothing better (--patience)" in said
+    assert "kept: the encoder as it was" in said
+
+
 def test_epochs_are_judged_on_validation_queries_alone(task) -> None:
     judge = task.judge()
     task.encoder.to(task.device)
@@ -178,7 +198,33 @@ def test_evaluate_takes_other_texts_without_training_queries(
     shutil.copytree(folder / "beir", other)
     (other / "qrels" / "train.tsv").unlink()
     assert command_line(["evaluate", str(finished), "--device", "cpu", "--data", str(other)]) == 0
-    assert "nDCG@10, test" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "nDCG@10, test" in said and "nDCG@10, test: training gained" in said
+
+
+def test_evaluate_judges_the_encoder_that_was_kept(folder: Path, tmp_path: Path, capsys) -> None:
+    """The one in model/, and not that of the last step."""
+    given = settings(folder, out=str(tmp_path / "run"), lr=1e-7, patience=1, epochs=3)
+    path = train.run(**given)
+    summary = json.loads((path / "summary.json").read_text())
+    assert (summary["best_step"], summary["step"]) == (0, 6)
+    for words, step in (((), 0), (("--checkpoint", "latest"), 6)):
+        assert command_line(["evaluate", str(path), "--device", "cpu", *words]) == 0
+        assert capsys.readouterr().out.startswith(f"step {step}, ")
+        judged = json.loads((path / "evaluation.json").read_text())
+        assert judged["step"] == step
+        kept = {k: judged[k] for k in ("ndcg10", "test_ndcg10", "untrained_test_ndcg10")}
+        assert step or kept == {k: summary[k] for k in kept}
+
+
+def test_what_belongs_to_texts_is_no_riddle_beside_a_misspelt_path(folder: Path) -> None:
+    encoder = {"max_length": 16, "encoder": "resnet18"}
+    with pytest.raises(ConfigError, match="'/nowhere' is neither a folder nor one of"):
+        resolve(None, {**encoder, "data": "/nowhere"})
+    with pytest.raises(ConfigError, match="or give --task retrieval, which says what --data lacks"):
+        resolve(None, {**encoder, "data": "digits"})
+    with pytest.raises(ConfigError, match="leave out --max-length or change --task"):
+        resolve(None, {**encoder, "data": "digits", "task": "images"})
 
 
 # ------------------------------------------------------------------ batches
@@ -461,6 +507,26 @@ def test_validation_queries_are_dev_tsv_where_there_is_one(folder: Path, tmp_pat
     assert (len(data.train), data.validation.ids) == (30, ["q6"])
 
 
+@pytest.mark.parametrize("name", ["val", "valid", "validation"])
+def test_validation_queries_have_the_usual_names(name: str, folder: Path, tmp_path: Path) -> None:
+    """A file that is passed over in silence would be trained on."""
+    copy = shutil.copytree(folder / "beir", tmp_path / "beir")
+    (copy / "qrels" / f"{name}.tsv").write_text("q6\td6\t1\n")
+    assert read_beir(copy, 0.2).validation.ids == ["q6"]
+    (copy / "qrels" / "dev.tsv").write_text("q7\td7\t1\n")
+    with pytest.raises(ConfigError, match=rf"one file .* has dev.tsv, {name}.tsv; keep one"):
+        read_beir(copy, 0.2)
+
+
+def test_queries_without_words_are_left_out(folder: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(folder / "beir", tmp_path / "beir")
+    add(copy, "queries.jsonl", {"_id": "blank", "text": " \n"})
+    add(copy, "qrels/train.tsv", "blank\td3\t1")
+    data = read_beir(copy, 0.2)
+    assert "blank" not in (*data.train.ids, *data.validation.ids)
+    assert "2 queries of train.tsv have no positive or no text: left out" in data.notes  # and q2
+
+
 def add(folder: Path, name: str, *lines: dict | str) -> None:
     with open(folder / name, "a") as file:
         file.writelines((x if isinstance(x, str) else json.dumps(x)) + "\n" for x in lines)
@@ -518,6 +584,8 @@ BROKEN = {
     "query": ("qrels/train.tsv", "nobody\td1\t1\n", r"must name lines of queries.jsonl"),
     "columns": ("qrels/train.tsv", "h\th\th\nq1 d1 1\n", "tabs between, and line 2 is 'q1 d1 1'"),
     "score": ("qrels/train.tsv", "h\th\th\nq1\td1\tyes\n", "line 2 is"),
+    "no header": ("qrels/train.tsv", "q1\td1\tyes\nq3\td3\t1\n", "line 1 is"),
+    "many": ("qrels/train.tsv", "q1\tx\t1\n" * 3, "names 'x', which is no _id .*, as do 2 more"),
     "bytes": ("queries.jsonl", b"\xff\xfe", "readable text"),
     "gzip": ("corpus.jsonl.gz", b"no gzip", "readable text"),
 }
@@ -549,8 +617,8 @@ def test_what_is_missing_is_refused(folder: Path, tmp_path: Path) -> None:
         tasks.load(resolve(None, settings(folder, holdout=0.0)))
     with pytest.raises(ConfigError, match="--max-length belongs to --task retrieval"):
         resolve(None, {"data": "digits", "max_length": 64})
-    with pytest.raises(ConfigError, match="--pretrained goes with images"):
-        train.run(**settings(folder, pretrained=str(folder / "model"), out=str(tmp_path / "r")))
+    with pytest.raises(ConfigError, match="--pretrained goes with images.*leave out"):
+        resolve(None, settings(folder, pretrained=str(folder / "model")))  # before texts are read
     copy = shutil.copytree(folder / "beir", tmp_path / "beir")
     (copy / "corpus.jsonl.gz").unlink()
     with pytest.raises(ConfigError, match="must hold corpus.jsonl or corpus.jsonl.gz"):

@@ -48,6 +48,16 @@ def test_every_method_keeps_its_best(launched: list[str], tmp_path: Path, capsys
     assert command_line(words) == 0 and launched == []  # what is finished is kept
 
 
+def test_runs_that_tune_and_that_follow_are_counted_together(
+    launched: list[str], tmp_path: Path, capsys
+) -> None:
+    words = ["compare", "--methods", "infonce,dcl", "--tune", "lr=0.1,0.2", "--seeds", "2"]
+    assert command_line([*words, "--device", "cpu", "--out", str(tmp_path)]) == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert "run 1 of 6: infonce-lr=0.1-seed0: 0/6 runs done" in said
+    assert "run 6 of 6: dcl-lr=0.1-seed1: 5/6 runs done" in said
+
+
 def test_what_a_method_does_not_know_is_not_tuned(launched: list[str], tmp_path: Path) -> None:
     words = ["compare", "--methods", "dcl,sogclr", "--tune", "gamma=0.5,0.9", "--device", "cpu"]
     assert command_line([*words, "--quiet", "--out", str(tmp_path)]) == 0

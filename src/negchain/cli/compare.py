@@ -99,19 +99,23 @@ def command(
     on_gpu = tried[chosen[0]][0][0].config.device != "cpu" and torch.cuda.is_available()
     jobs = jobs or (4 if on_gpu else 1)
     failed: dict[Path, int] = {}  # exit status
+    finished = 0  # runs, in this process
 
-    def run_all(plans: list[Plan]) -> None:
+    def run_all(plans: list[Plan], later: int = 0) -> None:
+        nonlocal finished
         waiting = [p for p in plans if not ended(p.path) and p.path not in failed]
         if on_gpu:  # a run that cannot get it then fails; with "auto" it would train on the CPU
             waiting = [p._replace(given={**p.given, "device": "cuda"}) for p in waiting]
         with _sharing(sharing, min(jobs, len(waiting)) * on_gpu) as environment:
-            failed.update(_run_all(waiting, jobs, environment, first, show=not quiet))
+            counts = finished, later
+            finished += len(waiting)
+            failed.update(_run_all(waiting, jobs, environment, first, counts, show=not quiet))
 
     try:
         with interruptible():
-            run_all(
-                [plans[0] for several in tried.values() if len(several) > 1 for plans in several]
-            )
+            tuned_first = [p for several in tried.values() if len(several) > 1 for p in several]
+            chosen_once = sum(seeds - (len(several) > 1) for several in tried.values())
+            run_all([plans[0] for plans in tuned_first], later=chosen_once)
             best = {method: _best(method, several) for method, several in tried.items()}
             run_all([plan for plans in best.values() for plan in plans])
     except KeyboardInterrupt:
@@ -257,14 +261,23 @@ def _sharing(share: bool, runs: int) -> AbstractContextManager[dict[str, str]]:
 
 
 def _run_all(
-    waiting: list[Plan], jobs: int, environment: dict[str, str], first: list[str], show: bool
+    waiting: list[Plan],
+    jobs: int,
+    environment: dict[str, str],
+    first: list[str],
+    counts: tuple[int, int],
+    show: bool,
 ) -> dict[Path, int]:
-    """Run the plans, `jobs` at a time; returns those that failed with their exit status."""
+    """Run the plans, `jobs` at a time; returns those that failed with their exit status.
+
+    `counts`: runs that were done before these, and that will follow.
+    """
     running: dict[Path, subprocess.Popen[bytes]] = {}
     failed: dict[Path, int] = {}
-    total, done = len(waiting), 0
+    done, later = counts
+    total = done + len(waiting) + later
     with Progress(show) as bar:
-        bar.begin(total, "runs done")
+        bar.begin(total if waiting else 0, "runs done", done=done)
         try:
             while waiting or running:
                 while waiting and len(running) < jobs:
@@ -279,7 +292,9 @@ def _run_all(
                         if process.returncode != 0:
                             failed[path] = process.returncode
                 shares = {path.name: progress_of(path) for path in running}
-                text = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
+                several = len(shares) > 1  # one alone is named in front
+                parts = (f"{name} {share:.0%}" for name, share in shares.items())
+                text = ", ".join(parts if several else (f"{s:.0%} of it" for s in shares.values()))
                 bar.at(done + sum(shares.values()), text)
                 time.sleep(0.1)
         finally:

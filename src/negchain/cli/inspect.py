@@ -24,7 +24,11 @@ RunFolderArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run fo
 Device = Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where to encode.")]
 Root = Annotated[str, typer.Option(help="Folder of downloaded data sets.")]
 Checkpoint = Annotated[
-    str, typer.Option(metavar="latest|best|STEP", help="Which of the run's checkpoints.")
+    str,
+    typer.Option(
+        metavar="kept|latest|best|STEP",
+        help="Which of the run's checkpoints; kept: with --patience the best, else the latest.",
+    ),
 ]
 
 
@@ -32,19 +36,20 @@ def evaluate(
     run: RunFolderArgument,
     data: Annotated[
         str | None,
-        typer.Option(help="Other data, with labelled train/ and test/."),
+        typer.Option(help="Other data of the run's kind; images need labelled train/ and test/."),
     ] = None,
-    checkpoint: Checkpoint = "latest",
+    checkpoint: Checkpoint = "kept",
     root: Root = "data",
     device: Device = "auto",
 ) -> int:
-    """Probe a run's newest checkpoint, or another: 1-NN, linear probes, exact global loss.
+    """Judge a run's encoder, or another checkpoint, beside the encoder it started from.
 
     Prints a table and writes `evaluation.json` into the run folder.
 
         negchain evaluate runs/photos --data ./other-photos
     """
     from negchain.report import load_run, summary_table
+    from negchain.report.advice import against_baselines
 
     task, encoder, step = _judge(run, data, device, root, checkpoint)
     if data is not None and task.unjudged is not None:
@@ -54,10 +59,13 @@ def evaluate(
     start = kind.start(task.config, described) if kind.start else kind.rebuild(described)
     if start is not None:
         numbers |= judge.baselines(judge.before(start.to(task.device)))
-    numbers |= judge.thorough(encoder)[0]
+    found, answers = judge.thorough(encoder)
+    numbers |= found
     result(f"step {step:,}, {task.config.data}")
-    judged = replace(load_run(run), metrics=[], summary=numbers)
+    judged = replace(load_run(run), metrics=[], summary=numbers, artifacts=answers)
     Console(highlight=False).print(summary_table(judged))
+    for sentence in against_baselines(judged):
+        result(sentence)
     with replacing(run / "evaluation.json") as file:
         file.write(json.dumps(numbers, indent=2).encode() + b"\n")
     return 0
@@ -73,7 +81,7 @@ def embed(
         ),
     ],
     out: Annotated[Path, typer.Option(help="File to write: .npz, .csv or .parquet.")],
-    checkpoint: Checkpoint = "latest",
+    checkpoint: Checkpoint = "kept",
     root: Root = "data",
     device: Device = "auto",
 ) -> int:
@@ -107,7 +115,7 @@ def export(
             help="The library that is to load it.",
         ),
     ] = "safetensors",
-    checkpoint: Checkpoint = "latest",
+    checkpoint: Checkpoint = "kept",
 ) -> int:
     """Write a run's encoder for other libraries, with a card whose code loads it.
 
@@ -128,7 +136,8 @@ def export(
         )
     _note(loaded.notes)
     summary = run / "summary.json"
-    ended = summary.exists() and checkpoint == "latest"  # its numbers are of the last step
+    last = "latest" if config.patience is None else "best"
+    ended = summary.exists() and checkpoint in ("kept", last)  # what its numbers are of
     export_encoder(out, encoder, config, read_object(summary) if ended else {}, form)
     result(f"encoder: {out}")
     return 0
@@ -178,7 +187,7 @@ def duplicates(
         typer.Option(help="Images to look at: a folder, or a list; the run's own by default."),
     ] = None,
     above: Annotated[float, typer.Option(help="Least cosine similarity of a pair.")] = 0.98,
-    checkpoint: Checkpoint = "latest",
+    checkpoint: Checkpoint = "kept",
     device: Device = "auto",
 ) -> int:
     """Find near-duplicates: pairs of images whose embeddings are more similar than --above.

@@ -6,10 +6,10 @@ sequences) or rich for markup (`[/]`) is shown as text.
 
 from __future__ import annotations
 
-from rich.console import Console
 from rich.text import Text
 
 from negchain.printable import printable
+from negchain.progress import Screen
 
 
 class Stopped(Exception):
@@ -22,7 +22,7 @@ class Failed(Exception):
 
 def say(text: str, lead: str = "", style: str = "bold") -> None:
     """A line on stderr; `lead` stands in front of it in a style of its own."""
-    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    console = Screen(stderr=True, soft_wrap=True, highlight=False)
     console.print(Text.assemble((printable(lead), style), printable(text)))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -114,9 +115,16 @@ def _started(settings: dict[str, Any], file: Path | None, show: bool) -> Run:
     if here().on_rank_0(lambda: restarted() and _same_as_there(config)):
         return _resumed(settings, show)
 
+    _reading(config, show)
     from negchain.train.start import start
 
     return start(config, show)
+
+
+def _reading(config: TrainConfig, show: bool) -> None:
+    """The first word to who watches: torch and the models take seconds to import."""
+    if show and here().leads and sys.stderr.isatty():
+        say(f"reading {config.data}")
 
 
 def _same_as_there(config: TrainConfig) -> bool:
@@ -148,6 +156,7 @@ def _resumed(settings: dict[str, Any], show: bool) -> Run:
         raise ConfigError("--resume needs --out, the folder of the run to continue")
     path = Path(settings["out"])
     config = continued(load_run_config(path), settings)
+    _reading(config, show)
 
     from negchain.train.start import resume
 
@@ -184,8 +193,13 @@ def _show(run: Run, summary: dict[str, Any]) -> None:
     Console(highlight=False).print(summary_table(written))
     for sentence in against_baselines(written):
         result(sentence)
-    if "best_step" in summary:
-        result(f"kept: the encoder of step {summary['best_step']:,} of {run.total_steps:,}")
+    if summary["step"] < run.total_steps:
+        waited = f"{run.config.patience} evaluations found nothing better (--patience)"
+        result(f"ended after step {summary['step']:,} of {run.total_steps:,}: {waited}")
+    if (best := summary.get("best_step")) == 0:
+        result("kept: the encoder as it was, since no evaluation found a better one")
+    elif best is not None:
+        result(f"kept: the encoder of step {best:,}, the best by validation")
     if run.task.unjudged is not None:
         result(f"nothing was probed: {run.task.unjudged}")
     result(f"report: {run.folder.path / 'report.html'}")

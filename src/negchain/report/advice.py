@@ -10,8 +10,8 @@ import math
 from negchain.methods import METHODS
 
 from .measures import number
-from .runs import Run
-from .statistics import interval_of
+from .runs import Group, Run
+from .statistics import interval_of, over_start
 
 COLLAPSED = 0.02
 """Embedding variance below this: all images within a few degrees of one direction."""
@@ -78,21 +78,27 @@ def against_baselines(run: Run) -> list[str]:
         if value is None or not known or not run.finished:
             continue
         best, text = max(known)
-        interval = interval_of(run, key)
-        low = value if interval is None else interval[0]
-        reached = f"reach{'' if text.endswith('s') else 'es'} {number(best, metric.unit)}"
-        shown = f"{text} already {reached}"
-        if low > best:
-            gain = f"{100 * (value - best):.1f} points"
-            gain += "" if interval else " (how much of it is noise is not known)"
-            said.append(f"{name}: training gained {gain} over {text}, which {reached} here.")
-        elif value > best:
-            said.append(
-                f"{name}: the gain is within the noise of the {run.shown.tested}; "
-                f"on this data {shown}."
-            )
+        (gain,) = over_start([Group(run.name, "", 0, {}, [run])], key)
+        paired = gain is not None and gain.interval is not None  # the same items, before and after
+        if gain is not None and gain.interval is not None:
+            (low, high), points = gain.interval, gain.in_points()
         else:
-            said.append(f"{name}: training shows no gain; on this data {shown}.")
+            interval = interval_of(run, key)
+            points = f"{100 * (value - best):.1f} points"
+            points += "" if interval else " (how much of it is noise is not known)"
+            low, high = (end - best for end in interval or (value, value))
+        reached = f"reach{'' if text.endswith('s') else 'es'} {number(best, metric.unit)}"
+        shown = f"on this data {text} already {reached}"
+        if low > 0:
+            said.append(f"{name}: training gained {points} over {text}, which {reached} here.")
+        elif value > best:
+            noise = f"within the noise of the {run.shown.tested}"
+            said.append(f"{name}: the gain, {points}, is {noise}; {shown}.")
+        elif paired and high < 0:
+            said.append(f"{name}: training made it worse, {points}; {shown}.")
+        else:
+            change = f", {points}" if paired and value != best else ""
+            said.append(f"{name}: training shows no gain{change}; {shown}.")
     return said
 
 

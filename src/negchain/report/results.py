@@ -8,7 +8,7 @@ than every other with 97.5 % probability (see `statistics`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,7 @@ from rich.table import Table
 
 from .measures import GLOBAL_LOSS, THROUGHPUT, TIME, Metric
 from .runs import Group, Run, group_runs, load_run
-from .statistics import LEVEL, Estimate, estimates, winner
+from .statistics import LEVEL, Estimate, estimates, over_start, winner
 
 _COLUMNS = (GLOBAL_LOSS, TIME, THROUGHPUT)  # after the task's own
 
@@ -170,36 +170,25 @@ def _plain(text: str) -> str:
 
 def recommendation(groups: Sequence[Group], lead: Metric) -> str | None:
     """Which group to take, if any; None where nobody measured the encoder before training."""
-    before = f"before_{lead.key}"
-    known = [g for g in groups if any(before in run.artifacts for run in g.counted)]
-    if not known:
+    found = zip(groups, over_start(groups, lead.key), strict=True)
+    known = [(group, gain) for group, gain in found if gain is not None and gain.interval]
+    if not known or not lead.higher:
         return None
-    first = next(run for run in known[0].counted if before in run.artifacts)
-    art = {**first.artifacts, f"right_{lead.key}": first.artifacts[before]}
-    summary = {lead.key: float(first.artifacts[before].mean())}
-    start = replace(known[0], runs=[replace(first, summary=summary, artifacts=art)])
-    found = estimates([*known, start], lead.key)
-    sign = 1.0 if lead.higher else -1.0
-    gains = [sign * (e.draws - found[-1].draws) for e in found[:-1]]  # type: ignore[union-attr]
-    means = [sign * (e.mean - found[-1].mean) for e in found[:-1]]  # type: ignore[union-attr]
-    best = int(np.argmax(means))
-    low, high = np.quantile(gains[best], [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    gain = f"{100 * means[best]:.1f} points [{100 * low:.1f}, {100 * high:.1f}]"
-    name, test = known[best].label, f"test_{lead.key}"  # on queries that chose nothing
-    tested = ""
-    if f"before_{test}" in first.artifacts and len(values := known[best].finals(test)):
-        held = 100 * sign * (values.mean() - first.artifacts[f"before_{test}"].mean())
-        tested = f" ({held:.1f} on test {known[best].shown.noun})"
-    if low <= 0:
+    best, gain = max(known, key=lambda pair: pair[1].mean)
+    (test,) = over_start([best], f"test_{lead.key}")  # on queries that chose nothing
+    noun = best.shown.noun
+    tested = "" if test is None else f" ({test.in_points()} on test {noun})"
+    gained = f"{gain.in_points()} of {lead.name} over the encoder as it was{tested}"
+    if np.quantile(gain.draws, (1 - LEVEL) / 2) <= 0:
         return (
-            f"Recommended: none of these. The most is gained by {name}, {gain} of {lead.name} over "
-            f"the encoder as it was{tested}, which is within the noise of queries and seeds: keep "
-            "the encoder you have, or look at the proposals for false negatives."
+            f"Recommended: none of these. The most is gained by {best.label}, {gained}, which is "
+            f"within the noise of {noun} and seeds: keep the encoder you have, or look at the "
+            "proposals for false negatives."
         )
     alike = [
-        known[i].label
-        for i, other in enumerate(gains)
-        if i != best and np.quantile(gains[best] - other, (1 - LEVEL) / 2) <= 0
+        group.label
+        for group, other in known
+        if group is not best and np.quantile(gain.draws - other.draws, (1 - LEVEL) / 2) <= 0
     ]
     more = f" Within the noise of it: {', '.join(alike)}." if alike else ""
-    return f"Recommended: {name}, {gain} of {lead.name} over the encoder as it was{tested}.{more}"
+    return f"Recommended: {best.label}, {gained}.{more}"

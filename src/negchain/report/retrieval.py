@@ -32,8 +32,11 @@ def proposals(run: Run, *, rows: int) -> str:
     art = run.artifacts
     if "proposal_queries" not in art:
         return ""
-    blocks = []
-    for n, query in enumerate(art["proposal_queries"][:rows]):
+    # how far the hardest proposal is above the positive: false negatives come first
+    above = art["proposal_scores"].max(axis=1) - art["proposal_positive_scores"]
+    count, blocks = int((above > 0).sum()), []
+    for n in (-above).argsort(kind="stable")[:rows]:
+        query = art["proposal_queries"][n]
         own = _document(art["proposal_positives"][n], art["proposal_positive_scores"][n], "own")
         others = [
             _document(text, score, "above" if score > art["proposal_positive_scores"][n] else "")
@@ -50,7 +53,8 @@ def proposals(run: Run, *, rows: int) -> str:
     return block(
         f"Training queries, the positive of each (✓), and what {who} as negatives, with the "
         "cosine. Read them: a text that answers the query is a false negative, and where many do, "
-        "hard negatives gain nothing or harm. ↑ marks those above the positive.",
+        f"hard negatives gain nothing or harm. ↑ marks those above the positive: {count} of the "
+        f"{len(above)} queries looked at have one, and come first.",
         blocks,
         "grid wide",
     )

@@ -142,7 +142,8 @@ class Run:
             name: self.final(name) if name == "chance" else self.final(f"{name}_{key}")
             for name in self.shown.baselines
         }
-        found["untrained"] = found.get("untrained") or first.get(key)
+        if found.get("untrained") is None:
+            found["untrained"] = first.get(key)
         return {name: value for name, value in found.items() if value is not None}
 
     @property

@@ -148,7 +148,7 @@ def standing(run: Run) -> str:
             f'<div class="bars">{"".join(bars)}</div></article>'
         )
     rows = [
-        (m.name, f"<b>{number(run.final(m.key), m.unit)}</b> <small>{escape(m.note)}</small>")
+        (m.name, f"<b>{number(run.final(m.key), m.unit)}</b> <small>{_told(run, m)}</small>")
         for m in run.shown.secondary
         if run.final(m.key) is not None
     ]
@@ -157,16 +157,36 @@ def standing(run: Run) -> str:
             '<article class="card"><h3>Other measures</h3><p>Of the same encoder</p>'
             f"{table(rows)}</article>"
         )
-    said = "".join(f"<p>{escape(sentence)}</p>" for sentence in against_baselines(run))
+    sentences = against_baselines(run)
+    if (kept := run.final("best_step")) is not None:
+        which = f"of step {kept:,.0f} of {run.final('step') or 0:,.0f}, the best by validation"
+        sentences.append(f"What was kept is the encoder {which if kept else 'as it was'}.")
+    said = "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences)
     return (
         f'<section style="--c:{method_colour(str(run.config.get("method")))}">'
         '<h2>Did training help?</h2><p class="lead">Results on '
-        f"{run.data_info.get('test') or 'the'} {run.shown.tested}. In brackets: the range that "
+        f"{_tested(run)}. In brackets: the range that "
         f"other {run.shown.tested} of this kind would give, 19 times of 20. "
         f"{run.shown.explained}</p>"
         f'<div class="said">{said}</div>'
         f'<div class="grid top">{"".join(blocks)}</div></section>'
     )
+
+
+def _told(run: Run, metric: Metric) -> str:
+    """What stands below one of the other measures."""
+    before = run.baseline(metric.key).get("untrained")
+    first = "" if before is None else f"{number(before, metric.unit)} before. "
+    return f"{first}{escape(metric.note)}"
+
+
+def _tested(run: Run) -> str:
+    """What results are of, with how many of them chose the encoder."""
+    count, chose = run.data_info.get("test", 0), run.data_info.get("validation")
+    split = ""
+    if isinstance(chose, int) and 0 < chose < count:
+        split = f" ({chose:,} validation, {count - chose:,} test)"
+    return f"{count or 'the'} {run.shown.tested}{split}"
 
 
 def _bar(name: str, value: float, sure: str, kind: str, metric: Metric) -> str:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -43,6 +43,16 @@ class Estimate:
         low, high = np.quantile(self.draws, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
         return float(low), float(high)
 
+    def in_points(self) -> str:
+        """A difference of two shares, with its interval where one is known.
+
+        >>> Estimate(0.014, 1, np.linspace(-0.01, 0.03, 99)).in_points()
+        '1.4 points [-0.9, 2.9]'
+        """
+        ends = self.interval
+        sure = "" if ends is None else f" [{100 * ends[0]:.1f}, {100 * ends[1]:.1f}]"
+        return f"{100 * self.mean:.1f} points{sure}"
+
 
 def estimates(groups: Sequence[Group], key: str) -> list[Estimate | None]:
     """The mean of every group for a metric, with draws that are paired between groups."""
@@ -67,6 +77,38 @@ def interval_of(run: Run, key: str) -> tuple[float, float] | None:
     """The range that other test images would give one run's result; None where it is unknown."""
     (found,) = estimates([Group(run.name, "", 0, {}, [run])], key)
     return None if found is None else found.interval
+
+
+def over_start(groups: Sequence[Group], key: str) -> list[Estimate | None]:
+    """By how much the mean of every group is above that of its encoder before training.
+
+    The same test items were answered before and after, so the draws are paired. None where the
+    answers before training are not known.
+    """
+    starts = [_at_start(group, key) for group in groups]
+    found = estimates([*groups, *filter(None, starts)], key)
+    before = iter(found[len(groups) :])
+    gains: list[Estimate | None] = []
+    for own, start in zip(found, starts, strict=False):
+        first = None if start is None else next(before)
+        if own is None or first is None:
+            gains.append(None)
+            continue
+        paired = len(own.draws) == len(first.draws)
+        draws = own.draws - first.draws if paired else np.empty(0)
+        gains.append(Estimate(own.mean - first.mean, own.seeds, draws))
+    return gains
+
+
+def _at_start(group: Group, key: str) -> Group | None:
+    """The encoder of a group before training, as a group of one run."""
+    run = next((run for run in group.counted if f"before_{key}" in run.artifacts), None)
+    if run is None:
+        return None
+    answers = run.artifacts[f"before_{key}"]
+    summary = {key: float(answers.mean())}
+    artifacts = {**run.artifacts, f"right_{key}": answers}
+    return replace(group, runs=[replace(run, summary=summary, artifacts=artifacts)])
 
 
 def winner(found: Sequence[Estimate | None], *, higher: bool) -> int | None:
@@ -97,7 +139,7 @@ def _over_images(groups: Sequence[Group], key: str) -> dict[int, FloatArray]:
 
     Groups with equal test images share the resampled images.
     """
-    shared: dict[bytes, list[tuple[int, FloatArray]]] = {}
+    shared: dict[tuple[bytes, int], list[tuple[int, FloatArray]]] = {}
     for i, group in enumerate(groups):
         arrays = [run.artifacts for run in group.counted if run.final(key) is not None]
         if not arrays or any(f"right_{key}" not in a or "test_labels" not in a for a in arrays):
@@ -105,7 +147,7 @@ def _over_images(groups: Sequence[Group], key: str) -> dict[int, FloatArray]:
         tests = {a["test_labels"].tobytes() for a in arrays}
         if len(tests) == 1:
             right = np.stack([a[f"right_{key}"] for a in arrays]).astype(np.float64).mean(axis=0)
-            shared.setdefault(tests.pop(), []).append((i, right))
+            shared.setdefault((tests.pop(), len(right)), []).append((i, right))
     found = {}
     for members in shared.values():
         # images answered alike by all groups are exchangeable: draw how many of each kind

@@ -143,7 +143,7 @@ for _kind in (
         _later("tasks.text", "TextEncoder.rebuilt"),
         lambda: _module("report.retrieval").SHOWN,
         claims=_later("tasks.beir", "claims"),
-        check=_later("tasks.retrieval", "check"),
+        check=_later("tasks.text_settings", "check"),
         defaults=lambda data: presets.TEXT_DEFAULTS,
         options=("max_length", "draws"),
         fits=_later("tasks.text", "TextEncoder.refuse_larger"),

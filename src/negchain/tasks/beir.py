@@ -3,7 +3,7 @@
     corpus.jsonl[.gz]    {"_id": "d1", "title": "may be missing", "text": "..."} a line
     queries.jsonl[.gz]   {"_id": "q1", "text": "..."} a line
     qrels/train.tsv      query-id <tab> corpus-id <tab> score, a header above; test.tsv and dev.tsv
-                         the same; a score above 0 makes a positive
+                         (or val.tsv) the same; a score above 0 makes a positive
 
 Another folder is refused, with the rule, what was found where, and what to do.
 """
@@ -27,6 +27,8 @@ from negchain.printable import show
 from negchain.train.presets import ConfigError
 
 Graded = dict[int, float]  # position of a document: its grade, above 0
+SPLITS = {"train": ("train",), "dev": ("dev", "val", "valid", "validation"), "test": ("test",)}
+"""Splits, and the names their files go by."""
 LONGEST = 64 << 20
 """Bytes of a line, at most."""
 PACKED = 100
@@ -90,12 +92,20 @@ def read_beir(folder: Path, holdout: float, subset: int | None = None) -> Beir:
     texts = {name: entry["text"] for name, entry in _entries(folder, "queries").items()}
     place = {name: number for number, name in enumerate(corpus)}
     splits, notes = dict[str, Queries](), []
-    for split in ("train", "dev", "test"):
-        path = folder / "qrels" / f"{split}.tsv"
-        found, empty = _relevant(path, texts, place) if path.exists() else ({}, 0)
-        if empty:
-            notes.append(f"{empty:,} queries of {path.name} have no positive and are left out")
-        names = sorted(found)
+    blank = {name for name, text in texts.items() if not text.strip()}
+    for split, named in SPLITS.items():
+        files = [path for name in named if (path := folder / "qrels" / f"{name}.tsv").exists()]
+        if len(files) > 1:
+            raise ConfigError(
+                f"{folder / 'qrels'} must hold one file for the {split} queries, and has "
+                f"{', '.join(path.name for path in files)}; keep one of them"
+            )
+        found = _relevant(files[0], texts, place) if files else {}
+        names = sorted(name for name, grades in found.items() if grades and name not in blank)
+        if gone := len(found) - len(names):
+            notes.append(
+                f"{gone:,} queries of {files[0].name} have no positive or no text: left out"
+            )
         splits[split] = Queries(names, [texts[q] for q in names], [found[q] for q in names])
     if not any(map(len, splits.values())):
         raise ConfigError(
@@ -183,32 +193,36 @@ def _entry(path: Path, number: int, line: str) -> dict[str, str]:
     return entry
 
 
-def _relevant(
-    path: Path, texts: dict[str, str], place: dict[str, int]
-) -> tuple[dict[str, Graded], int]:
-    """Positives of every query that has one, and how many have none."""
+def _relevant(path: Path, texts: dict[str, str], place: dict[str, int]) -> dict[str, Graded]:
+    """Positives of every query that is named, which may be none."""
     found: dict[str, Graded] = {}
+    unknown: list[str] = []  # what is wrong with a line
     for number, line in _lines(path):
         parts = line.split("\t")
         where = f"line {number} of {path}"
         score = _number(parts[2]) if len(parts) == 3 else None
         if score is None:
-            if number == 1 and len(parts) == 3:  # the header
+            if number == 1 and len(parts) == 3 and parts[0] not in texts:  # the header
                 continue
             raise ConfigError(
                 f"{path} must hold a query-id, a corpus-id and a score a line, with tabs between, "
                 f"and line {number} is {show(line)}; correct or delete it"
             )
-        for name, known, file in ((parts[0], texts, "queries"), (parts[1], place, "corpus")):
-            if name not in known:
-                raise ConfigError(
-                    f"qrels must name lines of {file}.jsonl, and {where} names {show(name)}, which "
-                    "is no _id there; correct the line or delete it"
-                )
-        grades = found.setdefault(parts[0], {})
-        if score > 0:
-            grades[place[parts[1]]] = score
-    return {q: grades for q, grades in found.items() if grades}, sum(not g for g in found.values())
+        if parts[0] not in texts:
+            unknown.append(f"{where} names {show(parts[0])}, which is no _id of queries.jsonl")
+        elif parts[1] not in place:
+            unknown.append(f"{where} names {show(parts[1])}, which is no _id of corpus.jsonl")
+        else:
+            grades = found.setdefault(parts[0], {})
+            if score > 0:
+                grades[place[parts[1]]] = score
+    if unknown:
+        alike = f", as do {len(unknown) - 1:,} more" if len(unknown) > 1 else ""
+        raise ConfigError(
+            f"qrels must name lines of queries.jsonl and corpus.jsonl, and {unknown[0]}{alike}; "
+            "correct such lines, or delete them"
+        )
+    return found
 
 
 def _number(text: str) -> float | None:

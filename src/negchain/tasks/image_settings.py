@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from negchain.data.named import named_sources
 from negchain.printable import show
+from negchain.tasks.text_settings import check_model_folder
 from negchain.train.presets import DATA_DEFAULTS, ConfigError, choose
 
 if TYPE_CHECKING:
@@ -51,8 +52,6 @@ def check_encoder(name: str) -> None:
 
 def check_captioned(config: TrainConfig) -> TrainConfig:
     """Refuse a folder, a model or a temperature that cannot be; absolute paths."""
-    from negchain.tasks.text import check_model_folder  # brings torch, which takes seconds
-
     if not os.path.exists(config.data):
         raise ConfigError(
             f"--task image-text needs --data FOLDER with a .csv of image,caption, and there is no "

@@ -88,7 +88,7 @@ class ImageTextJudge(Judge):
 
     def baselines(self, line: Mapping[str, Any]) -> Numbers:
         """The numbers of the towers before their first step."""
-        kept = ("_r1", "mean_recall", "global_loss")
+        kept = (*(f"_r{k}" for k in RECALL_AT), "mean_recall", "global_loss")
         return {f"untrained_{n}": v for n, v in line.items() if n.endswith(kept)}
 
     def losses(self, encoder: ImageText) -> Numbers:

@@ -25,11 +25,12 @@ from torch.nn.utils.rnn import pad_sequence
 from negchain import draws, methods
 from negchain.files import naming, real_folder
 from negchain.losses.request import Want
-from negchain.printable import show
+from negchain.progress import Progress
 from negchain.tasks.beir import Beir, read_beir
 from negchain.tasks.retrieval_judge import RetrievalJudge
 from negchain.tasks.task import Batch, Task, judged
-from negchain.tasks.text import TextEncoder, Texts, check_model_folder, explained
+from negchain.tasks.text import TextEncoder, Texts, explained
+from negchain.tasks.text_settings import keeps_table
 from negchain.train.presets import ConfigError
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class RetrievalTask(Task):
 
     one_pass = False  # queries are short, documents long
 
-    def __init__(self, config: TrainConfig, data: Beir) -> None:
+    def __init__(self, config: TrainConfig, data: Beir, show: bool = False) -> None:
         super().__init__(config)
         self.data = data
         self.num_samples, self.fingerprint = len(data.train), data.fingerprint
@@ -74,9 +75,18 @@ class RetrievalTask(Task):
         self.layout = {"views": "paired", "symmetric": False, "num_keys": len(data.documents)}
         self.encoder = TextEncoder(config.encoder, config.max_length)
         parts = {"train": data.train, "validation": data.validation, "test": data.test}
-        with explained("--encoder", config.encoder):
-            self.documents = Texts(self.encoder, data.documents, "document")
-            self.queries = {n: Texts(self.encoder, p.texts, "query") for n, p in parts.items()}
+        done, total = 0, len(data.documents) + sum(map(len, parts.values()))
+        with explained("--encoder", config.encoder), Progress(show) as progress:
+
+            def told(count: int) -> None:
+                nonlocal done
+                progress.at(done := done + count)
+
+            progress.begin(total, "texts", "tokenising")
+            self.documents = Texts(self.encoder, data.documents, "document", told)
+            self.queries = {
+                name: Texts(self.encoder, part.texts, "query", told) for name, part in parts.items()
+            }
         positives, grades = [], []
         self.key_counts = torch.zeros(len(data.documents), dtype=torch.float64)
         for graded in data.train.relevant:
@@ -111,7 +121,7 @@ class RetrievalTask(Task):
                 f"{config.holdout:g} of {len(data.train)} training queries leaves none; raise "
                 "--holdout or write qrels/dev.tsv"
             )
-        return cls(config, data)
+        return cls(config, data, progress)
 
     def info(self) -> dict[str, Any]:
         """Counts."""
@@ -200,31 +210,6 @@ class RetrievalTask(Task):
             os.replace(made, folder / "model")
         finally:
             shutil.rmtree(made, ignore_errors=True)
-
-
-def check(config: TrainConfig) -> TrainConfig:
-    """Refuse what is not there; absolute folders."""
-    if config.encoder == "none":
-        raise ConfigError(
-            f"{show(config.data)} holds texts, which need --encoder, the folder of a "
-            "sentence-transformers or transformers model; name one"
-        )
-    check_model_folder(config.encoder)
-    known = methods.named(config.method)
-    chains = "proposal" in known.options  # which spend one draw on the carried negative
-    if keeps_table(config) and config.draws < 1 + chains:
-        raise ConfigError(
-            f"--draws must be at least {1 + chains} where negatives come from a table "
-            f"(--method {known.name}), got {config.draws}; raise it, or use --method infonce"
-        )
-    folders = {"data": os.path.abspath(config.data), "encoder": os.path.abspath(config.encoder)}
-    return replace(config, **folders)  # type: ignore[arg-type]
-
-
-def keeps_table(config: TrainConfig) -> bool:
-    """Whether negatives come from a stale table of the corpus."""
-    options = methods.named(config.method).options
-    return config.proposal == "informed" if "proposal" in options else "refresh" in options
 
 
 def _card(task: RetrievalTask, encoder: TextEncoder, summary: Mapping[str, Any]) -> str:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from negchain.tasks.retrieval import RetrievalTask
 
 SHOWN, PROPOSED, LETTERS = 12, 4, 400  # training queries in the report, texts of each, their length
+CPU_PASS = 32  # texts encoded at a time without a GPU, so that progress moves
 
 
 def _short(text: str) -> str:
@@ -70,8 +71,12 @@ class RetrievalJudge(Judge):
     def embed(self, encoder: TextEncoder, texts: Texts) -> Tensor:  # -> [N, D]
         """Unit embeddings of all texts, those of similar length together."""
         device, order = self.task.device, texts.lengths.argsort(stable=True)
+        parts, done = list[Tensor](), 0
         with self.judged(encoder):
-            parts = [encoder(texts.tokens(p, device)).float() for p in torch.split(order, PASS)]
+            for places in torch.split(order, PASS if device.type == "cuda" else CPU_PASS):
+                parts.append(encoder(texts.tokens(places, device)).float())
+                done += len(places)
+                self.told(f"{done:,}/{len(texts):,} texts")
         z = torch.cat(parts)
         unit = torch.empty_like(z)
         unit[order.to(device)] = torch.nn.functional.normalize(z, dim=-1)

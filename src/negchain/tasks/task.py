@@ -94,6 +94,9 @@ class Judge(ABC):
         chosen = torch.randperm(size, generator=generator)[: config.probe_samples]
         return chosen.sort().values
 
+    told: Callable[[str], None] = staticmethod(lambda text: None)
+    """Hears how far a long evaluation is, for who waits."""
+
     @abstractmethod
     def before(self, encoder: Any) -> Numbers:
         """The numbers of `quick` before the first step, and what any result must beat."""

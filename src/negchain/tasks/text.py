@@ -5,10 +5,8 @@ Shapes: `N` texts, `R` of them in a pass, `T` tokens, `D` embedding.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,7 +16,8 @@ from torch import Tensor, nn
 
 from negchain.encoders import refuse_weights
 from negchain.files import read_object
-from negchain.printable import reason, show
+from negchain.printable import reason
+from negchain.tasks.text_settings import check_model_folder
 from negchain.train.presets import ConfigError
 
 if TYPE_CHECKING:
@@ -36,28 +35,6 @@ MAX_TOKENS = 77
 MOST_LAYERS = 1000
 """A description that asks for more is refused."""
 LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-
-
-def check_model_folder(folder: str | None, option: str = "--encoder") -> None:
-    """Refuse what is no folder of a model, before anything slow: names are not looked up."""
-    if find_spec("sentence_transformers") is None:
-        raise ConfigError(f"{option} needs sentence-transformers: pip install 'negchain[text]'")
-    files = ("modules.json", "config.json")
-    if folder is None or not any(os.path.isfile(Path(folder) / name) for name in files):
-        there = "is no folder"
-        if folder is not None and os.path.isdir(folder):
-            there = "holds neither modules.json nor config.json"
-        given = "none was given" if folder is None else f"{show(folder)} {there}"
-        raise ConfigError(
-            f"{option} must be the folder of a sentence-transformers or transformers model, and "
-            f"{given}; nothing is fetched here: hf download NAME --local-dir FOLDER gets one"
-        )
-    for file in Path(folder).rglob("*"):  # a library that reads a pipe would wait for ever
-        if file.exists() and not (file.is_file() or file.is_dir()):
-            raise ConfigError(
-                f"{option} {show(folder)} must hold plain files, and {show(file.name)} is a pipe "
-                "or a device; remove it"
-            )
 
 
 @contextmanager
@@ -228,9 +205,16 @@ class Texts:
         encoder: whose tokeniser, prompts and length limit count.
         texts: N of them.
         role: queries and documents may have prompts of their own.
+        told: hears of how many texts were added to those done.
     """
 
-    def __init__(self, encoder: TextEncoder, texts: Sequence[str], role: Role) -> None:
+    def __init__(
+        self,
+        encoder: TextEncoder,
+        texts: Sequence[str],
+        role: Role,
+        told: Callable[[int], None] = lambda count: None,
+    ) -> None:
         model, self.role = encoder.model, role
         prompt = next((model.prompts[n] for n in PROMPTS[role] if n in model.prompts), None)
         if prompt is None and model.default_prompt_name is not None:
@@ -244,6 +228,7 @@ class Texts:
             found = model.preprocess(list(texts[begin : begin + CHUNK]), prompt=prompt, task=role)
             ids, mask = found["input_ids"].numpy().astype(np.int32), found["attention_mask"].numpy()
             self.rows += [row[m > 0] for row, m in zip(ids, mask, strict=True)]
+            told(len(ids))
             self.more = {k: v for k, v in found.items() if not isinstance(v, Tensor)}
         self.lengths = torch.tensor([len(row) for row in self.rows], dtype=torch.int64)
         self.padded: tuple[Tensor, Tensor] | None = None  # see `pad`

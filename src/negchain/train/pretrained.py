@@ -29,20 +29,27 @@ _PREFIXES = ("", "backbone.", "module.", "module.backbone.", "encoder.", "model.
              "model.backbone.", "encoder_q.", "module.encoder_q.", "image.backbone.")  # fmt: skip
 
 
-def load_trained(path: Path, which: str = "latest") -> tuple[Any, checkpoint.Loaded]:
+KEPT = "kept"
+"""The checkpoint a run's results are of: with --patience, once it has ended, the best."""
+
+
+def load_trained(path: Path, which: str = KEPT) -> tuple[Any, checkpoint.Loaded]:
     """The encoder of a run's checkpoint, on the CPU in eval mode, and the checkpoint.
 
     Args:
         path: the run folder.
-        which: "latest", "best", or the step of one that was kept. Where "latest" had to step back
-            from a damaged file, `Loaded.notes` says so.
+        which: "kept", "latest", "best", or the step of one that is there. Where "latest" had to
+            step back from a damaged file, `Loaded.notes` says so.
     """
-    folder = path / "checkpoints"
+    folder, config = path / "checkpoints", load_run_config(path)
+    if which == KEPT:
+        ended = (path / "summary.json").exists() and config.patience is not None
+        which = "best" if ended else "latest"
     latest = which == "latest"
     loaded = checkpoint.load_latest(folder) if latest else checkpoint.load_named(folder, which)
     if loaded is None:
         raise ConfigError(f"{path} has no checkpoint yet; let it train, or use --resume")
-    return _encoder_of(loaded, folder, tasks.named(load_run_config(path).task)), loaded
+    return _encoder_of(loaded, folder, tasks.named(config.task)), loaded
 
 
 def _encoder_of(loaded: checkpoint.Loaded, source: Path, kind: tasks.Kind) -> Any:

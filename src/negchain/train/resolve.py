@@ -190,7 +190,12 @@ def _refuse_contradictions(config: TrainConfig, given: Mapping[str, object]) -> 
     for name in sorted(tasks.options() & given.keys()):
         if name not in tasks.named(config.task).options:
             having = " or ".join(n for n, kind in tasks.TASKS.items() if name in kind.options)
-            _refuse(name, f"--task {having}", "task", config.task, "the other tasks have none")
+            change = "change --task"
+            if "task" not in given:  # it was told from the data, which may be misspelt
+                tasks.named(config.task).check(config)
+                change = f"give --task {having}, which says what --data lacks for it"
+            reason = "the other tasks have none"
+            _refuse(name, f"--task {having}", "task", config.task, reason, change)
     method = methods.named(config.method)
     for name in sorted(_method_options() & given.keys()):
         if name not in method.options:
@@ -221,10 +226,12 @@ def _refuse_contradictions(config: TrainConfig, given: Mapping[str, object]) -> 
         )
 
 
-def _refuse(name: str, owners: str, decider: str, actual: str, reason: str) -> None:
+def _refuse(
+    name: str, owners: str, decider: str, actual: str, reason: str, change: str | None = None
+) -> None:
     raise ConfigError(
         f"{flag(name)} belongs to {owners} ({reason}) and {flag(decider)} is "
-        f"{show(actual)}; leave out {flag(name)} or change {flag(decider)}"
+        f"{show(actual)}; leave out {flag(name)} or {change or f'change {flag(decider)}'}"
     )
 
 

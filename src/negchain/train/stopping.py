@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Protocol
+
+STOPPING = "\nstopping after this step or evaluation; Ctrl-C again: at once, without a checkpoint\n"
 
 
 class Interrupted(Exception):
@@ -35,6 +38,9 @@ def stopping(run: Stoppable) -> Iterator[None]:
         if run.stop and number != signal.SIGHUP:
             raise KeyboardInterrupt
         run.stop = True
+        if number == signal.SIGINT:  # whoever pressed Ctrl-C wants to see that it was heard
+            with suppress(OSError):
+                os.write(2, STOPPING.encode())
 
     # SIGINT and SIGTERM even if ignored: a script's background job ignores SIGINT, and is sent one
     # only on purpose. An ignored SIGHUP (nohup) stays ignored.

@@ -31,7 +31,7 @@ from negchain.tasks.images import ImageTask, recipe_for
 from negchain.tasks.task import judged
 from negchain.train.config import ConfigError, TrainConfig
 from negchain.train.device import autocast_dtype, choose_device
-from negchain.train.pretrained import load_trained
+from negchain.train.pretrained import KEPT, load_trained
 from negchain.train.run_folder import load_run_config
 
 ENCODE_BATCH = 256
@@ -232,7 +232,7 @@ class Trained:
 
 
 def load_run_encoder(
-    run: str | Path, device: str = "auto", root: str = "data", which: str = "latest"
+    run: str | Path, device: str = "auto", root: str = "data", which: str = KEPT
 ) -> Trained:
     """What `negchain.load` does; `root` holds downloaded data sets, `which` is a checkpoint."""
     config = replace(load_run_config(Path(run)), device=device, root=root)  # type: ignore[arg-type]

@@ -69,6 +69,7 @@ class Run:
         """Train to the end, evaluate, write summary and report; returns the summary."""
         self.capture()
         with stopping(self), progress:
+            self.judge.told = progress.within
             if self.done == 0:
                 self._fill(progress)
             progress.begin(self.total_steps, "steps", done=self.done)
