@@ -131,7 +131,7 @@ def test_who_waits_sees_how_far_reading_and_judging_are(
     folder: Path, tmp_path: Path, capsys
 ) -> None:
     given = settings(folder, out=str(tmp_path / "run"), lr=1e-7, patience=1, epochs=3)
-    run, _ = start(resolve(None, given), True)
+    run = start(resolve(None, given), True)
     assert "tokenising: 0/80 texts" in capsys.readouterr().err  # 41 documents and 39 queries
     heard: list[str] = []
     progress = Progress(False)
