@@ -222,6 +222,9 @@ def test_a_run_starts_from_another(pictures: Path, tmp_path: Path, capsys: Captu
     said = capsys.readouterr()
     assert "weights from" in said.err and "pretrained encoder" in said.out
     assert "Pretrained encoder" not in (first / "report.html").read_text()
+    assert negchain("evaluate", second) == 0  # beside the weights it began with, not fresh ones
+    told = [json.loads((second / f"{n}.json").read_text()) for n in ("summary", "evaluation")]
+    assert told[0]["untrained_global_loss"] == told[1]["untrained_global_loss"]
     a, b = (load_trained(path)[0].backbone.state_dict() for path in (first, second))
     weights = [name for name in a if a[name].is_floating_point() and "running" not in name]
     assert all(torch.allclose(a[name], b[name], atol=1e-6) for name in weights)

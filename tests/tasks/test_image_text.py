@@ -70,7 +70,7 @@ def prepared(task: ImageTextTask, folder: Path) -> trainer.Run:
 def run(made: Path) -> Path:
     """A finished run."""
     return train.run(**settings(made, epochs=4, eval_every=2, warmup_epochs=0.0, lr=1e-2,
-                                batch_size=12, out=str(made / "run")))  # fmt: skip
+                                method="emc2", batch_size=12, out=str(made / "run")))  # fmt: skip
 
 
 def test_the_best_encoder_is_chosen_by_validation_pictures(made: Path) -> None:

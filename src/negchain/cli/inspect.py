@@ -57,12 +57,18 @@ def evaluate(
     judge, numbers = task.judge(), {"step": step, "data": task.config.data}
     kind, described = tasks.named(task.config.task), encoder.encoder_config
     start = kind.start(task.config, described) if kind.start else kind.rebuild(described)
+    known = load_run(run)
     if start is not None:
-        numbers |= judge.baselines(judge.before(start.to(task.device)))
+        baselines = judge.baselines(judge.before(start.to(task.device)))
+        if task.config.pretrained is not None:  # the run began with other weights than these
+            baselines = {n: v for n, v in baselines.items() if not n.startswith("untrained_")}
+            began = (known.summary or {}) if data is None else {}
+            baselines |= {n: v for n, v in began.items() if n.startswith("untrained_")}
+        numbers |= baselines
     found, answers = judge.thorough(encoder)
     numbers |= found
     result(f"step {step:,}, {task.config.data}")
-    judged = replace(load_run(run), metrics=[], summary=numbers, artifacts=answers)
+    judged = replace(known, metrics=[], summary=numbers, artifacts=answers)
     Console(highlight=False).print(summary_table(judged))
     for sentence in against_baselines(judged):
         result(sentence)
