@@ -141,13 +141,13 @@ def told_and_right(patch, method: str, steps: int = 1000) -> tuple[list[float], 
 @pytest.mark.statistical
 @pytest.mark.parametrize("method", ["isir", "emc2"])
 def test_the_bias_of_differing_views_is_the_enumerated_one(monkeypatch, method) -> None:
-    """`oracles.small` lists what five items can meet: 0.43 for i-SIR.
+    """`oracles.small` lists what five items can meet: 0.23 for i-SIR, which meets both views.
 
     Over 16 seeds bias and length spread by 0.55 of the noise, which is that of thirty numbers
     together: three times the noise are five deviations, 1e-6.
     """
     told, right, noise = told_and_right(monkeypatch, method)
-    assert right[0] > 0.3 and np.allclose(told, right, rtol=0, atol=3 * noise), (told, right, noise)
+    assert right[0] > 0.2 and np.allclose(told, right, rtol=0, atol=3 * noise), (told, right, noise)
 
 
 @pytest.mark.slow

@@ -105,6 +105,15 @@ class Setting:
         return oracles.exact(rows, self.world.table.numpy(), self.beta, kept)
 
     @property
+    def offered(self) -> int:
+        """Copies of every other item that a row of a chain meets in the batch, of shared views."""
+        if isinstance(self.proposals, InBatch):
+            return self.proposals.copies
+        isir = self.kernel == "isir" or isinstance(self.kernel, ISIR)
+        plain = self.proposals in (None, "batch") and self.augmentations is None
+        return 2 if isir and plain and (self.loss, self.views) == ("emc2", "shared") else 1
+
+    @property
     def deterministic(self) -> bool:
         """Whether the gradient of every batch is known without drawing anything."""
         return not self.chains and self.loss != "cache" and self.proposals is None

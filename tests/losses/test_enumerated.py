@@ -41,7 +41,7 @@ ENUMERATED = [
     SATURATED,
     WHOLE,
     TWO,
-    dataclasses.replace(ISIR, proposals=InBatch(copies=2)),
+    dataclasses.replace(ISIR, proposals=InBatch(copies=1)),
     dataclasses.replace(TWO, proposals=InBatch(copies=2)),
     dataclasses.replace(ISIR, proposals=Uniform(1)),
     dataclasses.replace(TWO, proposals=Uniform(1)),
@@ -73,7 +73,7 @@ def small(s: Setting) -> Small:
         num_views=s.num_views,
         paired=s.views == "paired",
         isir=s.kernel == "isir",
-        copies=getattr(proposals, "copies", 1),
+        copies=s.offered,
         use_batch=not getattr(proposals, "alone", False),
         uniform=proposals.num if isinstance(proposals, Uniform) else 0,
         informed=(

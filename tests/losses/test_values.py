@@ -17,8 +17,10 @@ from negchain import (
     Draw,
     EMC2Loss,
     Given,
+    InBatch,
     InfoNCELoss,
     Informed,
+    LargeBatchEMC2Loss,
     NegativeCacheLoss,
     SogCLRLoss,
     effective_negatives,
@@ -394,3 +396,17 @@ def test_an_isir_step_is_a_softmax() -> None:
     expected = 3.0 / 6 * (p[:, :6].T @ z[0] - z[0])
     assert (keys.grad - expected).abs().max() < 1e-12
     assert (held.grad - 3.0 / 6 * p[:, 6:] * z[0]).abs().max() < 1e-12
+
+
+def test_the_views_a_row_is_offered_by_default() -> None:
+    """Both for i-SIR where they are two fresh ones; else one. InBatch(...) says it."""
+    both = EMC2Loss(9, kernel="isir")
+    assert both.proposals == EMC2Loss(9, kernel="isir", proposals="batch").proposals == InBatch(2)
+    for other in (
+        EMC2Loss(9),
+        EMC2Loss(9, kernel="isir", views="paired"),
+        EMC2Loss(9, kernel="isir", augmentations=3),
+        EMC2Loss(9, kernel="isir", proposals=InBatch()),
+        LargeBatchEMC2Loss(9, kernel="isir"),
+    ):
+        assert other.proposals == InBatch(1)

@@ -133,7 +133,7 @@ class Simulated:
             return
         if not self.shared:
             columns, hidden, count = copies[1 - side], [], 1
-        elif not s.chains or getattr(s.proposals, "copies", 1) == 2:
+        elif not s.chains or s.offered == 2:
             columns, hidden, count = copies[0] + copies[1], [], 2
         else:
             columns, hidden = (
