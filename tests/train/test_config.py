@@ -197,6 +197,25 @@ def test_fresh_views_are_both_proposed(preset, given, proposal) -> None:
     assert resolve(preset, given).proposal == proposal
 
 
+@pytest.mark.parametrize(
+    ("first", "then", "proposal"),
+    [
+        ({"method": "isir", "proposal": "batch"}, {}, "batch"),
+        ({"method": "emc2", "proposal": "batch"}, {"seed": 1}, "batch"),
+        ({"method": "emc2", "proposal": "informed"}, {}, "informed"),
+        ({"method": "emc2", "proposal": "batch"}, {"proposal": "both"}, "both"),
+        ({"method": "dcl"}, {"method": "emc2"}, "both"),  # DCL's was nobody's choice
+        ({"method": "emc2"}, {"method": "dcl"}, "batch"),
+        ({"method": "emc2"}, {"augmentations": 2}, "batch"),
+        ({"method": "emc2", "augmentations": 2}, {"augmentations": 0}, "both"),
+    ],
+)
+def test_a_saved_proposal_stays_where_it_still_can(first, then, proposal) -> None:
+    saved = resolve(None, first)
+    assert resolve(None, then, saved).proposal == proposal
+    assert resolve(None, {}, saved) == saved
+
+
 def test_defaults_never_contradict() -> None:
     """Only what was given can: gamma, burn-in and the rest keep their defaults unused."""
     for method in trained():
