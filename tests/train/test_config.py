@@ -164,6 +164,7 @@ def test_wrong_values_are_named(name: str, value: Any) -> None:
         ({"method": "dcl", "carried": "encode"}, ("--carried", "--method emc2 or isir")),
         ({"method": "sogclr", "proposal": "batch"}, ("--proposal", "--method")),
         ({"proposal": "both", "augmentations": 2}, ("--proposal both", "--augmentations")),
+        ({"proposal": "informed", "augmentations": 2}, ("--proposal informed", "--augmentations")),
         ({"method": "isir", "burn_in": 0.5}, ("--burn-in", "--method emc2")),
         ({"method": "emc2", "gamma": 0.9}, ("--gamma", "--method sogclr")),
         ({"method": "emc2", "refresh": 0.1}, ("--refresh", "--proposal informed")),

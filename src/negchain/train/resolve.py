@@ -213,6 +213,11 @@ def _refuse_contradictions(config: TrainConfig, given: Mapping[str, object]) -> 
     if "refresh" in given and "proposal" in method.options and config.proposal != "informed":
         owners = "--proposal informed"
         _refuse("refresh", owners, "proposal", config.proposal, "only this keeps a table")
+    if config.proposal == "informed" and config.augmentations:
+        raise ConfigError(
+            "--proposal informed keeps one embedding of an image, and --augmentations stores "
+            "several views of each; leave out one of them"
+        )
     if config.proposal == "both" and not _has_fresh_views(config):
         raise ConfigError(
             "--proposal both offers both fresh views of an image: leave out --proposal where views "
