@@ -21,7 +21,7 @@ from negchain.tasks.images import small_stem
 from negchain.train.pretrained import load_trained
 from negchain.train.resolve import resolve
 from negchain.train.step import TrainStep
-from tool_runs import TINY, class_folder, metrics_of, negchain, picture_folder, state_of
+from tool_runs import DIGITS, TINY, class_folder, metrics_of, negchain, picture_folder, state_of
 
 Capture = pytest.CaptureFixture[str]
 
@@ -228,6 +228,37 @@ def test_a_run_starts_from_another(pictures: Path, tmp_path: Path, capsys: Captu
     a, b = (load_trained(path)[0].backbone.state_dict() for path in (first, second))
     weights = [name for name in a if a[name].is_floating_point() and "running" not in name]
     assert all(torch.allclose(a[name], b[name], atol=1e-6) for name in weights)
+
+
+def test_patience_says_by_what_it_chose_and_a_damaged_choice_says_what_else(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    options = DIGITS.replace("--eval-every 0", "--eval-every 1")
+    once = "--subset 96 --epochs 9 --patience 1 --lr 0.05 --out"
+    assert negchain("train", options, once, run) == 0
+    said, page = capsys.readouterr().out, (run / "report.html").read_text()
+    assert "1 evaluation found nothing better" in said
+    assert "by validation" not in said + page  # there is no validation set of images
+    if "kept: the encoder of step" in said:
+        assert "the best by the linear probe on the same test images" in said
+        assert "the best by the linear probe on the same test images" in page
+
+    def leaves(*told: object) -> None:
+        raise BrokenPipeError
+
+    with monkeypatch.context() as reader:  # negchain evaluate RUN | head -1
+        reader.setattr("negchain.cli.inspect.result", leaves)
+        negchain("evaluate", run)
+    told = [json.loads((run / f"{n}.json").read_text()) for n in ("summary", "evaluation")]
+    assert told[0]["best_step"] == told[1]["step"] and told[0]["probe"] == told[1]["probe"]
+    best = run / "checkpoints" / "best.pt"
+    best.write_bytes(best.read_bytes()[:-1])
+    assert negchain("evaluate", run) == 2
+    assert "--checkpoint latest" in capsys.readouterr().err
+    best.unlink()
+    assert negchain("evaluate", run) == 2
+    assert "which --checkpoint may name" in capsys.readouterr().err
 
 
 def test_the_best_checkpoint_is_kept_and_evaluated(probed: Path, capsys: Capture) -> None:

@@ -12,7 +12,7 @@ from fabricate_runs import make_config, make_metrics, write_run
 
 from negchain.report import load_run
 from negchain.report.charts import Chart, Series, draw, spaced, ticks
-from negchain.report.runs import Curve, group_runs, mean_curve, thinned
+from negchain.report.runs import Curve, Run, group_runs, has_setting, mean_curve, thinned
 
 
 def test_half_written_last_line_is_ignored_and_a_broken_inner_line_is_named(tmp_path: Path) -> None:
@@ -181,3 +181,13 @@ def test_names_beside_lines_are_not_cut_off(length: int) -> None:
     placed = re.findall(r'<text x="([\d.]+)" y="[\d.]+"><title>[^<]*</title>([^<]*)<', svg)
     assert len(placed) == 2
     assert all(float(x) + 7.2 * len(name) <= 400 for x, name in placed)
+
+
+def test_a_setting_that_a_method_does_not_have_tells_no_runs_apart() -> None:
+    """`compare --methods dcl,isir` had a column: DCL is offered the batch, i-SIR both."""
+    chosen = [("dcl", "batch"), ("isir", "both")]
+    runs = [Run(Path(m), {"method": m, "proposal": p}, [], {}, {}) for m, p in chosen]
+    assert [group.settings for group in group_runs(runs)] == [{}, {}]
+    runs.append(Run(Path("c"), {"method": "isir", "proposal": "batch"}, [], {}, {}))
+    assert list(group_runs(runs)[0].settings) == ["proposal"]
+    assert not has_setting("dcl", "proposal") and has_setting("isir", "proposal")

@@ -164,6 +164,7 @@ def test_wrong_values_are_named(name: str, value: Any) -> None:
         ({"method": "dcl", "carried": "encode"}, ("--carried", "--method emc2 or isir")),
         ({"method": "sogclr", "proposal": "batch"}, ("--proposal", "--method")),
         ({"proposal": "both", "augmentations": 2}, ("--proposal both", "--augmentations")),
+        ({"proposal": "informed", "augmentations": 2}, ("--proposal informed", "--augmentations")),
         ({"method": "isir", "burn_in": 0.5}, ("--burn-in", "--method emc2")),
         ({"method": "emc2", "gamma": 0.9}, ("--gamma", "--method sogclr")),
         ({"method": "emc2", "refresh": 0.1}, ("--refresh", "--proposal informed")),
@@ -195,6 +196,25 @@ def test_contradictions_name_both_sides(overrides: dict[str, Any], named: tuple[
 )
 def test_fresh_views_are_both_proposed(preset, given, proposal) -> None:
     assert resolve(preset, given).proposal == proposal
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "proposal"),
+    [
+        ({"method": "isir", "proposal": "batch"}, {}, "batch"),
+        ({"method": "emc2", "proposal": "batch"}, {"seed": 1}, "batch"),
+        ({"method": "emc2", "proposal": "informed"}, {}, "informed"),
+        ({"method": "emc2", "proposal": "batch"}, {"proposal": "both"}, "both"),
+        ({"method": "dcl"}, {"method": "emc2"}, "both"),  # DCL's was nobody's choice
+        ({"method": "emc2"}, {"method": "dcl"}, "batch"),
+        ({"method": "emc2"}, {"augmentations": 2}, "batch"),
+        ({"method": "emc2", "augmentations": 2}, {"augmentations": 0}, "both"),
+    ],
+)
+def test_a_saved_proposal_stays_where_it_still_can(first, then, proposal) -> None:
+    saved = resolve(None, first)
+    assert resolve(None, then, saved).proposal == proposal
+    assert resolve(None, {}, saved) == saved
 
 
 def test_defaults_never_contradict() -> None:

@@ -187,19 +187,21 @@ def _announce(run: Run) -> None:
 
 def _show(run: Run, summary: dict[str, Any]) -> None:
     from negchain.report import load_run, summary_table
-    from negchain.report.advice import against_baselines
+    from negchain.report.advice import against_baselines, best_by
 
     written = load_run(run.folder.path)
     Console(highlight=False).print(summary_table(written))
     for sentence in against_baselines(written):
         result(sentence)
     if summary["step"] < run.total_steps:
-        waited = f"{run.config.patience} evaluations found nothing better (--patience)"
+        number = run.config.patience
+        evaluations = "1 evaluation" if number == 1 else f"{number} evaluations"
+        waited = f"{evaluations} found nothing better (--patience)"
         result(f"ended after step {summary['step']:,} of {run.total_steps:,}: {waited}")
     if (best := summary.get("best_step")) == 0:
         result("kept: the encoder as it was, since no evaluation found a better one")
     elif best is not None:
-        result(f"kept: the encoder of step {best:,}, the best by validation")
+        result(f"kept: the encoder of step {best:,}, the best by {best_by(written)}")
     if run.task.unjudged is not None:
         result(f"nothing was probed: {run.task.unjudged}")
     result(f"report: {run.folder.path / 'report.html'}")

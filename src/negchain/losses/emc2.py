@@ -58,8 +58,8 @@ class EMC2Loss(ContrastiveLoss):
         proposals: what they may move to: "batch" (the paper), `InBatch(copies=...)`,
             `Uniform(...)`, `Informed(...)`, `Given()`. None: the batch; for a corpus `Uniform()`,
             which reaches keys that are nobody's positive. With shared views "batch" offers a row
-            one view of every other item to "mh", both to "isir": each is the less biased form for
-            equal views (docs/methods/emc2.md).
+            one view of every other item to "mh", which is the less biased form for equal views, and
+            both to "isir": no bias for equal views, less for others (docs/methods/isir.md).
         carried: the state carried over from the last visit is scored and trained by "encode" (the
             paper: B more encodes per step) or "cached" (its embedding is kept from the last visit:
             D floats per sample, biased, gradient reaches the anchor only).

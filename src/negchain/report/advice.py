@@ -67,6 +67,14 @@ def late(run: Run, key: str) -> float | None:
     return float(values[-math.ceil(len(values) / 4) :].mean()) if len(values) else None
 
 
+def best_by(run: Run) -> str:
+    """By what --patience chose the encoder that a run kept, in words."""
+    if run.shown.best_by is None:
+        return "validation"
+    key, words = run.shown.best_by
+    return "the exact loss" if run.final(key) is None else words
+
+
 def against_baselines(run: Run) -> list[str]:
     """Whether training shows in the numbers, in a sentence per measure; empty without labels."""
     said = []

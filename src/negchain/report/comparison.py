@@ -18,7 +18,7 @@ from .galleries import side_by_side
 from .measures import ACCEPTANCE, CARRIED, EFFECTIVE, GLOBAL_LOSS, LOSS, ONLINE, THROUGHPUT
 from .page import POINTS, Page
 from .results import Cell, compare
-from .runs import Group, Run, mean_curve
+from .runs import Group, Run, has_setting, mean_curve
 from .sections import charts_section, notices, pictures, settings, tiles
 
 _GALLERIES = 8  # groups whose first run shows pictures: the page stays a few MB
@@ -83,7 +83,7 @@ def results(groups: Sequence[Group]) -> str:
             f'<th scope="row">{key_line(group)}{escape(group.label)}{beside}</th>',
             f"<td>{_seeds(group)}</td>",
             *(_cell(cell) for cell in found.rows[i]),
-            *(f"<td>{escape(str(group.settings[key]))}</td>" for key in differing),
+            *(f"<td>{escape(_setting(group, key))}</td>" for key in differing),
             f"<td>{strip(finals[i], limits, method_colour(group.method))}</td>",
         ]
         rows.append(f"<tr>{''.join(cells)}</tr>")
@@ -119,6 +119,10 @@ def gallery(groups: Sequence[Group]) -> str:
     shown = [(g.label, method_colour(g.method), g.runs[0]) for g in groups[:_GALLERIES]]
     html = side_by_side(shown)
     return f"<section><h2>Nearest neighbours, side by side</h2>{html}</section>" if html else ""
+
+
+def _setting(group: Group, key: str) -> str:
+    return str(group.settings[key]) if has_setting(group.method, key) else "–"
 
 
 def _seeds(group: Group) -> str:

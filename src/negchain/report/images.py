@@ -52,6 +52,7 @@ SHOWN = Shown(
     secondary=(KNN20, KNN200, KNN20_TOP5, PROBE_TOP5, FEW1, FEW10, EUCLIDEAN, PAPERS),
     columns=(KNN1, KNN20, PROBE, FEW10),
     baselines={"untrained": "Untrained encoder", "pixels": "Raw pixels", "chance": "Chance"},
+    best_by=("probe", "the linear probe on the same test images"),
     explained="Raw pixels: the images themselves as features, averaged to at most 16 × 16. "
     "Chance: always the commonest class.",
     pictures=_pictures,

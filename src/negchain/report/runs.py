@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from negchain.files import read_arrays, read_object
-from negchain.methods import title_of
+from negchain.methods import METHODS, title_of
 from negchain.tasks import TASKS, options
 from negchain.train.config import RECORDED, hints, setting_of
 from negchain.train.run_folder import metric_lines, require_run
@@ -289,7 +289,21 @@ def _called(runs: Sequence[Run]) -> str:
 
 def _differing_options(runs: Sequence[Run]) -> list[str]:
     keys = dict.fromkeys(key for run in runs for key in run.config if key not in _BOOKKEEPING)
-    return [key for key in keys if len({_option(run.config.get(key)) for run in runs}) > 1]
+    return [key for key in keys if _tells_apart(runs, key)]
+
+
+def _tells_apart(runs: Sequence[Run], key: str) -> bool:
+    """Whether a setting differs among runs of one method, or among methods that have it."""
+    values = {(str(run.config.get("method")), _option(run.config.get(key))) for run in runs}
+    own = {value for method, value in values if has_setting(method, key)}
+    return len(own) > 1 or len(values) > len({method for method, _ in values})
+
+
+def has_setting(method: str, key: str) -> bool:
+    """Whether a setting means anything to a method: DCL has no `proposal`."""
+    if method not in METHODS or key in METHODS[method].options:
+        return True
+    return not any(key in other.options for other in METHODS.values())
 
 
 def _option(value: object) -> str:

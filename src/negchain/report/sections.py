@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
-from .advice import advice, against_baselines
+from .advice import advice, against_baselines, best_by
 from .charts import AXES, Chart, Series, draw, method_colour
 from .measures import (
     ACCEPTANCE,
@@ -159,7 +159,7 @@ def standing(run: Run) -> str:
         )
     sentences = against_baselines(run)
     if (kept := run.final("best_step")) is not None:
-        which = f"of step {kept:,.0f} of {run.final('step') or 0:,.0f}, the best by validation"
+        which = f"of step {kept:,.0f} of {run.final('step') or 0:,.0f}, the best by {best_by(run)}"
         sentences.append(f"What was kept is the encoder {which if kept else 'as it was'}.")
     said = "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences)
     return (

@@ -98,12 +98,15 @@ def load_named(folder: Path, name: str) -> Loaded:
     path = files.get(name.removeprefix("step-").removesuffix(".pt").lstrip("0") or "0")
     if path is None:
         raise FileRefused(
-            f"{folder} has no checkpoint {name!r}; it has {', '.join(files) or 'none'}"
+            f"{folder} has no checkpoint {name!r}; it has {', '.join(files) or 'none'}, which "
+            "--checkpoint may name"
         )
     try:
         return _checked(path, _read(path), [])
     except (OSError, ValueError, _Damaged) as error:
-        raise FileRefused(f"{path} cannot be read: {error}; choose another one") from error
+        raise FileRefused(
+            f"{path} cannot be read: {error}; name another one, --checkpoint latest"
+        ) from error
 
 
 def load_latest(folder: Path) -> Loaded | None:

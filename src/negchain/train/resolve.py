@@ -76,7 +76,8 @@ def _resolve_from(saved: TrainConfig, given: dict[str, Any]) -> TrainConfig:
     if "epochs" in given and "steps" not in given:
         saved = replace(saved, steps=None)  # else the saved steps would decide
     config = replace(saved, **given)
-    config = _fit(config, {}, {**given, "lr": config.lr, "warmup_epochs": config.warmup_epochs})
+    kept = ["lr", "warmup_epochs"] + ["proposal"] * _keeps_proposal(saved, config)
+    config = _fit(config, {}, {**given, **{name: getattr(config, name) for name in kept}})
     _refuse_contradictions(config, given)
     return _on_this_machine(config)
 
@@ -171,9 +172,16 @@ def _fit(config: TrainConfig, base: dict[str, Any], given: dict[str, Any]) -> Tr
         changed["warmup_epochs"] = min(config.warmup_epochs, config.epochs / 10)
     if "denominator" not in given and method.denominator is not None:
         changed["denominator"] = method.denominator
-    if "proposal" not in {*given, *base} and _has_fresh_views(config):
-        changed["proposal"] = method.proposal
+    if "proposal" not in {*given, *base}:
+        changed["proposal"] = method.proposal if _has_fresh_views(config) else "batch"
     return replace(config, **changed)
+
+
+def _keeps_proposal(saved: TrainConfig, config: TrainConfig) -> bool:
+    """Whether a saved `proposal` was a chain's and can still be: views fresh or stored, as then."""
+    chains = all("proposal" in methods.named(c.method).options for c in (saved, config))
+    same = _has_fresh_views(saved) == _has_fresh_views(config)
+    return chains and (same or saved.proposal == "informed")
 
 
 def _has_fresh_views(config: TrainConfig) -> bool:
@@ -205,6 +213,11 @@ def _refuse_contradictions(config: TrainConfig, given: Mapping[str, object]) -> 
     if "refresh" in given and "proposal" in method.options and config.proposal != "informed":
         owners = "--proposal informed"
         _refuse("refresh", owners, "proposal", config.proposal, "only this keeps a table")
+    if config.proposal == "informed" and config.augmentations:
+        raise ConfigError(
+            "--proposal informed keeps one embedding of an image, and --augmentations stores "
+            "several views of each; leave out one of them"
+        )
     if config.proposal == "both" and not _has_fresh_views(config):
         raise ConfigError(
             "--proposal both offers both fresh views of an image: leave out --proposal where views "
