@@ -141,7 +141,7 @@ def test_who_waits_sees_how_far_reading_and_judging_are(
     assert heard[:3] == ["32/41 texts", "41/41 texts", "6/6 texts"]  # documents, then queries
     _show(run, summary)
     said = capsys.readouterr().out
-    assert "ended after step 6 of 18: 1 evaluations found nothing better (--patience)" in said
+    assert "ended after step 6 of 18: 1 evaluation found nothing better (--patience)" in said
     assert "kept: the encoder as it was" in said
 
 
