@@ -301,11 +301,8 @@ class NegchainTrainer(SentenceTransformerTrainer):  # type: ignore[misc]
     def _inputs(self, name: str, columns: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Prompt and route of both towers, as the collator finds them for the loss's data sets."""
         own, sets = self.data_collator, self.train_dataset
-        own = (
-            own
-            if isinstance(own, BaseDataCollator)
-            else self.get_data_collator(self.model, self.args)
-        )
+        if not isinstance(own, BaseDataCollator):  # the user's: theirs has the rules of prompts
+            own = self.get_data_collator(self.model, self.args)
         names = [name] if name or not isinstance(sets, dict) else list(sets)
         found = []
         for batch in ({"dataset_name": each} if each else {} for each in names):

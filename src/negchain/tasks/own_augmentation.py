@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,7 +39,7 @@ class OwnAugmentation(Augmentation):
         """One, which seeds the function's generator."""
         return 1
 
-    def __call__(self, images: Images, uniforms: Tensor | Draws, **_: Any) -> Tensor:
+    def __call__(self, images: Images, uniforms: Tensor | Draws) -> Tensor:
         """Pixels of a batch, seeded by the draws of its first image."""
         drawn = uniforms.uniforms(1, 1) if isinstance(uniforms, Draws) else uniforms
         with torch.random.fork_rng(), torch.autocast(images.device.type, enabled=False):
