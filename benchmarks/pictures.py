@@ -1,14 +1,14 @@
 """Do features follow the better estimate where there is room? CIFAR-10, b = 8, through the trainer.
 
-Data     1,000 training pictures of CIFAR-10 (the first 100 of each class), seen at 16 px, which is
-         what two shared cores can train in an hour; augmented afresh. Probes are fitted on the
-         same 1,000 and tested on 2,000 others (200 a class).
+Data     1,000 training pictures of CIFAR-10 (the first 100 of each class; --per-class), seen at 16
+         px (--size), which is what two shared cores can train in an hour; augmented afresh. Probes
+         are fitted on the same pictures and tested on 2,000 others (200 a class).
 Encoder  the trainer's small CNN with BatchNorm, Adam 1e-3, beta 14.28 unless a case says another.
 Cases    the methods; `untrained`: the same network, its BatchNorm's averages and nothing else
          moved; `beta`: a lower and a higher one; `stored`: four augmentations of each picture;
          `both`: chains are offered both views of every item, as DCL's softmax has them.
-Prints   exact loss on the 1,000 pictures (at the case's own beta), linear probe, probe from a tenth
-         of the labels and 20-NN: mean and deviation over seeds.
+Prints   exact loss on 1,000 of the pictures (at the case's own beta), linear probe, probe from a
+         tenth of the labels and 20-NN: mean and deviation over seeds.
 
     unpack.py cifar10.npz DATA        # /work/shared/data; or any folder of train/CLASS, test/CLASS
     OMP_NUM_THREADS=1 PYTHONPATH=src python benchmarks/pictures.py --data DATA --out FILE.jsonl
@@ -31,7 +31,7 @@ from negchain.methods import METHODS
 from negchain.reproduce.common import Options, append, provenance, read_rows
 from negchain.reproduce.runs import train
 
-PER_CLASS = {"train": 100, "test": 200}
+TEST_PER_CLASS = 200
 BASE = {
     "recipe": "cifar", "image_size": 16, "encoder": "small-cnn", "lr": 1e-3, "batch_size": 8,
     "epochs": 30, "device": "cpu", "probe_samples": 1000,
@@ -72,15 +72,21 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", help="only these")
     parser.add_argument("--betas", type=float, nargs="+", default=[14.28])
     parser.add_argument("--batches", type=int, nargs="+", default=[8])
+    parser.add_argument("--per-class", type=int, default=100, help="training pictures of a class")
+    parser.add_argument("--size", type=int, default=16, help="of a picture, in pixels")
     parser.add_argument("--redraw", action="store_true")
     given = parser.parse_args()
     torch.set_num_threads(1)
+    count = 10 * given.per_class
+    other = [*[f"{count:,} pictures"] * (count != 1000), *[f"{given.size} px"] * (given.size != 16)]
     jobs = [
         {
-            "case": ", ".join([case, *[f"β {beta:g}"] * (beta != 14.28), *[f"b {b}"] * (b != 8)]),
+            "case": ", ".join(
+                [case, *[f"β {beta:g}"] * (beta != 14.28), *[f"b {b}"] * (b != 8), *other]
+            ),
             "method": method,
             "seed": seed,
-            "settings": {**BASE, **more, "beta": beta, "batch_size": b},
+            "settings": {**BASE, **more, "beta": beta, "batch_size": b, "image_size": given.size},
         }
         for seed in given.seeds
         for case, method, more in CASES
@@ -89,7 +95,9 @@ def main() -> None:
         if case in (given.cases or [case])
     ]
     if not given.redraw:
-        folder = str(copied(given.data, Path("/tmp/negchain-pictures/cifar10-1000"), PER_CLASS))
+        per_class = {"train": given.per_class, "test": TEST_PER_CLASS}
+        place = Path(f"/tmp/negchain-pictures/cifar10-{count}")
+        folder = str(copied(given.data, place, per_class))
         append(given.out, {"record": "pictures", **provenance(Options(device="cpu"))})
         done = [row["job"] for row in read_rows(given.out)]
         for job in (job for job in jobs if job not in done):
