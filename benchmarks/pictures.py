@@ -6,7 +6,8 @@ Data     1,000 training pictures of CIFAR-10 (the first 100 of each class; --per
 Encoder  the trainer's small CNN with BatchNorm, Adam 1e-3, beta 14.28 unless a case says another.
 Cases    the methods; `untrained`: the same network, its BatchNorm's averages and nothing else
          moved; `beta`: a lower and a higher one; `stored`: four augmentations of each picture;
-         `both`: chains are offered both views of every item, as DCL's softmax has them.
+         `both`: chains are offered both views of every item, as DCL's softmax has them;
+         `all`: the positive is in the denominator, as it is in InfoNCE's.
 Prints   exact loss on 1,000 of the pictures (at the case's own beta), linear probe, probe from a
          tenth of the labels and 20-NN: mean and deviation over seeds.
 
@@ -41,6 +42,7 @@ FIRST = ("infonce", "dcl", "sogclr")
 INFORMED = {"proposal": "informed"}
 BOTH = {"proposal": "both"}  # both views of every item, as many columns as DCL has
 STORED = {"augmentations": 4}  # a chain for each of them
+ALL = {"denominator": "all"}  # the positive kept in, as InfoNCE has it
 CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("untrained", FIRST[0], {"epochs": 1, "lr": 1e-12}),
     *((name, name, {}) for name in FIRST),
@@ -50,6 +52,8 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     (f"{CHAINS[0]}, informed", CHAINS[0], INFORMED),
     *((f"{name}, stored", name, STORED) for name in (*FIRST, CHAINS[0])),
     *((f"{name}, both", name, BOTH) for name in CHAINS),
+    (f"{FIRST[2]}, all", FIRST[2], ALL),
+    *((f"{name}, both, all", name, {**BOTH, **ALL}) for name in CHAINS),
 ]
 
 
