@@ -34,6 +34,7 @@ from negchain.losses.batch import (
     check_batch,
     is_traced,
     lay_out,
+    uncompiled,
     without_autocast,
 )  # fmt: skip
 from negchain.losses.distributed import Ranks
@@ -150,6 +151,7 @@ class ContrastiveLoss(Reporting):
 
     # ------------------------------------------------------------------ what to encode
 
+    @uncompiled
     def request(
         self,
         index: Ids,
@@ -234,6 +236,7 @@ class ContrastiveLoss(Reporting):
 
     # ------------------------------------------------------------------ the call
 
+    @uncompiled
     def forward(
         self,
         z_a: Tensor,
