@@ -130,6 +130,17 @@ def test_requests_of_another_call_are_refused() -> None:
     assert torch.isfinite(loss_fn(z, z, INDEX, answered(loss_fn)))
 
 
+def test_a_request_for_what_a_buffer_held_is_refused() -> None:
+    """Also where positions are of numpy, whose memory a tensor shares."""
+    loss_fn, table = EMC2Loss(20, 5.0), torch.randn(20, 4)
+    for index in (torch.arange(4), torch.arange(4).numpy()):
+        request = loss_fn.request(index)
+        index += 4
+        request.answer(table[request.ids])
+        with pytest.raises(ValueError, match="another batch"):
+            loss_fn(table[index], table[index], index, request)
+
+
 def test_a_request_for_other_augmentations_is_refused() -> None:
     """Their chains are others: each would go on from a state it does not hold."""
     loss_fn, z = EMC2Loss(M, 5.0, augmentations=2), table_of()

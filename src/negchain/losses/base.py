@@ -38,7 +38,7 @@ from negchain.losses.batch import (
     without_autocast,
 )  # fmt: skip
 from negchain.losses.distributed import Ranks
-from negchain.losses.request import Encodes, Part, Request, Want, check_requests, tower_of
+from negchain.losses.request import Encodes, Part, Request, Want, check_requests, kept, tower_of
 from negchain.losses.settings import Gather, Given, InBatch, Informed, Proposals, Uniform
 from negchain.losses.state import Reporting, Rows
 from negchain.losses.table import Tables
@@ -96,15 +96,14 @@ class ContrastiveLoss(Reporting):
         self.num_samples = num_samples
         self.num_keys = num_keys
         self.normalize = normalize
-        self.seed = seed
+        self.seed = settings.as_seed(seed)
         self.ids_per_item = ids_per_item
         self._turn = 0
         self.gather = settings.check_gather(gather, shard_state)
         self.bytes_sent = 0  # to other ranks, so far
         self.rows = Rows(num_samples or 0, self.ranks() if shard_state else None)
         self.add_state("step", torch.zeros((), dtype=torch.int64))
-        sizes = [num_samples or 0, num_keys or 0, ids_per_item]
-        self.add_state("sizes", torch.tensor(sizes, dtype=torch.int64))
+        self.add_state("sizes", torch.tensor([num_samples or 0, num_keys or 0, ids_per_item]))
         self._counts_keys = num_keys is not None and key_counts is None
         if num_keys is not None:
             self.add_state("key_counts", columns.first_counts(key_counts, num_keys))
@@ -172,7 +171,7 @@ class ContrastiveLoss(Reporting):
             key_index, known, augmentation: as in the call.
             ahead: calls that come before the one this is for (a loader that prefetches).
         """
-        index = as_ids("index", index, len(index), self.step.device)
+        index = kept(as_ids("index", index, len(index), self.step.device))
         ranks, step = self.ranks(), self.step + ahead if ahead else self.step
         if ranks is not None and not ranks.join:  # ranks with pools of their own draw differently
             step = self.step + (ahead * ranks.world + ranks.rank)

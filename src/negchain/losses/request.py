@@ -227,6 +227,11 @@ def check_held(owner: Any, turn: int, call: Call, requests: Sequence[Request]) -
                 )
 
 
+def kept(ids: Tensor) -> Tensor:
+    """Ids as they are now: a loop may fill one buffer again and again (a CUDA graph has to)."""
+    return ids if ids.is_cuda else ids.clone()
+
+
 def _same(mine: Tensor, given: Ids) -> bool:
     """Whether two batches have equal positions; taken for granted in a CUDA graph."""
     if mine is given:
