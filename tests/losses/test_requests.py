@@ -152,6 +152,18 @@ def test_a_request_for_other_augmentations_is_refused() -> None:
     assert torch.isfinite(loss_fn(z[:5], z[5:10], INDEX, request, augmentation=which))
 
 
+def test_a_request_for_the_views_a_buffer_held_is_refused() -> None:
+    loss_fn, table, index = EMC2Loss(20, 5.0, augmentations=2), torch.randn(40, 4), torch.arange(4)
+    which = torch.zeros(4, dtype=torch.int32), torch.ones(4, dtype=torch.int32)
+    request = loss_fn.request(index, augmentation=which)
+    request.answer(table[request.ids])
+    which[0][0] = 1
+    with pytest.raises(ValueError, match="another batch"):
+        loss_fn(table[2 * index], table[2 * index + 1], index, request, augmentation=which)
+    which[0][0] = 0
+    loss_fn(table[2 * index], table[2 * index + 1], index, request, augmentation=which)
+
+
 @pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("views", ["shared", "paired"])
 def test_a_chain_that_moved_since_is_refused(views, ahead) -> None:

@@ -38,7 +38,7 @@ from negchain.losses.batch import (
     without_autocast,
 )  # fmt: skip
 from negchain.losses.distributed import Ranks
-from negchain.losses.request import Encodes, Part, Request, Want, check_requests, kept, tower_of
+from negchain.losses.request import Encodes, Part, Request, Want, check_requests, tower_of
 from negchain.losses.settings import Gather, Given, InBatch, Informed, Proposals, Uniform
 from negchain.losses.state import Reporting, Rows
 from negchain.losses.table import Tables
@@ -171,7 +171,7 @@ class ContrastiveLoss(Reporting):
             key_index, known, augmentation: as in the call.
             ahead: calls that come before the one this is for (a loader that prefetches).
         """
-        index = kept(as_ids("index", index, len(index), self.step.device))
+        index = as_ids("index", index, len(index), self.step.device)
         ranks, step = self.ranks(), self.step + ahead if ahead else self.step
         if ranks is not None and not ranks.join:  # ranks with pools of their own draw differently
             step = self.step + (ahead * ranks.world + ranks.rank)
