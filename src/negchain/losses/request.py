@@ -234,7 +234,7 @@ def check_held(owner: Any, turn: int, call: Call, requests: Sequence[Request]) -
 
 def _kept(ids: Ids) -> Tensor:
     """Ids as they are now: a loop may fill one buffer again and again (a CUDA graph has to)."""
-    ids = torch.as_tensor(ids)
+    ids = ids if isinstance(ids, Tensor) else torch.as_tensor(ids)
     return ids if ids.is_cuda else ids.to(torch.int64, copy=True)
 
 
