@@ -122,6 +122,9 @@ def test_backward_through_an_encoder_in_chunks(dropout) -> None:
         ({"z_a": torch.randn(1, 5), "z_b": torch.randn(1, 5)}, "M >= 2"),
         ({"z_a": torch.randn(6), "z_b": torch.randn(6)}, "one shape"),
         ({"chunk": 0}, "chunk"),
+        ({"chunk": 2.5}, "chunk.*2.5"),
+        ({"views": "share"}, "views.*share"),  # one mistyped gave another loss
+        ({"denominator": "al"}, "denominator.*al"),
         ({"index": torch.arange(5)}, "index"),
         ({"index": torch.rand(6)}, "index"),
         ({"known": torch.arange(6)}, "known"),

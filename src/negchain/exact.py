@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from negchain.losses.batch import Views, as_embedding, as_ids
+from negchain.losses.settings import check_count, one_of
 from negchain.objective import Denominator
 
 CHUNK_ELEMENTS = 1 << 25  # logits held at a time when no chunk is given: 128 MiB in float32
@@ -123,8 +124,10 @@ def global_loss(
             "z_a and z_b must be embeddings of one shape [M, D] with M >= 2, "
             f"got {tuple(z_a.shape)} and {tuple(z_b.shape)}"
         )
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"chunk (anchors at a time) must be at least 1, got {chunk}")
+    one_of("views", views, ("shared", "paired"))
+    one_of("denominator", denominator, ("negatives", "all"))
+    if chunk is not None:
+        check_count("chunk (anchors at a time)", chunk)
     size, device = z_a.shape[0], z_a.device
     z_a, z_b = as_embedding(z_a, normalize), as_embedding(z_b, normalize)
     ids = (

@@ -233,8 +233,9 @@ def test_equal_ids_are_never_negatives(case) -> None:
 @pytest.mark.parametrize("loss_class", [InfoNCELoss, DCLLoss, SogCLRLoss])
 def test_a_batch_that_trains_nothing_is_said_once(loss_class) -> None:
     loss_fn, z = loss_class(M), torch.randn(2, 3, 4)
-    with pytest.warns(UserWarning, match="6 rows had no negatives.*different ids"):
+    with pytest.warns(UserWarning, match="6 rows had no negatives.*different ids") as told:
         assert loss_fn(z[0], z[1], [2, 2, 2]) == 0
+    assert told[0].filename == __file__  # the caller's line
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         loss_fn(z[0], z[1], [2, 2, 2])

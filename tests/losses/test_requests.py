@@ -130,6 +130,17 @@ def test_requests_of_another_call_are_refused() -> None:
     assert torch.isfinite(loss_fn(z, z, INDEX, answered(loss_fn)))
 
 
+def test_a_request_for_what_a_buffer_held_is_refused() -> None:
+    """Also where positions are of numpy, whose memory a tensor shares."""
+    loss_fn, table = EMC2Loss(20, 5.0), torch.randn(20, 4)
+    for index in (torch.arange(4), torch.arange(4).numpy()):
+        request = loss_fn.request(index)
+        index += 4
+        request.answer(table[request.ids])
+        with pytest.raises(ValueError, match="another batch"):
+            loss_fn(table[index], table[index], index, request)
+
+
 def test_a_request_for_other_augmentations_is_refused() -> None:
     """Their chains are others: each would go on from a state it does not hold."""
     loss_fn, z = EMC2Loss(M, 5.0, augmentations=2), table_of()
@@ -139,6 +150,18 @@ def test_a_request_for_other_augmentations_is_refused() -> None:
     with pytest.raises(ValueError, match="another batch: its index .or augmentation"):
         loss_fn(z[:5], z[5:10], INDEX, request, augmentation=which[::-1])
     assert torch.isfinite(loss_fn(z[:5], z[5:10], INDEX, request, augmentation=which))
+
+
+def test_a_request_for_the_views_a_buffer_held_is_refused() -> None:
+    loss_fn, table, index = EMC2Loss(20, 5.0, augmentations=2), torch.randn(40, 4), torch.arange(4)
+    which = torch.zeros(4, dtype=torch.int32), torch.ones(4, dtype=torch.int32)
+    request = loss_fn.request(index, augmentation=which)
+    request.answer(table[request.ids])
+    which[0][0] = 1
+    with pytest.raises(ValueError, match="another batch"):
+        loss_fn(table[2 * index], table[2 * index + 1], index, request, augmentation=which)
+    which[0][0] = 0
+    loss_fn(table[2 * index], table[2 * index + 1], index, request, augmentation=which)
 
 
 @pytest.mark.parametrize("ahead", [0, 1])

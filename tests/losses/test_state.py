@@ -224,21 +224,6 @@ def test_a_loss_that_was_called_is_saved_whole() -> None:
     assert "carried_mass" in loss_fn.info and "carried_mass" not in other.info
 
 
-@pytest.mark.slow  # 10 s of tracing
-@pytest.mark.filterwarnings(
-    "ignore:Dynamo does not know how to trace:UserWarning"
-)  # breaks its graph
-def test_a_compiled_loss_is_the_loss() -> None:
-    """Somebody compiles the whole step: chains draw what they draw without."""
-    z, items, index = torch.randn(2, 6, 4), torch.randn(20, 4), torch.arange(6)
-    plain, compiled = negchain.EMC2Loss(20, 5.0), negchain.EMC2Loss(20, 5.0)
-    call = torch.compile(compiled, backend="eager")
-    for _ in range(2):
-        values = [f(z[0], z[1], index, encode=lambda ids: items[ids]) for f in (plain, call)]
-        assert torch.allclose(*values)
-    assert torch.equal(plain.chains.states, compiled.chains.states)
-
-
 @pytest.mark.parametrize("case", battery(), ids=case_name)
 def test_a_zero_vector_has_no_gradient(case) -> None:
     """Not one of length 1e12: a vector without direction cannot be turned."""

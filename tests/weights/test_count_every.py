@@ -107,7 +107,7 @@ def test_errors(every, burn_in) -> None:
 @pytest.mark.parametrize("kernel", [MH, ISIR])
 @pytest.mark.parametrize("every", [0, -3])
 def test_errors_of_the_settings(kernel, every) -> None:
-    with pytest.raises(ValueError, match=f"count_every must be at least 1.* got {every}"):
+    with pytest.raises(ValueError, match=f"count_every.* at least 1.* got {every}"):
         kernel(count_every=every)
 
 

@@ -34,6 +34,7 @@ from negchain.losses.batch import (
     check_batch,
     is_traced,
     lay_out,
+    uncompiled,
     without_autocast,
 )  # fmt: skip
 from negchain.losses.distributed import Ranks
@@ -95,15 +96,14 @@ class ContrastiveLoss(Reporting):
         self.num_samples = num_samples
         self.num_keys = num_keys
         self.normalize = normalize
-        self.seed = seed
+        self.seed = settings.as_seed(seed)
         self.ids_per_item = ids_per_item
         self._turn = 0
         self.gather = settings.check_gather(gather, shard_state)
         self.bytes_sent = 0  # to other ranks, so far
         self.rows = Rows(num_samples or 0, self.ranks() if shard_state else None)
         self.add_state("step", torch.zeros((), dtype=torch.int64))
-        sizes = [num_samples or 0, num_keys or 0, ids_per_item]
-        self.add_state("sizes", torch.tensor(sizes, dtype=torch.int64))
+        self.add_state("sizes", torch.tensor([num_samples or 0, num_keys or 0, ids_per_item]))
         self._counts_keys = num_keys is not None and key_counts is None
         if num_keys is not None:
             self.add_state("key_counts", columns.first_counts(key_counts, num_keys))
@@ -150,6 +150,7 @@ class ContrastiveLoss(Reporting):
 
     # ------------------------------------------------------------------ what to encode
 
+    @uncompiled
     def request(
         self,
         index: Ids,
@@ -234,6 +235,7 @@ class ContrastiveLoss(Reporting):
 
     # ------------------------------------------------------------------ the call
 
+    @uncompiled
     def forward(
         self,
         z_a: Tensor,

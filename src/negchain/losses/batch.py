@@ -9,10 +9,11 @@ Shapes: `B` batch, `N` rows, `D` embedding, `L` known positives per sample, `R` 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import wraps
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ from negchain.draws import fit_for_numpy
 from negchain.objective import SHORTEST
 from negchain.pool import Draw, Kind, Side, all_finite, matches
 
+P = ParamSpec("P")
+T = TypeVar("T")
 Views = Literal["shared", "paired"]
 Draws = Draw | tuple[Draw, Draw]
 Drawn = Tensor | tuple[Tensor, Tensor]
@@ -229,6 +232,24 @@ def without_autocast(like: Tensor) -> AbstractContextManager[Any]:
     if torch.is_autocast_enabled(kind):
         return torch.autocast(kind, enabled=False)
     return nullcontext()
+
+
+def uncompiled(method: Callable[P, T]) -> Callable[P, T]:
+    """A method that `torch.compile` takes into no graph of its own.
+
+    A graph's backward pass computes again what is cheap, draws and ids among it, from the state it
+    was given: which a loss has changed in place by then. Looking for the compiler at each call
+    spares everybody else its import.
+    """
+
+    @wraps(method)
+    def call(*args: P.args, **more: P.kwargs) -> T:
+        if torch.compiler.is_compiling():
+            outside: Callable[P, T] = torch.compiler.disable(method)  # type: ignore[no-untyped-call]
+            return outside(*args, **more)
+        return method(*args, **more)
+
+    return call
 
 
 def is_traced(z: Tensor) -> bool:

@@ -35,7 +35,7 @@ from negchain import draws
 from negchain.files import replacing
 from negchain.losses.batch import Views, as_ids
 from negchain.losses.distributed import Ranks
-from negchain.losses.settings import Informed, Proposals
+from negchain.losses.settings import Informed, Proposals, check_count
 from negchain.losses.state import Rows, Stateful, check_width_known
 
 Carried = Literal["encode", "cached"]
@@ -267,9 +267,10 @@ def check_augmentations(augmentations: int | None, views: Views, proposals: Prop
     """How many ids an item has; refuses combinations that cannot be."""
     if augmentations is None:
         return 1
-    if augmentations < 1 or views != "shared" or isinstance(proposals, Informed):
+    check_count("augmentations (stored per item)", augmentations)
+    if views != "shared" or isinstance(proposals, Informed):
         raise ValueError(
-            "augmentations (stored per item) must be at least 1, with views='shared' and proposals "
-            f"other than Informed; got {augmentations}, {views!r}, {proposals}"
+            "augmentations (stored per item) go with views='shared' and proposals other than "
+            f"Informed; got {augmentations}, {views!r}, {proposals}"
         )
     return augmentations

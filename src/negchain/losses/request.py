@@ -88,6 +88,11 @@ class Request:
     augmentation: tuple[Tensor, Tensor] | None = None  # [B] each, of stored ones
     ahead: int = 0  # calls between its making and the one it is for
 
+    def __post_init__(self) -> None:
+        self.index = _kept(self.index)
+        if self.augmentation is not None:
+            self.augmentation = (_kept(self.augmentation[0]), _kept(self.augmentation[1]))
+
     @property
     def wants(self) -> tuple[Want, ...]:
         """What to encode, part by part."""
@@ -225,6 +230,12 @@ def check_held(owner: Any, turn: int, call: Call, requests: Sequence[Request]) -
                 raise ValueError(
                     "the chains of this batch have moved since its request was made; ask again"
                 )
+
+
+def _kept(ids: Ids) -> Tensor:
+    """Ids as they are now: a loop may fill one buffer again and again (a CUDA graph has to)."""
+    ids = ids if isinstance(ids, Tensor) else torch.as_tensor(ids)
+    return ids if ids.is_cuda else ids.to(torch.int64, copy=True)
 
 
 def _same(mine: Tensor, given: Ids) -> bool:

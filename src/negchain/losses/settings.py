@@ -7,7 +7,7 @@ import inspect
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from numbers import Integral
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, ClassVar, Literal, TypedDict
 
 import torch.distributed as dist
@@ -33,7 +33,7 @@ class MH:
     """Count every c-th state only (for large batches): at stationarity only the variance grows."""
 
     def __post_init__(self) -> None:
-        if not (0 <= self.burn_in < 1 or self.burn_in == int(self.burn_in) >= 1):
+        if not (0 <= self.burn_in < 1 or (self.burn_in >= 1 and self.burn_in % 1 == 0)):
             raise ValueError(
                 f"burn_in must be a share in [0, 1) or a whole number of steps, got {self.burn_in}"
             )
@@ -125,8 +125,8 @@ class Informed:
             raise ValueError(
                 f"share must be in [0, 1): every negative needs some probability, got {self.share}"
             )
-        if not self.sharpness > 0:
-            raise ValueError(f"sharpness must be positive, got {self.sharpness}")
+        if not 0 < self.sharpness < math.inf:
+            raise ValueError(f"sharpness must be positive and finite, got {self.sharpness}")
         check_refresh(self.refresh)
 
 
@@ -196,9 +196,18 @@ def as_beta(beta: float | Tensor) -> float | Tensor:
     later = isinstance(beta, nn.Parameter)  # frozen for a while
     if isinstance(beta, Tensor) and beta.numel() == 1 and not (beta.requires_grad or later):
         beta = float(beta)
-    if not (beta.numel() == 1 if isinstance(beta, Tensor) else 0 < beta < math.inf):
+    one = beta.shape in ((), (1,)) if isinstance(beta, Tensor) else isinstance(beta, Real)
+    unseen = isinstance(beta, Tensor) and beta.is_meta
+    if not one or not (unseen or 0 < beta < math.inf):
         raise ValueError(f"beta (1 / temperature) must be one positive number, got {beta}")
     return beta if isinstance(beta, Tensor) else float(beta)
+
+
+def as_seed(seed: int) -> int:
+    """An integer of Python's: numpy's would overflow."""
+    if not isinstance(seed, Integral):
+        raise ValueError(f"seed must be an integer, got {seed!r:.50}")
+    return int(seed)
 
 
 def as_proposals(proposals: Proposals | Literal["batch"]) -> Proposals:
@@ -310,13 +319,15 @@ def check_refresh(refresh: float) -> None:
 
 
 def _check_num(num: int | None) -> None:
-    if num is not None and num < 1:
-        raise ValueError(f"num (draws per step) must be at least 1, got {num}")
+    if num is not None:
+        check_count("num (draws per step)", num)
 
 
 def _check_count_every(count_every: int) -> None:
-    if count_every < 1:
-        raise ValueError(
-            "count_every must be at least 1 (every c-th state, or one column of every c); "
-            f"got {count_every}"
-        )
+    check_count("count_every (every c-th state, or one column of every c)", count_every)
+
+
+def check_count(name: str, value: int) -> None:
+    """Refuse what is no whole number of at least 1."""
+    if not isinstance(value, Integral) or value < 1:
+        raise ValueError(f"{name} must be an integer of at least 1, got {value!r:.50}")

@@ -380,7 +380,7 @@ class Reporting(Stateful):
                 f"{lonely:.0f} rows had no negatives: their loss is 0 and they train nothing, as "
                 "all others of their batch have their id or are `known`; give batches of "
                 "different ids (info['rows_without_negatives'] goes on counting)",
-                stacklevel=5,
+                stacklevel=6,
             )
 
 

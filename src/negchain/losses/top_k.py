@@ -21,7 +21,7 @@ from torch import Tensor
 from negchain import draws
 from negchain.losses.batch import Call
 from negchain.losses.request import Part, Want, tower_of
-from negchain.losses.settings import Informed, Shared
+from negchain.losses.settings import Informed, Shared, check_count
 from negchain.losses.softmax import without_probabilities
 from negchain.losses.weighted import WeightedLoss
 from negchain.pool import Draw, Side
@@ -62,6 +62,7 @@ class TopKLoss(WeightedLoss):
         refresh: float = 0.01,
         **shared: Unpack[Shared],
     ) -> None:
+        check_count("top (nearest keys)", top)
         if not 1 <= num <= top:
             raise ValueError(
                 f"num (keys a row adds) must be from 1 to top={top} (drawn from these), got {num}"
