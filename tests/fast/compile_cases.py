@@ -127,6 +127,7 @@ ALL: dict[str, Path] = QUICK | {
     "isir, one copy": fused(kernel="isir", proposals=InBatch()),
     "dcl": fused(DCLLoss, views="paired"),
     "sogclr": fused(SogCLRLoss, denominator="all"),
+    "sogclr, an integer": fused(SogCLRLoss, gamma=1),  # which the compiler would take as constant
     "tiles": fused(LargeBatchEMC2Loss, kernel=MH(count_every=128)),
     "tiles, isir": fused(LargeBatchEMC2Loss, kernel="isir", carried="cached"),
     "tiles, isir by groups": fused(LargeBatchEMC2Loss, kernel=ISIR(128), denominator="all"),
