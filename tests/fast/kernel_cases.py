@@ -53,9 +53,11 @@ STEPS = ((0, 1), (7, 37), (2**31 + 9, 1030), (2**33, 3))  # and how many columns
 def draw_bits(device: str = "cpu", drawn: Iterable[Drawn] | None = None) -> list[str]:
     """`bits_triton` against the torch twin, to the bit."""
     found = []
+    strided = torch.tensor([0, 5, 2**31 - 1, 2**31 + 7, 2**32 + 7, 12345]).repeat_interleave(2)[::2]
     for seed, stream, (number, columns) in drawn or zip(SEEDS, (1, 2, 19, 1), STEPS, strict=True):
-        step = torch.tensor(number)
-        rows = torch.tensor([0, 5, 2**31 - 1, 2**31 + 7, 2**32 + 7, 12345])
+        step, rows = torch.tensor(number), strided
+        if stream == 2:  # a step for every row: the initial draws of more than 2^32 chains
+            step = step + 2 * (rows >> 32)
         expected = draws._bits_torch(seed, step, stream, rows, columns)
         got = draws_triton.bits_triton(
             draws.seed_key(seed), step.to(device), stream, rows.to(device), columns
