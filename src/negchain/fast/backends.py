@@ -5,10 +5,14 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-from typing import Literal
+from collections.abc import Callable
+from typing import Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @functools.cache
@@ -35,6 +39,22 @@ def triton_error(like: Tensor) -> str | None:
     if not like.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         return f"a CUDA tensor or TRITON_INTERPRET=1, got a tensor on {like.device}"
     return None
+
+
+def on_its_device(launch: Callable[P, T]) -> Callable[P, T]:
+    """Make the device of the first argument that has one the current one meanwhile.
+
+    Triton launches on the current device and its stream, wherever the tensors are. A backward pass
+    needs no such care: autograd's threads have their own device.
+    """
+
+    @functools.wraps(launch)
+    def there(*args: P.args, **kwargs: P.kwargs) -> T:
+        device = next(given.device for given in args if hasattr(given, "device"))
+        with torch.cuda.device(device if device.type == "cuda" else -1):  # -1: leaves it
+            return launch(*args, **kwargs)
+
+    return there
 
 
 def float32_products() -> Literal["ieee", "tf32"]:

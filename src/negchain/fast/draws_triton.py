@@ -15,6 +15,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
+from negchain.fast.backends import on_its_device
+
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # the interpreter has no libdevice
 
 
@@ -99,6 +101,7 @@ def _bits_kernel(
     tl.store(bits_ptr + at, drawn, mask=column < num_columns)
 
 
+@on_its_device
 def bits_triton(
     seed_key: int, step: Tensor, stream: int, rows: Tensor, num_columns: int
 ) -> Tensor:  # [N,K] int32

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from negchain import draws
+from negchain.fast.backends import on_its_device
 from negchain.fast.fused import gather_triton, layout_triton, tiles_triton
 from negchain.fast.fused.forward import tile_launch, walk
 from negchain.fast.fused.plan import Numbers, Plan, Walked, given
@@ -23,6 +24,7 @@ from negchain.fast.fused.plan import Numbers, Plan, Walked, given
 PANEL = 4096  # rows of i-SIR's weights at a time in the backward pass of tiles
 
 
+@on_its_device
 def fused_loss(
     a: Tensor, b: Tensor, carried: Tensor | None, beta: float | Tensor, plan: Plan
 ) -> tuple[Tensor, Numbers]:
