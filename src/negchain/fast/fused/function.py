@@ -188,10 +188,11 @@ def _panel_products(plan: Plan, walked: Walked) -> tuple[Tensor, Tensor]:
             weights = torch.empty(count, columns, dtype=pool.dtype, device=pool.device)
             tiles_triton.panel_kernel[(columns // tile, triton.cdiv(count, block))](
                 *operands, plan.index, walked.pool_ids, walked.penalty, walked.repeated,
-                walked.joint, walked.pull, walked.beta, weights, first, count, size, columns,
-                plan.num_samples, **launch,
+                walked.joint, walked.pull, walked.beta, weights, first, count, len(queries), size,
+                columns, plan.num_samples, **launch,
             )  # fmt: skip
             panel = slice(first, first + count)
             grad_queries[panel] = weights @ pool[offered]
             grad_pool[offered] += weights.mT @ queries[panel]
-    return grad_queries, grad_pool
+    scale = walked.beta / len(queries)
+    return grad_queries.mul_(scale), grad_pool.mul_(scale)
