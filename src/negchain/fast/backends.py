@@ -57,6 +57,15 @@ def on_its_device(launch: Callable[P, T]) -> Callable[P, T]:
     return there
 
 
-def float32_products() -> Literal["ieee", "tf32"]:
-    """How a kernel multiplies float32 matrices: as torch's setting says."""
-    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+def float32_products() -> Literal["tf32x3", "tf32"]:
+    """How a kernel multiplies float32 matrices: as torch's setting says.
+
+    "tf32x3" is float32 but for the last bit or two, on tensor cores. Triton's "ieee" multiplies
+    number by number, and tiles then keep 10 KiB of every thread's numbers in memory.
+    """
+    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+def copies_tiles(like: Tensor) -> bool:
+    """Whether the hardware copies tiles of such a tensor: from compute capability 9 on."""
+    return like.is_cuda and torch.cuda.get_device_capability(like.device)[0] >= 9
