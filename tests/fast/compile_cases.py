@@ -5,7 +5,8 @@ target, and a launch only compiles (`warmup`): what the paths below launch is bu
 with the types and constants they really use. Nothing is computed, so results are meaningless.
 
     python tests/fast/compile_cases.py quick    # or: all
-prints {"compiled": {kernel: variants}, "left": [kernels that no path launched]} as JSON.
+prints {"compiled": {kernel: variants}, "left": [kernels that no path launched], "stack": {kernel:
+most bytes of a thread that registers do not hold}} as JSON.
 """
 
 from __future__ import annotations
@@ -14,10 +15,15 @@ import importlib
 import json
 import os
 import pkgutil
+import re
+import subprocess
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable
+from pathlib import Path as File
 from typing import Any
+from unittest import mock
 
 import torch
 import triton
@@ -71,8 +77,13 @@ def loss(loss_fn: Any, size: int = SIZE, dtype: torch.dtype = torch.bfloat16) ->
     return path
 
 
-def fused(kind: Any = EMC2Loss, size: int = SIZE, **options: Any) -> Path:
-    return loss(kind(2000, 10.0, backend="fused", **{"dim": DIM, **options}), size)
+def fused(
+    kind: Any = EMC2Loss,
+    size: int = SIZE,
+    dtype: torch.dtype = torch.bfloat16,
+    **options: Any,
+) -> Path:
+    return loss(kind(2000, 10.0, backend="fused", **{"dim": DIM, **options}), size, dtype)
 
 
 def scan() -> None:
@@ -127,7 +138,10 @@ ALL: dict[str, Path] = QUICK | {
     "isir, one copy": fused(kernel="isir", proposals=InBatch()),
     "dcl": fused(DCLLoss, views="paired"),
     "sogclr": fused(SogCLRLoss, denominator="all"),
+    "sogclr, an integer": fused(SogCLRLoss, gamma=1),  # which the compiler would take as constant
     "tiles": fused(LargeBatchEMC2Loss, kernel=MH(count_every=128)),
+    "tiles, float32": fused(LargeBatchEMC2Loss, size=300, dtype=torch.float32),
+    "tiles, isir, float32": fused(LargeBatchEMC2Loss, kernel="isir", dtype=torch.float32),
     "tiles, isir": fused(LargeBatchEMC2Loss, kernel="isir", carried="cached"),
     "tiles, isir by groups": fused(LargeBatchEMC2Loss, kernel=ISIR(128), denominator="all"),
     "scan": scan,
@@ -146,6 +160,16 @@ def kernels() -> dict[str, Any]:
     return found
 
 
+def stack(cubin: bytes) -> int:
+    """Bytes of a thread that its registers do not hold, as Triton's own tool reads them."""
+    tool = File(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        told = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True)
+    return max(map(int, re.findall(r"STACK:(\d+)", told.stdout)))
+
+
 def main(which: str) -> None:
     """Compile what the paths launch, and say what was compiled."""
     warnings.simplefilter("ignore")
@@ -153,20 +177,25 @@ def main(which: str) -> None:
     os.environ["TRITON_INTERPRET"] = "1"  # lets the paths below take tensors of a CPU
     driver.set_active(NoDevice())  # type: ignore[arg-type]
     launch, compiled = jit.JITFunction.run, dict[str, set[str]]()
+    stacks = dict[str, int]()
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         kernel = launch(self, *args, grid=grid, warmup=True, **options)
         name = f"{self.fn.__module__}.{self.fn.__name__}"
         assert kernel.asm["cubin"], name
-        compiled.setdefault(name, set()).add(kernel.hash)
+        if kernel.hash not in compiled.setdefault(name, set()):
+            compiled[name].add(kernel.hash)
+            stacks[name] = max(stacks.get(name, 0), stack(kernel.asm["cubin"]))
         return kernel
 
     jit.JITFunction.run = compile_only
-    for path in (QUICK if which == "quick" else ALL).values():
-        path()
+    with mock.patch("negchain.fast.fused.forward.copies_tiles", return_value=True):
+        for path in (QUICK if which == "quick" else ALL).values():
+            path()
     counts = {name: len(variants) for name, variants in sorted(compiled.items())}
     left = sorted(known.keys() - compiled.keys())
-    print(json.dumps({"compiled": counts, "left": left, "triton": triton.__version__}, indent=1))
+    told = {"compiled": counts, "left": left, "stack": stacks, "triton": triton.__version__}
+    print(json.dumps(told, indent=1))
 
 
 if __name__ == "__main__":

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import Any
+from unittest import mock
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from negchain import draws, mh_scan
+from negchain import EMC2Loss, draws, mh_scan
+from negchain.augment import Draws, Pictures, augmentation
 from negchain.fast import draws_triton
+from negchain.fast.augment.fused_triton import augment_fused
+from negchain.fast.layers import few_channels_triton, max_pool_triton
 from weights.scan_cases import disagreement, scan_cases
 
 Sizes = tuple[tuple[int, int], ...]
@@ -53,9 +59,11 @@ STEPS = ((0, 1), (7, 37), (2**31 + 9, 1030), (2**33, 3))  # and how many columns
 def draw_bits(device: str = "cpu", drawn: Iterable[Drawn] | None = None) -> list[str]:
     """`bits_triton` against the torch twin, to the bit."""
     found = []
+    strided = torch.tensor([0, 5, 2**31 - 1, 2**31 + 7, 2**32 + 7, 12345]).repeat_interleave(2)[::2]
     for seed, stream, (number, columns) in drawn or zip(SEEDS, (1, 2, 19, 1), STEPS, strict=True):
-        step = torch.tensor(number)
-        rows = torch.tensor([0, 5, 2**31 - 1, 2**31 + 7, 2**32 + 7, 12345])
+        step, rows = torch.tensor(number), strided
+        if stream == 2:  # a step for every row: the initial draws of more than 2^32 chains
+            step = step + 2 * (rows >> 32)
         expected = draws._bits_torch(seed, step, stream, rows, columns)
         got = draws_triton.bits_triton(
             draws.seed_key(seed), step.to(device), stream, rows.to(device), columns
@@ -120,3 +128,57 @@ def _unmix(x: int) -> int:
     x = unshift(x, 15) * pow(draws.MIX_B, -1, 2**32) % 2**32
     x = unshift(x, 15) * pow(draws.MIX_A, -1, 2**32) % 2**32
     return unshift(x, 16)
+
+
+# ---------------------------------------------------------------------------- devices
+
+
+def launched_elsewhere() -> list[str]:
+    """Paths that launch a kernel without making the device of their tensors the current one."""
+    from triton.runtime.interpreter import GridExecutor
+
+    launch, inside, found = GridExecutor.__call__, [0], list[str]()
+
+    @contextlib.contextmanager
+    def guard(device: object) -> Iterator[None]:
+        inside[0] += 1
+        yield
+        inside[0] -= 1
+
+    def watched(self: Any, *args: Any, **options: Any) -> None:
+        if not inside[0]:
+            found.append(f"{path.__name__}: {self.fn.__name__}")
+        launch(self, *args, **options)
+
+    with (
+        mock.patch("torch.cuda.device", guard),
+        mock.patch.object(GridExecutor, "__call__", watched),
+    ):
+        for path in (_lost_loss, _lost_scan, _lost_draws, _lost_views, _lost_layers):
+            path()
+    return found
+
+
+def _lost_loss() -> None:
+    index, loss_fn = torch.arange(4), EMC2Loss(9, 5.0, backend="fused")
+    loss_fn(*torch.randn(2, 4, 5), index, loss_fn.request(index).answer(torch.randn(4, 5)))
+
+
+def _lost_scan() -> None:
+    mh_scan(torch.zeros(2, 3), torch.zeros(2), -torch.ones(2, 3), 1, backend="triton")
+
+
+def _lost_draws() -> None:
+    draws_triton.bits_triton(7, torch.tensor(3), 2, torch.arange(2), 3)
+
+
+def _lost_views() -> None:
+    images = torch.zeros(1, 3, 9, 9, dtype=torch.uint8)
+    for pictures in (images, Pictures.of(images)):
+        augment_fused(augmentation("simclr-stl10", size=8), pictures, Draws(0, torch.tensor(3), 0))
+
+
+def _lost_layers() -> None:
+    x, weight = torch.zeros(1, 3, 8, 8), torch.zeros(4, 3, 3, 3)
+    few_channels_triton.few_channels_forward(x, weight, 1)
+    max_pool_triton.max_pool_forward(x, 3, 2, 1)

@@ -40,3 +40,5 @@ def test_the_default_losses_compile() -> None:
 def test_every_kernel_compiles() -> None:
     found = compiled("all")
     assert found["left"] == [] and len(found["compiled"]) > 20
+    spilled = {name: size for name, size in found["stack"].items() if size > 256}
+    assert not spilled, "bytes of each thread that do not fit into registers"

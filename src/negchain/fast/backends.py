@@ -5,10 +5,14 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-from typing import Literal
+from collections.abc import Callable
+from typing import Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @functools.cache
@@ -37,6 +41,31 @@ def triton_error(like: Tensor) -> str | None:
     return None
 
 
-def float32_products() -> Literal["ieee", "tf32"]:
-    """How a kernel multiplies float32 matrices: as torch's setting says."""
-    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+def on_its_device(launch: Callable[P, T]) -> Callable[P, T]:
+    """Make the device of the first argument that has one the current one meanwhile.
+
+    Triton launches on the current device and its stream, wherever the tensors are. A backward pass
+    needs no such care: autograd's threads have their own device.
+    """
+
+    @functools.wraps(launch)
+    def there(*args: P.args, **kwargs: P.kwargs) -> T:
+        device = next(given.device for given in args if hasattr(given, "device"))
+        with torch.cuda.device(device if device.type == "cuda" else -1):  # -1: leaves it
+            return launch(*args, **kwargs)
+
+    return there
+
+
+def float32_products() -> Literal["tf32x3", "tf32"]:
+    """How a kernel multiplies float32 matrices: as torch's setting says.
+
+    "tf32x3" is float32 but for the last bit or two, on tensor cores. Triton's "ieee" multiplies
+    number by number, and tiles then keep 10 KiB of every thread's numbers in memory.
+    """
+    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+def copies_tiles(like: Tensor) -> bool:
+    """Whether the hardware copies tiles of such a tensor: from compute capability 9 on."""
+    return like.is_cuda and torch.cuda.get_device_capability(like.device)[0] >= 9

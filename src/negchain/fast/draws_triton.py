@@ -15,6 +15,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
+from negchain.fast.backends import on_its_device
+
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # the interpreter has no libdevice
 
 
@@ -87,25 +89,29 @@ def gumbel(row_hash, column_hash):
 
 @triton.jit
 def _bits_kernel(
-    bits_ptr, rows_ptr, step_ptr, seed_key, num_columns, STREAM: tl.constexpr, WIDTH: tl.constexpr
-):
+    bits_ptr, rows_ptr,  # [N,K], [N]
+    step_ptr,  # [], or [N] where EACH
+    seed_key, num_columns, STREAM: tl.constexpr, EACH: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    key = stream_key(seed_key, tl.load(step_ptr), STREAM)
+    key = stream_key(seed_key, tl.load(step_ptr + (row if EACH else 0)), STREAM)
     drawn = bits(hash_row(tl.load(rows_ptr + row), key), hash_column(column, key))
     at = row.to(tl.int64) * num_columns + column
     tl.store(bits_ptr + at, drawn, mask=column < num_columns)
 
 
+@on_its_device
 def bits_triton(
     seed_key: int, step: Tensor, stream: int, rows: Tensor, num_columns: int
 ) -> Tensor:  # [N,K] int32
-    """`negchain.draws.bits` in one launch."""
+    """`negchain.draws.bits` in one launch; `step` [], or one per row."""
     drawn = torch.empty(len(rows), num_columns, dtype=torch.int32, device=rows.device)
     width = min(1024, triton.next_power_of_2(max(num_columns, 1)))
     grid = (len(rows), triton.cdiv(num_columns, width))
     if drawn.numel():
         _bits_kernel[grid](
-            drawn, rows, step, seed_key, num_columns, STREAM=stream, WIDTH=width, num_warps=1
-        )
+            drawn, rows.contiguous(), step.contiguous(), seed_key, num_columns, STREAM=stream,
+            EACH=step.dim() > 0, WIDTH=width, num_warps=1,
+        )  # fmt: skip
     return drawn

@@ -176,7 +176,7 @@ class CopyingEncoder(PlainEncoder):
         """This call's copies by the names of their weights, ready to be used."""
         copies, self._ready = self._ready or self._new_copies(), None
         if self._copied is not None:
-            torch.cuda.current_stream().wait_event(self._copied)
+            torch.cuda.current_stream(self.device).wait_event(self._copied)
         return {name: copies[number] for name, number in self._place.items()}
 
 

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from negchain.fast.backends import on_its_device
 from negchain.weights.metropolis import Scan
 
 MAX_TILE = 1024  # widest tile that stays in registers with 4 warps
@@ -122,6 +123,7 @@ def _scan_kernel(
     tl.store(accepts_ptr + row, accepts)
 
 
+@on_its_device
 def scan_triton(
     logits: Tensor,
     start_logit: Tensor,

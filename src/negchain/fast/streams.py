@@ -1,6 +1,7 @@
 """Work on a second CUDA stream, beside the current one.
 
-A device without streams (a CPU) has None for one: the work then runs on the spot.
+"Current" is that of the stream's own device, which need not be the current one. A device without
+streams (a CPU) has None for one: the work then runs on the spot.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def new_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream | N
 def forked(stream: torch.cuda.Stream | None) -> Iterator[None]:
     """Launches inside go to `stream`, and wait for what the current stream was given before."""
     if stream is not None:
-        stream.wait_stream(torch.cuda.current_stream())
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
     with torch.cuda.stream(stream):
         yield
 
@@ -30,4 +31,4 @@ def forked(stream: torch.cuda.Stream | None) -> Iterator[None]:
 def join(stream: torch.cuda.Stream | None) -> None:
     """What the current stream is given from now on waits for what `stream` was given."""
     if stream is not None:
-        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.current_stream(stream.device).wait_stream(stream)

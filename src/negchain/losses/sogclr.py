@@ -92,7 +92,7 @@ class SogCLRLoss(WeightedLoss):
             yield table, index
 
     def _loss(self, call: Call, requests: Sequence[Request]) -> Tensor:
-        sides = fused.in_batch(self, call, log_u=self.log_u, gamma=self.gamma)
+        sides = fused.in_batch(self, call, log_u=self.log_u, gamma=float(self.gamma))
         return super()._loss(call, requests) if sides is None else self._finish(*sides)
 
     def _estimate(self, number: int, side: Side, logits: Tensor) -> tuple[Estimate, Learn]:

@@ -27,6 +27,7 @@ from fast.kernel_cases import (
     draw_bits,
     draw_bits_of_all_streams,
     draw_logarithms,
+    launched_elsewhere,
     scan,
     thinned_scan,
     thinned_scan_at_length,
@@ -362,6 +363,7 @@ PROMISES = (
     draw_bits,
     draw_bits_of_all_streams,
     draw_logarithms,
+    launched_elsewhere,
     *INPUTS,
 )
 
@@ -370,7 +372,7 @@ PROMISES = (
 QUICK = {
     "shared", "paired-all", "isir-cached-all", "sogclr-paired-all", "dcl-paired", "infonce",
     "both", "isir-one-copy", "tiles-one-item", "nan: rows", "refusals", "scan", "thinned_scan",
-    "draw_bits", "bad_carried",
+    "draw_bits", "launched_elsewhere", "bad_carried",
     "planted: another seed", "planted: burn-in off by one", "planted: carried weight dropped",
 }  # fmt: skip
 

@@ -122,7 +122,24 @@ def other_dimension() -> list[str]:
         return [] if "dimension" in str(error) else [str(error)]
 
 
+def half_precision() -> list[str]:
+    """Weights of i-SIR over a large batch in float16: beta / N of each must not vanish.
+
+    A small beta stands for a batch of 16,000; the gradient is scaled as a scaler does.
+    """
+    grads, beta = [], 1e-3
+    for backend, dtype, scale in (("torch", torch.float32, 1.0), ("fused", torch.float16, 1e6)):
+        z = torch.randn(2, 130, 20, generator=torch.manual_seed(0)).half().to(dtype)
+        options = {"views": "paired", "symmetric": False, "kernel": "isir", "dim": 20}
+        loss_fn = LargeBatchEMC2Loss(135, beta, carried="cached", backend=backend, **options)
+        value = loss_fn(*z.requires_grad_(), torch.arange(130))
+        grads.append(torch.autograd.grad(value * scale, z)[0].float() / scale)
+    apart = float((grads[0] - grads[1]).norm() / grads[0].norm())
+    return [] if apart < 1e-3 else [f"gradients differ by {apart:.1e} of their norm"]
+
+
 INPUTS = (
+    half_precision,
     strided_index,
     any_integers_as_ids,
     missing_index,

@@ -62,6 +62,7 @@ from negchain.fast.augment.fused_params_triton import (
     WIDTH,
     fused_params,
 )
+from negchain.fast.backends import on_its_device
 
 SATURATION = tl.constexpr(2)
 
@@ -263,6 +264,7 @@ def _colour_kernel(
     store(out, red, green, blue, inside, CHANNELS, PLANE)
 
 
+@on_its_device
 def augment_fused(
     augment: Augmentation,
     images: Images,  # N uint8 images, or M with `index`

@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from negchain import draws
-from negchain.fast.backends import float32_products
+from negchain.fast.backends import copies_tiles, float32_products, on_its_device
 from negchain.fast.fused import (
     MAX_COLUMNS,
     commit_triton,
@@ -34,6 +34,7 @@ WIDTH_OF_A_WARP = 512  # an item's numbers of one embedding; one warp needs no b
 MAX_SPLIT_BLOCKS = 160  # of rows: more of them fill a GPU without splitting the columns
 
 
+@on_its_device
 def carried_ids(states: Tensor, side: int, index: Tensor, seed: int) -> Tensor:  # -> [B] int64
     """`ChainTable.ids` in one launch, from the states [M] of a side."""
     ids = torch.empty_like(index)
@@ -198,11 +199,11 @@ def _tiles(walked: Walked, same: Tensor, plan: Plan) -> None:
 def tile_launch(walked: Walked) -> tuple[tuple[Any, Any], dict[str, Any]]:
     """Queries and pool as a kernel of tiles takes them, and its sizes and options.
 
-    From compute capability 9 on the hardware copies tiles itself, and needs their descriptors.
+    Where the hardware copies tiles itself, it needs their descriptors.
     """
     queries, pool = walked.queries, walked.pool
     rows, tile, depth = tiles_triton.ROWS, tiles_triton.TILE, tiles_triton.DEPTH
-    tma = pool.is_cuda and torch.cuda.get_device_capability(pool.device)[0] >= 9
+    tma = copies_tiles(pool)
     operands: tuple[Any, Any] = queries, pool
     if tma:
         operands = (

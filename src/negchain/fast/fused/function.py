@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from negchain import draws
+from negchain.fast.backends import on_its_device
 from negchain.fast.fused import gather_triton, layout_triton, tiles_triton
 from negchain.fast.fused.forward import tile_launch, walk
 from negchain.fast.fused.plan import Numbers, Plan, Walked, given
@@ -23,6 +24,7 @@ from negchain.fast.fused.plan import Numbers, Plan, Walked, given
 PANEL = 4096  # rows of i-SIR's weights at a time in the backward pass of tiles
 
 
+@on_its_device
 def fused_loss(
     a: Tensor, b: Tensor, carried: Tensor | None, beta: float | Tensor, plan: Plan
 ) -> tuple[Tensor, Numbers]:
@@ -186,10 +188,11 @@ def _panel_products(plan: Plan, walked: Walked) -> tuple[Tensor, Tensor]:
             weights = torch.empty(count, columns, dtype=pool.dtype, device=pool.device)
             tiles_triton.panel_kernel[(columns // tile, triton.cdiv(count, block))](
                 *operands, plan.index, walked.pool_ids, walked.penalty, walked.repeated,
-                walked.joint, walked.pull, walked.beta, weights, first, count, size, columns,
-                plan.num_samples, **launch,
+                walked.joint, walked.pull, walked.beta, weights, first, count, len(queries), size,
+                columns, plan.num_samples, **launch,
             )  # fmt: skip
             panel = slice(first, first + count)
             grad_queries[panel] = weights @ pool[offered]
             grad_pool[offered] += weights.mT @ queries[panel]
-    return grad_queries, grad_pool
+    scale = walked.beta / len(queries)
+    return grad_queries.mul_(scale), grad_pool.mul_(scale)

@@ -275,9 +275,10 @@ def panel_kernel(
     index_ptr, pool_ids_ptr, penalty_ptr, repeated_ptr,  # [B], [K], [K], [B]
     joint_ptr, pull_ptr,  # [N]
     beta_ptr,
-    weights_ptr,  # [n,K] out: weights of rows begin .. begin + n, pulled
-    begin, num_panel, num_items, num_columns, num_samples, STRIDE: tl.constexpr, ROWS: tl.constexpr,
-    TILE: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    weights_ptr,  # [n,K] out: factor times weight, in [0, 1], of rows begin .. begin + n
+    begin, num_panel, num_rows, num_items, num_columns, num_samples, STRIDE: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     """i-SIR's weights of a panel of rows of one block, for the products of its backward pass."""
     tile = tl.program_id(0)
@@ -299,7 +300,9 @@ def panel_kernel(
     own = tl.minimum(tl.maximum(own, 0), num_samples - 1).to(tl.int32)
     joint = tl.load(joint_ptr + row, mask=inside, other=0.0)
     pull = tl.load(pull_ptr + row, mask=inside, other=0.0)
-    logit = similarity * tl.load(beta_ptr) + tl.load(penalty_ptr + column)[None, :]
+    beta = tl.load(beta_ptr)
+    pull *= num_rows / beta  # float16 has no beta / N of a large batch
+    logit = similarity * beta + tl.load(penalty_ptr + column)[None, :]
     member = tile * TILE + bit_reversed(lane)
     again = tl.load(repeated_ptr + member, mask=member < num_items, other=1)
     unused = (tl.load(pool_ids_ptr + column)[None, :] == own[:, None]) | (again != 0)[None, :]

@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from negchain.fast.backends import float32_products
+from negchain.fast.backends import float32_products, on_its_device
 from negchain.fast.layers.weight_gradients import WeightGradients
 
 FOLDED = tl.constexpr(16)  # channels
@@ -173,6 +173,7 @@ def _width(out: int) -> int:
     return max(16, int(triton.next_power_of_2(out)))
 
 
+@on_its_device
 def few_channels_forward(x: Tensor, weight: Tensor, padding: int) -> tuple[Tensor, Tensor]:
     """[N,C,H,W] [O,C,K,K], both channels-last -> [N,O,OH,OW], channels-last; folded images."""
     (out, channels, side, _), (count, _, *size) = weight.shape, x.shape

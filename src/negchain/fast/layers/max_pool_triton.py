@@ -21,6 +21,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from negchain.fast.backends import on_its_device
+
 NUMBERS, GRADIENT_NUMBERS = 1024, 2048  # per program
 
 
@@ -92,6 +94,7 @@ def _block(channels: int, numbers: int) -> tuple[int, int]:
     return wide, max(1, numbers // wide)
 
 
+@on_its_device
 def max_pool_forward(x: Tensor, size: int, stride: int, padding: int) -> tuple[Tensor, Tensor]:
     """[N,C,H,W] channels-last -> pooled [N,C,OH,OW] and the winners' places in their windows."""
     count, channels, height, width = x.shape
