@@ -108,7 +108,7 @@ class ImageJudge(Judge):
     def baselines(self, line: Mapping[str, Any]) -> Numbers:
         """The numbers of raw pixels, of chance, and of the encoder before its first step."""
         kept = {k: line[k] for k in ("pixels_knn1", "pixels_probe", "chance") if k in line}
-        named = ("knn1", "probe", "global_loss")
+        named = ("knn1", "probe", "probe_validation", "global_loss")
         return kept | {f"untrained_{k}": line[k] for k in named if k in line}
 
     def losses(self, encoder: Encoder) -> Numbers:
