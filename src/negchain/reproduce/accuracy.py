@@ -119,13 +119,15 @@ def burn_in(options: Options) -> list[Row]:
 
 def finite_augmentations(options: Options) -> list[Row]:
     """Every number of stored augmentations, seed by seed."""
-    settings = {name: SETTINGS[name] for name in ("b256-none", "b256-batch")}
+    cases = {name: SETTINGS[name] for name in ("b256-none", "b256-batch")}
     found = []
-    for job in training_jobs(options, settings, reproduced(small=False)):
+    for job in training_jobs(options, cases, reproduced(small=False)):
         for count in STORED:
             label = f"{title_of(job['method'])}, {count or 'fresh'}"
-            stored = {**job["settings"], "augmentations": count}
-            found.append({**job, "augmentations": label, "settings": stored})
+            settings = {**job["settings"], "augmentations": count}
+            if count:  # the presets' proposals are those of fresh views
+                settings.pop("proposal", None)
+            found.append({**job, "augmentations": label, "settings": settings})
     return found
 
 

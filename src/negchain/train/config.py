@@ -137,8 +137,7 @@ class TrainConfig:
     denominator: Literal["negatives", "all"] = setting("negatives", NEGATIVES,
         help="Softmax over the negatives alone (the paper), or with the positive kept in.")
     proposal: Literal["batch", "both", "informed"] = setting("batch", NEGATIVES,
-        help="emc2, isir: batch: one view of its other images (emc2: both if stored); both; or "
-        "a table's.")
+        help="emc2, isir: one view of the batch's other images, both, or a table's (informed).")
     draws: int = setting(2, NEGATIVES, rule=between(0, 1024),
         help="Texts: documents encoded per query beside its positive, random or proposed; 0: none.")
     gamma: float = setting(0.9, NEGATIVES, rule=share,
