@@ -133,7 +133,8 @@ def main() -> None:
         done = [row["job"] for row in read_rows(given.out)]
         for job in (job for job in jobs if job not in done):
             begin = time.process_time()
-            settings = {"data": str(folder), **job["settings"]}
+            plain = {"proposal": "batch", "data": str(folder)}  # one view, as in the record
+            settings = {**plain, **job["settings"]}
             found = trained({**job, "settings": settings})
             cpu = round(time.process_time() - begin, 1)
             append(given.out, {"job": job, **found, "cpu": cpu})

@@ -106,7 +106,9 @@ def main() -> None:
         done = [row["job"] for row in read_rows(given.out)]
         for job in (job for job in jobs if job not in done):
             begin, cpu = time.time(), time.process_time()
-            plain = {"proposal": "batch", "data": folder}  # a case says it where chains get more
+            plain = {"data": folder}
+            if "augmentations" not in job["settings"]:
+                plain["proposal"] = "batch"  # a case says it where chains get more
             run = {**job, "settings": {**plain, **job["settings"]}, "points": [1.0]}
             found = train(run, begin + 1e6)
             wall, cpu = round(time.time() - begin, 1), round(time.process_time() - cpu, 1)

@@ -69,6 +69,10 @@ class ProbeResult:
     """The class given to each test row, [Q] int64."""
     top5: float
     """Share of test rows whose class is among the five most likely."""
+    validation: float
+    """Share of the held-out training rows classified correctly at that strength, before it."""
+    held_out: int
+    """How many those are."""
 
 
 def embed_all(
@@ -181,6 +185,8 @@ def linear_probe(
         l2=grid[best],
         predicted=predicted,
         top5=top5.double().mean().item(),
+        validation=scores[best],
+        held_out=int(held.sum()),
     )
 
 

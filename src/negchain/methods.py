@@ -73,6 +73,7 @@ class Method:
             are.
         lr_share: factor on the default learning rate; a preset's or the user's rate stays.
         proposal: default of `--proposal` for images with fresh views; a preset's stays.
+        stored_proposal: the same for images with stored views, with a preset too.
         reproduced: whether `reproduce` compares it: on "all" data sets, or on "small" ones only,
             because it keeps a table.
     """
@@ -88,6 +89,7 @@ class Method:
     plain_keys: bool = False
     lr_share: float = 1.0
     proposal: Literal["batch", "both"] = "batch"
+    stored_proposal: Literal["batch", "both"] = "batch"
     reproduced: Literal["all", "small"] | None = None
 
 
@@ -235,7 +237,7 @@ def _emc2(s: LossSettings, isir: bool = False) -> ContrastiveLoss:
     proposal, shared = s.option("proposal", None), s.layout.get("views", "shared") == "shared"
     # Stored views have a chain each, so that both copies of an item are different states. i-SIR's
     # set would hold two of every item beside one of the held: biased (tests/losses/test_found.py).
-    both = proposal == "both" or (stored and not isir)
+    both = proposal == "both" or (proposal is None and stored and not isir)
     proposals: Any = InBatch(copies=2) if both else _uniform(num)
     if proposal == "batch" and shared and not (both or num):
         proposals = InBatch()
@@ -290,6 +292,7 @@ for _method in (
         _emc2,
         options=("burn_in", *_CHAIN),
         proposal="both",
+        stored_proposal="both",  # the paper's R = 2b - 2
         reproduced="all",
     ),
     Method(

@@ -239,10 +239,13 @@ def test_patience_says_by_what_it_chose_and_a_damaged_choice_says_what_else(
     assert negchain("train", options, once, run) == 0
     said, page = capsys.readouterr().out, (run / "report.html").read_text()
     assert "1 evaluation found nothing better" in said
-    assert "by validation" not in said + page  # there is no validation set of images
-    if "kept: the encoder of step" in said:
-        assert "the best by the linear probe on the same test images" in said
-        assert "the best by the linear probe on the same test images" in page
+    assert said.count("the best by validation") == page.count("the best by validation")
+    assert ("the best by validation" in said) == ("kept: the encoder of step" in said)
+    lines = [line for line in metrics_of(run) if "probe_validation" in line]
+    assert len(lines) == len([line for line in metrics_of(run) if "probe" in line]) > 1
+    kept = max(lines, key=lambda line: line["probe_validation"])  # the first of equals
+    summary = json.loads((run / "summary.json").read_text())
+    assert [summary[n] for n in ("best_step", "probe")] == [kept["step"], kept["probe"]]
 
     def leaves(*told: object) -> None:
         raise BrokenPipeError
@@ -262,15 +265,14 @@ def test_patience_says_by_what_it_chose_and_a_damaged_choice_says_what_else(
 
 
 def test_the_best_checkpoint_is_kept_and_evaluated(probed: Path, capsys: Capture) -> None:
-    scores = {line["step"]: line["probe"] for line in metrics_of(probed) if "probe" in line}
-    scores.pop(0, None)
-    best = max(scores.values())
-    expected = next(step for step, score in scores.items() if score == best)
+    lines = {line["step"]: line for line in metrics_of(probed) if "probe" in line and line["step"]}
+    scores = {step: -line["global_loss"] for step, line in lines.items()}  # few validation pictures
+    expected = max(scores, key=lambda step: scores[step])
     files = {path.name for path in (probed / "checkpoints").iterdir()}
     assert files == {"best.pt", f"step-{max(scores):09d}.pt"}
     assert negchain("evaluate", probed, "--checkpoint best") == 0
     found = json.loads((probed / "evaluation.json").read_text())
-    assert found["step"] == expected and found["probe"] == pytest.approx(best)
+    assert found["step"] == expected and found["probe"] == pytest.approx(lines[expected]["probe"])
     capsys.readouterr()
     assert negchain("evaluate", probed, f"--checkpoint {max(scores)}") == 0
     assert negchain("evaluate", probed, "--checkpoint 3") == 2

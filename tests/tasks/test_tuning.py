@@ -15,7 +15,13 @@ from negchain.train.config import ConfigError
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def by() -> list[str]:
+    """Of what the scores of `launched` runs are."""
+    return ["ndcg10"]
+
+
+@pytest.fixture
+def launched(by: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Runs that take no time: infonce likes a large rate, dcl a small one."""
     names: list[str] = []
 
@@ -24,7 +30,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append(path.name)
         path.mkdir(parents=True)
         score = config.lr * (1 if config.method == "infonce" else -1)
-        (path / "summary.json").write_text(json.dumps({"score": score}))
+        (path / "summary.json").write_text(json.dumps({"score": score, "score_by": by[0]}))
         (path / "config.json").write_text(json.dumps(asdict(config)))
         (path / "metrics.jsonl").write_text('{"step": 0, "loss": 1.0}\n')
         return SimpleNamespace(poll=lambda: 0, returncode=0)
@@ -46,6 +52,20 @@ def test_every_method_keeps_its_best(launched: list[str], tmp_path: Path, capsys
     assert "dcl-lr=0.1" in page and "dcl-lr=0.2" not in page
     launched.clear()
     assert command_line(words) == 0 and launched == []  # what is finished is kept
+
+
+def test_exact_losses_of_another_beta_choose_nothing(
+    by: list[str], launched: list[str], tmp_path: Path, capsys
+) -> None:
+    by[0] = "global_loss"
+    words = ["compare", "--methods", "dcl", "--tune", "lr=0.1,0.2", "--device", "cpu", "--quiet"]
+    assert command_line([*words, "--out", str(tmp_path / "rates")]) == 0
+    assert "dcl lr=0.1 is best of 2 (global_loss 0.1000)" in capsys.readouterr().err
+    assert command_line([*words, "--tune", "beta=9,5", "--out", str(tmp_path / "betas")]) == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert "dcl has no score to choose by: exact losses of another --beta are no better" in said
+    page = (tmp_path / "betas" / "report.html").read_text(encoding="utf-8")
+    assert "dcl-lr=0.1-beta=9-seed0" in page and "beta=5-seed0" not in page
 
 
 def test_runs_that_tune_and_that_follow_are_counted_together(

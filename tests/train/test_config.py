@@ -163,7 +163,10 @@ def test_wrong_values_are_named(name: str, value: Any) -> None:
     [
         ({"method": "dcl", "carried": "encode"}, ("--carried", "--method emc2 or isir")),
         ({"method": "sogclr", "proposal": "batch"}, ("--proposal", "--method")),
-        ({"proposal": "both", "augmentations": 2}, ("--proposal both", "--augmentations")),
+        (
+            {"method": "isir", "proposal": "both", "augmentations": 2},
+            ("--proposal both", "--augmentations", "--method isir"),
+        ),
         ({"proposal": "informed", "augmentations": 2}, ("--proposal informed", "--augmentations")),
         ({"method": "isir", "burn_in": 0.5}, ("--burn-in", "--method emc2")),
         ({"method": "emc2", "gamma": 0.9}, ("--gamma", "--method sogclr")),
@@ -190,11 +193,14 @@ def test_contradictions_name_both_sides(overrides: dict[str, Any], named: tuple[
         (None, {"method": "emc2"}, "both"),
         (None, {"method": "emc2", "proposal": "batch"}, "batch"),
         (None, {"method": "isir", "augmentations": 2}, "batch"),
+        (None, {"method": "emc2", "augmentations": 2}, "both"),
+        ("stl10-b32", {"method": "emc2", "augmentations": 2}, "both"),
+        (None, {"method": "emc2", "augmentations": 2, "proposal": "batch"}, "batch"),
         (None, {"method": "dcl"}, "batch"),
         ("stl10-b32", {"method": "isir"}, "batch"),
     ],
 )
-def test_fresh_views_are_both_proposed(preset, given, proposal) -> None:
+def test_both_views_are_proposed_where_that_is_the_default(preset, given, proposal) -> None:
     assert resolve(preset, given).proposal == proposal
 
 
@@ -207,7 +213,10 @@ def test_fresh_views_are_both_proposed(preset, given, proposal) -> None:
         ({"method": "emc2", "proposal": "batch"}, {"proposal": "both"}, "both"),
         ({"method": "dcl"}, {"method": "emc2"}, "both"),  # DCL's was nobody's choice
         ({"method": "emc2"}, {"method": "dcl"}, "batch"),
-        ({"method": "emc2"}, {"augmentations": 2}, "batch"),
+        ({"method": "emc2"}, {"augmentations": 2}, "both"),
+        ({"method": "emc2", "proposal": "batch"}, {"augmentations": 2}, "both"),
+        ({"method": "emc2", "augmentations": 2}, {"method": "isir"}, "batch"),
+        ({"method": "emc2", "augmentations": 2, "proposal": "batch"}, {"seed": 1}, "batch"),
         ({"method": "emc2", "augmentations": 2}, {"augmentations": 0}, "both"),
     ],
 )

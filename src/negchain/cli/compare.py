@@ -26,6 +26,7 @@ from negchain.files import open_plain, read_object, real_folder
 from negchain.methods import import_file, trained
 from negchain.printable import show
 from negchain.progress import Progress
+from negchain.tasks import EXACT
 from negchain.train.config import ConfigError, TrainConfig, flag, hints, method_named, same_run
 from negchain.train.presets import choose
 from negchain.train.resolve import for_method, resolve
@@ -45,7 +46,8 @@ For example:
         --tune lr=2e-5,5e-5 --data ./scifact --encoder ./all-MiniLM-L6-v2
 
 With `--tune` every method is run with each combination (seed 0) and keeps the one with the best
-held-out score; its other seeds run with that, and the page shows these runs.
+validation score (without labels: the lowest exact loss); its other seeds run with that, and the
+page shows these runs.
 
 Takes all options of `negchain train`; an option only some methods know is given to those only.
 Runs that are finished in --out are kept, unfinished ones are resumed. Runs on one GPU share it
@@ -179,6 +181,7 @@ def _refuse_another(path: Path, config: TrainConfig) -> None:
 
 # ---------------------------------------------------------------------- what is tuned
 
+LOSS_OF = ("beta", "recipe", "image_size", "subset", "probe_samples")  # what the exact loss is of
 FIXED = ("method", "seed", "out", "task", "data", "preset")
 KINDS = {int: "an integer", float: "a number", str: "text"}
 
@@ -227,23 +230,30 @@ def ended(run: Path) -> bool:
     return (run / "summary.json").exists()
 
 
-def score(run: Path) -> float:
-    """The score of a finished run by its task's judge; minus infinity of any other."""
-    value = read_object(run / "summary.json").get("score") if ended(run) else None
-    return float(value) if isinstance(value, int | float) else -math.inf
+def score(run: Path) -> tuple[float, str]:
+    """The score of a finished run by its task's judge, and of what; minus infinity of any other."""
+    summary = read_object(run / "summary.json") if ended(run) else {}
+    value, by = summary.get("score"), str(summary.get("score_by"))
+    return float(value) if isinstance(value, int | float) else -math.inf, by
 
 
 def _best(method: str, several: list[list[Plan]]) -> list[Plan]:
     """The plans of the combination whose first seed has the best score."""
     if len(several) == 1:
         return several[0]
-    best = max(several, key=lambda plans: score(plans[0].path))
+    best = max(several, key=lambda plans: score(plans[0].path)[0])
     path = best[0].path
-    if score(path) == -math.inf:
-        say(f" has no score to choose by: the first of {len(several)} is taken", method)
+    value, by = score(path)
+    differ = {name: {getattr(plans[0].config, name) for plans in several} for name in LOSS_OF}
+    apart = [flag(name) for name, values in differ.items() if len(values) > 1]
+    if value == -math.inf or (by == EXACT and apart):
+        why = f": exact losses of another {' and '.join(apart)} are no better or worse" * bool(
+            apart
+        )
+        say(f" has no score to choose by{why}: the first of {len(several)} is taken", method)
         return several[0]
     name = path.name.removeprefix(f"{method}-").removesuffix("-seed0")
-    say(f" {name} is best of {len(several)} (score {score(path):.4f})", method)
+    say(f" {name} is best of {len(several)} ({by} {-value if by == EXACT else value:.4f})", method)
     return best
 
 

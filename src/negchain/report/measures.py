@@ -120,8 +120,6 @@ class Shown:
         columns: of `lead` and `secondary`, those a comparison's table has.
         baselines: what a result is compared with: prefix of its key, name on the page.
         explained: a sentence or two on the baselines.
-        best_by: by what --patience keeps an encoder: a key, which a run may lack (then the exact
-            loss decides), and its name in words.
         pictures: (run, small) -> (title, HTML, data for the page's script or None) of each section
             below the curves; `small`: a few, for a page of many runs.
     """
@@ -133,7 +131,6 @@ class Shown:
     columns: tuple[Metric, ...] = ()
     baselines: Mapping[str, str] = field(default_factory=lambda: {"untrained": "Untrained encoder"})
     explained: str = ""
-    best_by: tuple[str, str] | None = None
     pictures: Callable[[Run, bool], list[tuple[str, str, Any]]] = lambda run, small: []
 
 

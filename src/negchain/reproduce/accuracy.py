@@ -13,13 +13,14 @@ burn-in (Fig. 4)
             increasing P, and the improvement stops at a certain threshold of around P = b". At
             which batch size is not said; here b = 32.
     Ours    the paper's R = 2b - 2 proposals (both copies of every item to each row), and as last
-            line our default: one copy each, half discarded.
+            line what our presets have: one copy each, half discarded.
 finite-augmentations (Fig. 3)
     Paper   b = 256, β = 5: "as the number of pre-computed augmentations increases, the performance
             approaches to that of the infinite augmentation algorithm". How many is not stated.
     Ours    2, 4 and 16 stored augmentations, a chain for each of them, and fresh ones, one chain
             per image; the other methods too, to tell the chain's part from augmentation's. A pair
-            is two different stored views; the paper's may be the same one twice.
+            is two different stored views; the paper's may be the same one twice. EMC² is offered
+            both stored views of every other image, and one of its fresh ones.
 imagenet100 (Fig. 6)
     Paper   ResNet-50, LARS, b = 256, ImageNet-100 at 224 px, β = 14.28, lr 1.2: EMC² above SimCLR,
             "on par with SogCLR". The authors' code: 800 epochs.
@@ -91,8 +92,8 @@ def training_jobs(
 def with_options(settings: Row, options: Options) -> Row:
     """A setting with what the user gave laid over it; --quick: digits, small and short."""
     if options.quick:
-        kept = {k: v for k, v in settings.items() if k in ("norm", "augmentations", "beta")}
-        return {"norm": "none", **kept, **QUICK, "device": options.device}
+        kept = {k: v for k, v in settings.items() if k in ("norm", "proposal", "beta")}
+        return {"norm": "none", "proposal": "batch", **kept, **QUICK, "device": options.device}
     if options.data is None:
         raise ValueError("--data must name the folder of images (train/, test/, unlabeled/)")
     given = {"device": options.device, "data": options.data, "epochs": options.epochs}
@@ -118,13 +119,15 @@ def burn_in(options: Options) -> list[Row]:
 
 def finite_augmentations(options: Options) -> list[Row]:
     """Every number of stored augmentations, seed by seed."""
-    settings = {name: SETTINGS[name] for name in ("b256-none", "b256-batch")}
+    cases = {name: SETTINGS[name] for name in ("b256-none", "b256-batch")}
     found = []
-    for job in training_jobs(options, settings, reproduced(small=False)):
+    for job in training_jobs(options, cases, reproduced(small=False)):
         for count in STORED:
             label = f"{title_of(job['method'])}, {count or 'fresh'}"
-            stored = {**job["settings"], "augmentations": count}
-            found.append({**job, "augmentations": label, "settings": stored})
+            settings = {**job["settings"], "augmentations": count}
+            if count:  # the presets' proposals are those of fresh views
+                settings.pop("proposal", None)
+            found.append({**job, "augmentations": label, "settings": settings})
     return found
 
 

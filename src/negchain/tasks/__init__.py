@@ -26,6 +26,9 @@ if TYPE_CHECKING:  # the command line reads names and options, and torch takes s
     from negchain.tasks.task import Task
     from negchain.train.config import TrainConfig
 
+EXACT = "global_loss"
+"""The name of the exact loss, which decides where a task has no validation data."""
+
 
 @dataclass(frozen=True)
 class Kind:

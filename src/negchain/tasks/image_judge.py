@@ -16,7 +16,13 @@ from negchain import draws
 from negchain.augment import Augmentation, finite_views
 from negchain.data import ImageSet
 from negchain.encoders import Encoder
-from negchain.evaluation import embed_all, few_label_probe, linear_probe, linear_probe_paper
+from negchain.evaluation import (
+    ProbeResult,
+    embed_all,
+    few_label_probe,
+    linear_probe,
+    linear_probe_paper,
+)
 from negchain.exact import global_loss
 from negchain.losses import ContrastiveLoss
 from negchain.neighbours import in_top, knn_accuracy, knn_votes, nearest_neighbours
@@ -34,6 +40,8 @@ VIEWED, VIEWS = 6, 6  # training images shown augmented, and how many times
 KNN = (20, 200)  # the usual k, where there are as many training images
 FEW_LABELS = {"probe_1pct": 0.01, "probe_10pct": 0.1}
 TOP5_FROM = 10  # classes; of fewer, five guesses are half of them
+VALIDATED_FROM = 50
+"""Validation pictures from which they choose an encoder: one of fewer is above two points."""
 PIXEL_SIDE = 16
 """Raw pixels are averaged to at most this side. That makes as many numbers as a small encoder has
 features, so that the probe takes as long. (Neighbours of tiny images are a common baseline.)"""
@@ -45,14 +53,17 @@ class ImageJudge(Judge):
     """Evaluates an encoder on a data set."""
 
     task: ImageTask
-    best_by = "probe"  # its accuracy; there is none without labels
+    best_by = "probe_validation"  # on training pictures that the fit leaves out, never on test ones
 
     def __init__(self, task: ImageTask) -> None:
         super().__init__(task)
         self.config, self.data, self.augment = task.config, task.data, task.augment
 
     def quick(self, encoder: Encoder) -> Numbers:
-        """The exact `global_loss`, `embedding_variance` and, with labels, `knn1` and `probe`."""
+        """The exact `global_loss`, `embedding_variance`; with labels `knn1` and `probe`.
+
+        With labels for enough pictures, `probe_validation` too.
+        """
         result = self.losses(encoder)
         if self.data.labelled:
             result |= _accuracies(self._features(encoder))
@@ -61,7 +72,8 @@ class ImageJudge(Judge):
     def before(self, encoder: Encoder) -> Numbers:
         """What a result must beat: `quick` of this encoder, raw pixels, and chance.
 
-        `chance` is the test accuracy of always answering the commonest training class.
+        `chance` is the test accuracy of the best constant answer: the commonest class among the
+        test images, whether or not it is the commonest to train on.
         """
         result = self.losses(encoder)
         if not self.data.labelled:
@@ -74,11 +86,10 @@ class ImageJudge(Judge):
         parts = [x.tensor_split([encoder.feature_dim], 1) for x in (train_x, test_x)]
         result |= _accuracies((parts[0][0], train_y, parts[1][0], test_y))
         pixels = _accuracies((parts[0][1], train_y, parts[1][1], test_y))
-        commonest = train_y.mode().values
         return {
             **result,
-            **{f"pixels_{name}": value for name, value in pixels.items()},
-            "chance": (test_y == commonest).double().mean().item(),
+            **{f"pixels_{name}": pixels[name] for name in ("knn1", "probe")},
+            "chance": (test_y == test_y.mode().values).double().mean().item(),
         }
 
     def thorough(self, encoder: Encoder) -> tuple[Numbers, Arrays]:
@@ -97,7 +108,7 @@ class ImageJudge(Judge):
     def baselines(self, line: Mapping[str, Any]) -> Numbers:
         """The numbers of raw pixels, of chance, and of the encoder before its first step."""
         kept = {k: line[k] for k in ("pixels_knn1", "pixels_probe", "chance") if k in line}
-        named = ("knn1", "probe", "global_loss")
+        named = ("knn1", "probe", "probe_validation", "global_loss")
         return kept | {f"untrained_{k}": line[k] for k in named if k in line}
 
     def losses(self, encoder: Encoder) -> Numbers:
@@ -259,7 +270,13 @@ def raw_pixels(images: Tensor) -> Tensor:
 
 
 def _accuracies(features: Features) -> dict[str, float]:
-    return {"knn1": knn_accuracy(*features), "probe": linear_probe(*features).accuracy}
+    probe = linear_probe(*features)
+    return {"knn1": knn_accuracy(*features), "probe": probe.accuracy, **_validated(probe)}
+
+
+def _validated(probe: ProbeResult) -> dict[str, float]:
+    """What encoders are chosen by, where there are pictures enough."""
+    return {"probe_validation": probe.validation} if probe.held_out >= VALIDATED_FROM else {}
 
 
 def _all_accuracies(features: Features) -> tuple[dict[str, float], dict[str, Tensor]]:
@@ -279,6 +296,7 @@ def _all_accuracies(features: Features) -> tuple[dict[str, float], dict[str, Ten
         "probe": probe.accuracy,
         "probe_l2": probe.l2,
         "probe_paper": linear_probe_paper(*features),
+        **_validated(probe),
     }
     numbers |= {name: few_label_probe(*features, share=s) for name, s in FEW_LABELS.items()}
     answers = {f"right_knn{k}": answers for k, answers in right.items()}

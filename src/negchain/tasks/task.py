@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from negchain.losses import ContrastiveLoss
 from negchain.losses.request import Want
+from negchain.tasks import EXACT
 from negchain.train.device import autocast_dtype
 from negchain.train.presets import ConfigError
 
@@ -114,11 +115,15 @@ class Judge(ABC):
         """The numbers of `before`, as the log has them, that a result is compared with."""
 
     best_by: str
-    """The number by which the best encoder is kept."""
+    """The number by which the best encoder is kept: of validation data, never of test data."""
 
     def score(self, numbers: Mapping[str, float]) -> float:
         """`best_by`, greater is better; where it is missing the exact loss decides."""
-        return numbers.get(self.best_by, -numbers.get("global_loss", math.inf))
+        return numbers.get(self.best_by, -numbers.get(EXACT, math.inf))
+
+    def score_by(self, numbers: Mapping[str, float]) -> str:
+        """The name of what `score` is."""
+        return self.best_by if self.best_by in numbers else EXACT
 
     def previews(self) -> Arrays:
         """Arrays for the report of a run that has just begun."""

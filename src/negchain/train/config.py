@@ -137,7 +137,7 @@ class TrainConfig:
     denominator: Literal["negatives", "all"] = setting("negatives", NEGATIVES,
         help="Softmax over the negatives alone (the paper), or with the positive kept in.")
     proposal: Literal["batch", "both", "informed"] = setting("batch", NEGATIVES,
-        help="emc2, isir: batch: one view of its other images; both (fresh views); or a table's.")
+        help="emc2, isir: one view of the batch's other images, both, or a table's (informed).")
     draws: int = setting(2, NEGATIVES, rule=between(0, 1024),
         help="Texts: documents encoded per query beside its positive, random or proposed; 0: none.")
     gamma: float = setting(0.9, NEGATIVES, rule=share,
@@ -180,8 +180,8 @@ class TrainConfig:
     eval_every: int = setting(10, WATCHING, rule=between(0), free=True,
         help="Epochs between evaluations during training; 0 evaluates at the end only.")
     patience: int | None = setting(None, WATCHING, rule=between(1), zero_is_none=True,
-        help="Stop after this many evaluations without a better one and keep the best encoder; "
-        "0: no.")
+        help="Stop after this many evaluations without a better one, keep the best encoder by "
+        "validation; 0: no.")
     probe_samples: int = setting(1000, WATCHING, rule=between(2),
         help="Images of the fixed set on which the exact global loss is computed.")
     log_every: int = setting(10, WATCHING, rule=between(1), free=True,

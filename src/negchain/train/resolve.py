@@ -161,7 +161,10 @@ def _given(overrides: Mapping[str, object]) -> dict[str, Any]:
 
 
 def _fit(config: TrainConfig, base: dict[str, Any], given: dict[str, Any]) -> TrainConfig:
-    """Adapt defaults that depend on what was given: rate, warm-up, built-in denominators."""
+    """Adapt defaults that depend on what was given: rate, warm-up, denominator, proposals.
+
+    A preset's proposals are those of fresh views.
+    """
     method, changed = methods.named(config.method), dict[str, Any]()
     if "lr" not in given and "lr" in base and base["preset"] is None:
         changed["lr"] = float(f"{config.lr * method.lr_share:.3g}")
@@ -172,15 +175,21 @@ def _fit(config: TrainConfig, base: dict[str, Any], given: dict[str, Any]) -> Tr
         changed["warmup_epochs"] = min(config.warmup_epochs, config.epochs / 10)
     if "denominator" not in given and method.denominator is not None:
         changed["denominator"] = method.denominator
-    if "proposal" not in {*given, *base}:
-        changed["proposal"] = method.proposal if _has_fresh_views(config) else "batch"
+    if "proposal" not in given and (config.augmentations or "proposal" not in base):
+        fresh = method.proposal if _has_fresh_views(config) else "batch"
+        changed["proposal"] = method.stored_proposal if config.augmentations else fresh
     return replace(config, **changed)
 
 
 def _keeps_proposal(saved: TrainConfig, config: TrainConfig) -> bool:
-    """Whether a saved `proposal` was a chain's and can still be: views fresh or stored, as then."""
-    chains = all("proposal" in methods.named(c.method).options for c in (saved, config))
-    same = _has_fresh_views(saved) == _has_fresh_views(config)
+    """Whether a saved `proposal` was a chain's and can still be.
+
+    Views are fresh, or stored, as then; chains of stored views differ in what they can be offered.
+    """
+    both = saved, config
+    chains = all("proposal" in methods.named(c.method).options for c in both)
+    fresh, stored = (all(bool(c.augmentations) == s for c in both) for s in (False, True))
+    same = fresh or (stored and saved.method == config.method)
     return chains and (same or saved.proposal == "informed")
 
 
@@ -218,10 +227,12 @@ def _refuse_contradictions(config: TrainConfig, given: Mapping[str, object]) -> 
             "--proposal informed keeps one embedding of an image, and --augmentations stores "
             "several views of each; leave out one of them"
         )
-    if config.proposal == "both" and not _has_fresh_views(config):
+    stored = config.augmentations and method.stored_proposal == "both"
+    if config.proposal == "both" and not (stored or _has_fresh_views(config)):
         raise ConfigError(
-            "--proposal both offers both fresh views of an image: leave out --proposal where views "
-            "are stored (--augmentations; each has a chain of its own), and for texts and captions"
+            "--proposal both offers both views of an image: leave out --proposal for texts, for "
+            f"captions, and where views are stored (--augmentations) with --method {config.method},"
+            " whose chains would leave their target"
         )
     if config.denominator != (method.denominator or config.denominator):
         others = [n for n, m in methods.METHODS.items() if m.denominator == config.denominator]

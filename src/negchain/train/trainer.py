@@ -114,6 +114,7 @@ class Run:
             "samples_per_second": samples / max(self.seconds, 1e-9),
             "loss": float(self.step.loss),
             "score": self.judge.score(final),
+            "score_by": self.judge.score_by(final),
             **best,
             **baseline,
             **final,

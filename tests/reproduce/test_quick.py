@@ -1,0 +1,34 @@
+"""`negchain reproduce NAME --quick` of every experiment: minutes on two cores, and a result."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from negchain import reproduce
+from negchain.cli import run
+from negchain.reproduce import common
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in reproduce.NAMES if name != "stationarity"])
+def test_a_quick_experiment_ends_in_a_table_and_figures(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Stationarity runs with the fast tests (test_reproduce.py)."""
+    began = time.time()
+    assert run(["reproduce", name, "--quick", "--device", "cpu", "--out", str(tmp_path)]) == 0
+    assert time.time() - began < 300
+    assert list(tmp_path.glob(f"{name}*.svg"))
+    assert capsys.readouterr().out.count("\n|") >= 6  # the table's head and five methods
+    read = reproduce.load(name).reads or (name,)
+    rows = [row for of in read for row in common.read_rows(tmp_path / f"{of}.jsonl")]
+    assert rows and all(row.get("complete", True) for row in rows)
+    for curve in (row["curve"] for row in rows if "config" in row):  # runs through the trainer
+        assert curve[-1]["global_loss"] < curve[0]["global_loss"]
+        assert curve[-1]["probe"] > 0.85 and curve[-1]["embedding_variance"] > 0.05
+    bounds = [row for row in rows if row["job"].get("part") == "mixing"]
+    assert (name == "theory") == bool(bounds)
+    assert all(row["holds"] for row in bounds if row["job"]["R"] < 8)  # Lemma 1, few steps

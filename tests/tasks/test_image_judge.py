@@ -1,0 +1,94 @@
+"""What encoders of images are chosen by, and what their results are held against."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from negchain.data import DataBundle, ImageSet
+from negchain.neighbours import accuracy
+from negchain.tasks.images import ImageTask, load_images
+from negchain.train.resolve import resolve
+
+SETTINGS = {"data": "digits", "probe_samples": 16, "encoder": "small-cnn", "device": "cpu"}
+
+
+@pytest.fixture(scope="module")
+def digits() -> ImageTask:
+    config = resolve(None, SETTINGS)
+    return ImageTask(config, load_images(config))
+
+
+def with_data(task: ImageTask, **parts: ImageSet | None) -> ImageTask:
+    data: DataBundle = replace(task.data, **parts)
+    made = ImageTask(task.config, data)
+    made.place(torch.device("cpu"))
+    return made
+
+
+def relabelled(images: ImageSet | None, labels: Tensor) -> ImageSet:
+    assert images is not None
+    return replace(images, labels=labels)
+
+
+def test_no_test_picture_has_a_say_in_what_is_kept(digits: ImageTask) -> None:
+    """Other test labels change the test numbers, and not the score."""
+    test = digits.data.test
+    assert test is not None and test.labels is not None
+    encoder, _ = digits.build()
+    other = with_data(digits, test=relabelled(test, test.labels.roll(1)))
+    found, wrong = (task.judge().quick(encoder) for task in (digits, other))
+    assert wrong["probe"] < 0.3 < 0.9 < found["probe"]
+    for task in (digits, other):
+        for numbers in (found, wrong, task.judge().before(encoder)):
+            assert task.judge().score(numbers) == found["probe_validation"] > 0.9
+            assert task.judge().score_by(numbers) == "probe_validation"
+
+
+def test_validation_pictures_are_no_part_of_the_fit(digits: ImageTask) -> None:
+    """Were they, a probe on 24 pictures of random classes would know all of them."""
+    train = digits.data.train
+    assert train is not None
+    labels = torch.randint(10, (len(train),), generator=torch.Generator().manual_seed(0))
+    task = with_data(digits, train=relabelled(train, labels))
+    encoder, _ = task.build()
+    assert task.judge().quick(encoder)["probe_validation"] < 0.25
+
+
+@pytest.mark.parametrize("count, by", [(240, "global_loss"), (260, "probe_validation")])
+def test_few_pictures_choose_nothing(digits: ImageTask, count: int, by: str) -> None:
+    """A fifth of 240 are 48: one more right is two points. The exact loss decides."""
+    train = digits.data.train
+    assert train is not None
+    labels = torch.arange(count) % 2
+    some = relabelled(train.select(torch.arange(count)), labels)
+    task = with_data(digits, train=some, test=relabelled(some, labels))
+    encoder, _ = task.build()
+    judge = task.judge()
+    for numbers in (judge.quick(encoder), judge.thorough(encoder)[0]):
+        assert judge.score_by(numbers) == by and "probe" in numbers
+        assert judge.score(numbers) == (-numbers[by] if by == "global_loss" else numbers[by])
+
+
+def test_without_labels_the_exact_loss_decides(digits: ImageTask) -> None:
+    task = with_data(digits, train=None, test=None)
+    encoder, _ = task.build()
+    numbers = task.judge().quick(encoder)
+    assert task.judge().score_by(numbers) == "global_loss"
+    assert task.judge().score(numbers) == -numbers["global_loss"]
+
+
+def test_chance_is_the_best_constant_answer_on_the_test_pictures(digits: ImageTask) -> None:
+    """It was 0 where the commonest class of the training pictures has no test picture."""
+    train, test = digits.data.train, digits.data.test
+    assert train is not None and test is not None
+    trained = torch.arange(len(train)) % 5
+    trained[: len(train) // 2] = 7
+    tested = torch.arange(len(test)) % 4
+    task = with_data(digits, train=relabelled(train, trained), test=relabelled(test, tested))
+    encoder, _ = task.build()
+    found = task.judge().before(encoder)["chance"]
+    assert found == max(accuracy(torch.full_like(tested, c), tested) for c in range(8)) > 0.25
