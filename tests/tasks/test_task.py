@@ -94,7 +94,7 @@ def forget_words() -> None:
 class Launched:
     """A run of `compare` that knows nothing but its command line; forked to save its imports."""
 
-    def __init__(self, arguments: list[str], log: Path, environment: object) -> None:
+    def __init__(self, arguments: list[str], log: Path) -> None:
         self.process = fork(self.train, arguments, log)
 
     @staticmethod
