@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from negchain.augment import Augmentation, Draws, Images
+from negchain.augment import Augmentation, Images, Uniforms
 from negchain.train.presets import ConfigError
 
 Function = Callable[[Tensor], Tensor]
@@ -39,9 +39,9 @@ class OwnAugmentation(Augmentation):
         """One, which seeds the function's generator."""
         return 1
 
-    def __call__(self, images: Images, uniforms: Tensor | Draws) -> Tensor:
+    def __call__(self, images: Images, uniforms: Tensor | Uniforms) -> Tensor:
         """Pixels of a batch, seeded by the draws of its first image."""
-        drawn = uniforms.uniforms(1, 1) if isinstance(uniforms, Draws) else uniforms
+        drawn = uniforms.made(1, 1) if isinstance(uniforms, Uniforms) else uniforms
         with torch.random.fork_rng(), torch.autocast(images.device.type, enabled=False):
             torch.manual_seed(int(drawn[0, 0].item() * 2**24))
             found = self.function(self._squares(images))
@@ -57,7 +57,7 @@ class OwnAugmentation(Augmentation):
         self,
         table: Images,
         index: Tensor | Sequence[Tensor],
-        uniforms: Tensor | Draws,
+        uniforms: Tensor | Uniforms,
         dtype: torch.dtype,
     ) -> Tensor:
         """Pixels of `table[index]`."""
