@@ -8,7 +8,6 @@ one read, in any order and from any process. A range is valid only while its fil
 import io
 import os
 import stat
-from collections.abc import Callable
 from typing import BinaryIO, NamedTuple
 
 
@@ -31,27 +30,13 @@ class Place(NamedTuple):
     """Nanoseconds, as `os.stat` has them; -1: not compared."""
 
 
-class Row(NamedTuple):
-    """A row of a data set object in this process; `read(number)` gives its bytes."""
-
-    read: Callable[[int], bytes]
-    number: int
-    size: int
-    path: str = "the data set"
-
-
-Where = Place | Row
-
-
 def whole_file(path: str, status: os.stat_result) -> Place:
     """All of a file, in its present state."""
     return Place(path, 0, status.st_size, status.st_mtime_ns)
 
 
-def opened(place: Where | str) -> BinaryIO:
+def opened(place: Place | str) -> BinaryIO:
     """The bytes at a place as a file of their own."""
-    if isinstance(place, Row):
-        return io.BytesIO(place.read(place.number))
     place = Place(place) if isinstance(place, str) else place
     # Without O_NONBLOCK opening a pipe would wait for ever.
     descriptor = os.open(place.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

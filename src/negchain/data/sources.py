@@ -16,12 +16,10 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from negchain.augment.pictures import Images, Pictures, joined
-from negchain.data.arrow import list_dataset
 from negchain.data.built_in import load_built_in
 from negchain.data.decode import Size, num_cores
 from negchain.data.from_files import choose_storage, load_files, read_sizes
@@ -38,7 +36,7 @@ LARGEST_COMMON_SIDE = 224
 
 
 def load_data(
-    data: Any,
+    data: str | Listing,
     *,
     image_size: int | None = None,
     root: str | Path = "data",
@@ -52,8 +50,7 @@ def load_data(
     """The image sets that `data` names: a built-in set, a folder, a CSV file, or `A,B,...`.
 
     Args:
-        data: names and folders, with commas between several; or a `datasets.Dataset` (or
-            DatasetDict) with a column of pictures; or a `Listing`.
+        data: names and folders, with commas between several; or files that are listed already.
         image_size: side in pixels of what the encoder sees. None: what a built-in set has; for
             folders the shorter side that all images share, at most 224, or 96 if they differ
             (`notes` then says so).
@@ -78,8 +75,7 @@ def load_data(
         entries = named_sources(data)
         listings = {name: files(name, holdout) for name in entries if (files := lister(name))}
     else:
-        given = data if isinstance(data, Listing) else list_dataset(data, holdout)
-        entries, listings = ["dataset"], {"dataset": given}
+        entries, listings = ["listed"], {"listed": data}
     sizes = {entry: _sizes(listing, workers, progress) for entry, listing in listings.items()}
     known = [size for found in sizes.values() for size in found]
     side, notes = (image_size, ()) if image_size is not None else _default_side(entries, known)
