@@ -22,6 +22,7 @@ from negchain.data import (
     image_set,
     load_batches,
     load_data,
+    places,
     prefetch,
 )
 from negchain.data import sources as data_sources
@@ -318,3 +319,14 @@ def test_a_dataset_object_in_an_own_loop() -> None:
         assert batch["x"].equal(dataset[index.tolist()]["x"])
         answered = request.answer(encoder(held["x"]))
         loss_fn(encoder(batch["x"]), encoder(batch["x"]) + 0.1, index, answered).backward()
+
+
+def test_a_huge_member_is_left_out_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A range is read whole, so there is a limit to it."""
+    huge = png(3) + bytes(10_000)
+    write_tar(tmp_path / "a.tar", [*samples(range(3)), ("big.png", huge), ("big.cls", b"cat")])
+    monkeypatch.setattr(places, "LARGEST", len(huge) - 1)
+    found = load(str(tmp_path))
+    assert len(found.pretrain) == 3
+    assert [name for name, _ in found.skipped] == ["a.tar/big.png"]
+    assert "at most" in found.skipped[0][1]
