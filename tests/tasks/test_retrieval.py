@@ -642,9 +642,6 @@ def test_a_pipe_is_not_waited_for_and_a_bomb_not_unpacked(
         (copy / "corpus.jsonl.gz").write_bytes(content)
         with pytest.raises(ConfigError, match="too long, or the file unpacks to too much; restore"):
             read_beir(copy, 0.2)
-    os.truncate(copy / "corpus.jsonl.gz", 1 << 40)  # zeros count for nothing
-    with pytest.raises(ConfigError, match="too long, or the file unpacks to too much; restore"):
-        read_beir(copy, 0.2)
     shutil.copy(folder / "beir" / "corpus.jsonl.gz", copy)
     (copy / "qrels" / "dev.tsv").symlink_to("train.tsv")  # a link is fine
     assert len(read_beir(copy, 0.2).validation) == 31
@@ -664,12 +661,14 @@ def test_packed_text_goes_to_the_end_of_its_file(folder: Path, tmp_path: Path) -
     whole = packed.stat().st_size
     for size in (whole - 1, whole - 25, 5):
         os.truncate(packed, size)
-        with pytest.raises(ConfigError, match="it ends before its packed text does; restore"):
+        with pytest.raises(ConfigError, match="ended before the end-of-stream marker.*; restore"):
             read_beir(copy, 0.2)
     packed.write_bytes(gzip.compress(text))
-    whole = packed.stat().st_size
     os.truncate(packed, 1 << 40)  # zeros, which would be read for days
-    with pytest.raises(ConfigError, match=f"ends at byte {whole:,} and something follows; rest"):
+    with pytest.raises(ConfigError, match="it ends in zeros, as a file .* not fetched whole; rest"):
+        read_beir(copy, 0.2)
+    packed.write_bytes(gzip.compress(text) + b"more")
+    with pytest.raises(ConfigError, match="Not a gzipped file .*; restore"):
         read_beir(copy, 0.2)
 
 
