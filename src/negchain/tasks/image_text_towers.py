@@ -166,7 +166,7 @@ def start_from(encoder: ImageText, source: str) -> str:
             convert_to_custom_text_state_dict,
         )
 
-        found = convert_to_custom_text_state_dict(pretrained.read_weights(Path(source), encoder))
+        found = convert_to_custom_text_state_dict(pretrained.read_weights(Path(source)))
         names = (("visual.", "image."), ("text.", "text.model."))
         weights = {
             own + name.removeprefix(theirs): tensor
