@@ -134,16 +134,13 @@ def _combine(entries: Sequence[str], bundles: Sequence[DataBundle]) -> DataBundl
     prefixes = ["" if e in BUILT_IN else f"{t}/" for e, t in zip(entries, titles, strict=True)]
     ranked = sorted(bundles, key=lambda bundle: not bundle.labelled)  # stable: the first stays so
     probed = next((bundle for bundle in ranked if bundle.train is not None), None)
-    channels = max(bundle.pretrain.channels for bundle in bundles)
     train = test = None
     parts = list[ImageSet]()
     for bundle, prefix in zip(bundles, prefixes, strict=True):
-        part = _adapt(bundle.pretrain, prefix, channels)
+        part = _under(prefix, bundle.pretrain)
         parts.append(part if bundle is probed else replace(part, labels=None))
         if bundle is probed:
-            train, test = (
-                part and _adapt(part, prefix, channels) for part in (bundle.train, bundle.test)
-            )
+            train, test = (part and _under(prefix, part) for part in (bundle.train, bundle.test))
     pretrain = _concatenate(parts)
     prints = [(t, int(b.fingerprint, 16)) for t, b in zip(titles, bundles, strict=True)]
     pairs = list(zip(bundles, prefixes, strict=True))
@@ -154,23 +151,16 @@ def _combine(entries: Sequence[str], bundles: Sequence[DataBundle]) -> DataBundl
         test=test,
         classes=() if probed is None else probed.classes,
         skipped=tuple((f"{prefix}{file}", why) for b, prefix in pairs for file, why in b.skipped),
-        fingerprint=fingerprint(prints, [], (channels, *pretrain.size)),
+        fingerprint=fingerprint(prints, [], (pretrain.channels, *pretrain.size)),
         notes=tuple(f"{prefix} {note}" for b, prefix in pairs for note in b.notes),
         unprobed=ranked[0].unprobed,
         held_out=0 if probed is None else probed.held_out,
     )
 
 
-def _adapt(part: ImageSet, prefix: str, channels: int) -> ImageSet:
-    """`part` under its source's name, grey repeated to RGB where another source is RGB."""
-    images = None if part.images is None else part.images.expand(-1, channels, -1, -1)
-    whole = part.whole
-    if isinstance(whole, Pictures):
-        whole = whole.in_colour() if channels == 3 else whole
-    elif whole is not None:
-        whole = whole.expand(-1, channels, -1, -1)
-    names = tuple(prefix + name for name in part.names)
-    return replace(part, names=names, images=images, whole=whole)
+def _under(prefix: str, part: ImageSet) -> ImageSet:
+    """`part` under its source's name."""
+    return replace(part, names=tuple(prefix + name for name in part.names))
 
 
 def _concatenate(parts: Sequence[ImageSet]) -> ImageSet:
