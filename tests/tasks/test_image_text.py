@@ -245,7 +245,7 @@ def test_pictures_that_share_a_caption_are_known_positives(made: Path) -> None:
 def test_beta_is_learned_by_its_logarithm_and_clamped(made: Path) -> None:
     task = loaded(made, method="infonce")
     encoder, _ = task.build()
-    step = trainer.TrainStep(task, encoder, trainer.build_loss(task, encoder),
+    step = trainer.TrainStep(task, encoder, start.build_loss(task, encoder),
                              torch.optim.SGD(encoder.parameters(), lr=0.0))  # fmt: skip
     index = torch.arange(8)
 
