@@ -120,7 +120,7 @@ def _train(row: dict[str, Any], folder: Path) -> dict[str, Any]:
     from negchain.progress import Progress
     from negchain.tasks.image_text import ImageTextTask
     from negchain.tasks.image_text_judge import distinct
-    from negchain.train import trainer
+    from negchain.train import start
     from negchain.train.resolve import resolve
     from negchain.train.run_folder import RunFolder
 
@@ -140,7 +140,7 @@ def _train(row: dict[str, Any], folder: Path) -> dict[str, Any]:
     task = ImageTextTask(config, base.train, base.held, base.pictures.data)
     if method not in ("infonce", "infonce 2b"):
         task.loss_options = {"draws": size, "k": 1, "share": 0.9, "sharpness": 0.5}
-    run = trainer.prepare(task, lambda: RunFolder.create(folder, config="{}\n"))
+    run = start.prepare(task, lambda: RunFolder.create(folder, config="{}\n"))
     with run.folder:
         if alone:
             return {"ms": _step_time(run)}

@@ -24,7 +24,7 @@ import torch
 
 from negchain import tasks
 from negchain.methods import METHODS, register
-from negchain.train import trainer
+from negchain.train import start
 from negchain.train.resolve import resolve
 from negchain.train.run_folder import RunFolder
 
@@ -67,7 +67,7 @@ def trained(
         settings["stem"] = "large"
     config = resolve(None, {**settings, "device": "cpu"})
     folder = Path(tempfile.mkdtemp(), "run")
-    run = trainer.prepare(tasks.load(config), lambda: RunFolder.create(folder, config="{}\n"))
+    run = start.prepare(tasks.load(config), lambda: RunFolder.create(folder, config="{}\n"))
     judge = dataclasses.replace(run.judge, config=dataclasses.replace(config, method="negcache"))
     rows = []
     if method == "negcache-in-order":

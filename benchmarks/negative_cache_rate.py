@@ -28,6 +28,7 @@ from negchain.chunked import statistics_kept
 from negchain.losses.request import Request
 from negchain.optim import set_lr
 from negchain.reproduce import runs
+from negchain.train import start
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "rate-1e-4": {"lr": 1e-4},
@@ -98,7 +99,7 @@ def main() -> None:
     given = parser.parse_args()
     settings = {"preset": "stl10-b32", "norm": "batch", "lr": 3e-4, "data": given.data}
     settings |= {"epochs": given.epochs, **SETTINGS[given.case]}
-    prepare = runs.trainer.prepare
+    prepare = start.prepare
 
     def prepared(*args: Any, **more: Any) -> Any:
         run = prepare(*args, **more)
@@ -108,7 +109,7 @@ def main() -> None:
             by_passes(run.step, given.case)
         return run
 
-    runs.trainer.prepare = prepared
+    start.prepare = prepared
     with runs.prepared({"seed": 0, "method": "negcache", "settings": settings}) as (run, graph):
         for step in range(run.total_steps):
             set_lr(run.step.optimizer, run._lr(step))

@@ -41,7 +41,7 @@ STREAM_PROPOSE = 5  # explicit draws from a proposal distribution
 STREAM_VIEW = 6  # which view's final state is stored
 STREAM_COPY = 7  # which copy of an item a row is offered
 STREAM_AUGMENT = 32  # the views of a step
-STREAM_STORED = 33  # which stored augmentations a step uses
+STREAM_STORED = 33  # which stored version of an item a step uses: augmentation, or caption
 STREAM_PROBE = 34  # views of the fixed set the exact loss is computed on
 STREAM_POSITIVE = 35  # which of its positives an anchor is shown
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from interpreter import run_under_interpreter
-from negchain.augment import RECIPES, Augmentation, Draws, Images, Params, Pictures, augmentation
+from negchain.augment import RECIPES, Augmentation, Images, Params, Pictures, Uniforms, augmentation
 from negchain.augment.pipeline import sides
 
 STRONG = (0.8, 0.8, 0.8, 0.2)
@@ -86,15 +86,15 @@ def fused_sample(augment: Augmentation, uniforms: Tensor, height: int, width: in
     )
 
 
-def by_kernels(augment: Augmentation, images: Images, drawn: Tensor | Draws) -> Tensor:
+def by_kernels(augment: Augmentation, images: Images, drawn: Tensor | Uniforms) -> Tensor:
     from negchain.fast.augment.fused_triton import augment_fused
 
     return augment_fused(augment, images, drawn)
 
 
-def by_torch(augment: Augmentation, images: Images, drawn: Tensor | Draws) -> Tensor:
-    if isinstance(drawn, Draws):
-        drawn = drawn.uniforms(len(images), augment.num_uniforms)
+def by_torch(augment: Augmentation, images: Images, drawn: Tensor | Uniforms) -> Tensor:
+    if isinstance(drawn, Uniforms):
+        drawn = drawn.made(len(images), augment.num_uniforms)
     return augment.apply(images, augment.sample(drawn, *sides(images)))
 
 
@@ -174,11 +174,11 @@ def interpreted_params(height: int, width: int) -> None:
     torch.testing.assert_close(actual.sigma, expected.sigma, rtol=0, atol=1e-6)
 
 
-def hashed_equals_read(augment: Augmentation, hashed: Draws, read: Draws, count: int) -> bool:
+def hashed_equals_read(augment: Augmentation, hashed: Uniforms, read: Uniforms, count: int) -> bool:
     """Whether the kernel's rows are the same bits: draws hashed in it, or read from a tensor."""
     from negchain.fast.augment import fused_params_triton as fields
 
-    uniforms = read.uniforms(count, augment.num_uniforms)
+    uniforms = read.made(count, augment.num_uniforms)
     rows = [fields.fused_params(augment, drawn, count, (40, 60)) for drawn in (hashed, uniforms)]
     if augment.jitter is None:  # then these are not written
         for some in rows:
@@ -190,7 +190,7 @@ def hashed_equals_read(augment: Augmentation, hashed: Draws, read: Draws, count:
     "seed, step, first_row", [(0, 0, 0), (16, 7, 1), (-3, 2**33 + 5, 96), (2**40 + 1, 100, 17)]
 )
 def interpreted_draws_in_the_kernel(seed: int, step: int, first_row: int) -> None:
-    drawn = Draws(seed, torch.tensor(step), 32, first_row)
+    drawn = Uniforms(seed, torch.tensor(step), 32, first_row)
     assert hashed_equals_read(ALL, drawn, drawn, 3)
     saboteurs = [
         replace(drawn, first_row=first_row + 1),
@@ -204,13 +204,13 @@ def interpreted_draws_in_the_kernel(seed: int, step: int, first_row: int) -> Non
 @pytest.mark.parametrize("name", ALONE)
 def interpreted_draws_of_each_operation(name: str) -> None:
     """The columns that an operation's draws have depend on which operations there are."""
-    drawn = Draws(3, torch.tensor(11), 32, 5)
+    drawn = Uniforms(3, torch.tensor(11), 32, 5)
     assert hashed_equals_read(ALONE[name], drawn, drawn, 2)
 
 
 def interpreted_pixels_from_draws() -> None:
-    images, drawn = batch(5, 3, 17, 23), Draws(1, torch.tensor(4), 32, first_row=3)
-    uniforms = drawn.uniforms(5, ALL.num_uniforms)
+    images, drawn = batch(5, 3, 17, 23), Uniforms(1, torch.tensor(4), 32, first_row=3)
+    uniforms = drawn.made(5, ALL.num_uniforms)
     actual = by_kernels(ALL, images, drawn)
     assert actual.equal(by_kernels(ALL, images, uniforms))
     expected = ALL(images, drawn)  # on a CPU by torch
@@ -268,7 +268,7 @@ def interpreted_pictures_of_their_own_sizes(name: str, channels: int) -> None:
 def interpreted_pictures_by_index() -> None:
     from negchain.fast.augment.fused_triton import augment_fused
 
-    pictures, drawn = ragged(), Draws(0, torch.tensor(1), 32)
+    pictures, drawn = ragged(), Uniforms(0, torch.tensor(1), 32)
     index = torch.tensor([6, 0, 3, 6, 0, 3, 3, 5, 2])
     actual = augment_fused(ALL, pictures, drawn, index=index)
     chosen = pictures[index]
@@ -323,9 +323,9 @@ def test_a_cpu_takes_torch() -> None:
 
 def test_from_table_takes_draws() -> None:
     table, index = batch(7, 3, 17, 23), torch.tensor([6, 0, 3, 6, 0, 3])
-    drawn = Draws(0, torch.tensor(1), 32, first_row=2)
+    drawn = Uniforms(0, torch.tensor(1), 32, first_row=2)
     actual = ALL.from_table(table, index, drawn, torch.float32)
-    uniforms = drawn.uniforms(6, ALL.num_uniforms)
+    uniforms = drawn.made(6, ALL.num_uniforms)
     assert actual.equal(ALL(table[index], uniforms))
 
 
@@ -420,7 +420,7 @@ def test_gpu_graph_replays_bf16_channels_last_of_a_table() -> None:
 def test_gpu_draws_in_the_kernel(first_row: int) -> None:
     augment = augmentation("simclr-stl10", size=96)
     for seed, step in itertools.product([0, 16, 2**40 + 1], [0, 7, 2**33 + 5]):
-        drawn = Draws(seed, torch.tensor(step).cuda(), 32, first_row)
+        drawn = Uniforms(seed, torch.tensor(step).cuda(), 32, first_row)
         assert hashed_equals_read(augment, drawn, drawn, 96)
         wrong = replace(drawn, first_row=first_row + 1)
         assert not hashed_equals_read(augment, wrong, drawn, 96)
@@ -432,7 +432,7 @@ def test_gpu_graph_reads_the_step_at_replay() -> None:
     augment = augmentation("simclr-stl10", size=96)
     table, step = batch(50, 3, 96, 96).cuda(), torch.tensor(0).cuda()
     views, carried = torch.arange(32).cuda(), torch.arange(18, 50).cuda()
-    drawn, whole = Draws(0, step, 32), torch.cat([views, views, carried])
+    drawn, whole = Uniforms(0, step, 32), torch.cat([views, views, carried])
 
     def run() -> Tensor:
         return augment.from_table(table, whole, drawn, torch.bfloat16)
@@ -445,7 +445,7 @@ def test_gpu_graph_reads_the_step_at_replay() -> None:
     for number in range(20):
         step.fill_(number)
         graph.replay()
-        uniforms = drawn.uniforms(96, augment.num_uniforms)
+        uniforms = drawn.made(96, augment.num_uniforms)
         assert pixels.equal(augment.from_table(table, whole, uniforms, torch.bfloat16))
         boxes = fused_sample(augment, uniforms, 96, 96)
         alike = same_boxes(boxes, augment.sample(uniforms, 96, 96))

@@ -84,15 +84,15 @@ def test_losses_of_every_kind_are_timed(monkeypatch: pytest.MonkeyPatch) -> None
     table = bench.measure("losses", QUICK)
     names = [row.name for row in table.rows]
     assert names == [f"{m.title}, b = 8" for m in methods.METHODS.values()]
-    assert table.rows[0].ratio == bench.Spread(1.0, 1.0, 1.0)
+    assert table.rows[0].ratio == record.Spread(1.0, 1.0, 1.0)
     assert len(table.checks) == 3 and all(check.ok for check in table.checks)
 
 
 def test_measuring_leaves_torch_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    def careless(settings: bench.Settings) -> bench.Table:
+    def careless(settings: bench.Settings) -> record.Table:
         torch.manual_seed(5)
         torch.set_num_threads(2)
-        return bench.Table(title="", compares="", rows=())
+        return record.Table(title="", compares="", rows=())
 
     monkeypatch.setitem(bench.SUBJECTS, "scan", careless)
     threads, state = torch.get_num_threads(), torch.get_rng_state()
@@ -117,7 +117,7 @@ def test_ratios_are_formed_within_rounds(monkeypatch: pytest.MonkeyPatch) -> Non
         "b": timing.Timed(lambda: spend(0.03), CPU),
     }
     times = timing.interleaved(timed, rounds=9, window_ms=1.0)
-    row = bench.Row.of("b", times["b"], "ms", base=times["a"])
+    row = record.Row.of("b", times["b"], "ms", base=times["a"])
     assert row.ratio is not None and row.ratio.median == pytest.approx(3, rel=0.02)
     assert row.value.high > 1.05 * row.value.low  # what the ratio does not see
 
@@ -246,11 +246,11 @@ def test_a_mismatch_ends_in_status_1(
 def test_a_table_that_fails_leaves_the_others(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(settings: bench.Settings) -> bench.Table:
+    def broken(settings: bench.Settings) -> record.Table:
         raise RuntimeError("out of memory")
 
-    row = bench.Row.of("b", [2.0], "ms")
-    fine = bench.Table(title="Fine", compares="b", rows=(row,))
+    row = record.Row.of("b", [2.0], "ms")
+    fine = record.Table(title="Fine", compares="b", rows=(row,))
     monkeypatch.setitem(bench.SUBJECTS, "scan", broken)
     monkeypatch.setitem(bench.SUBJECTS, "tables", lambda settings: fine)
     assert run("bench --quick --device cpu --only scan,tables --out", tmp_path / "new") == 1

@@ -144,7 +144,7 @@ def test_runs_of_compare_import_nothing_of_the_working_directory(
     monkeypatch.chdir(here)
     monkeypatch.setenv("PYTHONPATH", SOURCE)
     log = tmp_path / "log"
-    assert launch(["--help"], log, {}).wait() == 0, log.read_text()
+    assert launch(["--help"], log).wait() == 0, log.read_text()
     assert not (tmp_path / "owned").exists()
 
 

@@ -113,7 +113,7 @@ def test_compare_says_which_run_of_how_many_and_repeats_none(
 ) -> None:
     """Its runs in this process; in processes of their own in test_cli_outputs.py."""
 
-    def launch(arguments: list[str], log: Path, environment: object) -> Any:
+    def launch(arguments: list[str], log: Path) -> Any:
         status = run(["train", *arguments])
         return SimpleNamespace(returncode=status, poll=lambda: status)
 

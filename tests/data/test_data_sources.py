@@ -120,7 +120,11 @@ def test_stl10(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert paper.pretrain.names == bundle.pretrain.names[4:] and paper.train is not None
     assert paper.train.names == bundle.train.names and paper.test is not None
     assert paper.fingerprint != bundle.fingerprint
-    both = load_data("stl10-unlabeled,digits", root=tmp_path, image_size=96)
+    heap = pictures(tmp_path / "heap", ["a.png", "b.png"])
+    both = load_data(f"stl10-unlabeled,{heap}", root=tmp_path, image_size=96, progress=False)
+    assert both.pretrain.names[-2:] == ("heap/a.png", "heap/b.png")
+    with pytest.raises(ValueError, match="built-in sets are kept in memory and 2 images"):
+        load_data(f"stl10,{heap}", root=tmp_path, resident_bytes=0, progress=False)
     assert both.train is not None and both.train.names == bundle.train.names
     assert both.test is not None and both.test.names == bundle.test.names
     small = load_data("stl10", root=tmp_path, image_size=24)
@@ -164,19 +168,6 @@ def test_only_the_first_labelled_source_labels(tmp_path: Path) -> None:
     assert bundle.skipped == (("pets#2/train/broken.png", "not an image of a known format"),)
 
 
-def test_digits_beside_colour_pictures(tmp_path: Path) -> None:
-    heap = pictures(tmp_path / "heap", ["a.png", "b.png"])
-    bundle = load_data(f"digits, {heap}", image_size=16, progress=False)
-    digits = load_data("digits", image_size=16)
-    assert bundle.pretrain.channels == 3 and len(bundle.pretrain) == len(digits.pretrain) + 2
-    assert bundle.pretrain.names[0] == digits.pretrain.names[0]
-    assert bundle.test is not None and bundle.test.channels == 3 and digits.test is not None
-    grey = digits.test.fetch(torch.arange(4)).expand(-1, 3, -1, -1)
-    assert torch.equal(bundle.test.fetch(torch.arange(4)), grey)
-    with pytest.raises(ValueError, match="built-in sets are kept in memory and 2 images"):
-        load_data(f"digits,{heap}", resident_bytes=0, progress=False)
-
-
 @pytest.mark.parametrize(
     ("data", "message"),
     [
@@ -186,6 +177,7 @@ def test_digits_beside_colour_pictures(tmp_path: Path) -> None:
         ("", "--data '' is neither a folder"),
         ("digits,", "--data '' is neither a folder"),
         ("digits,digits", "names 'digits' more than once"),
+        ("digits,stl10", "digits is grey and goes alone, got 'digits,stl10'; leave it out"),
     ],
 )  # fmt: skip
 def test_unknown_names(data: str, message: str) -> None:

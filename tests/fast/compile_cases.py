@@ -41,7 +41,7 @@ from negchain import (
     LargeBatchEMC2Loss,
     SogCLRLoss,
 )
-from negchain.augment import Draws, Pictures, augmentation
+from negchain.augment import Pictures, Uniforms, augmentation
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SIZE, DIM = 32, 128  # of a batch: what the trainer has by default
@@ -104,7 +104,7 @@ def views() -> None:
     drawn = torch.rand(4, augment.num_uniforms)
     for pictures in (images, Pictures.of(images)):
         augment_fused(augment, pictures, drawn)
-        augment_fused(augment, pictures, Draws(0, torch.tensor(3), 32))
+        augment_fused(augment, pictures, Uniforms(0, torch.tensor(3), 32))
 
 
 def layers() -> None:

@@ -15,25 +15,24 @@ from negchain.report.charts import Chart, Series, draw, spaced, ticks
 from negchain.report.runs import Curve, Run, group_runs, has_setting, mean_curve, thinned
 
 
-def test_half_written_last_line_is_ignored_and_a_broken_inner_line_is_named(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", make_config(), [{"step": 1, "loss": 2.0}])
+def test_half_written_lines_are_left_out_as_a_resumed_run_does(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", make_config(), [{"step": 1, "samples": 32, "loss": 2.0}])
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "lo')
     assert load_run(run).curve("loss").values.tolist() == [2.0]
     with (run / "metrics.jsonl").open("a") as file:
-        file.write('\n{"step": 3, "loss": 1.0}\n')
-    with pytest.raises(ValueError, match="line 2 is broken; delete"):
-        load_run(run)
+        file.write('\n{"step": 3, "samples": 96, "loss": 1.0}\n')
+    assert load_run(run).curve("loss").values.tolist() == [2.0, 1.0]
 
 
 def test_null_nan_and_text_are_no_points(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", make_config(), [])
-    lines = ['{"step":1,"loss":null}', '{"step":2,"loss":NaN}', '{"step":3,"loss":Infinity}',
-             '{"step":4,"loss":"high"}', '{"step":5,"loss":0.5}', ""]  # fmt: skip
-    (run / "metrics.jsonl").write_text("\n".join(lines))
+    values = ["null", "NaN", "Infinity", '"high"', "true", f"1{'0' * 400}", "0.5"]
+    lines = [f'{{"step":{n},"samples":{n * 32},"loss":{v}}}\n' for n, v in enumerate(values)]
+    (run / "metrics.jsonl").write_text("".join(lines))
     curve = load_run(run).curve("loss")
     assert curve.values.tolist() == [0.5]
-    assert curve.samples.tolist() == [5 * 32]  # step x batch size where samples are missing
+    assert curve.samples.tolist() == [6 * 32]
 
 
 def test_steps_repeated_around_a_resume_count_once_and_the_later_wins(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from negchain.tasks.image_text import ImageTextTask, shared_captions
 from negchain.tasks.image_text_judge import distinct, nearest
 from negchain.tasks.image_text_towers import at_start
 from negchain.tasks.text import TextEncoder, read_tokenizer, tokenise
-from negchain.train import trainer
+from negchain.train import start, trainer
 from negchain.train.config import ConfigError
 from negchain.train.resolve import resolve
 from negchain.train.run_folder import RunFolder, load_run_config, read_metrics
@@ -61,7 +61,7 @@ def loaded(made: Path, **changed: object) -> ImageTextTask:
 
 
 def prepared(task: ImageTextTask, folder: Path) -> trainer.Run:
-    begun = trainer.prepare(task, lambda: RunFolder.create(folder, config="{}\n"))
+    begun = start.prepare(task, lambda: RunFolder.create(folder, config="{}\n"))
     begun.folder.close()
     return begun
 
@@ -181,7 +181,7 @@ def test_it_resumes_to_the_bit(made: Path, tmp_path: Path) -> None:
     half = tmp_path / "half"
     task = tasks.load(resolve(None, options))
     text = (whole / "config.json").read_text()
-    begun = trainer.prepare(task, lambda: RunFolder.create(half, config=text))
+    begun = start.prepare(task, lambda: RunFolder.create(half, config=text))
     with begun.folder, pytest.raises(trainer.Interrupted):
         begun.train(StopsAt(begun, 2))
     assert command_line(["train", "--out", str(half), "--resume", "--quiet"]) == 0
@@ -245,7 +245,7 @@ def test_pictures_that_share_a_caption_are_known_positives(made: Path) -> None:
 def test_beta_is_learned_by_its_logarithm_and_clamped(made: Path) -> None:
     task = loaded(made, method="infonce")
     encoder, _ = task.build()
-    step = trainer.TrainStep(task, encoder, trainer.build_loss(task, encoder),
+    step = trainer.TrainStep(task, encoder, start.build_loss(task, encoder),
                              torch.optim.SGD(encoder.parameters(), lr=0.0))  # fmt: skip
     index = torch.arange(8)
 

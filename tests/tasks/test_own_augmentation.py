@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from negchain import tasks, train
-from negchain.augment import Draws, Pictures
+from negchain.augment import Pictures, Uniforms
 from negchain.tasks.online_probe import OnlineProbe
 from negchain.tasks.own_augmentation import OwnAugmentation
-from negchain.train import trainer
+from negchain.train import start
 from negchain.train.config import ConfigError
 from negchain.train.resolve import resolve
 from negchain.train.run_folder import RunFolder
@@ -64,7 +64,7 @@ def test_the_command_line_does_not_go_on_with_another_augmentation(
 
 def test_what_it_must_return_is_said() -> None:
     images = torch.zeros(2, 1, 8, 8, dtype=torch.uint8)
-    drawn = Draws(seed=0, step=torch.tensor(0), stream=1)
+    drawn = Uniforms(seed=0, step=torch.tensor(0), stream=1)
     with pytest.raises(ConfigError, match=r"\[2, 1, 4, 4\], got \[2, 1, 8, 8\]"):
         OwnAugmentation(size=4, function=lambda x: x)(images, drawn)
     with pytest.raises(ConfigError, match="got list"):
@@ -95,7 +95,7 @@ def test_the_online_probe_ignores_what_has_no_label() -> None:
 
 def test_the_online_probe_learns_while_the_encoder_does(tmp_path: Path) -> None:
     config = resolve(None, {"device": "cpu", "subset": 1000})
-    run = trainer.prepare(tasks.load(config), lambda: RunFolder.create(tmp_path / "r", config="{}"))
+    run = start.prepare(tasks.load(config), lambda: RunFolder.create(tmp_path / "r", config="{}"))
     found = []
     with run.folder:
         for step in range(40):
@@ -103,7 +103,7 @@ def test_the_online_probe_learns_while_the_encoder_does(tmp_path: Path) -> None:
             found.append(float(run.task.watched["online_probe"]))
         run.done = 40
         run._save()
-        again = trainer.prepare(tasks.load(config), lambda: run.folder)
+        again = start.prepare(tasks.load(config), lambda: run.folder)
         again.restore()
     assert found[0] < 0.4 and found[-1] > 0.6
     pairs = zip(run.task.state_tensors(), again.task.state_tensors(), strict=True)

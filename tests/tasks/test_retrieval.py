@@ -27,11 +27,10 @@ from negchain.report.runs import load_run  # noqa: E402
 from negchain.tasks.beir import read_beir  # noqa: E402
 from negchain.tasks.retrieval_judge import _short, measured  # noqa: E402
 from negchain.tasks.text import TextEncoder  # noqa: E402
-from negchain.train import trainer  # noqa: E402
+from negchain.train import start, trainer  # noqa: E402
 from negchain.train.config import ConfigError  # noqa: E402
 from negchain.train.resolve import resolve  # noqa: E402
 from negchain.train.run_folder import RunFolder, read_metrics  # noqa: E402
-from negchain.train.start import start  # noqa: E402
 from negchain.train.step import build_loss  # noqa: E402
 from negchain.train.team import Team  # noqa: E402
 from tasks.graphed import losses_of  # noqa: E402
@@ -131,7 +130,7 @@ def test_who_waits_sees_how_far_reading_and_judging_are(
     folder: Path, tmp_path: Path, capsys
 ) -> None:
     given = settings(folder, out=str(tmp_path / "run"), lr=1e-7, patience=1, epochs=3)
-    run = start(resolve(None, given), True)
+    run = start.start(resolve(None, given), True)
     assert "tokenising: 0/80 texts" in capsys.readouterr().err  # 41 documents and 39 queries
     heard: list[str] = []
     progress = Progress(False)
@@ -163,7 +162,7 @@ def test_a_run_stopped_half_way_resumes_to_the_bit(folder: Path, tmp_path: Path)
     half = tmp_path / "half"
     text = (whole / "config.json").read_text()
     loaded = tasks.load(resolve(None, settings(folder, log_every=1)))
-    run = trainer.prepare(loaded, lambda: RunFolder.create(half, config=text))
+    run = start.prepare(loaded, lambda: RunFolder.create(half, config=text))
     judge = run.judge.quick
     run.judge.quick = lambda encoder: (setattr(run, "stop", True), judge(encoder))[1]
     with run.folder, pytest.raises(trainer.Interrupted):
@@ -338,7 +337,7 @@ def test_ranks_agree_on_one_length(folder: Path, tmp_path: Path, monkeypatch) ->
         )
         other["capturable"] = capturable
         path = tmp_path / str(capturable)
-        run = trainer.prepare(made, lambda path=path: RunFolder.create(path, config="{}\n"))
+        run = start.prepare(made, lambda path=path: RunFolder.create(path, config="{}\n"))
         run.folder.close()
         assert made.capturable == capturable
 
@@ -347,7 +346,7 @@ def after_steps(folder: Path, path: Path, graph: bool, method: str) -> tuple[lis
     """Losses of steps on a GPU with dropout; whether they were a graph."""
     made = tasks.load(resolve(None, settings(folder, device="cuda", method=method,
                                              precision="float32", lr=1e-3)))  # fmt: skip
-    run = trainer.prepare(made, lambda: RunFolder.create(path, config="{}\n"))
+    run = start.prepare(made, lambda: RunFolder.create(path, config="{}\n"))
     run.folder.close()
     assert made.capturable
     return losses_of(run, graph)
@@ -382,7 +381,7 @@ def test_an_encoder_that_asks_the_device_gets_passes_of_their_own_length(
     with gzip.open(data / "corpus.jsonl.gz", "at") as file:
         file.write(json.dumps({"_id": "long", "text": "old " * 20}) + "\n")
     made = tasks.load(resolve(None, settings(folder, data=str(data), device="cuda")))
-    run = trainer.prepare(made, lambda: RunFolder.create(tmp_path / "run", config="{}\n"))
+    run = start.prepare(made, lambda: RunFolder.create(tmp_path / "run", config="{}\n"))
     run.folder.close()
     monkeypatch.setattr(TextEncoder, "forward", asking)
     with pytest.warns(UserWarning, match="no CUDA graph"):
@@ -642,9 +641,6 @@ def test_a_pipe_is_not_waited_for_and_a_bomb_not_unpacked(
         (copy / "corpus.jsonl.gz").write_bytes(content)
         with pytest.raises(ConfigError, match="too long, or the file unpacks to too much; restore"):
             read_beir(copy, 0.2)
-    os.truncate(copy / "corpus.jsonl.gz", 1 << 40)  # zeros count for nothing
-    with pytest.raises(ConfigError, match="too long, or the file unpacks to too much; restore"):
-        read_beir(copy, 0.2)
     shutil.copy(folder / "beir" / "corpus.jsonl.gz", copy)
     (copy / "qrels" / "dev.tsv").symlink_to("train.tsv")  # a link is fine
     assert len(read_beir(copy, 0.2).validation) == 31
@@ -664,12 +660,14 @@ def test_packed_text_goes_to_the_end_of_its_file(folder: Path, tmp_path: Path) -
     whole = packed.stat().st_size
     for size in (whole - 1, whole - 25, 5):
         os.truncate(packed, size)
-        with pytest.raises(ConfigError, match="it ends before its packed text does; restore"):
+        with pytest.raises(ConfigError, match="ended before the end-of-stream marker.*; restore"):
             read_beir(copy, 0.2)
     packed.write_bytes(gzip.compress(text))
-    whole = packed.stat().st_size
     os.truncate(packed, 1 << 40)  # zeros, which would be read for days
-    with pytest.raises(ConfigError, match=f"ends at byte {whole:,} and something follows; rest"):
+    with pytest.raises(ConfigError, match="it ends in zeros, as a file .* not fetched whole; rest"):
+        read_beir(copy, 0.2)
+    packed.write_bytes(gzip.compress(text) + b"more")
+    with pytest.raises(ConfigError, match="Not a gzipped file .*; restore"):
         read_beir(copy, 0.2)
 
 

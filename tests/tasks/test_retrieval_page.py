@@ -26,7 +26,7 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> No
     write_beir(Path("scifact"))
     write_beir(Path("wikiqa"))
 
-    def copied(plan: compare.Plan, environment, first) -> SimpleNamespace:
+    def copied(plan: compare.Plan, first) -> SimpleNamespace:
         """A finished run in no time: the first command's, with the settings it would have had."""
         path, config, _ = plan
         shutil.copytree("runs/scifact", path)

@@ -19,7 +19,7 @@ from forked import fork
 from negchain import methods, tasks, train
 from negchain.cli import run as command_line
 from negchain.progress import Progress
-from negchain.train import trainer
+from negchain.train import start, trainer
 from negchain.train.config import ConfigError
 from negchain.train.resolve import resolve
 from negchain.train.run_folder import RunFolder, read_metrics
@@ -62,7 +62,7 @@ def test_it_trains_and_resumes_to_the_bit(method: str, tmp_path: Path, monkeypat
 
     half = tmp_path / "half"
     config = resolve(None, {**SETTINGS, "method": method})
-    run = trainer.prepare(
+    run = start.prepare(
         tasks.load(config),
         lambda: RunFolder.create(half, config=(whole / "config.json").read_text()),
     )
@@ -94,7 +94,7 @@ def forget_words() -> None:
 class Launched:
     """A run of `compare` that knows nothing but its command line; forked to save its imports."""
 
-    def __init__(self, arguments: list[str], log: Path, environment: object) -> None:
+    def __init__(self, arguments: list[str], log: Path) -> None:
         self.process = fork(self.train, arguments, log)
 
     @staticmethod
@@ -144,7 +144,7 @@ def test_a_task_is_chosen_by_the_data_or_named() -> None:
 
 def test_filling_a_table_is_shown_and_can_be_stopped(tmp_path: Path, capsys) -> None:
     config = resolve(None, {**SETTINGS, "method": "informed"})
-    run = trainer.prepare(
+    run = start.prepare(
         tasks.load(config), lambda: RunFolder.create(tmp_path / "run", config="{}\n")
     )
     with run.folder, pytest.raises(trainer.Interrupted, match="before the first step"):

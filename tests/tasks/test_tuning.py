@@ -25,7 +25,7 @@ def launched(by: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Runs that take no time: infonce likes a large rate, dcl a small one."""
     names: list[str] = []
 
-    def launch(plan: compare.Plan, environment, first) -> SimpleNamespace:
+    def launch(plan: compare.Plan, first) -> SimpleNamespace:
         path, config, _ = plan
         names.append(path.name)
         path.mkdir(parents=True)
@@ -97,7 +97,7 @@ def test_it_is_refused_where_all_that_failed_was_refused(
 ) -> None:
     """As `train` would have been; what a run said is said again, once, in its words."""
 
-    def launch(plan: compare.Plan, environment, first) -> SimpleNamespace:
+    def launch(plan: compare.Plan, first) -> SimpleNamespace:
         path, config, _ = plan
         code, said = ends[config.method]
         Path(f"{path}.log").write_text(f"note: x\n{said}\n")

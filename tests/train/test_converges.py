@@ -17,7 +17,7 @@ from torch import Tensor
 from negchain import tasks
 from negchain.methods import METHODS, trained
 from negchain.tasks.images import ImageTask
-from negchain.train import trainer
+from negchain.train import start
 from negchain.train.resolve import resolve
 from negchain.train.run_folder import RunFolder
 
@@ -43,7 +43,7 @@ def trains(tmp_path, method: str, norm: str) -> tuple[float, float]:
     """The exact global loss before and after a few steps."""
     task = digits(method, norm)
     folder = tmp_path / f"{method}-{norm}"
-    run = trainer.prepare(task, lambda: RunFolder.create(folder, config="{}\n"))
+    run = start.prepare(task, lambda: RunFolder.create(folder, config="{}\n"))
     with run.folder:
         before = run.judge.losses(run.encoder)
         run.step.fill()

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors
 import timm
 import torch
 from safetensors.torch import save_file
@@ -27,36 +26,12 @@ def same_backbone(a: Encoder, b: Encoder) -> bool:
     return all(torch.equal(x, y) for x, y in pairs)
 
 
-def test_of_a_large_file_only_what_is_wanted_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source, target, read = encoder(1), encoder(2), list[str]()
-    weights = {**source.backbone.state_dict(), "huge": torch.zeros(1 << 20)}
-    weights |= {"backbone.0.weight": torch.zeros(7, 7)}  # a name of ours, another shape
-    save_file(weights, tmp_path / "w.safetensors")
+def test_a_link_is_read_and_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    source, target = encoder(1), encoder(2)
+    save_file({**source.backbone.state_dict(), "more": torch.zeros(9)}, tmp_path / "w.safetensors")
     os.symlink(tmp_path / "w.safetensors", tmp_path / "link.safetensors")  # as in a cache
-
-    class Watched:
-        def __init__(self, *arguments: Any, **named: Any) -> None:
-            self.file = safetensors.safe_open(*arguments, **named)
-
-        def __enter__(self) -> Any:
-            self.file.__enter__()
-            return self
-
-        def __exit__(self, *error: Any) -> None:
-            self.file.__exit__(*error)
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self.file, name)
-
-        def get_tensor(self, name: str) -> Any:
-            read.append(name)
-            return self.file.get_tensor(name)
-
-    monkeypatch.setattr("negchain.train.pretrained.safe_open", Watched)
     start_from(target, str(tmp_path / "link.safetensors"))
-    assert same_backbone(source, target) and sorted(read) == sorted(source.backbone.state_dict())
+    assert same_backbone(source, target)
     os.mkfifo(tmp_path / "pipe.safetensors")
     with pytest.raises(ConfigError, match="must be a plain file"):
         start_from(target, str(tmp_path / "pipe.safetensors"))

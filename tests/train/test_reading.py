@@ -13,7 +13,7 @@ import torch
 from negchain import EMC2Loss, InfoNCELoss
 from negchain.progress import Progress
 from negchain.tasks.images import ImageTask, load_images
-from negchain.train import checkpoint, reading, trainer
+from negchain.train import checkpoint, reading, start, trainer
 from negchain.train.config import TrainConfig
 from negchain.train.reading import Clock, Reading
 from negchain.train.resolve import resolve
@@ -145,7 +145,7 @@ def make_run(tmp_path, data, monkeypatch):
         config: TrainConfig = resolve(None, settings)
         folder = tmp_path / f"{len(opened)}"
         task = ImageTask(config, data)
-        run = trainer.prepare(task, lambda: RunFolder.create(folder, config="{}\n"))
+        run = start.prepare(task, lambda: RunFolder.create(folder, config="{}\n"))
         opened.append(run)
         run.judge = Judge()  # type: ignore[assignment]
         assert run.order.steps_per_epoch == EPOCH

@@ -4,18 +4,18 @@
     pixels = augment(images, uniforms)       # uint8 [N,C,H,W], [N,num_uniforms] -> float32
 
 Images of different sizes come as `Pictures`: crops are cut from each as it is.
-`Draws` name a step's uniforms instead of holding them.
+`Uniforms` says where a step's uniforms come from, without holding them.
 `augment.plain(images)` is the evaluation view and `finite_views` stores k augmentations per image.
 """
 
 from negchain.augment.pictures import Images, Pictures, joined
-from negchain.augment.pipeline import Augmentation, Draws, Params, finite_views
+from negchain.augment.pipeline import Augmentation, Params, Uniforms, finite_views
 from negchain.augment.recipes import RECIPES, augmentation
 
 __all__ = [
     "RECIPES",
     "Augmentation",
-    "Draws",
+    "Uniforms",
     "Images",
     "Params",
     "Pictures",

@@ -76,12 +76,6 @@ class Pictures:
         first, last = int(self.offsets.min()), int(ends.max())
         return replace(self, pixels=self.pixels[first:last], offsets=self.offsets - first)
 
-    def in_colour(self) -> Pictures:
-        """Grey pictures with their one channel thrice; RGB ones as they are."""
-        if self.channels == 3:
-            return self
-        return Pictures.pack([picture.expand(3, -1, -1) for picture in self])
-
     @property
     def device(self) -> torch.device:
         """Where the pixels are."""

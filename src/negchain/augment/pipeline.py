@@ -40,14 +40,14 @@ class Params(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Draws:
-    """Uniforms that need no memory: those of `negchain.draws` for one step and stream.
+class Uniforms:
+    """Where uniforms come from, not yet made: those of `negchain.draws` for one step and stream.
 
-    Image n of a batch has the row of draws `first_row + n`. The fused kernels hash them where they
+    Image n of a batch has row `first_row + n`. The fused kernels hash them where they
     use them, which saves a step the launches that would write them.
 
-    >>> whole = Draws(seed=0, step=torch.tensor(7), stream=32).uniforms(5, 3)
-    >>> Draws(seed=0, step=torch.tensor(7), stream=32, first_row=2).uniforms(3, 3).equal(whole[2:])
+    >>> whole = Uniforms(seed=0, step=torch.tensor(7), stream=32).made(5, 3)
+    >>> Uniforms(seed=0, step=torch.tensor(7), stream=32, first_row=2).made(3, 3).equal(whole[2:])
     True
     """
 
@@ -56,8 +56,8 @@ class Draws:
     stream: int
     first_row: int = 0
 
-    def uniforms(self, count: int, num_uniforms: int) -> Tensor:
-        """The draws as a tensor [count,num_uniforms], float32."""
+    def made(self, count: int, num_uniforms: int) -> Tensor:
+        """Uniforms as a tensor [count,num_uniforms], float32."""
         last = self.first_row + count
         rows = torch.arange(self.first_row, last, device=self.step.device)
         return draws.uniform(self.seed, self.step, self.stream, rows, num_uniforms, torch.float32)
@@ -206,25 +206,25 @@ class Augmentation:
                 pixels = blur.blur(pixels, params.sigma)
             return self._normalized(pixels.clamp(0, 1))
 
-    def __call__(self, images: Images, uniforms: Tensor | Draws) -> Tensor:
+    def __call__(self, images: Images, uniforms: Tensor | Uniforms) -> Tensor:
         """Augment uint8 images with uniforms [N,num_uniforms]: `sample`, then `apply`.
 
-        `images` are [N,C,H,W] of one size, or `Pictures` of their own sizes; `Draws` stand for the
-        uniforms they name. On a GPU with Triton both are four launches (`fast.augment`).
+        `images` are [N,C,H,W] of one size, or `Pictures` of their own sizes. On a GPU with Triton
+        either kind of uniforms takes four launches (`fast.augment`).
         """
         if fused.applies(self, images):
             from negchain.fast.augment.fused_triton import augment_fused
 
             return augment_fused(self, images, uniforms)
-        if isinstance(uniforms, Draws):
-            uniforms = uniforms.uniforms(len(images), self.num_uniforms)
+        if isinstance(uniforms, Uniforms):
+            uniforms = uniforms.made(len(images), self.num_uniforms)
         return self.apply(images, self.sample(uniforms, *sides(images)))
 
     def from_table(
         self,
         table: Images,
         index: Tensor,
-        uniforms: Tensor | Draws,
+        uniforms: Tensor | Uniforms,
         dtype: torch.dtype,
     ) -> Tensor:
         """Augment `table[index]`, M uint8 images and positions [N]: pixels [N,C,size,size].

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from negchain.bench import losses, steps, throughput
-from negchain.bench.record import Check, Row, Settings, Spread, Table
+from negchain.bench.record import Settings, Table
 from negchain.bench.timing import release
 
 SUBJECTS: dict[str, Callable[[Settings], Table]] = {
@@ -34,4 +34,4 @@ def measure(subject: str, settings: Settings) -> Table:
         release()
 
 
-__all__ = ["SUBJECTS", "Check", "Row", "Settings", "Spread", "Table", "measure"]
+__all__ = ["SUBJECTS", "Settings", "measure"]

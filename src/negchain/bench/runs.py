@@ -18,7 +18,7 @@ from negchain.methods import METHODS, trained
 from negchain.optim import set_lr
 from negchain.tasks.images import ImageTask, load_images
 from negchain.tasks.task import Task
-from negchain.train import trainer
+from negchain.train import start, trainer
 from negchain.train.config import TrainConfig
 from negchain.train.resolve import resolve
 from negchain.train.run_folder import RunFolder
@@ -126,7 +126,7 @@ def vanishing(task: Task) -> Iterator[trainer.Run]:
     """A run of a task as `negchain train` prepares it, not captured yet; its folder goes after."""
     with tempfile.TemporaryDirectory(prefix="negchain-bench-") as folder:
         path = Path(folder) / "run"
-        run = trainer.prepare(task, lambda: RunFolder.create(path, config="{}\n"))
+        run = start.prepare(task, lambda: RunFolder.create(path, config="{}\n"))
         with run.folder:
             yield run
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from negchain import draws
-from negchain.augment import Draws, Pictures
+from negchain.augment import Pictures, Uniforms
 from negchain.bench import runs
 from negchain.bench.record import Row, Settings, Table, rows
 from negchain.bench.timing import Timed, graphed, interleaved, release
@@ -76,7 +76,7 @@ def _augmentation(settings: Settings, run: trainer.Run) -> dict[str, Timed]:
     kept = [torch.randint(256, (channels, *s), generator=generator).byte() for s in shapes]
     photos = Pictures.pack(kept).to(step.device)
     index = torch.randperm(NUM_WHOLE, generator=generator)[: len(step.index)].to(step.device)
-    drawn = Draws(run.config.seed, step.step, draws.STREAM_AUGMENT)
+    drawn = Uniforms(run.config.seed, step.step, draws.STREAM_AUGMENT)
 
     def whole() -> Tensor:
         dtype = step.autocast or torch.float32

@@ -1,8 +1,7 @@
 """`negchain compare`: several methods and seeds on one recipe, side by side.
 
-Every run is a process of its own (`negchain train`): at small batches one training leaves most of a
-GPU idle, and a run that fails does not take the others with it. Where NVIDIA's MPS is available
-their kernels run side by side, else they get the GPU in turns (see `negchain.train.sharing`).
+Every run is a process of its own (`negchain train`): one that fails does not take the others with
+it. Several on one GPU get it in turns, and evaluate or compile while others train.
 """
 
 from __future__ import annotations
@@ -13,8 +12,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -31,7 +29,6 @@ from negchain.train.config import ConfigError, TrainConfig, flag, hints, method_
 from negchain.train.presets import choose
 from negchain.train.resolve import for_method, resolve
 from negchain.train.run_folder import is_run, last_metrics, load_run_config
-from negchain.train.sharing import APART, shared_gpu
 from negchain.train.stopping import held_back, interruptible
 
 HELP = """Train several methods and seeds on one recipe and compare them on one page.
@@ -50,8 +47,7 @@ validation score (without labels: the lowest exact loss); its other seeds run wi
 page shows these runs.
 
 Takes all options of `negchain train`; an option only some methods know is given to those only.
-Runs that are finished in --out are kept, unfinished ones are resumed. Runs on one GPU share it
-through NVIDIA's MPS where that works, else (or with `--no-sharing`) they take turns.
+Runs that are finished in --out are kept, unfinished ones are resumed.
 """
 
 
@@ -64,7 +60,6 @@ through NVIDIA's MPS where that works, else (or with `--no-sharing`) they take t
             help="SETTING=VALUE,VALUE: values each method chooses from; several times for several.",
         ),
         option("jobs", int, 0, "--jobs", help="Runs at a time; 0: 4 on a GPU, 1 on a CPU."),
-        option("sharing", bool, True, "--sharing/--no-sharing", help="Share a GPU through MPS."),
         IMPORT,
         option("quiet", bool, False, "--quiet", help="No progress bar."),
     ],
@@ -75,7 +70,6 @@ def command(
     seeds: int,
     tune: list[str] | None,
     jobs: int,
-    sharing: bool,
     import_: Path | None,
     quiet: bool,
     **settings: Any,
@@ -108,10 +102,9 @@ def command(
         waiting = [p for p in plans if not ended(p.path) and p.path not in failed]
         if on_gpu:  # a run that cannot get it then fails; with "auto" it would train on the CPU
             waiting = [p._replace(given={**p.given, "device": "cuda"}) for p in waiting]
-        with _sharing(sharing, min(jobs, len(waiting)) * on_gpu) as environment:
-            counts = finished, later
-            finished += len(waiting)
-            failed.update(_run_all(waiting, jobs, environment, first, counts, show=not quiet))
+        counts = finished, later
+        finished += len(waiting)
+        failed.update(_run_all(waiting, jobs, first, counts, show=not quiet))
 
     try:
         with interruptible():
@@ -260,20 +253,9 @@ def _best(method: str, several: list[list[Plan]]) -> list[Plan]:
 # ---------------------------------------------------------------------- processes
 
 
-def _sharing(share: bool, runs: int) -> AbstractContextManager[dict[str, str]]:
-    """The environment in which that many runs share the GPU, for the `with` block."""
-    if runs < 2:
-        return nullcontext({})
-    if share:
-        return shared_gpu(runs, say=say)
-    say(f"{runs} runs take turns on the GPU")
-    return nullcontext(APART)
-
-
 def _run_all(
     waiting: list[Plan],
     jobs: int,
-    environment: dict[str, str],
     first: list[str],
     counts: tuple[int, int],
     show: bool,
@@ -293,7 +275,7 @@ def _run_all(
                 while waiting and len(running) < jobs:
                     plan = waiting.pop(0)
                     with held_back():
-                        running[plan.path] = _launch(plan, environment, first)
+                        running[plan.path] = _launch(plan, first)
                     bar.say(f"run {done + len(running)} of {total}: {plan.path.name}")
                 for path, process in list(running.items()):
                     if process.poll() is not None:
@@ -315,7 +297,7 @@ def _run_all(
     return failed
 
 
-def _launch(plan: Plan, environment: dict[str, str], first: list[str]) -> subprocess.Popen[bytes]:
+def _launch(plan: Plan, first: list[str]) -> subprocess.Popen[bytes]:
     path, config, given = plan
     arguments = [*first, "--quiet", "--out", str(path)]
     if is_run(path):
@@ -328,12 +310,10 @@ def _launch(plan: Plan, environment: dict[str, str], first: list[str]) -> subpro
             else:
                 arguments += [word, str(value)]
     path.parent.mkdir(parents=True, exist_ok=True)
-    return launch(arguments, Path(f"{path}.log"), environment)
+    return launch(arguments, Path(f"{path}.log"))
 
 
-def launch(
-    arguments: Sequence[str], log: Path, environment: Mapping[str, str]
-) -> subprocess.Popen[bytes]:
+def launch(arguments: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
     """Start `negchain train`; its output is appended to `log`.
 
     It is a process group of its own, so that Ctrl-C does not reach it. `compare` sends it one
@@ -348,7 +328,7 @@ def launch(
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=file,
-            env={**os.environ, "PYTHONPATH": path, **environment},
+            env={**os.environ, "PYTHONPATH": path},
             process_group=0,
         )
 

@@ -23,11 +23,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from negchain.data.image_set import DataBundle, ImageSet, load_batches
     from negchain.data.indexed import Indexed, Prefetched, prefetch
-    from negchain.data.named import BUILT_IN
     from negchain.data.sources import load_data
 
 __all__ = [
-    "BUILT_IN",
     "DataBundle",
     "ImageSet",
     "Indexed",
@@ -38,7 +36,7 @@ __all__ = [
 ]
 _WHERE = dict.fromkeys(("DataBundle", "ImageSet", "load_batches"), "image_set")
 _WHERE |= dict.fromkeys(("Indexed", "Prefetched", "prefetch"), "indexed")
-_WHERE |= {"BUILT_IN": "named", "load_data": "sources"}
+_WHERE["load_data"] = "sources"
 
 
 def __getattr__(name: str) -> Any:

@@ -1,24 +1,23 @@
-"""Pictures of a Hugging Face data set: a folder that `save_to_disk` wrote, or a Dataset itself.
+"""Pictures of a Hugging Face data set: a folder that `save_to_disk` wrote.
 
 Arrow keeps a column's bytes one behind the other and uncompressed, so a picture of a saved data set
 is a range of its file (see `negchain.data.places`): the table of ranges is all that stays in
 memory, and workers read files. Items are named `split/row`. The classes are those of the ClassLabel
 column, or of `label`.
 
-A saved data set needs only pyarrow. Nothing a file says is executed, and no path in it is followed.
+Only pyarrow is needed. Nothing a file says is executed, and no path in it is followed.
 """
 
 import json
 import os
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from negchain.data.listing import SPLITS, ImageFile, Listing, divide
-from negchain.data.places import Place, Row
+from negchain.data.places import Place
 from negchain.files import FileRefused, read_object
 from negchain.printable import printable
 
@@ -39,25 +38,13 @@ def list_saved(folder: str, holdout: float = 0.2) -> Listing:
     found = read_object(root / "dataset_dict.json").get("splits")
     names = found if isinstance(found, list) else []
     splits = {_KNOWN[name]: name for name in names if isinstance(name, str) and name in _KNOWN}
-    _require_train(splits, printable(folder), names)
-    files = {split: _saved_files(root / name, name) for split, name in splits.items()}
-    return divide(folder, files, holdout)
-
-
-def list_dataset(dataset: Any, holdout: float = 0.2) -> Listing:
-    """The pictures of a `datasets.Dataset` or DatasetDict, in memory, mapped, shuffled or cut."""
-    splits = dataset if isinstance(dataset, dict) else {"train": dataset}
-    files = {_KNOWN[name]: _rows(part, name) for name, part in splits.items() if name in _KNOWN}
-    _require_train(files, "the data set", list(splits))
-    return divide("dataset", files, holdout)
-
-
-def _require_train(splits: Collection[str], source: str, names: list[Any]) -> None:
     if "train" not in splits and "unlabeled" not in splits:
         raise ValueError(
-            f"a DatasetDict needs a split named train, and {source} has "
+            f"a DatasetDict needs a split named train, and {printable(folder)} has "
             f"{printable(', '.join(map(str, names))) or 'none'}; give one of its splits alone"
         )
+    files = {split: _saved_files(root / name, name) for split, name in splits.items()}
+    return divide(folder, files, holdout)
 
 
 def _columns(schema: Any) -> tuple[str, str | None, list[str] | None]:
@@ -87,35 +74,6 @@ def _class(label: Any, names: list[str] | None) -> str | None:
     if names is not None and isinstance(label, int):
         return names[label]  # an IndexError is the file's fault
     return printable(str(label))
-
-
-@dataclass(frozen=True)
-class _Stored:
-    """Reads the bytes of a row."""
-
-    dataset: Any
-    column: str
-
-    def __call__(self, row: int) -> bytes:
-        stored = self.dataset[row][self.column]
-        if stored["bytes"] is None and stored["path"] is not None:  # the user's own object
-            return Path(stored["path"]).read_bytes()
-        return stored["bytes"] or b""
-
-
-def _rows(dataset: Any, name: str) -> list[ImageFile]:
-    import datasets  # type: ignore[import-untyped,unused-ignore]
-
-    picture, label, names = _columns(dataset.features.arrow_schema)
-    stored = dataset.cast_column(picture, datasets.Image(decode=False))
-    read, found = _Stored(stored, picture), list[ImageFile]()
-    for batch in stored.with_format("arrow").iter(1000):
-        sizes = _pyarrow().compute.binary_length(batch[picture].combine_chunks().field("bytes"))
-        labels = batch[label].to_pylist() if label else [None] * len(sizes)
-        for size, known in zip(sizes.to_pylist(), labels, strict=True):
-            place = Row(read, len(found), size or 0)
-            found.append(ImageFile(f"{name}/{len(found):09d}", place, _class(known, names)))
-    return found
 
 
 def _saved_files(folder: Path, name: str) -> list[ImageFile]:
@@ -175,7 +133,6 @@ def _ranges(column: Any, whole: Any) -> Iterator[tuple[int, int]]:
 def _pyarrow() -> Any:
     try:
         import pyarrow
-        import pyarrow.compute
         import pyarrow.ipc
     except ImportError as error:
         raise ValueError(

@@ -80,7 +80,7 @@ def _digits(side: int, root: Path, download: bool) -> DataBundle:
     digits = load_digits()
     labels = torch.from_numpy(digits.target.astype(np.int64))
     pixels = torch.from_numpy(np.rint(digits.images * (255 / 16)).astype(np.uint8)).unsqueeze(1)
-    shuffled = torch.from_numpy(np.random.RandomState(0).permutation(len(labels)))  # frozen stream
+    shuffled = torch.from_numpy(np.random.RandomState(0).permutation(len(labels)))  # frozen numbers
     held_out = torch.zeros(len(labels), dtype=torch.bool)
     for label in range(10):
         members = shuffled[labels[shuffled] == label]

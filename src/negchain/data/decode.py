@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import ExifTags, Image, UnidentifiedImageError, features
 
-from negchain.data.places import Where, opened
+from negchain.data.places import Place, opened
 
 _AVIF = bool(features.check("avif"))
 IMAGE_SUFFIXES = frozenset(
@@ -171,7 +171,7 @@ def _turn(image: Image.Image) -> Image.Transpose | None:
 
 
 @contextmanager
-def _decoded(place: Where | str, enough: int) -> Iterator[_Decoded]:
+def _decoded(place: Place | str, enough: int) -> Iterator[_Decoded]:
     """The file in RGB, a JPEG at 1/2, 1/4 or 1/8 if that leaves twice `enough` pixels a side."""
     with opened(place) as file, Image.open(file, formats=_FORMATS) as image:
         size = image.size
@@ -205,7 +205,7 @@ def _whole(decoded: _Decoded, short: int) -> Bytes:
     return _upright(rgb, decoded.turn)
 
 
-def read_image(place: Where | str, side: int, short: int = 0) -> Bytes:  # -> [3,side,side]
+def read_image(place: Place | str, side: int, short: int = 0) -> Bytes:  # -> [3,side,side]
     """The central square of an image file, upright, in RGB, at `side` x `side` pixels.
 
     Bilinear with antialiasing, as `torchvision.transforms.Resize`. A JPEG at least four times too
@@ -226,25 +226,25 @@ def read_image(place: Where | str, side: int, short: int = 0) -> Bytes:  # -> [3
         return _square(decoded, side)
 
 
-def read_picture(place: Where | str, side: int, short: int) -> Bytes:  # -> [3,h,w]
+def read_picture(place: Place | str, side: int, short: int) -> Bytes:  # -> [3,h,w]
     """The whole picture, upright, in RGB, its shorter side at most `short` pixels."""
     with _decoded(place, max(side, short)) as decoded:
         return _whole(decoded, short)
 
 
-def read_both(place: Where | str, side: int, short: int) -> tuple[Bytes, Bytes]:
+def read_both(place: Place | str, side: int, short: int) -> tuple[Bytes, Bytes]:
     """`read_image` and `read_picture` from one decoding."""
     with _decoded(place, max(side, short)) as decoded:
         return _square(decoded, side), _whole(decoded, short)
 
 
-def read_size(place: Where | str) -> Size:
+def read_size(place: Place | str) -> Size:
     """Width and height from the file's header; a turned picture's are not exchanged."""
     with opened(place) as file, Image.open(file, formats=_FORMATS) as image:
         return image.size
 
 
-def why_unreadable(place: Where | str, error: Exception) -> str:
+def why_unreadable(place: Place | str, error: Exception) -> str:
     """One phrase for what a reader raised."""
     if isinstance(error, FileNotFoundError):
         return "no such file (a broken link?)"

@@ -37,7 +37,7 @@ from negchain.data.decode import (
 )
 from negchain.data.image_set import DataBundle, ImageSet, fingerprint
 from negchain.data.listing import ImageFile, Listing, classes_of, require_known_classes, too_few
-from negchain.data.places import Where
+from negchain.data.places import Place
 from negchain.printable import printable
 from negchain.progress import Progress
 
@@ -106,7 +106,7 @@ def _note(sizes: Sequence[Size], times: int, short: int, num_bytes: int, budget:
 
 def _run(
     work: Callable[[int], None],
-    places: Sequence[Where | str],
+    places: Sequence[Place | str],
     *,
     workers: int,
     title: str | None,
@@ -140,7 +140,7 @@ def _run(
 
 
 def read_sizes(
-    places: Sequence[Where | str], *, workers: int, title: str | None = None
+    places: Sequence[Place | str], *, workers: int, title: str | None = None
 ) -> list[Size]:
     """Width and height of every file, from its header; (0, 0) where that cannot be read.
 
@@ -157,7 +157,7 @@ def read_sizes(
 
 
 def decode_files(
-    places: Sequence[Where | str],
+    places: Sequence[Place | str],
     side: int,
     *,
     sizes: Sequence[Size] = (),
@@ -213,7 +213,7 @@ def _close_gaps(images: Tensor, keep: Tensor, chunk: int = 1024) -> Tensor:
 
 
 def check_files(
-    places: Sequence[Where | str], *, workers: int, title: str | None = None
+    places: Sequence[Place | str], *, workers: int, title: str | None = None
 ) -> dict[int, str]:
     """{number: reason} of the files that `read_image` cannot read.
 

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from negchain.augment.pictures import Images, Pictures
 from negchain.data.decode import Bytes, num_cores, read_image, read_picture, why_unreadable
-from negchain.data.places import Where
+from negchain.data.places import Place
 from negchain.printable import printable
 
 
@@ -49,7 +49,7 @@ class ImageSet:
     """int64 [M], -1 where an item has no label; None when no item has one."""
     images: Tensor | None
     """The squares, uint8 [M,C,S,S] on the CPU; None when the set is on disk."""
-    places: tuple[Where, ...] | None = None
+    places: tuple[Place, ...] | None = None
     """Where the bytes are, when the set is on disk."""
     side: int = 0
     """S, when the set is on disk."""
@@ -140,7 +140,7 @@ class ImageSet:
     def _decode(self, position: int, whole: bool) -> Tensor:
         assert self.places is not None
         place = self.places[position]
-        read: Callable[[Where, int, int], Bytes] = read_picture if whole else read_image
+        read: Callable[[Place, int, int], Bytes] = read_picture if whole else read_image
         try:
             return torch.from_numpy(np.ascontiguousarray(read(place, self.side, self.short)))
         except Exception as error:  # PIL's readers raise nearly every type on damaged files

@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from negchain.data.places import Where
+from negchain.data.places import Place
 
 TEST_SPLITS = ("test", "val", "valid", "validation")
 SPLITS = ("train", "unlabeled", *TEST_SPLITS)
@@ -25,7 +25,7 @@ class ImageFile:
     """A picture, not opened yet: its name in the set, where its bytes are, its class."""
 
     name: str
-    place: Where
+    place: Place
     class_name: str | None = None
 
 

@@ -36,6 +36,8 @@ def named_sources(data: str) -> list[str]:
     twice = sorted({part for part in parts if parts.count(part) > 1})
     if twice:
         raise ValueError(f"--data names {show(twice[0])} more than once; name every source once")
+    if len(parts) > 1 and "digits" in parts:
+        raise ValueError(f"--data digits is grey and goes alone, got {show(data)}; leave it out")
     return parts
 
 

@@ -8,8 +8,10 @@ one read, in any order and from any process. A range is valid only while its fil
 import io
 import os
 import stat
-from collections.abc import Callable
 from typing import BinaryIO, NamedTuple
+
+LARGEST = 1 << 30
+"""Bytes of a picture inside a file, at most: it is read whole."""
 
 
 class Place(NamedTuple):
@@ -31,68 +33,29 @@ class Place(NamedTuple):
     """Nanoseconds, as `os.stat` has them; -1: not compared."""
 
 
-class Row(NamedTuple):
-    """A row of a data set object in this process; `read(number)` gives its bytes."""
-
-    read: Callable[[int], bytes]
-    number: int
-    size: int
-    path: str = "the data set"
-
-
-Where = Place | Row
-
-
 def whole_file(path: str, status: os.stat_result) -> Place:
     """All of a file, in its present state."""
     return Place(path, 0, status.st_size, status.st_mtime_ns)
 
 
-def opened(place: Where | str) -> BinaryIO:
-    """The bytes at a place as a file of their own."""
-    if isinstance(place, Row):
-        return io.BytesIO(place.read(place.number))
+def opened(place: Place | str) -> BinaryIO:
+    """The bytes at a place as a file of their own; a range is read at once."""
     place = Place(place) if isinstance(place, str) else place
     # Without O_NONBLOCK opening a pipe would wait for ever.
-    descriptor = os.open(place.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    file = open(place.path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK))
     try:
-        status = os.fstat(descriptor)
+        status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise OSError("not a regular file")
         size = status.st_size if place.size < 0 else place.size
         if place.changed not in (-1, status.st_mtime_ns) or place.begin + size > status.st_size:
             raise OSError("the file has changed since it was listed")
-        return io.BufferedReader(_Range(descriptor, place.begin, size), 1 << 16)
+        if size == status.st_size:
+            return file
+        if size > LARGEST:
+            raise OSError(f"{size >> 20:,} MB of a file, and at most {LARGEST >> 20:,} are read")
+        with file:
+            return io.BytesIO(os.pread(file.fileno(), size, place.begin))
     except BaseException:
-        os.close(descriptor)
+        file.close()
         raise
-
-
-class _Range(io.RawIOBase):
-    def __init__(self, descriptor: int, begin: int, size: int) -> None:
-        self._descriptor, self._begin, self._size, self._at = descriptor, begin, size, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
-        if start + offset < 0:
-            raise OSError("a seek before the first byte")
-        self._at = start + offset
-        return self._at
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        wanted = max(0, min(len(buffer), self._size - self._at))
-        found = os.pread(self._descriptor, wanted, self._begin + self._at)
-        buffer[: len(found)] = found
-        self._at += len(found)
-        return len(found)
-
-    def close(self) -> None:
-        if not self.closed:
-            os.close(self._descriptor)
-        super().close()

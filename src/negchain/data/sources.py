@@ -16,12 +16,10 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from negchain.augment.pictures import Images, Pictures, joined
-from negchain.data.arrow import list_dataset
 from negchain.data.built_in import load_built_in
 from negchain.data.decode import Size, num_cores
 from negchain.data.from_files import choose_storage, load_files, read_sizes
@@ -38,7 +36,7 @@ LARGEST_COMMON_SIDE = 224
 
 
 def load_data(
-    data: Any,
+    data: str | Listing,
     *,
     image_size: int | None = None,
     root: str | Path = "data",
@@ -52,8 +50,7 @@ def load_data(
     """The image sets that `data` names: a built-in set, a folder, a CSV file, or `A,B,...`.
 
     Args:
-        data: names and folders, with commas between several; or a `datasets.Dataset` (or
-            DatasetDict) with a column of pictures; or a `Listing`.
+        data: names and folders, with commas between several; or files that are listed already.
         image_size: side in pixels of what the encoder sees. None: what a built-in set has; for
             folders the shorter side that all images share, at most 224, or 96 if they differ
             (`notes` then says so).
@@ -78,8 +75,7 @@ def load_data(
         entries = named_sources(data)
         listings = {name: files(name, holdout) for name in entries if (files := lister(name))}
     else:
-        given = data if isinstance(data, Listing) else list_dataset(data, holdout)
-        entries, listings = ["dataset"], {"dataset": given}
+        entries, listings = ["listed"], {"listed": data}
     sizes = {entry: _sizes(listing, workers, progress) for entry, listing in listings.items()}
     known = [size for found in sizes.values() for size in found]
     side, notes = (image_size, ()) if image_size is not None else _default_side(entries, known)
@@ -138,16 +134,13 @@ def _combine(entries: Sequence[str], bundles: Sequence[DataBundle]) -> DataBundl
     prefixes = ["" if e in BUILT_IN else f"{t}/" for e, t in zip(entries, titles, strict=True)]
     ranked = sorted(bundles, key=lambda bundle: not bundle.labelled)  # stable: the first stays so
     probed = next((bundle for bundle in ranked if bundle.train is not None), None)
-    channels = max(bundle.pretrain.channels for bundle in bundles)
     train = test = None
     parts = list[ImageSet]()
     for bundle, prefix in zip(bundles, prefixes, strict=True):
-        part = _adapt(bundle.pretrain, prefix, channels)
+        part = _under(prefix, bundle.pretrain)
         parts.append(part if bundle is probed else replace(part, labels=None))
         if bundle is probed:
-            train, test = (
-                part and _adapt(part, prefix, channels) for part in (bundle.train, bundle.test)
-            )
+            train, test = (part and _under(prefix, part) for part in (bundle.train, bundle.test))
     pretrain = _concatenate(parts)
     prints = [(t, int(b.fingerprint, 16)) for t, b in zip(titles, bundles, strict=True)]
     pairs = list(zip(bundles, prefixes, strict=True))
@@ -158,23 +151,16 @@ def _combine(entries: Sequence[str], bundles: Sequence[DataBundle]) -> DataBundl
         test=test,
         classes=() if probed is None else probed.classes,
         skipped=tuple((f"{prefix}{file}", why) for b, prefix in pairs for file, why in b.skipped),
-        fingerprint=fingerprint(prints, [], (channels, *pretrain.size)),
+        fingerprint=fingerprint(prints, [], (pretrain.channels, *pretrain.size)),
         notes=tuple(f"{prefix} {note}" for b, prefix in pairs for note in b.notes),
         unprobed=ranked[0].unprobed,
         held_out=0 if probed is None else probed.held_out,
     )
 
 
-def _adapt(part: ImageSet, prefix: str, channels: int) -> ImageSet:
-    """`part` under its source's name, grey repeated to RGB where another source is RGB."""
-    images = None if part.images is None else part.images.expand(-1, channels, -1, -1)
-    whole = part.whole
-    if isinstance(whole, Pictures):
-        whole = whole.in_colour() if channels == 3 else whole
-    elif whole is not None:
-        whole = whole.expand(-1, channels, -1, -1)
-    names = tuple(prefix + name for name in part.names)
-    return replace(part, names=names, images=images, whole=whole)
+def _under(prefix: str, part: ImageSet) -> ImageSet:
+    """`part` under its source's name."""
+    return replace(part, names=tuple(prefix + name for name in part.names))
 
 
 def _concatenate(parts: Sequence[ImageSet]) -> ImageSet:

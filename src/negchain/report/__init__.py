@@ -21,9 +21,9 @@ from pathlib import Path
 from . import comparison, sections
 from .page import Page
 from .results import comparison_table, summary_table
-from .runs import Run, group_runs, load_run
+from .runs import group_runs, load_run
 
-__all__ = ["Run", "comparison_table", "load_run", "summary_table", "write_report"]
+__all__ = ["comparison_table", "load_run", "summary_table", "write_report"]
 
 
 def write_report(runs: Sequence[Path], out: Path) -> Path:

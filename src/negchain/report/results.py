@@ -179,7 +179,7 @@ def recommendation(groups: Sequence[Group], lead: Metric) -> str | None:
     noun = best.shown.noun
     tested = "" if test is None else f" ({test.in_points()} on test {noun})"
     gained = f"{gain.in_points()} of {lead.name} over the encoder as it was{tested}"
-    if np.quantile(gain.draws, (1 - LEVEL) / 2) <= 0:
+    if np.quantile(gain.means, (1 - LEVEL) / 2) <= 0:
         return (
             f"Recommended: none of these. The most is gained by {best.label}, {gained}, which is "
             f"within the noise of {noun} and seeds: keep the encoder you have, or look at the "
@@ -188,7 +188,7 @@ def recommendation(groups: Sequence[Group], lead: Metric) -> str | None:
     alike = [
         group.label
         for group, other in known
-        if group is not best and np.quantile(gain.draws - other.draws, (1 - LEVEL) / 2) <= 0
+        if group is not best and np.quantile(gain.means - other.means, (1 - LEVEL) / 2) <= 0
     ]
     more = f" Within the noise of it: {', '.join(alike)}." if alike else ""
     return f"Recommended: {best.label}, {gained}.{more}"

@@ -2,8 +2,8 @@
 
 A run folder holds `config.json`, `metrics.jsonl`, and, once there is something to put in them,
 `summary.json` (so its absence means: unfinished) and `artifacts.npz`.
-Reading accepts what an interrupted run leaves behind (a half-written last line, nulls for
-non-finite numbers, steps logged twice around a resume) and refuses any other damage.
+Reading accepts what an interrupted run leaves behind (half-written lines of metrics, nulls for
+non-finite numbers, steps logged twice around a resume) and refuses other damaged files.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import math
 import os
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,7 +26,7 @@ from negchain.files import read_arrays, read_object
 from negchain.methods import METHODS, title_of
 from negchain.tasks import TASKS, options
 from negchain.train.config import RECORDED, hints, setting_of
-from negchain.train.run_folder import metric_lines, require_run
+from negchain.train.run_folder import read_metrics, require_run
 
 from .measures import Shown, shown
 
@@ -188,39 +189,22 @@ negchain train made
     summary = read_object(path / "summary.json") if os.path.lexists(path / "summary.json") else None
     file = path / "artifacts.npz"
     artifacts = read_arrays(file) if os.path.lexists(file) else {}
-    return Run(path, config, _read_metrics(path, config), summary, artifacts)
+    return Run(path, config, _read_metrics(path), summary, artifacts)
 
 
 def _finite(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value) if math.isfinite(value) else None
+    return float(value) if abs(value) <= sys.float_info.max else None
 
 
-def _read_metrics(path: Path, config: dict[str, Any]) -> list[dict[str, float]]:
-    file = path / "metrics.jsonl"
-    lines = metric_lines(file)
-    merged: dict[tuple[str, float], dict[str, float]] = {}
-    batch_size = _finite(config.get("batch_size"))
-    for number, line in enumerate(lines, start=1):
-        try:
-            entry = json.loads(line) if line.strip() else {}
-            if not isinstance(entry, dict):
-                raise ValueError("not an object")
-        except (ValueError, RecursionError):
-            if number == len(lines):  # cut off by a kill while it was being written
-                break
-            raise ValueError(
-                f"{file} must hold one JSON object a line, but line {number} is broken; "
-                "delete that line and try again"
-            ) from None
-        numbers = {key: value for key in entry if (value := _finite(entry[key])) is not None}
-        if "samples" not in numbers and "step" in numbers and batch_size is not None:
-            numbers["samples"] = numbers["step"] * batch_size
-        place = "step" if "step" in numbers else "samples"
-        if place in numbers:  # training and evaluation lines of a step are one; a repeat wins
-            merged.setdefault((place, numbers[place]), {}).update(numbers)
-    return sorted(merged.values(), key=lambda entry: entry.get("samples", entry.get("step", 0.0)))
+def _read_metrics(path: Path) -> list[dict[str, float]]:
+    """A line for each step: what training and evaluation logged of it, a repeat as it was last."""
+    merged: dict[Any, dict[str, float]] = {}
+    for line in read_metrics(path):
+        numbers = {key: value for key in line if (value := _finite(line[key])) is not None}
+        merged.setdefault(line["step"], {}).update(numbers)
+    return [merged[step] for step in sorted(merged)]
 
 
 @dataclass(frozen=True)

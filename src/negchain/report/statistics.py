@@ -9,7 +9,7 @@ with s the standard deviation over S seeds: a bootstrap over images, the same im
 mean with unknown variance, as a bootstrap of two or three seeds is far too sure. One seed says
 nothing about other seeds: its interval covers test images only, and it cannot win.
 
-Shapes: S seeds, Q test images, N draws.
+Shapes: S seeds, Q test images, N resampled means.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ import numpy as np
 
 from .runs import FloatArray, Group, Run
 
-DRAWS = 4000
+RESAMPLED = 4000
 LEVEL = 0.95
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """The mean of a group over its seeds, and draws of it [N] (empty: nothing is known)."""
+    """The mean of a group over its seeds, and what it might have been [N] (empty: unknown)."""
 
     mean: float
     seeds: int
-    draws: FloatArray
-    images: bool = True  # whether the draws are over test images too
+    means: FloatArray
+    images: bool = True  # whether they are over other test images too
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """The central 95 % of the draws."""
-        if not len(self.draws):
+        """The central 95 % of what the mean might have been."""
+        if not len(self.means):
             return None
-        low, high = np.quantile(self.draws, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+        low, high = np.quantile(self.means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
         return float(low), float(high)
 
     def in_points(self) -> str:
@@ -55,7 +55,7 @@ class Estimate:
 
 
 def estimates(groups: Sequence[Group], key: str) -> list[Estimate | None]:
-    """The mean of every group for a metric, with draws that are paired between groups."""
+    """The mean of every group for a metric, resampled in pairs between groups."""
     resampled = _over_images(groups, key)
     generator = np.random.default_rng(1)
     found: list[Estimate | None] = []
@@ -65,11 +65,11 @@ def estimates(groups: Sequence[Group], key: str) -> list[Estimate | None]:
             found.append(None)
             continue
         mean, seeds = float(values.mean()), len(values)
-        draws = resampled.get(i, np.full(DRAWS, mean) if seeds > 1 else np.empty(0))
+        means = resampled.get(i, np.full(RESAMPLED, mean) if seeds > 1 else np.empty(0))
         if seeds > 1:
             spread = float(values.std(ddof=1)) / math.sqrt(seeds)
-            draws = draws + spread * generator.standard_t(seeds - 1, DRAWS)
-        found.append(Estimate(mean, seeds, draws, i in resampled))
+            means = means + spread * generator.standard_t(seeds - 1, RESAMPLED)
+        found.append(Estimate(mean, seeds, means, i in resampled))
     return found
 
 
@@ -82,7 +82,7 @@ def interval_of(run: Run, key: str) -> tuple[float, float] | None:
 def over_start(groups: Sequence[Group], key: str) -> list[Estimate | None]:
     """By how much the mean of every group is above that of its encoder before training.
 
-    The same test items were answered before and after, so the draws are paired. None where the
+    The same test items were answered before and after, so they are paired. None where the
     answers before training are not known.
     """
     starts = [_at_start(group, key) for group in groups]
@@ -94,9 +94,9 @@ def over_start(groups: Sequence[Group], key: str) -> list[Estimate | None]:
         if own is None or first is None:
             gains.append(None)
             continue
-        paired = len(own.draws) == len(first.draws)
-        draws = own.draws - first.draws if paired else np.empty(0)
-        gains.append(Estimate(own.mean - first.mean, own.seeds, draws))
+        paired = len(own.means) == len(first.means)
+        means = own.means - first.means if paired else np.empty(0)
+        gains.append(Estimate(own.mean - first.mean, own.seeds, means))
     return gains
 
 
@@ -127,7 +127,7 @@ def winner(found: Sequence[Estimate | None], *, higher: bool) -> int | None:
     sign = 1.0 if higher else -1.0
     best, lead = max(known, key=lambda entry: sign * entry[1].mean)
     beaten = [
-        float(np.mean(sign * (lead.draws - other.draws) <= 0)) < (1 - LEVEL) / 2
+        float(np.mean(sign * (lead.means - other.means) <= 0)) < (1 - LEVEL) / 2
         for i, other in known
         if i != best
     ]
@@ -135,7 +135,7 @@ def winner(found: Sequence[Estimate | None], *, higher: bool) -> int | None:
 
 
 def _over_images(groups: Sequence[Group], key: str) -> dict[int, FloatArray]:
-    """Draws [N] of each group's mean with test images resampled, by place; none where unknown.
+    """Means [N] of each group with test images resampled, by place; none where unknown.
 
     Groups with equal test images share the resampled images.
     """
@@ -154,7 +154,7 @@ def _over_images(groups: Sequence[Group], key: str) -> dict[int, FloatArray]:
         rows = np.stack([right for _, right in members], axis=1)
         kinds, counts = np.unique(rows, axis=0, return_counts=True)
         generator = np.random.default_rng(0)
-        drawn = generator.multinomial(len(rows), counts / len(rows), size=DRAWS)
+        drawn = generator.multinomial(len(rows), counts / len(rows), size=RESAMPLED)
         means = drawn @ kinds / len(rows)
         found.update({i: means[:, place] for place, (i, _) in enumerate(members)})
     return found

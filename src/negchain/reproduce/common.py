@@ -17,7 +17,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -30,7 +29,6 @@ from negchain import machine
 from negchain.methods import METHODS
 from negchain.reproduce import load
 from negchain.train.presets import ConfigError, choose
-from negchain.train.sharing import shared_gpu
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -108,7 +106,7 @@ def perform(
         waiting += [(name, job) for job in jobs]
     waiting.sort(key=lambda pair: (not load(pair[0]).alone, pair[1].get("seed", 0)))
     failed, total = 0, len(waiting)
-    for number, (name, row) in enumerate(_results(waiting, deadline, processes, options, say), 1):
+    for number, (name, row) in enumerate(_results(waiting, deadline, processes, say), 1):
         append(out / f"{name}.jsonl", row)
         failed += "error" in row
         told = _last_line(row) or f"{row['wall']:.0f} s"
@@ -120,7 +118,6 @@ def _results(
     waiting: list[tuple[str, Row]],
     deadline: float,
     processes: int,
-    options: Options,
     say: Callable[[str], None],
 ) -> Iterator[tuple[str, Row]]:
     """Finished runs, as they finish: those that measure time one by one, then the others."""
@@ -132,15 +129,10 @@ def _results(
     others = [pair for pair in waiting if pair not in alone]
     if not others:
         return
-    sharing: AbstractContextManager[dict[str, str]] = nullcontext({})
-    if options.on_gpu():
-        sharing = shared_gpu(processes, say=say)
     threads = str(max(1, (os.cpu_count() or 1) // processes))  # each would take all cores
-    with sharing as environment:
-        for name in ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):
-            os.environ.setdefault(name, threads)  # what the user said counts
-        os.environ.update(environment)
-        yield from _side_by_side(others, deadline, processes, say)
+    for name in ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):
+        os.environ.setdefault(name, threads)  # what the user said counts
+    yield from _side_by_side(others, deadline, processes, say)
 
 
 def _side_by_side(
@@ -148,8 +140,8 @@ def _side_by_side(
 ) -> Iterator[tuple[str, Row]]:
     """Runs in some processes, each of which serves one after the other.
 
-    A run that fails or whose process dies is tried once more, in a new process: a fault of one
-    client of MPS takes the others along, and a CUDA context does not survive its first error.
+    A run that fails or whose process dies is tried once more, in a new process: a
+    CUDA context does not survive its first error.
     """
     queue = [(name, job, 1) for name, job in waiting]
     busy: dict[Connection, tuple[BaseProcess, tuple[str, Row, int]]] = {}

@@ -4,9 +4,10 @@ A task is what the trainer is given: data with stable positions, one or two towe
 and what the report shows. `task.py` has the interface. The command line, the trainer, checkpoints,
 `compare` and the report read this register and know no task by name.
 
-    images       images, image_judge, image_settings, online_probe, own_augmentation
+    images       images, image_judge, online_probe, own_augmentation
     retrieval    retrieval, retrieval_judge, beir (the data), text (the encoder)
     image-text   image_text, image_text_judge, image_text_towers, captions (the data), text
+    all          checks: what a machine must have
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ for _kind in (
         _later("encoders", "rebuild_encoder"),
         lambda: _module("report.images").SHOWN,
         claims=lambda data: True,  # and says what is wrong with it
-        check=_later("tasks.image_settings", "check"),
+        check=_later("tasks.checks", "check_images"),
         defaults=lambda data: presets.DATA_DEFAULTS.get(data, presets.FOLDER_DEFAULTS),
         options=(*_PICTURES, "augmentations"),
         fits=_later("encoders", "refuse_larger"),
@@ -146,7 +147,7 @@ for _kind in (
         _later("tasks.text", "TextEncoder.rebuilt"),
         lambda: _module("report.retrieval").SHOWN,
         claims=_later("tasks.beir", "claims"),
-        check=_later("tasks.text_settings", "check"),
+        check=_later("tasks.checks", "check_texts"),
         defaults=lambda data: presets.TEXT_DEFAULTS,
         options=("max_length", "draws"),
         fits=_later("tasks.text", "TextEncoder.refuse_larger"),
@@ -158,7 +159,7 @@ for _kind in (
         _later("tasks.image_text_towers", "rebuild"),
         lambda: _module("report.image_text").SHOWN,
         claims=lambda data: bool(_later("tasks.captions", "find_tables")(data)),
-        check=_later("tasks.image_settings", "check_captioned"),
+        check=_later("tasks.checks", "check_captioned"),
         defaults=lambda data: presets.CAPTION_DEFAULTS,
         options=(*_PICTURES, "text_encoder"),
         fits=_later("tasks.image_text_towers", "refuse_larger"),

@@ -10,6 +10,7 @@ Another folder is refused, with the rule, what was found where, and what to do.
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import io
 import json
@@ -33,6 +34,8 @@ LONGEST = 64 << 20
 """Bytes of a line, at most."""
 PACKED = 100
 """How many times its own size a .gz may unpack to: a small file must not fill the memory."""
+TAIL = 16
+"""Bytes: the last 8 of a packed text are its checksum and length, which are zero of no text."""
 
 
 @dataclass(frozen=True)
@@ -238,7 +241,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
     try:
         with (
             open_plain(path.resolve()) as plain,
-            io.BufferedReader(_Unpacked(plain)) if path.suffix == ".gz" else plain as file,
+            _unpacked(plain) if path.suffix == ".gz" else plain as file,
         ):
             length = 0
             for number, raw in enumerate(iter(lambda: file.readline(LONGEST), b""), start=1):
@@ -253,27 +256,10 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
         ) from None
 
 
-class _Unpacked(io.RawIOBase):
-    """The text of a .gz. (The module gzip goes through zeros behind it one by one, for hours.)"""
-
-    def __init__(self, packed: BinaryIO) -> None:
-        self._packed, self._unpacker = packed, zlib.decompressobj(zlib.MAX_WBITS + 16)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        unpacker, found = self._unpacker, b""
-        while not found and (
-            rest := unpacker.unconsumed_tail or unpacker.unused_data or self._packed.read(8192)
-        ):
-            if unpacker.eof:  # further packed text may follow, and nothing else
-                if not b"\x1f\x8b".startswith(rest[:2]):
-                    at = self._packed.tell() - len(rest)
-                    raise ValueError(f"its packed text ends at byte {at:,} and something follows")
-                self._unpacker = unpacker = zlib.decompressobj(zlib.MAX_WBITS + 16)
-            found = unpacker.decompress(rest, len(buffer))
-        if not found and not unpacker.eof:
-            raise EOFError("it ends before its packed text does")
-        buffer[: len(found)] = found
-        return len(found)
+def _unpacked(packed: BinaryIO) -> gzip.GzipFile:
+    """The text of a .gz; one that ends in zeros is refused, which gzip skips one by one."""
+    packed.seek(-min(TAIL, packed.seek(0, io.SEEK_END)), io.SEEK_END)
+    if packed.read(TAIL) == bytes(TAIL):
+        raise ValueError("it ends in zeros, as a file does that was not fetched whole")
+    packed.seek(0)
+    return gzip.GzipFile(fileobj=packed)

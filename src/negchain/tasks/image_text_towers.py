@@ -21,7 +21,7 @@ from negchain import encoders
 from negchain.encoders import EncoderConfig, rebuild_encoder
 from negchain.files import read_object
 from negchain.tasks import text
-from negchain.tasks.image_settings import LARGEST_BETA, is_open_clip
+from negchain.tasks.checks import LARGEST_BETA, is_open_clip
 from negchain.train.presets import ConfigError
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ def start_from(encoder: ImageText, source: str) -> str:
             convert_to_custom_text_state_dict,
         )
 
-        found = convert_to_custom_text_state_dict(pretrained.read_weights(Path(source), encoder))
+        found = convert_to_custom_text_state_dict(pretrained.read_weights(Path(source)))
         names = (("visual.", "image."), ("text.", "text.model."))
         weights = {
             own + name.removeprefix(theirs): tensor

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from negchain import draws, methods
-from negchain.augment import Augmentation, Draws, Images, augmentation, finite_views, joined
+from negchain.augment import Augmentation, Images, Uniforms, augmentation, finite_views, joined
 from negchain.data import DataBundle, load_batches, load_data
 from negchain.encoders import SMALL_IMAGE, Encoder, build_encoder
 from negchain.losses.request import Want
@@ -179,11 +179,11 @@ class ImageTask(Task):
         pictures = self.data.pretrain.pictures(ids.cpu())
         return pictures.to(self.device, non_blocking=True)
 
-    def drawn(self, step: Tensor, row: int | Tensor) -> Draws | Tensor:
+    def drawn(self, step: Tensor, row: int | Tensor) -> Uniforms | Tensor:
         """The draws of a step's views, from a row on or of given rows [R]."""
         seed, stream = self.config.seed, draws.STREAM_AUGMENT
         if isinstance(row, int):
-            return Draws(seed, step, stream, row)
+            return Uniforms(seed, step, stream, row)
         return draws.uniform(seed, step, stream, row, self.augment.num_uniforms, torch.float32)
 
     def watch(self, embeddings: Tensor, index: Tensor) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from negchain.augment import Augmentation, Draws, Images
+from negchain.augment import Augmentation, Images, Uniforms
 from negchain.train.presets import ConfigError
 
 Function = Callable[[Tensor], Tensor]
@@ -39,9 +39,9 @@ class OwnAugmentation(Augmentation):
         """One, which seeds the function's generator."""
         return 1
 
-    def __call__(self, images: Images, uniforms: Tensor | Draws) -> Tensor:
-        """Pixels of a batch, seeded by the draws of its first image."""
-        drawn = uniforms.uniforms(1, 1) if isinstance(uniforms, Draws) else uniforms
+    def __call__(self, images: Images, uniforms: Tensor | Uniforms) -> Tensor:
+        """Pixels of a batch, seeded by the first uniform of its first image."""
+        drawn = uniforms.made(1, 1) if isinstance(uniforms, Uniforms) else uniforms
         with torch.random.fork_rng(), torch.autocast(images.device.type, enabled=False):
             torch.manual_seed(int(drawn[0, 0].item() * 2**24))
             found = self.function(self._squares(images))
@@ -52,16 +52,6 @@ class OwnAugmentation(Augmentation):
             raise ConfigError(f"augment must return pixels of shape {wanted}, got {got}")
         pixels = found.float() / 255 if found.dtype == torch.uint8 else found.float()
         return self._normalized(pixels)
-
-    def from_table(
-        self,
-        table: Images,
-        index: Tensor | Sequence[Tensor],
-        uniforms: Tensor | Draws,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        """Pixels of `table[index]`."""
-        return self(table[index if isinstance(index, Tensor) else torch.cat([*index])], uniforms)
 
     def _squares(self, images: Images) -> Tensor:
         """Pictures of their own sizes as central squares of twice the side that is wanted."""

@@ -27,10 +27,10 @@ from negchain.files import naming, real_folder
 from negchain.losses.request import Want
 from negchain.progress import Progress
 from negchain.tasks.beir import Beir, read_beir
+from negchain.tasks.checks import keeps_table
 from negchain.tasks.retrieval_judge import RetrievalJudge
 from negchain.tasks.task import Batch, Task, judged
 from negchain.tasks.text import TextEncoder, Texts, explained
-from negchain.tasks.text_settings import keeps_table
 from negchain.train.presets import ConfigError
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from negchain.encoders import refuse_weights
 from negchain.files import read_object
 from negchain.printable import reason
-from negchain.tasks.text_settings import check_model_folder
+from negchain.tasks.checks import check_model_folder
 from negchain.train.presets import ConfigError
 
 if TYPE_CHECKING:

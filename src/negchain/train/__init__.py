@@ -9,7 +9,6 @@
 | `run_folder.py`, `checkpoint.py`, `loggers.py` | what a run writes |
 | `stopping.py` | signals and divergence |
 | `team.py`, `joint_norm.py`, `sharded.py` | several processes: ranks, BatchNorm, FSDP2 |
-| `sharing.py` | several runs on one GPU |
 | `pretrained.py`, `trained.py` | weights to start from; a finished encoder at work |
 """
 

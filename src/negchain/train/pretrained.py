@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import timm
-from safetensors import safe_open
-from torch import Tensor, nn
+from safetensors.torch import load_file
+from torch import Tensor
 
 from negchain import tasks
 from negchain.encoders import Encoder, timm_arguments
@@ -82,11 +82,11 @@ def start_from(encoder: Encoder, source: str) -> str:
     if source == "timm":
         weights = _from_timm(encoder)
     elif exported.is_file():
-        weights = read_weights(exported, encoder)
+        weights = read_weights(exported)
     elif is_run(source):
         weights = dict(load_trained(Path(source))[0].state_dict())
     else:
-        weights = read_weights(Path(source), encoder)
+        weights = read_weights(Path(source))
     own = encoder.backbone.state_dict()
     matches = [_matching(own, weights, prefix) for prefix in _PREFIXES]
     found = max(matches, key=len)
@@ -137,31 +137,14 @@ def _from_timm(encoder: Encoder) -> dict[str, Any]:
     return dict(model.state_dict())
 
 
-def _from_safetensors(path: Path, encoder: nn.Module) -> dict[str, Any]:
-    """Those tensors of a file that may be the encoder's; the others are not read."""
-    own, found = encoder.state_dict(), {}
-    names = [name.removeprefix("backbone.") for name in own]
-    wanted = {prefix + name for prefix in _PREFIXES for name in names} | set(own)
-    shapes = {tuple(weight.shape) for weight in own.values()}
-    with open_plain(path), safe_open(path, framework="pt") as file:
-        there = set(file.keys())
-        # open_clip has names of its own, which `image_text_towers.start_from` translates
-        for name in wanted & there if isinstance(encoder, Encoder) else there:
-            if tuple(file.get_slice(name).get_shape()) in shapes:
-                found[name] = file.get_tensor(name)
-    return found
-
-
-def read_weights(path: Path, encoder: nn.Module) -> dict[str, Any]:
-    """The tensors of a file by name, as far as they may be the encoder's."""
+def read_weights(path: Path) -> dict[str, Any]:
+    """The tensors of a file by name."""
     try:
-        if path.suffix == ".safetensors":
-            return _from_safetensors(path.resolve(), encoder)
-        with (
-            open_plain(path.resolve()) as file,  # the user named it: a link of a cache is fine
-            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as archive,
-        ):
-            content = checkpoint.load_tensors(archive, old=True)
+        with open_plain(path.resolve()) as file:  # the user named it: a link of a cache is fine
+            if path.suffix == ".safetensors":
+                return load_file(path)
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as archive:
+                content = checkpoint.load_tensors(archive, old=True)
     except Exception as error:  # half a file, or not a file of weights at all
         raise ConfigError(
             f"--pretrained {path} is no file of weights ({reason(error)}); give a state dict saved "

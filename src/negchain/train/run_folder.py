@@ -231,7 +231,7 @@ class RunFolder:
 
 def read_metrics(path: str | Path) -> list[dict[str, Metric]]:
     """Return the complete lines of a run's metrics; also while it is still being written."""
-    lines = metric_lines(Path(path) / "metrics.jsonl")
+    lines = _metric_lines(Path(path) / "metrics.jsonl")
     return [record for line in lines if (record := _parsed(line))]
 
 
@@ -246,7 +246,7 @@ def last_metrics(path: str | Path) -> dict[str, Metric]:
     return next((record for line in reversed(lines) if (record := _parsed(line))), {})
 
 
-def metric_lines(file: Path) -> list[bytes]:
+def _metric_lines(file: Path) -> list[bytes]:
     """The lines of a metrics.jsonl; of a very long one evenly chosen lines, and evaluations."""
     if not file.exists():
         return []

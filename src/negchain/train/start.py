@@ -11,15 +11,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from negchain import tasks
 from negchain.files import read_object
 from negchain.machine import provenance
+from negchain.optim import build_optimizer
 from negchain.tasks.task import Task
 from negchain.train import checkpoint, loggers, trainer
 from negchain.train.config import ConfigError, TrainConfig
-from negchain.train.device import choose_device
+from negchain.train.device import check_ranks, choose_device, in_double
+from negchain.train.joint_norm import join_norms
+from negchain.train.order import DataOrder
 from negchain.train.run_folder import (
     RunFolder,
     check_writable,
@@ -27,6 +31,7 @@ from negchain.train.run_folder import (
     load_run_config,
     refuse_taken,
 )
+from negchain.train.step import TrainStep, build_loss
 from negchain.train.team import here
 
 
@@ -57,7 +62,7 @@ def start(
         )
         return RunFolder.create(path, config=text)
 
-    return trainer.prepare(task, folder)
+    return prepare(task, folder)
 
 
 def resume(path: Path, config: TrainConfig, show: bool, pretrained: bool) -> trainer.Run:
@@ -74,7 +79,7 @@ def resume(path: Path, config: TrainConfig, show: bool, pretrained: bool) -> tra
     size = checkpoint.largest(path / "checkpoints")
     _refuse_foreign(path, config, size, pretrained)
     task = load(config, show)
-    run = trainer.prepare(task, lambda: RunFolder.resume(path), fresh=size is None)
+    run = prepare(task, lambda: RunFolder.resume(path), fresh=size is None)
     try:
         run.restore()
         if (config.epochs, config.steps) != (saved.epochs, saved.steps):
@@ -118,6 +123,54 @@ def _refuse_foreign(path: Path, config: TrainConfig, size: int | None, pretraine
             f"the run in {path} augments by a function of Python ({own}), which the command line "
             "does not have; start it again with negchain.train.run(augment=...)"
         )
+
+
+def prepare(task: Task, open_folder: Callable[[], RunFolder], fresh: bool = True) -> trainer.Run:
+    """Build everything a run needs on its device; nothing is trained yet.
+
+    The folder is opened last, so that a refusal leaves none behind. Unless the run is `fresh`, its
+    weights come from a checkpoint and not from `--pretrained`.
+    """
+    config = task.config
+    device, team = choose_device(config.device), here()
+    check_ranks(config, device)
+    torch.manual_seed(config.seed)
+    order = DataOrder(task.num_samples, config.batch_size, config.seed)
+    task.place(device)
+    encoder, chosen = task.build()
+    notes = [*task.notes, *chosen]
+    task.capturable = not team.any(not task.capturable)  # GPUs may differ in memory
+    if fresh and config.pretrained is not None:
+        notes.append(task.start_from(encoder, config.pretrained))
+    if config.precision == "float64":
+        in_double(encoder)
+    joint = join_norms(encoder) if team.world > 1 else 0
+    loss_fn = build_loss(task, encoder).to(device)
+    shards = None
+    if config.shard_encoder and team.world > 1:
+        from negchain.train.sharded import Shards
+
+        shards = Shards(encoder, task.towers(encoder), team, device)
+    if trainer.graphed(task) and (shards or joint or config.batch_size % team.world):
+        task.capturable = False
+        notes.append("ranks with BatchNorm, uneven batches or parts: steps are no CUDA graph")
+    if trainer.graphed(task) and team.world > 1:
+        loss_fn.gather = "even"
+    optimizer = build_optimizer(
+        encoder, config.optimizer, lr=config.lr, weight_decay=config.weight_decay,
+        momentum=config.momentum, capturable=trainer.graphed(task),
+    )  # fmt: skip
+    step = TrainStep(task, encoder, loss_fn, optimizer)
+    total = config.steps or config.epochs * order.steps_per_epoch
+    if team.world > 1:
+        torch.manual_seed(config.seed + team.rank)  # dropout, if any, differs between ranks
+    opened = open_folder() if team.leads else None
+    path = team.on_rank_0(lambda: opened and opened.path)
+    folder = opened or RunFolder(Path(path or ""), None)
+    folder.logger_settings = config
+    whole = shards.whole if shards else encoder
+    judge = task.judge()
+    return trainer.Run(task, folder, whole, step, order, judge, total, notes=notes, shards=shards)
 
 
 def load(config: TrainConfig, show: bool) -> Task:

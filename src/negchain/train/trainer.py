@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from negchain import tasks
 from negchain.files import replacing
-from negchain.optim import build_optimizer, load_optimizer, lr_at, set_lr
+from negchain.optim import load_optimizer, lr_at, set_lr
 from negchain.printable import reason
 from negchain.progress import Progress
 from negchain.report import write_report
@@ -28,18 +27,16 @@ from negchain.tasks.task import Judge, Task
 from negchain.train import checkpoint
 from negchain.train import team as teams
 from negchain.train.config import ConfigError, TrainConfig
-from negchain.train.device import check_ranks, choose_device, in_double
-from negchain.train.joint_norm import join_norms
 from negchain.train.order import DataOrder
 from negchain.train.reading import Clock, Reading, logged
 from negchain.train.run_folder import RunFolder, read_metrics
-from negchain.train.step import TrainStep, build_loss
+from negchain.train.step import TrainStep
 from negchain.train.stopping import Diverged, Interrupted, stopping
 
 
 @dataclass
 class Run:
-    """Everything a run works with; `prepare` builds it, `Run.train` runs it."""
+    """Everything a run works with; `start.prepare` builds it, `Run.train` runs it."""
 
     task: Task
     folder: RunFolder
@@ -80,7 +77,7 @@ class Run:
 
     def capture(self) -> bool:
         """Record the step as a CUDA graph where it can be one; returns whether it was."""
-        return _graphed(self.task) and self.step.try_capture()
+        return graphed(self.task) and self.step.try_capture()
 
     def advance(self, index: Tensor, loaded: Any = None) -> None:
         """Make the next step, at its learning rate, on the positions `index` [B]."""
@@ -353,56 +350,10 @@ class Run:
         self.notes += loaded.warnings
 
 
-def prepare(task: Task, open_folder: Callable[[], RunFolder], fresh: bool = True) -> Run:
-    """Build everything a run needs on its device; nothing is trained yet.
-
-    The folder is opened last, so that a refusal leaves none behind. Unless the run is `fresh`, its
-    weights come from a checkpoint and not from `--pretrained`.
-    """
-    config = task.config
-    device, team = choose_device(config.device), teams.here()
-    check_ranks(config, device)
-    torch.manual_seed(config.seed)
-    order = DataOrder(task.num_samples, config.batch_size, config.seed)
-    task.place(device)
-    encoder, chosen = task.build()
-    notes = [*task.notes, *chosen]
-    task.capturable = not team.any(not task.capturable)  # GPUs may differ in memory
-    if fresh and config.pretrained is not None:
-        notes.append(task.start_from(encoder, config.pretrained))
-    if config.precision == "float64":
-        in_double(encoder)
-    joint = join_norms(encoder) if team.world > 1 else 0
-    loss_fn = build_loss(task, encoder).to(device)
-    shards = None
-    if config.shard_encoder and team.world > 1:
-        from negchain.train.sharded import Shards
-
-        shards = Shards(encoder, task.towers(encoder), team, device)
-    if _graphed(task) and (shards or joint or config.batch_size % team.world):
-        task.capturable = False
-        notes.append("ranks with BatchNorm, uneven batches or parts: steps are no CUDA graph")
-    if _graphed(task) and team.world > 1:
-        loss_fn.gather = "even"
-    optimizer = build_optimizer(
-        encoder, config.optimizer, lr=config.lr, weight_decay=config.weight_decay,
-        momentum=config.momentum, capturable=_graphed(task),
-    )  # fmt: skip
-    step = TrainStep(task, encoder, loss_fn, optimizer)
-    total = config.steps or config.epochs * order.steps_per_epoch
-    if team.world > 1:
-        torch.manual_seed(config.seed + team.rank)  # dropout, if any, differs between ranks
-    opened = open_folder() if team.leads else None
-    path = team.on_rank_0(lambda: opened and opened.path)
-    folder = opened or RunFolder(Path(path or ""), None)
-    folder.logger_settings = config
-    whole = shards.whole if shards else encoder
-    return Run(task, folder, whole, step, order, task.judge(), total, notes=notes, shards=shards)
-
-
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _graphed(task: Task) -> bool:
+def graphed(task: Task) -> bool:
+    """Whether the steps of a task are to be a CUDA graph."""
     return task.config.graph and task.device.type == "cuda" and task.capturable

@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
-"""`Augmentation.sample` as one Triton kernel: draws -> a row of numbers per image.
+"""`Augmentation.sample` as one Triton kernel: uniforms -> a row of numbers per image.
 
-A program draws the parameters of one image, from uniforms in memory or from `Draws`, whose hash it
-computes itself: the bits of `Draws.uniforms` without the launches that would make them. The rows
+A program makes the parameters of one image, from uniforms in memory or from `Uniforms`, whose hash
+it computes itself: the bits of `Uniforms.made` without the launches that would make them. The rows
 are what the kernels of `fused_triton` read; the names below say which field is which. Sums and
 products round as torch's do (no fused multiply-add), the exponential may differ in its last bits: a
 side of a box that lies on a half then rounds the other way, which the tests count.
@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from negchain.augment import crop
-from negchain.augment.pipeline import Augmentation, Draws
+from negchain.augment.pipeline import Augmentation, Uniforms
 from negchain.draws import seed_key
 from negchain.fast.draws_triton import hash_column, hash_row, stream_key, uniform
 
@@ -190,7 +190,7 @@ def _params_kernel(
 
 def fused_params(
     augment: Augmentation,
-    drawn: Tensor | Draws,  # uniforms float32 [N,U], or where to hash them
+    drawn: Tensor | Uniforms,  # uniforms float32 [N,U], or where to hash them
     count: int,
     sizes: tuple[int, int] | Tensor,  # height and width of all images, or of each picture [M,2]
     index: Tensor | None = None,  # positions in the table [N]
@@ -199,7 +199,7 @@ def fused_params(
 
     Without jitter the fields from PLACES to GAINS are not written.
     """
-    if isinstance(drawn, Draws):
+    if isinstance(drawn, Uniforms):
         source, seed, row, stream = drawn.step, seed_key(drawn.seed), drawn.first_row, drawn.stream
     else:
         augment.check_uniforms(drawn)
@@ -213,7 +213,7 @@ def fused_params(
     ]
     _params_kernel[(count,)](
         source, source if index is None else index.contiguous(), sizes if ragged else source,
-        params, seed, row, *_settings(augment, height, width), isinstance(drawn, Draws), stream,
+        params, seed, row, *_settings(augment, height, width), isinstance(drawn, Uniforms), stream,
         index is not None, ragged, augment.num_uniforms, *first, num_warps=1,
         enable_fp_fusion=False,  # round as torch does
     )  # fmt: skip

@@ -33,7 +33,7 @@ import triton.language as tl
 from torch import Tensor
 
 from negchain.augment.pictures import Images, Pictures
-from negchain.augment.pipeline import Augmentation, Draws, check_images
+from negchain.augment.pipeline import Augmentation, Uniforms, check_images
 from negchain.fast.augment.fused_blur_triton import (
     PIXELS,
     blur_radius,
@@ -268,7 +268,7 @@ def _colour_kernel(
 def augment_fused(
     augment: Augmentation,
     images: Images,  # N uint8 images, or M with `index`
-    drawn: Tensor | Draws,  # uniforms float32 [N,num_uniforms]
+    drawn: Tensor | Uniforms,  # uniforms float32 [N,num_uniforms]
     *,
     index: Tensor | None = None,  # int64 [N]: which of M images; not checked
     dtype: torch.dtype = torch.float32,
