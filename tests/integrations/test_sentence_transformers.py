@@ -22,6 +22,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a test forks
 from datasets import Dataset  # noqa: E402
 from framework_play import assert_same, load, snapshot  # noqa: E402
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainingArguments  # noqa: E402
+from sentence_transformers.sentence_transformer import losses as st_losses  # noqa: E402
 from sentence_transformers.sentence_transformer.data_collator import (  # noqa: E402
     SentenceTransformerDataCollator,
 )
@@ -321,7 +322,9 @@ def test_a_question_is_no_negative_of_any_of_its_answers(folder, views, rows) ->
     columns = {"q": [q for q, _ in ANSWERS], "a": [a for _, a in ANSWERS]}
     pairs = index_pairs(Dataset.from_dict(columns))
     model = SentenceTransformer(str(folder), device="cpu").eval()
-    loss = PairLoss(model, InfoNCELoss(None, 10.0, views=views), pairs)
+    loss_fn, symmetric = InfoNCELoss(None, 10.0, views=views), []
+    loss_fn.register_forward_pre_hook(lambda self, args: symmetric.append(self.symmetric))
+    loss = PairLoss(model, loss_fn, pairs)
     batch = [ANSWERS[row] for row in rows]
     labels = torch.tensor([pairs.dataset["label"][row] for row in rows])
     texts = [list(column) for column in zip(*batch, strict=True)]
@@ -332,7 +335,7 @@ def test_a_question_is_no_negative_of_any_of_its_answers(folder, views, rows) ->
         forth = by_hand(q, a, lambda i, j: (batch[i][0], batch[j][1]) in ANSWERS)
         back = by_hand(a, q, lambda i, j: (batch[j][0], batch[i][1]) in ANSWERS)
         assert found.item() == pytest.approx((forth + back) / 2, rel=1e-4)
-        assert loss.loss_fn.symmetric
+        assert symmetric == [True, True]  # a call says its direction: nothing is switched
         return
     count = len(batch)  # only w7 shares no question with another answer: it is all that is left
     alone = [answer == "w7" for _, answer in batch]
@@ -348,6 +351,38 @@ def test_a_question_is_no_negative_of_any_of_its_answers(folder, views, rows) ->
         others = [logits[j] for j in range(2 * count) if not excluded(i, j)]
         total += math.log(sum(math.exp(x - positive) for x in [*others, positive]))
     assert found.item() == pytest.approx(total / (2 * count), rel=1e-4, abs=1e-6)
+
+
+WRAPPERS = {
+    "MatryoshkaLoss": {"matryoshka_dims": [16, 8]},
+    "AdaptiveLayerLoss": {},
+    "Matryoshka2dLoss": {"matryoshka_dims": [16, 8]},
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_losses_that_call_a_loss_several_times_a_batch_are_refused(folder, tmp_path, name) -> None:
+    """They hand every call the texts encoded for the first, and each call draws its own."""
+    own = trainer(folder, tmp_path)
+    wrapped = getattr(st_losses, name)(own.model, own.loss, **WRAPPERS[name])
+    with pytest.raises(ValueError, match=f"inside {name} here: .* give that one a data set"):
+        NegchainTrainer(
+            model=own.model, args=own.args, train_dataset=own.train_dataset, loss=wrapped
+        )
+
+
+def test_short_embeddings_are_trained_beside_by_their_loss(folder, tmp_path) -> None:
+    """The remedy: the same pairs as a second data set, with MatryoshkaLoss over their own loss."""
+    own = trainer(folder, tmp_path)
+    short = st_losses.MatryoshkaLoss(own.model, MultipleNegativesRankingLoss(own.model), [16, 8])
+    beside = NegchainTrainer(
+        model=own.model,
+        args=own.args,
+        train_dataset={"pairs": own.train_dataset, "short": texts()},
+        loss={"pairs": own.loss, "short": short},
+    )
+    beside.train()
+    assert beside.state.global_step == 2 * STEPS and int(own.loss.loss_fn.step) > 0
 
 
 def test_lengths_count_where_the_loss_does_not_normalize(folder) -> None:

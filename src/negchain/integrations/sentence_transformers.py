@@ -219,12 +219,9 @@ class PairLoss(nn.Module):
             return loss_fn(anchors, positives, keys, known=_padded(near).to(index.device))
         if loss_fn.ranks() is None:  # those that are here will do: a key may have thousands
             asked = [own.intersection(index.tolist()) for own in asked]
-        loss_fn.symmetric = False
-        try:
-            back = loss_fn(positives, anchors, index, known=_padded(asked).to(index.device))
-            return (loss_fn(anchors, positives, keys, known=known) + back) / 2
-        finally:
-            loss_fn.symmetric = True
+        of_keys = _padded(asked).to(index.device)
+        back = loss_fn(positives, anchors, index, known=of_keys, one_way=True)
+        return (loss_fn(anchors, positives, keys, known=known, one_way=True) + back) / 2
 
     def _evaluate(self, anchors: Tensor, positives: Tensor, labels: Tensor | None) -> Tensor:
         own = self.loss_fn
@@ -284,6 +281,14 @@ class NegchainTrainer(SentenceTransformerTrainer):  # type: ignore[misc]
                         f"batch_sampler='group_by_label' groups rows by the column '{LABEL}', "
                         "where PairLoss has positions; use 'batch_sampler' or 'no_duplicates'"
                     )
+            elif any(isinstance(inner, PairLoss) for inner in loss.modules()):
+                raise ValueError(
+                    "PairLoss must be the loss of a data set itself, and is inside "
+                    f"{type(loss).__name__} here: that calls it several times a batch with the "
+                    "texts encoded for the first, and each call draws texts of its own; give that "
+                    "one a data set of its own, around a loss of sentence-transformers, beside "
+                    "PairLoss: loss={'a': PairLoss(...), 'b': MatryoshkaLoss(...)}"
+                )
 
     def _losses(self) -> dict[str, nn.Module]:
         return self.loss if isinstance(self.loss, dict) else {"": self.loss}
