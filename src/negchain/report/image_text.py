@@ -124,6 +124,7 @@ SHOWN = Shown(
     secondary=(*TEST, *VALIDATION, BETA),
     columns=(MEAN, TEST_MEAN, TEST[0], TEST[3]),
     baselines={"untrained": "Encoder at the start"},
+    best_by=("mean_recall", "validation"),  # a run may have none
     explained="The best encoder is chosen on validation images; test images only report. "
     "Recall is lower among more candidates: compare within a split, never between the two. "
     "Captions that read alike are one. Encoder at the start: both towers before the first step.",

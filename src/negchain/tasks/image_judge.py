@@ -58,14 +58,14 @@ class ImageJudge(Judge):
             result |= _accuracies(self._features(encoder))
         return result
 
-    def before(self, encoder: Encoder) -> Numbers:
-        """What a result must beat: `quick` of this encoder, raw pixels, and chance.
+    def before(self, encoder: Encoder) -> tuple[Numbers, Arrays]:
+        """What a result must beat: `quick` of this encoder, raw pixels, and chance; no answers.
 
         `chance` is the test accuracy of always answering the commonest training class.
         """
         result = self.losses(encoder)
         if not self.data.labelled:
-            return result
+            return result, {}
 
         def both(images: Tensor) -> Tensor:  # in one pass: a set on disk is decoded once
             return torch.cat([encoder.features(images).float(), raw_pixels(images)], 1)
@@ -75,11 +75,8 @@ class ImageJudge(Judge):
         result |= _accuracies((parts[0][0], train_y, parts[1][0], test_y))
         pixels = _accuracies((parts[0][1], train_y, parts[1][1], test_y))
         commonest = train_y.mode().values
-        return {
-            **result,
-            **{f"pixels_{name}": value for name, value in pixels.items()},
-            "chance": (test_y == commonest).double().mean().item(),
-        }
+        result |= {f"pixels_{name}": value for name, value in pixels.items()}
+        return {**result, "chance": (test_y == commonest).double().mean().item()}, {}
 
     def thorough(self, encoder: Encoder) -> tuple[Numbers, Arrays]:
         """Every number, and what was answered for each test image (for intervals and confusions).
