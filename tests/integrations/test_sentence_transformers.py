@@ -19,7 +19,7 @@ pytest.importorskip("sentence_transformers")
 pytest.importorskip("datasets")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a test forks
 
-from datasets import Dataset  # noqa: E402
+from datasets import Dataset, DatasetDict  # noqa: E402
 from framework_play import assert_same, load, snapshot  # noqa: E402
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainingArguments  # noqa: E402
 from sentence_transformers.sentence_transformer import losses as st_losses  # noqa: E402
@@ -351,6 +351,46 @@ def test_a_question_is_no_negative_of_any_of_its_answers(folder, views, rows) ->
         others = [logits[j] for j in range(2 * count) if not excluded(i, j)]
         total += math.log(sum(math.exp(x - positive) for x in [*others, positive]))
     assert found.item() == pytest.approx(total / (2 * count), rel=1e-4, abs=1e-6)
+
+
+def other_columns(own, pairs):
+    return own.train_dataset.select_columns(["answer", "query", "label"])
+
+
+def other_pairs(own, pairs):
+    return index_pairs(texts(), corpus=["w79"]).dataset
+
+
+def fewer_texts(own, pairs):
+    return own.train_dataset.map(lambda row: {"label": [99, *row["label"][1:]]})
+
+
+@pytest.mark.parametrize("change", [other_columns, other_pairs, fewer_texts])
+def test_a_training_set_whose_positions_name_other_texts_is_refused(
+    folder, tmp_path, change
+) -> None:
+    """It would train, with the wrong chains and the wrong positives."""
+    own = trainer(folder, tmp_path)
+    data = change(own, own.loss.pairs)
+    for sets in (data, {"a": own.train_dataset, "b": data}):
+        with pytest.raises(ValueError, match="row 0 of the training set holds .* train on the"):
+            NegchainTrainer(model=own.model, args=own.args, train_dataset=sets, loss=own.loss)
+
+
+def test_rows_may_be_left_out_and_negatives_too(folder, tmp_path) -> None:
+    own = trainer(folder, tmp_path, hard=True)
+    some = own.train_dataset.select(range(5, 20)).shuffle(seed=1)
+    for data in (some, some.remove_columns("negative"), some.to_iterable_dataset(),
+                 some.with_format("torch")):  # fmt: skip
+        NegchainTrainer(model=own.model, args=own.args, train_dataset=data, loss=own.loss)
+
+
+@pytest.mark.parametrize("kind", ["stream", "sets", "list"])
+def test_positions_need_all_texts_at_once(kind) -> None:
+    given = {"stream": texts().to_iterable_dataset(), "sets": DatasetDict({"a": texts()}),
+             "list": [{"q": "w1", "a": "w2"}]}[kind]  # fmt: skip
+    with pytest.raises(ValueError, match=f"datasets.Dataset, got {type(given).__name__}; load a"):
+        index_pairs(given)
 
 
 WRAPPERS = {

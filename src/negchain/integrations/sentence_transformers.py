@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from negchain.losses.batch import as_embedding
 
 STATE_NAME = "negchain_loss.pt"
 LABEL = "label"
+CHECKED = 100  # rows of a training set whose texts are compared with their positions
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,12 @@ def index_pairs(dataset: Dataset, corpus: Iterable[str] = ()) -> Pairs:
         tensor([[ 1,  3],
                 [ 2, -1]])
     """
+    if not isinstance(dataset, Dataset):
+        raise ValueError(
+            "every text needs a position before training, so index_pairs takes a datasets.Dataset, "
+            f"got {type(dataset).__name__}; load a streamed one whole (Dataset.from_list), index "
+            "each set of a DatasetDict by itself"
+        )
     if LABEL in dataset.column_names or len(dataset.column_names) < 2:
         raise ValueError(
             "the data set must hold texts: an anchor, a positive and maybe hard negatives, and no "
@@ -151,6 +159,23 @@ class PairLoss(nn.Module):
         self.chunk = chunk
         self.preprocess = model.preprocess
         self.inputs: tuple[dict[str, Any], dict[str, Any]] = ({}, {})  # prompt, task of each tower
+
+    def check_rows(self, dataset: Iterable[dict[str, Any]]) -> None:
+        """Refuse a data set whose first rows hold other texts than their positions name."""
+        for number, row in enumerate(islice(dataset, CHECKED)):
+            texts = [text for name, text in row.items() if name not in (LABEL, "dataset_name")]
+            label = torch.as_tensor(row.get(LABEL, ())).flatten().tolist()
+            towers = [self.pairs.anchors, *[self.pairs.keys] * len(label)]
+            named = [
+                own[at] if 0 <= at < len(own) else None
+                for own, at in zip(towers, label, strict=False)
+            ]
+            if label and texts != named[: max(2, len(texts))]:
+                raise ValueError(
+                    f"row {number} of the training set holds {texts!r:.200}, and its '{LABEL}' "
+                    f"names {named!r:.200}; train on the .dataset of the index_pairs that the "
+                    "loss was built with (rows may be left out or shuffled, columns stay in order)"
+                )
 
     def get_extra_state(self) -> Tensor:  # [4]
         """Which texts the positions name, as one hash; the state is theirs."""
@@ -276,6 +301,10 @@ class NegchainTrainer(SentenceTransformerTrainer):  # type: ignore[misc]
         for name, loss in self._losses().items():
             if isinstance(loss, PairLoss):
                 loss.inputs = self._inputs(name, loss.pairs.dataset.column_names[:2])
+                sets = () if self.train_dataset is None else self.train_dataset
+                for key, rows in (sets if isinstance(sets, dict) else {name: sets}).items():
+                    if name in ("", key):
+                        loss.check_rows(rows)
                 if self.args.batch_sampler == BatchSamplers.GROUP_BY_LABEL:
                     raise ValueError(
                         f"batch_sampler='group_by_label' groups rows by the column '{LABEL}', "
