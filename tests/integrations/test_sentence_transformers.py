@@ -33,6 +33,7 @@ from transformers import BertConfig, BertModel, BertTokenizerFast  # noqa: E402
 
 from negchain import EMC2Loss, ImportanceLoss, InfoNCELoss, Informed  # noqa: E402
 from negchain.integrations import sentence_transformers as ours  # noqa: E402
+from negchain.integrations import text_pairs  # noqa: E402
 from negchain.integrations.sentence_transformers import (  # noqa: E402
     STATE_NAME,
     NegchainTrainer,
@@ -603,7 +604,7 @@ def test_a_checkpoint_is_of_the_texts_its_positions_name(folder, tmp_path) -> No
 
 
 def test_examples_in_docstrings() -> None:
-    assert doctest.testmod(ours).failed == 0
+    assert all(doctest.testmod(module).failed == 0 for module in (ours, text_pairs))
 
 
 def test_the_example(tmp_path, capsys) -> None:
