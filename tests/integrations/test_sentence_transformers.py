@@ -390,7 +390,7 @@ def test_rows_may_be_left_out_and_negatives_too(folder, tmp_path) -> None:
 def test_positions_need_all_texts_at_once(kind) -> None:
     given = {"stream": texts().to_iterable_dataset(), "sets": DatasetDict({"a": texts()}),
              "list": [{"q": "w1", "a": "w2"}]}[kind]  # fmt: skip
-    with pytest.raises(ValueError, match=f"datasets.Dataset, got {type(given).__name__}; load a"):
+    with pytest.raises(ValueError, match=f"datasets.Dataset, got {type(given).__name__}; load an"):
         index_pairs(given)
 
 

@@ -73,7 +73,7 @@ def index_pairs(dataset: Dataset, corpus: Iterable[str] = ()) -> Pairs:
     if not isinstance(dataset, Dataset):
         raise ValueError(
             "every text needs a position before training, so index_pairs takes a datasets.Dataset, "
-            f"got {type(dataset).__name__}; load a streamed one whole (Dataset.from_list), index "
+            f"got {type(dataset).__name__}; load an iterable one whole (Dataset.from_list), index "
             "each set of a DatasetDict by itself"
         )
     if LABEL in dataset.column_names or len(dataset.column_names) < 2:
