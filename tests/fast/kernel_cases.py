@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from negchain import EMC2Loss, draws, mh_scan
-from negchain.augment import Draws, Pictures, augmentation
+from negchain.augment import Pictures, Uniforms, augmentation
 from negchain.fast import draws_triton
 from negchain.fast.augment.fused_triton import augment_fused
 from negchain.fast.layers import few_channels_triton, max_pool_triton
@@ -175,7 +175,9 @@ def _lost_draws() -> None:
 def _lost_views() -> None:
     images = torch.zeros(1, 3, 9, 9, dtype=torch.uint8)
     for pictures in (images, Pictures.of(images)):
-        augment_fused(augmentation("simclr-stl10", size=8), pictures, Draws(0, torch.tensor(3), 0))
+        augment_fused(
+            augmentation("simclr-stl10", size=8), pictures, Uniforms(0, torch.tensor(3), 0)
+        )
 
 
 def _lost_layers() -> None:

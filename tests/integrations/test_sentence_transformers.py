@@ -19,9 +19,10 @@ pytest.importorskip("sentence_transformers")
 pytest.importorskip("datasets")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a test forks
 
-from datasets import Dataset  # noqa: E402
+from datasets import Dataset, DatasetDict  # noqa: E402
 from framework_play import assert_same, load, snapshot  # noqa: E402
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainingArguments  # noqa: E402
+from sentence_transformers.sentence_transformer import losses as st_losses  # noqa: E402
 from sentence_transformers.sentence_transformer.data_collator import (  # noqa: E402
     SentenceTransformerDataCollator,
 )
@@ -32,6 +33,7 @@ from transformers import BertConfig, BertModel, BertTokenizerFast  # noqa: E402
 
 from negchain import EMC2Loss, ImportanceLoss, InfoNCELoss, Informed  # noqa: E402
 from negchain.integrations import sentence_transformers as ours  # noqa: E402
+from negchain.integrations import text_pairs  # noqa: E402
 from negchain.integrations.sentence_transformers import (  # noqa: E402
     STATE_NAME,
     NegchainTrainer,
@@ -321,7 +323,9 @@ def test_a_question_is_no_negative_of_any_of_its_answers(folder, views, rows) ->
     columns = {"q": [q for q, _ in ANSWERS], "a": [a for _, a in ANSWERS]}
     pairs = index_pairs(Dataset.from_dict(columns))
     model = SentenceTransformer(str(folder), device="cpu").eval()
-    loss = PairLoss(model, InfoNCELoss(None, 10.0, views=views), pairs)
+    loss_fn, symmetric = InfoNCELoss(None, 10.0, views=views), []
+    loss_fn.register_forward_pre_hook(lambda self, args: symmetric.append(self.symmetric))
+    loss = PairLoss(model, loss_fn, pairs)
     batch = [ANSWERS[row] for row in rows]
     labels = torch.tensor([pairs.dataset["label"][row] for row in rows])
     texts = [list(column) for column in zip(*batch, strict=True)]
@@ -332,7 +336,7 @@ def test_a_question_is_no_negative_of_any_of_its_answers(folder, views, rows) ->
         forth = by_hand(q, a, lambda i, j: (batch[i][0], batch[j][1]) in ANSWERS)
         back = by_hand(a, q, lambda i, j: (batch[j][0], batch[i][1]) in ANSWERS)
         assert found.item() == pytest.approx((forth + back) / 2, rel=1e-4)
-        assert loss.loss_fn.symmetric
+        assert symmetric == [True, True]  # a call says its direction: nothing is switched
         return
     count = len(batch)  # only w7 shares no question with another answer: it is all that is left
     alone = [answer == "w7" for _, answer in batch]
@@ -348,6 +352,78 @@ def test_a_question_is_no_negative_of_any_of_its_answers(folder, views, rows) ->
         others = [logits[j] for j in range(2 * count) if not excluded(i, j)]
         total += math.log(sum(math.exp(x - positive) for x in [*others, positive]))
     assert found.item() == pytest.approx(total / (2 * count), rel=1e-4, abs=1e-6)
+
+
+def other_columns(own, pairs):
+    return own.train_dataset.select_columns(["answer", "query", "label"])
+
+
+def other_pairs(own, pairs):
+    return index_pairs(texts(), corpus=["w79"]).dataset
+
+
+def fewer_texts(own, pairs):
+    return own.train_dataset.map(lambda row: {"label": [99, *row["label"][1:]]})
+
+
+@pytest.mark.parametrize("change", [other_columns, other_pairs, fewer_texts])
+def test_a_training_set_whose_positions_name_other_texts_is_refused(
+    folder, tmp_path, change
+) -> None:
+    """It would train, with the wrong chains and the wrong positives."""
+    own = trainer(folder, tmp_path)
+    data = change(own, own.loss.pairs)
+    for sets in (data, {"a": own.train_dataset, "b": data}):
+        with pytest.raises(ValueError, match="row 0 of the training set holds .* train on the"):
+            NegchainTrainer(model=own.model, args=own.args, train_dataset=sets, loss=own.loss)
+
+
+def test_rows_may_be_left_out_and_negatives_too(folder, tmp_path) -> None:
+    own = trainer(folder, tmp_path, hard=True)
+    some = own.train_dataset.select(range(5, 20)).shuffle(seed=1)
+    for data in (some, some.remove_columns("negative"), some.to_iterable_dataset(),
+                 some.with_format("torch")):  # fmt: skip
+        NegchainTrainer(model=own.model, args=own.args, train_dataset=data, loss=own.loss)
+
+
+@pytest.mark.parametrize("kind", ["stream", "sets", "list"])
+def test_positions_need_all_texts_at_once(kind) -> None:
+    given = {"stream": texts().to_iterable_dataset(), "sets": DatasetDict({"a": texts()}),
+             "list": [{"q": "w1", "a": "w2"}]}[kind]  # fmt: skip
+    with pytest.raises(ValueError, match=f"datasets.Dataset, got {type(given).__name__}; load an"):
+        index_pairs(given)
+
+
+WRAPPERS = {
+    "MatryoshkaLoss": {"matryoshka_dims": [16, 8]},
+    "AdaptiveLayerLoss": {},
+    "Matryoshka2dLoss": {"matryoshka_dims": [16, 8]},
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_losses_that_call_a_loss_several_times_a_batch_are_refused(folder, tmp_path, name) -> None:
+    """They hand every call the texts encoded for the first, and each call draws its own."""
+    own = trainer(folder, tmp_path)
+    wrapped = getattr(st_losses, name)(own.model, own.loss, **WRAPPERS[name])
+    with pytest.raises(ValueError, match=f"inside {name} here: .* give that one a data set"):
+        NegchainTrainer(
+            model=own.model, args=own.args, train_dataset=own.train_dataset, loss=wrapped
+        )
+
+
+def test_short_embeddings_are_trained_beside_by_their_loss(folder, tmp_path) -> None:
+    """The remedy: the same pairs as a second data set, with MatryoshkaLoss over their own loss."""
+    own = trainer(folder, tmp_path)
+    short = st_losses.MatryoshkaLoss(own.model, MultipleNegativesRankingLoss(own.model), [16, 8])
+    beside = NegchainTrainer(
+        model=own.model,
+        args=own.args,
+        train_dataset={"pairs": own.train_dataset, "short": texts()},
+        loss={"pairs": own.loss, "short": short},
+    )
+    beside.train()
+    assert beside.state.global_step == 2 * STEPS and int(own.loss.loss_fn.step) > 0
 
 
 def test_lengths_count_where_the_loss_does_not_normalize(folder) -> None:
@@ -528,7 +604,7 @@ def test_a_checkpoint_is_of_the_texts_its_positions_name(folder, tmp_path) -> No
 
 
 def test_examples_in_docstrings() -> None:
-    assert doctest.testmod(ours).failed == 0
+    assert all(doctest.testmod(module).failed == 0 for module in (ours, text_pairs))
 
 
 def test_the_example(tmp_path, capsys) -> None:

@@ -43,6 +43,22 @@ def test_closed_formula(pair, loss_class, denominator, views, symmetric, ids, kn
         assert (a.grad - b.grad).abs().max() < 1e-10
 
 
+@pytest.mark.parametrize("views", ["shared", "paired"])
+@pytest.mark.parametrize("loss_class, denominator", IN_BATCH)
+def test_one_call_may_go_one_way(pair, loss_class, denominator, views) -> None:
+    """As a loss that is not symmetric, and the next call is symmetric again."""
+    both, single = (loss_class(None, 4.2, views=views, symmetric=s) for s in (True, False))
+    found = [both(*pair, IDS, known=KNOWN, one_way=way).item() for way in (False, True, False)]
+    assert found[1] == single(*pair, IDS, known=KNOWN).item() != found[0] == found[2]
+    assert both(*pair, IDS, one_way=True).item() == single(*pair, IDS).item()
+
+
+def test_a_loss_with_state_of_both_directions_goes_both_ways(pair) -> None:
+    for loss_fn in (SogCLRLoss(9, views="paired"), InfoNCELoss(9)):
+        with pytest.raises(ValueError, match="num_samples=9; build the loss with symmetric=False"):
+            loss_fn(*pair, IDS, one_way=True)
+
+
 @pytest.mark.parametrize("loss_class, name", [(InfoNCELoss, "NTXentLoss"), (DCLLoss, "DCLLoss")])
 @pytest.mark.parametrize("size, beta", [(2, 2.0), (7, 14.28), (33, 5.0)])
 def test_equals_lightly(loss_class, name, size, beta) -> None:

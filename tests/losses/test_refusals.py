@@ -205,6 +205,7 @@ def test_another_width_is_refused(options) -> None:
         (lambda: SogCLRLoss(10, gamma=1.1), "gamma.*1.1"),
         (lambda: SogCLRLoss(10, denominator="none"), "denominator.*none"),
         (lambda: SogCLRLoss(10, num_keys=20), "num_keys"),
+        (lambda: EMC2Loss(10, num_keys=20), "needs .*views='paired'"),
         (lambda: SogCLRLoss(10, views="paired", num_keys=20, key_counts=torch.ones(3)), "key_coun"),
         (
             lambda: EMC2Loss(2, views="paired", num_keys=3, key_counts=torch.ones(3) > 0),

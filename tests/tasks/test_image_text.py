@@ -9,6 +9,7 @@ import re
 import shlex
 import shutil
 from dataclasses import replace
+from html import escape
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,9 @@ from negchain import methods, tasks, train
 from negchain.cli import run as command_line
 from negchain.encoders import build_encoder
 from negchain.losses.request import Want
+from negchain.report.advice import against_baselines
 from negchain.report.runs import group_runs, load_run
-from negchain.report.statistics import estimates
+from negchain.report.statistics import estimates, over_start
 from negchain.tasks.image_text import ImageTextTask, shared_captions
 from negchain.tasks.image_text_judge import distinct, nearest
 from negchain.tasks.image_text_towers import at_start
@@ -109,6 +111,42 @@ def test_the_mean_recall_is_a_mean_over_pictures_with_an_interval(run: Path) -> 
     assert "% before" in (run / "report.html").read_text(encoding="utf-8")
 
 
+def test_a_result_is_paired_with_the_start_picture_by_picture(run: Path, capsys) -> None:
+    """On the page and by `evaluate`: the interval is of the differences."""
+    loaded_run = load_run(run)
+    for key in ("mean_recall", "test_mean_recall", "test_i2t_r1"):
+        first = loaded_run.artifacts[f"before_{key}"]
+        assert first.mean() == pytest.approx(loaded_run.summary[f"untrained_{key}"], abs=1e-12)
+    (gain,) = over_start(group_runs([loaded_run]), "test_mean_recall")
+    assert gain is not None and gain.interval is not None
+    own, first = (loaded_run.artifacts[f"{n}_test_mean_recall"] for n in ("right", "before"))
+    difference = own - first
+    assert gain.mean == pytest.approx(difference.mean())
+    spread = 2 * 1.96 * difference.std() / math.sqrt(len(difference))
+    assert gain.interval[1] - gain.interval[0] == pytest.approx(spread, rel=0.15)
+    sentence = next(s for s in against_baselines(loaded_run) if s.startswith("Mean recall, test"))
+    assert gain.in_points() in sentence and "[" in sentence
+    assert escape(sentence) in (run / "report.html").read_text(encoding="utf-8")
+    assert command_line(["evaluate", str(run), "--device", "cpu"]) == 0
+    assert sentence in capsys.readouterr().out
+
+
+def test_the_best_encoder_is_kept_and_patience_ends_a_run(made: Path, tmp_path: Path) -> None:
+    assert resolve(None, settings(made)).patience == 3
+    path = train.run(**settings(made, out=str(tmp_path / "run"), lr=1e-9, epochs=9, eval_every=1,
+                                patience=2, checkpoint_every=0))  # fmt: skip
+    summary = json.loads((path / "summary.json").read_text())
+    lines = [line for line in read_metrics(path) if "mean_recall" in line]
+    best = max(lines, key=lambda line: line["mean_recall"])  # the first of equal ones
+    assert [summary[name] for name in ("best_step", "mean_recall")] == [
+        best[name] for name in ("step", "mean_recall")
+    ]
+    assert summary["step"] == best["step"] + 2 * 4 < 9 * 4  # 38 pictures, 4 steps an epoch
+    page = (path / "report.html").read_text(encoding="utf-8")
+    kept = f"of step {best['step']} of {summary['step']}, the best by validation."
+    assert f"What was kept is the encoder {kept if best['step'] else 'as it was.'}" in page
+
+
 def test_the_page_shows_pictures_beside_captions(run: Path) -> None:
     page = (run / "report.html").read_text(encoding="utf-8")
     for text in ("Captions found for pictures", "Pictures found for captions", "R@1",
@@ -189,6 +227,8 @@ def test_it_resumes_to_the_bit(made: Path, tmp_path: Path) -> None:
     a, b = ([{k: v for k, v in line.items() if k not in clock} for line in read_metrics(folder)]
             for folder in (whole, half))  # fmt: skip
     assert a == b
+    first = [load_run(folder).artifacts["before_mean_recall"] for folder in (whole, half)]
+    assert first[0].tolist() == first[1].tolist()
 
 
 class StopsAt(trainer.Progress):

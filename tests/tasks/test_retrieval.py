@@ -147,7 +147,7 @@ def test_who_waits_sees_how_far_reading_and_judging_are(
 def test_epochs_are_judged_on_validation_queries_alone(task) -> None:
     judge = task.judge()
     task.encoder.to(task.device)
-    before, numbers = judge.before(task.encoder), judge.quick(task.encoder)
+    (before, _), numbers = judge.before(task.encoder), judge.quick(task.encoder)
     assert numbers == {name: before[name] for name in ("ndcg10", "mrr10", "recall10", "recall100")}
     assert before["test_ndcg10"] != before["ndcg10"]
     z, documents = (judge.embed(task.encoder, texts)

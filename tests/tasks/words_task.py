@@ -94,9 +94,6 @@ class WordsJudge(Judge):
         right = (a @ k.T).argmax(1) == self.task.key_of
         return {"recall1": right.double().mean().item()}
 
-    def before(self, encoder: Towers) -> dict[str, float]:
-        return self.quick(encoder)
-
     def thorough(self, encoder: Towers) -> tuple[dict[str, float], dict[str, Any]]:
         return self.quick(encoder), {}
 

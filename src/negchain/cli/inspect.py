@@ -18,7 +18,7 @@ from negchain.train.config import ConfigError
 from negchain.train.run_folder import load_run_config
 
 if TYPE_CHECKING:  # what brings torch is imported by the commands, so that --help is quick
-    from negchain.tasks.task import Task
+    from negchain.tasks.task import Arrays, Task
 
 RunFolderArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
 Device = Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where to encode.")]
@@ -50,6 +50,7 @@ def evaluate(
     """
     from negchain.report import load_run, summary_table
     from negchain.report.advice import against_baselines
+    from negchain.tasks.task import at_start
 
     task, encoder, step = _judge(run, data, device, root, checkpoint)
     if data is not None and task.unjudged is not None:
@@ -58,19 +59,22 @@ def evaluate(
     kind, described = tasks.named(task.config.task), encoder.encoder_config
     start = kind.start(task.config, described) if kind.start else kind.rebuild(described)
     known = load_run(run)
+    before: Arrays = {}
     if start is not None:
-        baselines = judge.baselines(judge.before(start.to(task.device)))
-        if task.config.pretrained is not None:  # the run began with other weights than these
-            baselines = {n: v for n, v in baselines.items() if not n.startswith("untrained_")}
-            began = (known.summary or {}) if data is None else {}
-            baselines |= {n: v for n, v in began.items() if n.startswith("untrained_")}
-        numbers |= baselines
+        first, answers = judge.before(start.to(task.device))
+        numbers, before = numbers | judge.baselines(first), at_start(answers)
+    if task.config.pretrained is not None:  # the run began with other weights than these
+        numbers = {n: v for n, v in numbers.items() if not n.startswith("untrained_")}
+        if data is None:
+            summary = known.summary or {}
+            numbers |= {n: v for n, v in summary.items() if n.startswith("untrained_")}
+            before = {n: a for n, a in known.artifacts.items() if n.startswith("before_")}
     found, answers = judge.thorough(encoder)
     numbers |= found
     with replacing(run / "evaluation.json") as file:
         file.write(json.dumps(numbers, indent=2).encode() + b"\n")
     result(f"step {step:,}, {task.config.data}")
-    judged = replace(known, metrics=[], summary=numbers, artifacts=answers)
+    judged = replace(known, metrics=[], summary=numbers, artifacts={**answers, **before})
     Console(highlight=False).print(summary_table(judged))
     for sentence in against_baselines(judged):
         result(sentence)

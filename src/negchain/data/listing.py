@@ -94,11 +94,21 @@ def divide(
     return listing if test else hold_out(listing, holdout)
 
 
+def lowest(names: Iterable[str], count: int) -> set[str]:
+    """The `count` names that hash lowest, to hold out.
+
+    The choice does not depend on a run's seed, and a name that is added moves few others.
+
+    >>> sorted(lowest("abcdef", 2)), sorted(lowest("abcdefg", 2))
+    (['d', 'f'], ['d', 'f'])
+    """
+    return set(sorted(names, key=lambda n: hashlib.sha256(os.fsencode(n)).digest())[:count])
+
+
 def hold_out(listing: Listing, share: float) -> Listing:
     """Take `share` of every class out of `pretrain` as `test`, where a probe can then be fitted.
 
-    Of a class's pictures those whose names hash lowest are held out, one at least of two: the
-    choice does not depend on the run's seed, and a picture that is added moves few others. They are
+    Of a class's pictures those whose names hash lowest are held out, one at least of two. They are
     left out of pretraining too, so that probes are tested on pictures the encoder has never seen.
 
     >>> from negchain.data.places import Place
@@ -113,11 +123,11 @@ def hold_out(listing: Listing, share: float) -> Listing:
             members[file.class_name].append(file)
     if len(members) < 2:
         return listing
-    test: list[ImageFile] = []
+    chosen = set[str]()
     for files in members.values():
-        ranked = sorted(files, key=lambda f: hashlib.sha256(os.fsencode(f.name)).digest())
-        test += ranked[: max(round(share * len(ranked)), len(ranked) > 1)]
-    chosen = {file.name for file in test}
+        count = max(round(share * len(files)), len(files) > 1)
+        chosen |= lowest((file.name for file in files), count)
+    test = [file for file in listing.pretrain if file.name in chosen]
     rest = tuple(file for file in listing.pretrain if file.name not in chosen)
     reason = too_few(rest) if share else "--holdout 0 leaves nothing to test on"
     if reason:

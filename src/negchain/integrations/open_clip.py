@@ -6,11 +6,11 @@
     data["train"] = loss.watch(data["train"], positions, model)
     train_one_epoch(model, data, loss, ...)                           # open_clip's own
 
-Their loop hands on two things, images and texts, and calls `loss(**model_out, output_dict=True)`.
-So the loader keeps the positions of the batch it hands out for the loss, which takes beta from
-`logit_scale` and what it wants encoded from the data set.
+Their loop hands on images and texts, and no positions, and calls
+`loss(**model_out, output_dict=True)`. So the loader tells the loss the positions of each batch it
+hands out. The loss takes beta from `logit_scale`, and what it wants encoded from the data set.
 
-Shapes: `B` batch, `D` embedding.
+Shapes: `B` batch, `D` embedding, `R` positions to encode.
 """
 
 from __future__ import annotations
@@ -28,13 +28,20 @@ from negchain.losses import ContrastiveLoss
 
 
 class IndexedClipLoss(nn.Module):
-    """Where `open_clip.ClipLoss` was: the same call, the same names in its answer.
+    """Takes the place of `open_clip.ClipLoss`: the same call, the same names in its answer.
 
     `state_dict` holds the loss's state; put it into your checkpoints beside open_clip's.
 
     Args:
-        loss_fn: with `views="paired"`: images are the anchors, texts the keys. Its beta is replaced
-            by the model's `logit_scale`, which open_clip clamps at 100.
+        loss_fn: with `views="paired"`: images are the anchors, texts the keys. The model's
+            `logit_scale`, which open_clip clamps at 100, takes the place of its beta.
+
+    Example:
+        >>> from negchain import SogCLRLoss
+        >>> loss = IndexedClipLoss(SogCLRLoss(8, views="paired", denominator="all"))
+        >>> loss.remember(torch.tensor([3, 5]))  # the loader that `watch` returns does this
+        >>> images, texts = torch.randn(2, 2, 4, requires_grad=True)
+        >>> loss(images, texts, torch.tensor(10.0), output_dict=True)["contrastive_loss"].backward()
     """
 
     def __init__(self, loss_fn: ContrastiveLoss) -> None:
@@ -76,13 +83,13 @@ class IndexedClipLoss(nn.Module):
         return replace(info, dataloader=_Watched(positions.loader(info.dataloader), self, info))
 
     def remember(self, index: Tensor) -> None:
-        """Positions of the batch that is handed out now."""
+        """Take the positions [B] of the batch that is handed out now."""
         if self._calls:
             self.forget()
         self._recent.append(index)
 
     def forget(self) -> None:
-        """Begin a new step: an epoch may end between two, with accum_freq."""
+        """Begin a new step. With `accum_freq` an epoch may end within one."""
         self._recent.clear()
         self._calls = 0
 
@@ -94,10 +101,17 @@ class IndexedClipLoss(nn.Module):
         logit_bias: Tensor | None = None,
         output_dict: bool = False,
     ) -> Tensor | dict[str, Tensor]:
-        """The loss of a batch, or with `accum_freq` of the batches since the last step.
+        """The loss of a batch, or with `accum_freq` of all batches of a step, [].
 
-        Their loop then calls once per batch, and all batches but one are without gradient. These
-        calls are one step: only the last moves the state and trains what the loss asked for.
+        Their loop then calls once per batch with the features of all of them, of which one batch
+        has a gradient. These calls are one step: only the last changes the state and trains what
+        the loss asked for.
+
+        Args:
+            image_features, text_features: [B, D].
+            logit_scale: [] beta.
+            logit_bias: None; it belongs to SigLIP's loss.
+            output_dict: return `{"contrastive_loss": loss}`.
         """
         if logit_bias is not None:
             raise ValueError("logit_bias belongs to SigLIP's loss; train a model without it")
@@ -161,11 +175,11 @@ class CsvPositions:
         return len(self.rows)
 
     def images(self, ids: Tensor) -> Tensor:
-        """Pictures of positions, transformed as in training."""
+        """Pictures of positions [R], transformed as in training."""
         return torch.stack([self.dataset[self.rows[i][0]][0] for i in ids.tolist()])
 
     def texts(self, ids: Tensor) -> Tensor:
-        """A caption of each position, a random one of several."""
+        """Tokens of a caption of each position [R], a random one of several."""
         rows = [self.rows[i] for i in ids.tolist()]
         chosen = [own[int(torch.randint(len(own), ()))] for own in rows]
         texts: Tensor = self.dataset.tokenize([str(self.dataset.captions[row]) for row in chosen])

@@ -14,15 +14,13 @@ Shapes: `B` batch, `L` known positives per anchor, `H` hard-negative columns, `D
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
 from sentence_transformers.base.data_collator import BaseDataCollator
 from sentence_transformers.base.sampler import BatchSamplers
@@ -31,88 +29,47 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from negchain.files import replacing
+from negchain.integrations.text_pairs import LABEL, Pairs, index_pairs, padded
 from negchain.losses import ContrastiveLoss, InfoNCELoss
 from negchain.losses.batch import as_embedding
 
+__all__ = ["NegchainTrainer", "PairLoss", "Pairs", "index_pairs"]
 STATE_NAME = "negchain_loss.pt"
-LABEL = "label"
-
-
-@dataclass(frozen=True)
-class Pairs:
-    """A data set of pairs by position: each different text has one, so equal texts share it."""
-
-    dataset: Dataset  # with a label column [anchor, key, hard negatives' keys ...]
-    anchors: list[str]  # text of every anchor position
-    keys: list[str]  # text of every key position: the corpus
-    known: Tensor | None  # [anchors, L] all positives of each anchor, padded with -1
-
-    def positions(self) -> list[list[int]]:
-        """(anchor, key) of every row."""
-        return [label[:2] for label in self.dataset[LABEL][:]]
-
-
-def index_pairs(dataset: Dataset, corpus: Iterable[str] = ()) -> Pairs:
-    """Give anchors (first column), positives (second) and hard negatives (the others) positions.
-
-    Args:
-        dataset: of texts, one pair a row; rows with the same anchor are its several positives.
-        corpus: further documents that may be proposed as negatives; they get the first positions.
-
-    Example:
-        >>> rows = {"query": ["a", "b", "a"], "answer": ["A", "B", "A2"]}
-        >>> pairs = index_pairs(Dataset.from_dict(rows), corpus=["C", "A"])
-        >>> pairs.keys, pairs.dataset["label"][:]
-        (['C', 'A', 'B', 'A2'], [[0, 1], [1, 2], [0, 3]])
-        >>> pairs.known
-        tensor([[ 1,  3],
-                [ 2, -1]])
-    """
-    if LABEL in dataset.column_names or len(dataset.column_names) < 2:
-        raise ValueError(
-            "the data set must hold texts: an anchor, a positive and maybe hard negatives, and no "
-            f"'{LABEL}' (positions go there), got {dataset.column_names}; remove or rename columns"
-        )
-    if len(dataset) == 0:
-        raise ValueError("the data set must hold at least one pair, got none")
-    columns = {name: dataset[name][:] for name in dataset.column_names}
-    for name, texts in columns.items():
-        wrong = next(
-            (number for number, text in enumerate(texts) if not isinstance(text, str)), None
-        )
-        if wrong is not None:
-            raise ValueError(
-                f"every column must hold texts, but row {wrong} of '{name}' is "
-                f"{texts[wrong]!r:.50}; remove the column, or leave out such rows"
-            )
-    keys = {text: number for number, text in enumerate(dict.fromkeys(corpus))}
-    anchors: dict[str, int] = {}
-    positives: list[dict[int, None]] = []
-    labels = []
-    for row in zip(*columns.values(), strict=True):
-        anchor = anchors.setdefault(row[0], len(anchors))
-        label = [anchor, *(keys.setdefault(text, len(keys)) for text in row[1:])]
-        positives += [{}] if anchor == len(positives) else []
-        positives[anchor][label[1]] = None
-        labels.append(label)
-    known = _padded(positives) if max(map(len, positives)) > 1 else None
-    return Pairs(dataset.add_column(LABEL, labels), list(anchors), list(keys), known)
 
 
 class PairLoss(nn.Module):
-    """A loss of negchain as sentence-transformers calls one: `loss(features, labels)`.
+    r"""A loss of negchain as sentence-transformers calls one: `loss(features, labels)`.
 
-    Hard-negative columns add the cross-entropy of each row's positive against its own ones, logged
-    as `hard_negatives` beside `contrastive`. While evaluating, the value is the in-batch InfoNCE of
-    the evaluation's own rows, whatever their positions: nothing of the training state is touched.
+    With hard-negative columns n_1 ... n_H there is a second term, logged as `hard_negatives` beside
+    `contrastive`. A row's known positives are left out of its sum.
+
+    $$ \text{loss_fn} + \tfrac{\text{hard_weight}}{B} \sum_i -\log \frac{e^{\beta s(x_i,y_i)}}
+       {e^{\beta s(x_i,y_i)} + \sum_h e^{\beta s(x_i,n_{ih})}} $$
+
+    While evaluating, the first term is the in-batch InfoNCE of the evaluation's own rows. Nothing
+    of the training state is read or changed: positions of an evaluation name other texts.
 
     Args:
         model: the model that is trained.
-        loss_fn: the loss, built for `len(pairs.anchors)` samples and, if `views="paired"`,
-            `num_keys=len(pairs.keys)`.
+        loss_fn: the loss, built for `len(pairs.anchors)` samples with `views="paired"` and
+            `num_keys=len(pairs.keys)`; or one without a size, such as `InfoNCELoss(None)`.
         pairs: from `index_pairs`.
-        hard_weight: of the hard-negative columns' term.
-        chunk: texts per forward pass where nothing is trained (filling and refreshing tables).
+        hard_weight: factor of the second term.
+        chunk: texts per forward pass where nothing is trained: when tables are filled or refreshed.
+
+    Example:
+        >>> from datasets import Dataset
+        >>> from negchain import EMC2Loss
+        >>> from sentence_transformers.sentence_transformer.modules import StaticEmbedding
+        >>> from tokenizers import Tokenizer, models
+        >>> words = Tokenizer(models.WordLevel({"a": 0, "b": 1, "A": 2, "B": 3, "C": 4}))
+        >>> model = SentenceTransformer(modules=[StaticEmbedding(words, embedding_dim=4)])
+        >>> rows = Dataset.from_dict({"query": ["a", "b"], "answer": ["A", "B"]})
+        >>> pairs = index_pairs(rows, corpus=["C"])
+        >>> loss_fn = EMC2Loss(2, 10.0, views="paired", num_keys=len(pairs.keys))
+        >>> features = [model.preprocess(rows[name][:]) for name in rows.column_names]
+        >>> losses = PairLoss(model, loss_fn, pairs)(features, torch.tensor(pairs.positions()))
+        >>> losses["contrastive"].backward()
     """
 
     def __init__(
@@ -153,7 +110,7 @@ class PairLoss(nn.Module):
         self.inputs: tuple[dict[str, Any], dict[str, Any]] = ({}, {})  # prompt, task of each tower
 
     def get_extra_state(self) -> Tensor:  # [4]
-        """Which texts the positions name, as one hash; the state is theirs."""
+        """A hash of the texts that positions name: the state belongs to these."""
         found = sha256()
         for text in (*self.pairs.anchors, "", *self.pairs.keys):
             found.update(sha256(text.encode(errors="surrogatepass")).digest())
@@ -170,7 +127,12 @@ class PairLoss(nn.Module):
     def forward(
         self, features: Iterable[dict[str, Tensor]], labels: Tensor | None
     ) -> dict[str, Tensor]:
-        """The losses of a batch by name; the trainer sums and logs them."""
+        """The losses of a batch by name, [] each; the trainer sums and logs them.
+
+        Args:
+            features: of every text column, as the collator makes them.
+            labels: [B, 2 + H] positions; while evaluating others, or None.
+        """
         anchors, positives, *negatives = (self.model(f)["sentence_embedding"] for f in features)
         training = torch.is_grad_enabled()
         value = self._train if training else self._evaluate
@@ -205,26 +167,23 @@ class PairLoss(nn.Module):
     def _both_ways(
         self, anchors: Tensor, positives: Tensor, labels: Tensor, known: Tensor
     ) -> Tensor:
-        """A loss without a size, where anchors have several keys: known in both directions.
+        """A loss without a size, where anchors have several keys: both directions know them.
 
-        The anchors of a key are no negatives of it. Paired views: a call per direction, with the
-        positions of its columns. Shared views have all columns in one: there two rows whose keys
-        share an anchor are no negatives of each other.
+        The anchors of a key are no negatives of it. With paired views each direction is a call of
+        its own, with the positions of its columns. Shared views have all columns in one call: two
+        rows whose keys share an anchor are no negatives of each other there.
         """
         loss_fn, (index, keys) = self.loss_fn, labels.T[:2]
         asked = [self.anchors_of[key] for key in keys.tolist()]
         if loss_fn.views == "shared":
             assert self.pairs.known is not None
             near = [sorted(set(self.pairs.known[[*own]].flatten().tolist())) for own in asked]
-            return loss_fn(anchors, positives, keys, known=_padded(near).to(index.device))
+            return loss_fn(anchors, positives, keys, known=padded(near).to(index.device))
         if loss_fn.ranks() is None:  # those that are here will do: a key may have thousands
             asked = [own.intersection(index.tolist()) for own in asked]
-        loss_fn.symmetric = False
-        try:
-            back = loss_fn(positives, anchors, index, known=_padded(asked).to(index.device))
-            return (loss_fn(anchors, positives, keys, known=known) + back) / 2
-        finally:
-            loss_fn.symmetric = True
+        of_keys = padded(asked).to(index.device)
+        back = loss_fn(positives, anchors, index, known=of_keys, one_way=True)
+        return (loss_fn(anchors, positives, keys, known=known, one_way=True) + back) / 2
 
     def _evaluate(self, anchors: Tensor, positives: Tensor, labels: Tensor | None) -> Tensor:
         own = self.loss_fn
@@ -246,7 +205,7 @@ class PairLoss(nn.Module):
         return cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long).to(logits.device))
 
     def _encode(self, tower: int, ids: Tensor) -> Tensor:
-        """Embeddings of positions among the anchors (0) or the keys (1)."""
+        """Embeddings [R, D] of positions [R] among the anchors (tower 0) or the keys (1)."""
         texts = self.pairs.keys if tower else self.pairs.anchors
         wanted = [texts[position] for position in ids.tolist()]
         step = len(wanted) if torch.is_grad_enabled() else self.chunk
@@ -261,17 +220,11 @@ class PairLoss(nn.Module):
         return torch.cat(parts)
 
 
-def _padded(rows: Sequence[Collection[int]]) -> Tensor:  # [B, L]
-    """Positions of each row, padded with -1."""
-    longest = max(map(len, rows))
-    return torch.tensor([[*own, *[-1] * (longest - len(own))] for own in rows])
-
-
 class NegchainTrainer(SentenceTransformerTrainer):  # type: ignore[misc]
-    """`SentenceTransformerTrainer` that keeps the state of its losses in its checkpoints.
+    """`SentenceTransformerTrainer` whose checkpoints hold the state of its losses.
 
-    Takes any loss of sentence-transformers beside `PairLoss`, or a dict of them by data set. The
-    sampler's numbers (`loss_fn.info`) are logged with the loss.
+    It is called as theirs is. `loss` is a `PairLoss`, a loss of sentence-transformers, or a dict of
+    either by data set. What a `PairLoss` reports (`loss_fn.info`) is logged with its value.
     """
 
     def __init__(self, *args: Any, **settings: Any) -> None:
@@ -279,17 +232,29 @@ class NegchainTrainer(SentenceTransformerTrainer):  # type: ignore[misc]
         for name, loss in self._losses().items():
             if isinstance(loss, PairLoss):
                 loss.inputs = self._inputs(name, loss.pairs.dataset.column_names[:2])
+                sets = () if self.train_dataset is None else self.train_dataset
+                for key, rows in (sets if isinstance(sets, dict) else {name: sets}).items():
+                    if name in ("", key):
+                        loss.pairs.check(rows)
                 if self.args.batch_sampler == BatchSamplers.GROUP_BY_LABEL:
                     raise ValueError(
                         f"batch_sampler='group_by_label' groups rows by the column '{LABEL}', "
                         "where PairLoss has positions; use 'batch_sampler' or 'no_duplicates'"
                     )
+            elif any(isinstance(inner, PairLoss) for inner in loss.modules()):
+                raise ValueError(
+                    "PairLoss must be the loss of a data set itself, and is inside "
+                    f"{type(loss).__name__} here: that calls it several times a batch with the "
+                    "texts encoded for the first, and each call draws texts of its own; give that "
+                    "one a data set of its own, around a loss of sentence-transformers, beside "
+                    "PairLoss: loss={'a': PairLoss(...), 'b': MatryoshkaLoss(...)}"
+                )
 
     def _losses(self) -> dict[str, nn.Module]:
         return self.loss if isinstance(self.loss, dict) else {"": self.loss}
 
     def training_step(self, *args: Any, **settings: Any) -> Tensor:
-        """Average the gradient of a learned beta over ranks: the loss is not inside DDP."""
+        """Theirs; then ranks average the gradient of a learned beta, which DDP does not see."""
         value: Tensor = super().training_step(*args, **settings)
         if self.args.world_size > 1:
             for loss in self._losses().values():
@@ -299,7 +264,7 @@ class NegchainTrainer(SentenceTransformerTrainer):  # type: ignore[misc]
         return value
 
     def _inputs(self, name: str, columns: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Prompt and route of both towers, as the collator finds them for the loss's data sets."""
+        """Prompt and route of anchors and of keys, as the collator has them for these columns."""
         own, sets = self.data_collator, self.train_dataset
         if not isinstance(own, BaseDataCollator):  # the user's: theirs has the rules of prompts
             own = self.get_data_collator(self.model, self.args)
@@ -323,7 +288,7 @@ class NegchainTrainer(SentenceTransformerTrainer):  # type: ignore[misc]
         return found[0][0], found[0][1]
 
     def log(self, logs: dict[str, float], *args: Any, **settings: Any) -> None:
-        """Add the sampler's numbers to a line about training."""
+        """Theirs, with what the losses report in every line about training."""
         if "loss" in logs:
             for name, loss in self._losses().items():
                 if isinstance(loss, PairLoss):

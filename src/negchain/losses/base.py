@@ -248,6 +248,7 @@ class ContrastiveLoss(Reporting):
         augmentation: tuple[Tensor, Tensor] | None = None,
         draw: Draws | None = None,
         drawn: Drawn | None = None,
+        one_way: bool = False,
     ) -> Tensor:
         """The loss of a batch, for `.backward()`. In training mode the state of the loss changes.
 
@@ -265,11 +266,12 @@ class ContrastiveLoss(Reporting):
                 relation that holds both ways is given from both sides.
             augmentation: with stored augmentations, which ones the two views are ([B] each).
             draw, drawn: with proposals=Given(): the caller's draws and their embeddings.
+            one_way: z_a's rows alone are anchors of this call; for losses without num_samples.
 
         Returns:
             [] scalar with the value of an estimate of the global loss, and the method's gradient.
         """
-        call = Call(z_a, z_b, index, key_index, known, augmentation, draw, drawn)
+        call = Call(z_a, z_b, index, key_index, known, augmentation, draw, drawn, one_way)
         if isinstance(encode, tuple) and self.views == "shared":
             raise ValueError(
                 "views='shared' has one encoder, and encode= is a pair; pass one function, or "
@@ -295,8 +297,7 @@ class ContrastiveLoss(Reporting):
                     total = self._loss(whole, answers)
         if z_a.device.type == "cpu" and not is_traced(z_a):
             self._warn(self.faults[2].item())
-        if self.training:
-            self._turn += 1
+        self._turn += self.training
         return total
 
     def _loss(self, call: Call, requests: Sequence[Request]) -> Tensor:
@@ -305,11 +306,11 @@ class ContrastiveLoss(Reporting):
     def _checked(self, call: Call) -> Batch:
         return check_batch(call, self.num_samples, self.num_keys, self.normalize)
 
-    def _sides(self, batch: Batch, **layout: Any) -> list[Side]:
+    def _sides(self, batch: Batch, one_way: bool = False, **layout: Any) -> list[Side]:
         sides = lay_out(
             batch,
             views=self.views,
-            symmetric=self.symmetric,
+            symmetric=self.symmetric and not one_way,
             num_positions=self.num_positions,
             multiplicity=self.multiplicity,
             ids_per_item=self.ids_per_item,
@@ -324,10 +325,10 @@ class ContrastiveLoss(Reporting):
         self, batch: Batch, call: Call, requests: Sequence[Request], **layout: Any
     ) -> list[Side]:
         """The sides of a batch, with drawn columns appended."""
-        sides = self._sides(batch, use_batch=not self.proposals.alone, **layout)
+        sides = self._sides(batch, call.one_way, use_batch=not self.proposals.alone, **layout)
         if not isinstance(self.proposals, InBatch):
             given = isinstance(self.proposals, Given)
-            drawn = columns.drawn_for(call, None if given else requests, self.num_sides)
+            drawn = columns.drawn_for(call, None if given else requests, len(sides))
             sides = [
                 columns.with_draw(side, *pair, self.num_ids, self.normalize)
                 for side, pair in zip(sides, drawn, strict=True)

@@ -43,6 +43,7 @@ class Call:
     augmentation: tuple[Tensor, Tensor] | None = None
     draw: Draws | None = None
     drawn: Drawn | None = None
+    one_way: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,11 @@ def check_batch(
     batch_size, device = both.shape[1], both.device
     if batch_size == 0:
         raise ValueError("a batch must hold at least one sample, got none; skip an empty batch")
+    if call.one_way and num_samples is not None:
+        raise ValueError(
+            "one_way=True is for losses without state of the other direction, got num_samples="
+            f"{num_samples}; build the loss with symmetric=False"
+        )
     index = positions(call, num_samples)
     keys = index if key_index is None else as_ids("key_index", key_index, batch_size, device)
     if known is not None:

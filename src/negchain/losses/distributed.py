@@ -207,12 +207,15 @@ def gathered(
         if part.purpose == "draw" and part.per_row and ranks.loss_fn.gather != "even":
             whole = _drawn_once(whole, torch.split(found["index"][0], sizes))
         place.parts.append(whole)
+    ids: dict[str, Any] = {
+        name: found[name][0] for name in ("index", "key_index", "known") if name in found
+    }
     return (
         replace(
             call,
             z_a=z_of["z_a"][0],
             z_b=z_of["z_b"][0],
-            **{name: found[name][0] for name in ("index", "key_index", "known") if name in found},
+            **ids,
             augmentation=(found["view0"][0], found["view1"][0]) if "view0" in found else None,
             draw=_one_or_both(draws),
             drawn=_one_or_both([z_of[f"drawn{n}"].flatten(0, -2) for n in range(len(draws))]),

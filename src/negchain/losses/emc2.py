@@ -34,8 +34,7 @@ from negchain.losses.settings import (
     Proposals,
     Shared,
     as_kernel,
-    for_corpus,
-    offered_views,
+    chain_proposals,
     one_of,
 )
 from negchain.losses.walk import Sampler, Start, Visit, Walk, walk_chains
@@ -118,9 +117,14 @@ class EMC2Loss(ContrastiveLoss):
     ) -> None:
         kernel, views = as_kernel(kernel), shared.get("views", "shared")
         reached = key_counts is not None and bool((torch.as_tensor(key_counts) > 0).all())
-        if proposals in (None, "batch") and views == "shared":
-            proposals = offered_views(kernel, augmentations)
-        proposals = for_corpus(proposals, shared.get("num_keys"), reached)
+        proposals = chain_proposals(
+            proposals,
+            kernel,
+            views=views,
+            augmentations=augmentations,
+            num_keys=shared.get("num_keys"),
+            reached=reached,
+        )
         super().__init__(
             num_samples,
             beta,
@@ -189,7 +193,7 @@ class EMC2Loss(ContrastiveLoss):
 
     def _loss(self, call: Call, requests: Sequence[Request]) -> Tensor:
         check_held(self, self._turn, call, requests)
-        plain = call.known is None and call.augmentation is None
+        plain = call.known is None and call.augmentation is None and not call.one_way
         if plain and self._fuses(call.z_a):
             return self._finish(*fused.emc2(self, call, requests))
         if self.backend == "fused":

@@ -119,7 +119,8 @@ def in_batch(
     None where the kernels do not take it, which with backend="fused" is an error.
     """
     small = 2 <= call.z_a.shape[0] <= MAX_COLUMNS
-    if not (small and call.known is None and _can_run(loss_fn, call.z_a)):
+    plain = call.known is None and not call.one_way
+    if not (small and plain and _can_run(loss_fn, call.z_a)):
         if loss_fn.backend == "fused":
             raise not_applicable(call.z_a)
         return None

@@ -227,28 +227,39 @@ def as_proposals(proposals: Proposals | Literal["batch"]) -> Proposals:
     return InBatch()
 
 
-def offered_views(kernel: Kernel, augmentations: int | None) -> InBatch:
-    """Views of every other item that a row is offered where nobody says it: one, or both.
+def chain_proposals(
+    proposals: Proposals | Literal["batch"] | None,
+    kernel: Kernel,
+    *,
+    views: str = "shared",
+    augmentations: int | None = None,
+    num_keys: int | None = None,
+    reached: bool = False,
+) -> Proposals:
+    """What a chain may move to: what is given, else the batch, else (a corpus) uniform draws.
 
-    i-SIR weighs a set in which the carried item counts as often as the others, so that both views
-    leave p as it is where they are equal; a Metropolis-Hastings chain would meet an item twice,
-    and a stored view is a state of its own (records/2026-11-18_both-copies_cpu.md).
+    "batch" offers a row one view of every other item; with shared views it offers i-SIR both. i-SIR
+    weighs a set in which the carried item counts as often as the others, so that both views leave p
+    as it is where they are equal; a Metropolis-Hastings chain would meet an item twice, and a
+    stored view is a state of its own (records/2026-11-18_both-copies_cpu.md).
+
+    Args:
+        reached: every key of a corpus is somebody's positive, so batches reach them all.
 
     Example:
-        >>> offered_views(ISIR(), None), offered_views(MH(), None)
+        >>> chain_proposals(None, ISIR()), chain_proposals("batch", MH())
         (InBatch(copies=2), InBatch(copies=1))
+        >>> chain_proposals(None, MH(), views="paired", num_keys=9)
+        Uniform(num=None, alone=False)
     """
-    return InBatch(copies=2 if isinstance(kernel, ISIR) and augmentations is None else 1)
-
-
-def for_corpus(
-    proposals: Proposals | Literal["batch"] | None, num_keys: int | None, reached: bool
-) -> Proposals:
-    """Proposals of a chain: the batch where it reaches every key, and uniform draws beside it."""
-    if proposals is None:
-        return InBatch() if num_keys is None or reached else Uniform()
-    proposals = as_proposals(proposals)
-    if num_keys is not None and isinstance(proposals, InBatch) and not reached:
+    unreached = num_keys is not None and not reached
+    if proposals is None and unreached:
+        return Uniform()
+    if proposals in (None, "batch"):
+        both = views == "shared" and isinstance(kernel, ISIR) and augmentations is None
+        proposals = InBatch(copies=2 if both else 1)
+    proposals = as_proposals(proposals)  # type: ignore[arg-type]
+    if unreached and isinstance(proposals, InBatch):
         raise ValueError(
             "proposals='batch' reaches only keys that are somebody's positive; with num_keys= "
             "use Uniform() or Informed(), or give key_counts= if every key is one"

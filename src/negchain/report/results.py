@@ -182,8 +182,8 @@ def recommendation(groups: Sequence[Group], lead: Metric) -> str | None:
     if np.quantile(gain.means, (1 - LEVEL) / 2) <= 0:
         return (
             f"Recommended: none of these. The most is gained by {best.label}, {gained}, which is "
-            f"within the noise of {noun} and seeds: keep the encoder you have, or look at the "
-            "proposals for false negatives."
+            f"within the noise of {noun} and seeds: keep the encoder you have, or look for false "
+            "negatives in what the page shows."
         )
     alike = [
         group.label

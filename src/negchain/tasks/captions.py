@@ -13,11 +13,11 @@ This module imports no torch: the command line asks it whether a folder is its o
 
 from __future__ import annotations
 
-import hashlib
 import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from negchain.data.listing import lowest
 from negchain.files import read_table, table_columns
 from negchain.printable import printable
 
@@ -177,11 +177,11 @@ def _split_of(row: dict[str, str], line: int, table: Path) -> str | None:
 
 def _hold_out(pairs: Pairs, share: float) -> Pairs:
     """Take the images whose names hash lowest, with all their captions, for validation."""
-    ranked = sorted(pairs.train, key=lambda p: hashlib.sha256(os.fsencode(p.name)).digest())
-    count = min(max(round(share * len(ranked)), 1), len(ranked) - 2) if share else 0
+    size = len(pairs.train)
+    count = min(max(round(share * size), 1), size - 2) if share else 0
     if count < 1:
         return pairs
-    held = {picture.name for picture in ranked[:count]}
+    held = lowest((picture.name for picture in pairs.train), count)
     note = (
         f"no validation split: {count:,} images, {share:.0%}, are held out with all their captions "
         "to choose the best encoder by; --holdout sets the share"

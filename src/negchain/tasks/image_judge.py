@@ -69,15 +69,15 @@ class ImageJudge(Judge):
             result |= _accuracies(self._features(encoder))
         return result
 
-    def before(self, encoder: Encoder) -> Numbers:
-        """What a result must beat: `quick` of this encoder, raw pixels, and chance.
+    def before(self, encoder: Encoder) -> tuple[Numbers, Arrays]:
+        """What a result must beat: `quick` of this encoder, raw pixels, and chance; no answers.
 
         `chance` is the test accuracy of the best constant answer: the commonest class among the
         test images, whether or not it is the commonest to train on.
         """
         result = self.losses(encoder)
         if not self.data.labelled:
-            return result
+            return result, {}
 
         def both(images: Tensor) -> Tensor:  # in one pass: a set on disk is decoded once
             return torch.cat([encoder.features(images).float(), raw_pixels(images)], 1)
@@ -86,11 +86,9 @@ class ImageJudge(Judge):
         parts = [x.tensor_split([encoder.feature_dim], 1) for x in (train_x, test_x)]
         result |= _accuracies((parts[0][0], train_y, parts[1][0], test_y))
         pixels = _accuracies((parts[0][1], train_y, parts[1][1], test_y))
-        return {
-            **result,
-            **{f"pixels_{name}": pixels[name] for name in ("knn1", "probe")},
-            "chance": (test_y == test_y.mode().values).double().mean().item(),
-        }
+        result |= {f"pixels_{name}": pixels[name] for name in ("knn1", "probe")}
+        chance = (test_y == test_y.mode().values).double().mean().item()
+        return {**result, "chance": chance}, {}
 
     def thorough(self, encoder: Encoder) -> tuple[Numbers, Arrays]:
         """Every number, and what was answered for each test image (for intervals and confusions).

@@ -48,12 +48,8 @@ class ImageTextJudge(Judge):
         """The exact loss and beta; recall at 1, 5 and 10 both ways of validation pictures."""
         return self._numbers(encoder, ["validation"])[0]
 
-    def before(self, encoder: ImageText) -> Numbers:
-        """The same, and of test pictures with `test_` before the name."""
-        return self._numbers(encoder, list(SPLITS))[0]
-
     def thorough(self, encoder: ImageText) -> tuple[Numbers, Arrays]:
-        """Every number, and which pictures and captions were answered rightly."""
+        """The same, and of test pictures with `test_` before the name; who was answered rightly."""
         return self._numbers(encoder, list(SPLITS))
 
     def _numbers(self, encoder: ImageText, splits: Sequence[str]) -> tuple[Numbers, Arrays]:

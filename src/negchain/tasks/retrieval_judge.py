@@ -38,30 +38,16 @@ class RetrievalJudge(Judge):
     task: RetrievalTask
     best_by = "ndcg10"  # of validation queries, never of test queries
 
-    def __init__(self, task: RetrievalTask) -> None:
-        super().__init__(task)
-        self._untrained: Arrays | None = None
-
     def quick(self, encoder: TextEncoder) -> Numbers:
         """Of validation queries: `ndcg10`, `mrr10`, `recall10`, `recall100`."""
         return _means(self._answers(encoder, ["validation"]))
 
-    def before(self, encoder: TextEncoder) -> Numbers:
-        """The same, and of test queries with `test_` before the name."""
-        self._untrained = self._answers(encoder, list(SPLITS))
-        return _means(self._untrained)
-
     def thorough(self, encoder: TextEncoder) -> tuple[Numbers, Arrays]:
-        """Every number; of each query what it got (`right_...`), and before (`before_...`)."""
+        """The same, and of test queries with `test_` before the name; what each query got."""
         answers = self._answers(encoder, list(SPLITS))
-        if self._untrained is None:  # a continued run
-            config = self.task.config
-            fresh = TextEncoder(config.encoder, config.max_length).to(self.task.device)
-            self._untrained = self._answers(fresh, list(SPLITS))
         arrays: Arrays = {f"right_{name}": values for name, values in answers.items()}
-        arrays |= {f"before_{name}": values for name, values in self._untrained.items()}
-        data = self.task.data
-        return _means(answers), {**arrays, "test_labels": np.array(data.validation.ids)}
+        labels = np.array(self.task.data.validation.ids)
+        return _means(answers), {**arrays, "test_labels": labels}
 
     def baselines(self, line: Mapping[str, Any]) -> Numbers:
         """The numbers of the encoder before its first step."""

@@ -78,6 +78,16 @@ def variance(embeddings: Tensor) -> float:  # [N,D]
     return float(1 - centre.square().sum())
 
 
+def at_start(answers: Arrays) -> Arrays:
+    """The answers of `Judge.before`, by the names that the report pairs a run's own with.
+
+    >>> at_start({"right_recall": [1, 0], "test_labels": [2, 3]})
+    {'before_recall': [1, 0]}
+    """
+    right = "right_"
+    return {f"before_{n.removeprefix(right)}": a for n, a in answers.items() if n.startswith(right)}
+
+
 class Judge(ABC):
     """What a run is judged by; leaves the encoder in the mode it was in."""
 
@@ -98,9 +108,9 @@ class Judge(ABC):
     told: Callable[[str], None] = staticmethod(lambda text: None)
     """Hears how far a long evaluation is, for who waits."""
 
-    @abstractmethod
-    def before(self, encoder: Any) -> Numbers:
-        """The numbers of `quick` before the first step, and what any result must beat."""
+    def before(self, encoder: Any) -> tuple[Numbers, Arrays]:
+        """`thorough` before the first step, with all that any result must beat."""
+        return self.thorough(encoder)
 
     @abstractmethod
     def quick(self, encoder: Any) -> Numbers:
@@ -108,7 +118,11 @@ class Judge(ABC):
 
     @abstractmethod
     def thorough(self, encoder: Any) -> tuple[Numbers, Arrays]:
-        """Every number, and the answers behind them (for intervals); both end in the report."""
+        """Every number, and the answers behind them (for intervals); both end in the report.
+
+        `right_NAME` holds what each held-out item contributes to the number NAME, their mean, and
+        `test_labels` names the items: then runs, and a run and its start, are compared in pairs.
+        """
 
     @abstractmethod
     def baselines(self, line: Mapping[str, Any]) -> Numbers:

@@ -160,6 +160,7 @@ CAPTION_DEFAULTS: dict[str, Value] = {
     "lr": 1e-4,
     "weight_decay": 0.01,
     "eval_every": 5,
+    "patience": 3,
     "probe_samples": 1000,
     "holdout": 0.1,
 }

@@ -28,7 +28,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
 
-from negchain.files import is_plain, naming, open_plain, read_object, real_folder, replacing
+from negchain.files import (
+    FileRefused,
+    is_plain,
+    naming,
+    open_plain,
+    read_arrays,
+    read_object,
+    real_folder,
+    replacing,
+)
 from negchain.train.config import ConfigError, TrainConfig, from_saved
 from negchain.train.loggers import Logger, open_logger
 
@@ -196,6 +205,17 @@ class RunFolder:
         if path.exists() and not all(_until(line, step) for line in _lines(path)):
             with replacing(path) as file:
                 file.writelines(line for line in _lines(path) if _until(line, step))
+
+    def keep_arrays(self, arrays: Mapping[str, Any]) -> None:
+        """Write artifacts.npz; what it has of the encoder before training (`before_`) stays."""
+        import numpy as np  # a tenth of a second, which the command line can do without
+
+        path, first = self.path / "artifacts.npz", dict[str, Any]()
+        with contextlib.suppress(FileRefused):  # missing, or damaged: written anew
+            old = read_arrays(path)
+            first = {name: array for name, array in old.items() if name.startswith("before_")}
+        with replacing(path) as file:
+            np.savez_compressed(file, **{**first, **arrays})
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json, which marks the run as finished; non-finite numbers become null."""

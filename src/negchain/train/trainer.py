@@ -13,17 +13,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from negchain import tasks
-from negchain.files import replacing
 from negchain.optim import load_optimizer, lr_at, set_lr
 from negchain.printable import reason
 from negchain.progress import Progress
 from negchain.report import write_report
-from negchain.tasks.task import Judge, Task
+from negchain.tasks.task import Judge, Task, at_start
 from negchain.train import checkpoint
 from negchain.train import team as teams
 from negchain.train.config import ConfigError, TrainConfig
@@ -102,7 +100,7 @@ class Run:
             self._save()
         progress.say("reporting")
         artifacts = self.judge.artifacts(self.encoder, self.step.loss_fn)
-        self._keep_arrays({**artifacts, **answers})
+        self.folder.keep_arrays({**artifacts, **answers})
         samples = self.done * self.config.batch_size
         summary = {
             "step": self.done,
@@ -146,15 +144,11 @@ class Run:
         line: Any = next((line for line in lines if line["step"] == 0), None)
         if line is None and self.done == 0:
             progress.say("evaluating")
-            line = self.judge.before(self.encoder)
+            line, answers = self.judge.before(self.encoder)
             self._log(line)
-            self._keep_arrays(self.judge.previews())
+            self.folder.keep_arrays({**self.judge.previews(), **at_start(answers)})
             self._page()
         return line
-
-    def _keep_arrays(self, arrays: dict[str, Any]) -> None:
-        with replacing(self.folder.path / "artifacts.npz") as file:
-            np.savez_compressed(file, **arrays)
 
     def _page(self) -> None:
         write_report([self.folder.path], self.folder.path / "report.html")
@@ -202,7 +196,7 @@ class Run:
         loss, info = reading.numbers()
         self.seconds += clock.lap(reading.at)
         rate = clock.steps_per_second(reading.step, reading.at) * self.config.batch_size
-        if not np.isfinite(loss):
+        if not math.isfinite(loss):
             raise Diverged(
                 f"the loss is {loss} at step {reading.step}; lower --lr (now {self.config.lr:g}), "
                 "raise --warmup-epochs, or use --precision float32"
