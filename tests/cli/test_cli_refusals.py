@@ -54,7 +54,7 @@ def refusal(capsys: Capture, *arguments: object) -> str:
         ("train --metod emc2", "--method"),
         ("train --batch-size many", "--batch-size"),
         ("train --batch-size 1", "--batch-size must be from 2"),
-        ("train --batch-size 2000", "--batch-size 2000 needs as many samples"),
+        ("train --batch-size 2000", "samples and the data set has 1438; lower it to 1438"),
         ("train --lr nan", "--lr must be above 0"),
         ("train --lr fast", "got 'fast'"),
         ("train --config nowhere.json", "nowhere.json cannot be read or written (No such file"),
