@@ -156,6 +156,22 @@ def test_pages_and_features_into_a_file_in_the_way(
     assert f"{tmp_path / 'folder.html'} cannot be read or written (Is a directory)" in said
 
 
+def test_what_a_user_made_is_not_written_over(run: Path, tmp_path: Path, capsys: Capture) -> None:
+    """Not the table that is read, not one beside a page, and no page in the place of a picture."""
+    mine = tmp_path / "photos.csv"
+    mine.write_text("path,label\n1.png,cat\n")
+    for words, says in (
+        ("embed RUN --data CSV --out CSV", "must not be what --data reads"),
+        ("duplicates RUN --out HTML", "would be overwritten, and it is no table of duplicates"),
+        ("report RUN --out CSV", "must end in .html, got 'photos.csv'"),
+    ):
+        places = {"RUN": run, "CSV": mine, "HTML": mine.with_suffix(".html")}
+        assert says in refusal(capsys, *(places.get(word, word) for word in words.split()))
+    assert mine.read_text() == "path,label\n1.png,cat\n"
+    for _ in range(2):  # its own table is replaced
+        assert negchain("duplicates", run, "--out", tmp_path / "twins.html") == 0
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
