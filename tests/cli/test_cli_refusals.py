@@ -156,6 +156,16 @@ def test_pages_and_features_into_a_file_in_the_way(
     assert f"{tmp_path / 'folder.html'} cannot be read or written (Is a directory)" in said
 
 
+def test_an_evaluation_is_shown_though_it_cannot_be_kept(run: Path, capsys: Capture) -> None:
+    """A colleague's run folder is often read-only; root, who runs these tests, may write there."""
+    (run / "evaluation.json").mkdir()
+    capsys.readouterr()
+    assert negchain("evaluate", run) == 2
+    said = capsys.readouterr()
+    assert "Global loss, exact" in said.out
+    assert f"{run / 'evaluation.json'} cannot be read or written" in said.err
+
+
 def test_what_a_user_made_is_not_written_over(run: Path, tmp_path: Path, capsys: Capture) -> None:
     """Not the table that is read, not one beside a page, and no page in the place of a picture."""
     mine = tmp_path / "photos.csv"

@@ -67,13 +67,14 @@ def evaluate(
         numbers |= baselines
     found, answers = judge.thorough(encoder)
     numbers |= found
-    with replacing(run / "evaluation.json") as file:
-        file.write(json.dumps(numbers, indent=2).encode() + b"\n")
     result(f"step {step:,}, {task.config.data}")
     judged = replace(known, metrics=[], summary=numbers, artifacts=answers)
     Console(highlight=False).print(summary_table(judged))
     for sentence in against_baselines(judged):
         result(sentence)
+    # last: where the folder is read-only, the numbers were shown
+    with replacing(run / "evaluation.json") as file:
+        file.write(json.dumps(numbers, indent=2).encode() + b"\n")
     return 0
 
 
