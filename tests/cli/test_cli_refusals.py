@@ -213,6 +213,8 @@ def test_a_folder_that_changed_since(
     before = snapshot(out)
     said = refusal(capsys, "train --quiet --resume --out", out)
     assert "another data set" in said and "files were added" in said
+    assert "delete" not in said  # no other checkpoint would do, and this one is worth keeping
+    assert f"--pretrained {out}" in said
     assert snapshot(out) == before
 
 
