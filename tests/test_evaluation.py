@@ -264,6 +264,15 @@ def test_few_labels_are_stratified_and_more_labels_help(digits: Split) -> None:
         few_label_probe(x, torch.zeros_like(y), x, y, share=0.1)
 
 
+def test_many_classes_with_few_pictures_are_no_warning() -> None:
+    """scikit-learn takes 30 classes in 40 rows for a regression, and said so once per fit."""
+    y = torch.arange(30).repeat(2)
+    x = torch.eye(30)[y]
+    assert few_label_probe(x, y, x, y, share=0.01) == 1.0
+    y, x = torch.cat([y[:35], y[:5]]), torch.cat([x[:35], x[:5]])
+    linear_probe(x, y, x, y)
+
+
 @pytest.mark.parametrize("chunk", [3, 64])
 def test_similar_pairs_equal_brute_force(chunk: int) -> None:
     x = torch.randn(20, 3, generator=torch.Generator().manual_seed(0))

@@ -45,6 +45,12 @@ def test_a_new_file_follows_no_link(tmp_path: Path) -> None:
     assert (folder / "a.json").read_text() == "new" and not (folder / "a.json").is_symlink()
 
 
+def test_an_error_names_the_file_that_was_meant(tmp_path: Path) -> None:
+    with pytest.raises(OSError) as caught, replacing(tmp_path / "nowhere" / "a.json"):
+        pass
+    assert caught.value.filename == str(tmp_path / "nowhere" / "a.json")
+
+
 def test_nor_if_its_passing_name_is_guessed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

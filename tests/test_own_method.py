@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+import negchain
 from negchain import methods
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,6 +29,37 @@ def test_a_method_of_your_own_is_measured_trained_and_drawn(tmp_path, monkeypatc
     assert re.search(r"^hard +\d", capsys.readouterr().out, re.M)  # in the estimator report
     page = (tmp_path / "compare.html").read_text(encoding="utf-8")
     assert "Hard DCL" in page and "--hard: #7b3fb8;" in page and "var(--hard)" in page
+
+
+class _Plain(negchain.WeightedLoss):
+    def weigh(self, logits: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.softmax(logits, 1), torch.logsumexp(logits, 1)
+
+
+@pytest.mark.parametrize("index", [[3], [2, 2]])
+def test_rows_without_negatives_train_nothing_whatever_the_weights(index: list[int]) -> None:
+    """A loader's last batch may hold one sample: its softmax over nothing is NaN."""
+    z = torch.randn(len(index), 4, requires_grad=True)
+    found = [kind(10, 5.0)(z, z.detach() + 0.1, index) for kind in (_Plain, negchain.DCLLoss)]
+    gradients = [torch.autograd.grad(value, z)[0] for value in found]
+    torch.testing.assert_close(found[0], found[1])
+    torch.testing.assert_close(*gradients)
+
+
+def test_a_method_that_is_half_written_is_told_what_lacks() -> None:
+    class Nothing(negchain.WeightedLoss):
+        pass
+
+    class Weights(negchain.WeightedLoss):
+        def weigh(self, logits, ids):  # type: ignore[no-untyped-def,override]
+            return torch.softmax(logits, 1)
+
+    z = torch.randn(2, 4)
+    with pytest.raises(NotImplementedError, match="Nothing must have weigh"):
+        Nothing(10, 5.0)(z, z, [0, 1])
+    for size in (1, 2):  # two rows would be taken for the two results
+        with pytest.raises(ValueError, match="weigh must return weights .* and the log of a sum"):
+            Weights(10, 5.0)(z[:size], z[:size], [0, 1][:size])
 
 
 def test_no_other_file_lists_methods() -> None:

@@ -13,7 +13,8 @@ normalised. Nothing here touches a model: the caller puts it in `eval()` mode fi
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -143,6 +144,15 @@ def linear_probe_paper(
         return accuracy(classes[probe(test_x.float()).argmax(1)], test_y)
 
 
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without scikit-learn's warnings about what is meant: few iterations, few rows a class."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)  # after that many near enough
+        warnings.filterwarnings("ignore", "The number of unique classes", UserWarning)
+        yield
+
+
 def linear_probe(
     train_x: Tensor,
     train_y: Tensor,
@@ -167,8 +177,7 @@ def linear_probe(
     x, y, x_test, y_test = (t.cpu().numpy() for t in (train_x, train_y, test_x, test_y))
     held = _held_out(y)
     model = _logistic(train_x, y)(max_iter=500, tol=1e-4, warm_start=True)
-    with threadpool_limits(1 if x.size <= FEW_NUMBERS else None), warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)  # after 500 iterations near enough
+    with threadpool_limits(1 if x.size <= FEW_NUMBERS else None), _quietly():
         fit_x, held_x = _standardised(x[~held], x[held])
         scores = []
         for l2 in grid:
@@ -215,8 +224,7 @@ def few_label_probe(
         raise ValueError(f"a probe needs two classes, got {len(np.unique(y))}; label more images")
     x, x_test = _standardised(x, x_test)
     kind, generator, found = _logistic(train_x, y), np.random.default_rng(0), []
-    with threadpool_limits(1), warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)
+    with threadpool_limits(1), _quietly():
         for _ in range(FEW_LABELS_DRAWS):
             rows = _stratified(y, share, generator)
             model = kind(C=1 / (FEW_LABELS_L2 * len(rows)), max_iter=200, tol=1e-3)

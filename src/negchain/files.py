@@ -73,7 +73,11 @@ def replacing(path: Path, buffering: int = -1) -> Iterator[BinaryIO]:
     hidden = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with naming(path):
-        descriptor = os.open(hidden, flags, 0o644)
+        try:
+            descriptor = os.open(hidden, flags, 0o644)
+        except OSError as error:
+            error.filename = os.fspath(path)  # nobody knows the other name
+            raise
         try:
             with os.fdopen(descriptor, "wb", buffering) as file:
                 yield file

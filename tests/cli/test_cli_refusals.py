@@ -54,7 +54,7 @@ def refusal(capsys: Capture, *arguments: object) -> str:
         ("train --metod emc2", "--method"),
         ("train --batch-size many", "--batch-size"),
         ("train --batch-size 1", "--batch-size must be from 2"),
-        ("train --batch-size 2000", "--batch-size 2000 needs as many samples"),
+        ("train --batch-size 2000", "samples and the data set has 1438; lower it to 1438"),
         ("train --lr nan", "--lr must be above 0"),
         ("train --lr fast", "got 'fast'"),
         ("train --config nowhere.json", "nowhere.json cannot be read or written (No such file"),
@@ -156,6 +156,32 @@ def test_pages_and_features_into_a_file_in_the_way(
     assert f"{tmp_path / 'folder.html'} cannot be read or written (Is a directory)" in said
 
 
+def test_an_evaluation_is_shown_though_it_cannot_be_kept(run: Path, capsys: Capture) -> None:
+    """A colleague's run folder is often read-only; root, who runs these tests, may write there."""
+    (run / "evaluation.json").mkdir()
+    capsys.readouterr()
+    assert negchain("evaluate", run) == 2
+    said = capsys.readouterr()
+    assert "Global loss, exact" in said.out
+    assert f"{run / 'evaluation.json'} cannot be read or written" in said.err
+
+
+def test_what_a_user_made_is_not_written_over(run: Path, tmp_path: Path, capsys: Capture) -> None:
+    """Not the table that is read, not one beside a page, and no page in the place of a picture."""
+    mine = tmp_path / "photos.csv"
+    mine.write_text("path,label\n1.png,cat\n")
+    for words, says in (
+        ("embed RUN --data CSV --out CSV", "must not be what --data reads"),
+        ("duplicates RUN --out HTML", "would be overwritten, and it is no table of duplicates"),
+        ("report RUN --out CSV", "must end in .html, got 'photos.csv'"),
+    ):
+        places = {"RUN": run, "CSV": mine, "HTML": mine.with_suffix(".html")}
+        assert says in refusal(capsys, *(places.get(word, word) for word in words.split()))
+    assert mine.read_text() == "path,label\n1.png,cat\n"
+    for _ in range(2):  # its own table is replaced
+        assert negchain("duplicates", run, "--out", tmp_path / "twins.html") == 0
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -187,6 +213,8 @@ def test_a_folder_that_changed_since(
     before = snapshot(out)
     said = refusal(capsys, "train --quiet --resume --out", out)
     assert "another data set" in said and "files were added" in said
+    assert "delete" not in said  # no other checkpoint would do, and this one is worth keeping
+    assert f"--pretrained {out}" in said
     assert snapshot(out) == before
 
 

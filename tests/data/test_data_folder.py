@@ -263,6 +263,9 @@ def test_no_image_is_refused_and_one_is_read(tmp_path: Path) -> None:
     """A folder of one picture can be embedded; it is the batch size that asks for more."""
     with pytest.raises(ValueError, match="holds 0 readable images; give"):
         load(tmp_path)
+    (tmp_path / "IMG_1.HEIC").write_text("a phone's")
+    with pytest.raises(ValueError, match=r"0 readable images; 1 files .* \(.heic 1\); give"):
+        load(tmp_path)
     (tmp_path / "bad.png").write_text("no")
     with pytest.raises(ValueError, match="0 readable images and 1 unreadable .bad.png: not an im"):
         load(tmp_path)

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from negchain import tasks
 from negchain.cli.terminal import result, say
-from negchain.files import read_object, replacing
+from negchain.files import read_object, replacing, table_columns
 from negchain.train.config import ConfigError
 from negchain.train.run_folder import load_run_config
 
@@ -71,13 +71,14 @@ def evaluate(
             before = {n: a for n, a in known.artifacts.items() if n.startswith("before_")}
     found, answers = judge.thorough(encoder)
     numbers |= found
-    with replacing(run / "evaluation.json") as file:
-        file.write(json.dumps(numbers, indent=2).encode() + b"\n")
     result(f"step {step:,}, {task.config.data}")
     judged = replace(known, metrics=[], summary=numbers, artifacts={**answers, **before})
     Console(highlight=False).print(summary_table(judged))
     for sentence in against_baselines(judged):
         result(sentence)
+    # last: where the folder is read-only, the numbers were shown
+    with replacing(run / "evaluation.json") as file:
+        file.write(json.dumps(numbers, indent=2).encode() + b"\n")
     return 0
 
 
@@ -102,6 +103,8 @@ def embed(
     from negchain.train.trained import check_embedding_file, load_run_encoder
 
     check_embedding_file(out)
+    if out.resolve() in (Path(name).resolve() for name in data):
+        raise ConfigError(f"--out must not be what --data reads, got {out}; choose another name")
     trained = load_run_encoder(run, device, root, checkpoint)
     _note(trained.notes)
     found = trained.read(data[0] if len(data) == 1 else data)
@@ -163,8 +166,14 @@ def report(
     """
     from negchain.report import write_report
 
+    _require_page(out)
     result(f"report: {write_report(runs, out)}")
     return 0
+
+
+def _require_page(out: Path) -> None:
+    if out.suffix != ".html":
+        raise ConfigError(f"--out must end in .html, got {out.name!r}; rename it")
 
 
 def _note(notes: Iterable[str]) -> None:
@@ -208,11 +217,15 @@ def duplicates(
         negchain duplicates runs/photos --out duplicates.html --above 0.99
     """
     from negchain.neighbours import similar_pairs
-    from negchain.report.duplicates import Pair, crowded, write_duplicates
+    from negchain.report.duplicates import COLUMNS, Pair, crowded, write_duplicates
     from negchain.train.trained import load_run_encoder
 
-    if out.suffix != ".html":
-        raise ConfigError(f"--out must end in .html, got {out.name!r}; the .csv goes beside it")
+    _require_page(out)
+    table = out.with_suffix(".csv")
+    if table.exists() and table_columns(table) != list(COLUMNS):
+        raise ConfigError(
+            f"{table} would be overwritten, and it is no table of duplicates; choose another --out"
+        )
     trained = load_run_encoder(run, device, which=checkpoint)
     _note(trained.notes)
     found = trained.read(data or trained.config.data)
@@ -239,5 +252,5 @@ def duplicates(
     if crowded(total, count):
         result("so many pairs mean that the encoder hardly tells images apart: raise --above")
     result(f"page: {out}")
-    result(f"table: {out.with_suffix('.csv')}")
+    result(f"table: {table}")
     return 0

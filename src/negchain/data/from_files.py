@@ -262,7 +262,7 @@ def load_files(
     skipped = listing.unreadable + tuple((files[i].name, why) for i, why in failed.items())
     kept = [file for i, file in enumerate(files) if i not in failed]
     count = len(listing.pretrain) - sum(i < len(listing.pretrain) for i in failed)
-    _require_images(listing.root, count, skipped, strict)
+    _require_images(listing, count, skipped, strict)
     everything = ImageSet(
         names=tuple(file.name for file in kept),
         labels=None,
@@ -321,8 +321,9 @@ def _bundle(
 
 
 def _require_images(
-    root: str, count: int, skipped: Sequence[tuple[str, str]], strict: bool
+    listing: Listing, count: int, skipped: Sequence[tuple[str, str]], strict: bool
 ) -> None:
+    root = listing.root
     first = "; ".join(f"{name}: {why}" for name, why in skipped[:3])
     if strict and skipped:
         raise ValueError(
@@ -334,4 +335,5 @@ def _require_images(
         remedy = f"give a folder with files ending in {', '.join(sorted(IMAGE_SUFFIXES))}"
         if root.lower().endswith(".csv"):
             remedy = "name images by paths that are relative to the table"
-        raise ValueError(f"{printable(root)} holds 0 readable images{unread}; {remedy}")
+        said = "; ".join((f"0 readable images{unread}", *listing.notes, remedy))
+        raise ValueError(f"{printable(root)} holds {said}")

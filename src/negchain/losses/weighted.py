@@ -5,6 +5,7 @@ Shapes: `N` rows, `K` columns.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -23,6 +24,7 @@ from negchain.objective import (
     mean_loss,
 )
 from negchain.pool import Side
+from negchain.printable import show
 
 Learn = Callable[[Batch], None]
 
@@ -54,22 +56,33 @@ class WeightedLoss(ContrastiveLoss):
             ids: [N] data set positions of the rows.
 
         Returns:
-            Weights [N, K], 0 where a logit is -inf, and the log of the sum over the negatives [N]
-            that value and saturation are made with (`logits.logsumexp(1)`: the batch's own); None:
-            the estimate over the whole data set, log(m_neg / n sum_j exp(logit_j)).
+            Weights [N, K] (made 0 where a logit is -inf), and the log of the sum over the negatives
+            [N] that value and saturation are made with (`logits.logsumexp(1)`: the batch's own);
+            None: the estimate over the whole data set, log(m_neg / n sum_j exp(logit_j)).
         """
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{type(self).__name__} must have weigh(self, logits, ids) -> weights, log_sum; see "
+            "docs/own_method.md"
+        )
 
     def commit(self, logits: Tensor, ids: Tensor) -> None:
         """Change the method's state after a step in training mode; by default there is none."""
 
     def _estimate(self, number: int, side: Side, logits: Tensor) -> tuple[Estimate, Learn]:
         """What a method says about side `number`, and how its state changes by it."""
-        weights, log_sum = self.weigh(logits, side.anchor_ids)
+        found = self.weigh(logits, side.anchor_ids)
+        if not isinstance(found, tuple) or found[0].shape != logits.shape:
+            raise ValueError(
+                f"weigh must return weights {list(logits.shape)} and the log of a sum "
+                f"[{len(logits)}] (or None), got {show(found)}; return both"
+            )
+        weights, log_sum = found
         if log_sum is None:
             log_sum = global_log_partition(side, logits)
             assert log_sum is not None, "an estimate over the data set needs num_samples"
-        estimate = Estimate(weights.to(logits.dtype), log_sum)
+        # a plain softmax is NaN where a row has no negative, as in a last batch of one sample
+        weights = weights.to(logits.dtype).masked_fill(logits == -math.inf, 0.0)
+        estimate = Estimate(weights, log_sum)
         return estimate, lambda batch: self.commit(logits, side.anchor_ids)
 
     def _loss(self, call: Call, requests: Sequence[Request]) -> Tensor:

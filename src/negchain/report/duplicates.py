@@ -14,6 +14,7 @@ from negchain.files import replacing
 from .galleries import Pixels, block, picture
 from .page import Page
 
+COLUMNS = ("similarity", "file_a", "file_b", "class_a", "class_b")  # of the table
 SHOWN = 200  # pairs on the page; the table has them all
 TOO_MANY = 0.05  # of all pairs: if more are that similar, the encoder is at fault, not the images
 
@@ -53,7 +54,7 @@ def write_duplicates(
     """Write the page to `out` and a .csv beside it; `pixels` gives uint8 [C,H,W] by position."""
     text = io.StringIO()
     writer = csv.writer(text)
-    writer.writerow(["similarity", "file_a", "file_b", "class_a", "class_b"])
+    writer.writerow(COLUMNS)
     writer.writerows([f"{p.similarity:.6f}", *p.names, *p.classes] for p in pairs)
     out.parent.mkdir(parents=True, exist_ok=True)
     with replacing(out.with_suffix(".csv")) as file:

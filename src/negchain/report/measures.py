@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
+from unicodedata import east_asian_width
 
 from negchain.tasks import TASKS
 
@@ -50,11 +51,17 @@ def _duration(seconds: float) -> str:
 def shortened(text: str, length: int) -> str:
     """At most `length` characters, cut in the middle: names mostly differ at their ends.
 
+    A wide character (Chinese, Japanese, Korean) takes the room of two.
+
     >>> shortened("Staffordshire bull terrier", 15), shortened("a rather long name, number 12", 20)
     ('Staffor…terrier', 'a rather…number 12')
+    >>> shortened("木" * 20, 21)
+    '木木木木木…木木木木'
     """
-    if len(text) <= length:
+    width = sum(1 + (east_asian_width(character) in "WF") for character in text)
+    if width <= length:
         return text
+    length = length * len(text) // width
     tail = text[-((length - 1) // 2) :]
     if not text[: -len(tail)].endswith(" ") and " " in tail.strip():  # from a whole word on
         tail = tail.split(" ", 1)[1]

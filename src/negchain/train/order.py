@@ -26,13 +26,17 @@ class DataOrder:
         >>> order = DataOrder(num_samples=10, batch_size=4, seed=0)
         >>> order.steps_per_epoch, len(order.batch(0)), order.epoch(5)
         (2, 4, 2)
+        >>> DataOrder(num_samples=1, batch_size=4, seed=0)
+        Traceback (most recent call last):
+        negchain.train.presets.ConfigError: --batch-size 4 needs ... has 1; give at least 2 samples
     """
 
     def __init__(self, num_samples: int, batch_size: int, seed: int) -> None:
         if batch_size > num_samples:
+            remedy = f"lower it to {num_samples} or less"
             raise ConfigError(
                 f"--batch-size {batch_size} needs as many samples and the data set has "
-                f"{num_samples}; lower --batch-size"
+                f"{num_samples}; {remedy if num_samples > 1 else 'give at least 2 samples'}"
             )
         self.num_samples = num_samples
         self.batch_size = batch_size

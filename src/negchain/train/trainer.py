@@ -307,6 +307,8 @@ class Run:
             return
         try:
             self._restore(loaded)
+        except ConfigError:  # no checkpoint would do
+            raise
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise ConfigError(
                 f"the checkpoint of step {loaded.step} in {self.folder.checkpoints} does not fit "
@@ -320,7 +322,7 @@ class Run:
                 f"the checkpoint was made on another data set ({state['fingerprint']}) than --data "
                 f"holds now ({self.task.fingerprint}): files were added, removed or resized, or "
                 "--resident-gb keeps them at another size; restore what was, or start a new run in "
-                "another --out"
+                f"another --out (pictures: --pretrained {self.folder.path} keeps the encoder)"
             )
         if self.shards:
             self.shards.load(state["encoder"], self.step.optimizer, state["optimizer"])
