@@ -43,7 +43,7 @@ def test_no_test_picture_has_a_say_in_what_is_kept(digits: ImageTask) -> None:
     found, wrong = (task.judge().quick(encoder) for task in (digits, other))
     assert wrong["probe"] < 0.3 < 0.9 < found["probe"]
     for task in (digits, other):
-        for numbers in (found, wrong, task.judge().before(encoder)):
+        for numbers in (found, wrong, task.judge().before(encoder)[0]):
             assert task.judge().score(numbers) == found["probe_validation"] > 0.9
             assert task.judge().score_by(numbers) == "probe_validation"
 
@@ -90,5 +90,5 @@ def test_chance_is_the_best_constant_answer_on_the_test_pictures(digits: ImageTa
     tested = torch.arange(len(test)) % 4
     task = with_data(digits, train=relabelled(train, trained), test=relabelled(test, tested))
     encoder, _ = task.build()
-    found = task.judge().before(encoder)["chance"]
+    found = task.judge().before(encoder)[0]["chance"]
     assert found == max(accuracy(torch.full_like(tested, c), tested) for c in range(8)) > 0.25

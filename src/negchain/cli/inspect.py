@@ -71,14 +71,15 @@ def evaluate(
             before = {n: a for n, a in known.artifacts.items() if n.startswith("before_")}
     found, answers = judge.thorough(encoder)
     numbers |= found
-    result(f"step {step:,}, {task.config.data}")
-    judged = replace(known, metrics=[], summary=numbers, artifacts={**answers, **before})
-    Console(highlight=False).print(summary_table(judged))
-    for sentence in against_baselines(judged):
-        result(sentence)
-    # last: where the folder is read-only, the numbers were shown
-    with replacing(run / "evaluation.json") as file:
-        file.write(json.dumps(numbers, indent=2).encode() + b"\n")
+    try:
+        result(f"step {step:,}, {task.config.data}")
+        judged = replace(known, metrics=[], summary=numbers, artifacts=answers)
+        Console(highlight=False).print(summary_table(judged))
+        for sentence in against_baselines(judged):
+            result(sentence)
+    finally:  # a reader who left (`| head`) loses no file, a read-only folder no numbers
+        with replacing(run / "evaluation.json") as file:
+            file.write(json.dumps(numbers, indent=2).encode() + b"\n")
     return 0
 
 
