@@ -65,6 +65,7 @@ def evaluate(
         numbers, before = numbers | judge.baselines(first), at_start(answers)
     if task.config.pretrained is not None:  # the run began with other weights than these
         numbers = {n: v for n, v in numbers.items() if not n.startswith("untrained_")}
+        before = {}
         if data is None:
             summary = known.summary or {}
             numbers |= {n: v for n, v in summary.items() if n.startswith("untrained_")}
@@ -73,7 +74,7 @@ def evaluate(
     numbers |= found
     try:
         result(f"step {step:,}, {task.config.data}")
-        judged = replace(known, metrics=[], summary=numbers, artifacts=answers)
+        judged = replace(known, metrics=[], summary=numbers, artifacts={**answers, **before})
         Console(highlight=False).print(summary_table(judged))
         for sentence in against_baselines(judged):
             result(sentence)
