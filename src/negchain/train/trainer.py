@@ -322,7 +322,8 @@ class Run:
                 f"the checkpoint was made on another data set ({state['fingerprint']}) than --data "
                 f"holds now ({self.task.fingerprint}): files were added, removed or resized, or "
                 "--resident-gb keeps them at another size; restore what was, or start a new run in "
-                f"another --out (pictures: --pretrained {self.folder.path} keeps the encoder)"
+                f"another --out (--pretrained {self.folder.path}, where the data take it, keeps "
+                "the encoder)"
             )
         if self.shards:
             self.shards.load(state["encoder"], self.step.optimizer, state["optimizer"])
