@@ -2,6 +2,9 @@
 
 A compiled backward pass computes cheap things again, random draws among them, from the tensors its
 forward pass was given. A loss changes its state in place in between. So losses stay out of graphs.
+
+All of it happens in forked processes: what torch.compile starts in one forbids autograd in its
+forks, and other tests fork.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import negchain
+from forked import fork_ranks
 
 pytestmark = [  # the compiler's own
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
@@ -73,8 +77,7 @@ def train(name: str, backend: str | None, asks: bool) -> list[Tensor]:
     return found
 
 
-def compare(name: str, backend: str, asks: bool) -> None:
-    torch.compiler.reset()
+def compare(_rank: int, name: str, backend: str, asks: bool) -> None:
     counters.clear()
     for mine, plain in zip(train(name, backend, asks), train(name, None, asks), strict=True):
         assert torch.allclose(mine, plain, atol=1e-6, equal_nan=True)  # NaN: not cached yet
@@ -83,26 +86,23 @@ def compare(name: str, backend: str, asks: bool) -> None:
 
 @pytest.mark.parametrize("name", ["mh", "sogclr"])
 def test_a_step_traced_is_the_step(name) -> None:
-    compare(name, "aot_eager_decomp_partition", False)
+    fork_ranks(1, compare, name, "aot_eager_decomp_partition", False)
 
 
 @pytest.mark.slow  # a compiler's start, and C++ of every kernel
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("asks", [False, True])
 def test_a_compiled_step_is_the_step(name, asks) -> None:
-    compare(name, "inductor", asks)
+    fork_ranks(1, compare, name, "inductor", asks)
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_a_loss_is_in_no_graph(name) -> None:
-    """Neither whole nor in pieces; an encoder that is compiled stays so inside `encode`."""
+def look_into_graphs(_rank: int, name: str) -> None:
     seen: list[str] = []
 
     def backend(graph: torch.fx.GraphModule, _inputs: object) -> Callable[..., Any]:
         seen.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
         return graph.forward
 
-    torch.compiler.reset()
     encoder = torch.compile(nn.Linear(6, 8), backend=backend)
     loss_fn, items = LOSSES[name](M, 5.0), torch.randn(M, 6)
     call = torch.compile(loss_fn, backend=backend)
@@ -112,3 +112,9 @@ def test_a_loss_is_in_no_graph(name) -> None:
         call(z[0], z[1], index, encode=lambda ids: encoder(items[ids])).backward()
     assert set(seen) <= {"<built-in function linear>"}
     assert bool(seen) == (len(loss_fn.request(index).ids) > 0)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_is_in_no_graph(name) -> None:
+    """Neither whole nor in pieces; an encoder that is compiled stays so inside `encode`."""
+    fork_ranks(1, look_into_graphs, name)
