@@ -110,7 +110,10 @@ def test_it_is_refused_where_all_that_failed_was_refused(
     assert words in said and said.count("dcl-seed0.log") == 1 and "failed: refused" not in said
 
 
-def test_what_cannot_be_judged_is_not_called_best(tmp_path: Path, capsys, monkeypatch) -> None:
+@pytest.mark.parametrize("name", ["lr", "beta"])  # of which exact losses can, and cannot, choose
+def test_what_cannot_be_judged_is_not_called_best(
+    name: str, tmp_path: Path, capsys, monkeypatch
+) -> None:
     started: list[str] = []
 
     def launch(plan: compare.Plan, *rest) -> SimpleNamespace:
@@ -120,11 +123,11 @@ def test_what_cannot_be_judged_is_not_called_best(tmp_path: Path, capsys, monkey
         return SimpleNamespace(poll=lambda: 2, returncode=2)
 
     monkeypatch.setattr(compare, "_launch", launch)
-    words = ["compare", "--methods", "dcl", "--tune", "lr=0.1,0.2", "--device", "cpu", "--quiet"]
-    assert command_line([*words, "--out", str(tmp_path)]) == 2
+    words = ["compare", "--methods", "dcl", "--tune", f"{name}=0.1,0.2", "--device", "cpu"]
+    assert command_line([*words, "--quiet", "--out", str(tmp_path)]) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert "dcl has no score to choose by: the first of 2 is taken" in said and "inf" not in said
-    assert started == ["dcl-lr=0.1-seed0", "dcl-lr=0.2-seed0"]  # none of them twice
+    assert started == [f"dcl-{name}=0.1-seed0", f"dcl-{name}=0.2-seed0"]  # none of them twice
 
 
 @pytest.mark.parametrize(
@@ -136,6 +139,7 @@ def test_what_cannot_be_judged_is_not_called_best(tmp_path: Path, capsys, monkey
         ("epochs=1.5", "--tune epochs must be an integer, got '1.5'"),
         ("lr=1", "--lr is given twice"),
         ("seed=0,1", "the setting of --tune is unknown"),
+        ("holdout=0.1,0.3", "the setting of --tune is unknown"),  # it is judged on other pictures
     ],
 )
 def test_nonsense_is_refused(tune: str, message: str) -> None:

@@ -175,7 +175,7 @@ def _refuse_another(path: Path, config: TrainConfig) -> None:
 # ---------------------------------------------------------------------- what is tuned
 
 LOSS_OF = ("beta", "recipe", "image_size", "subset", "probe_samples")  # what the exact loss is of
-FIXED = ("method", "seed", "out", "task", "data", "preset")
+FIXED = ("method", "seed", "out", "task", "data", "preset", "holdout")  # holdout: what judges
 KINDS = {int: "an integer", float: "a number", str: "text"}
 
 
@@ -239,14 +239,18 @@ def _best(method: str, several: list[list[Plan]]) -> list[Plan]:
     value, by = score(path)
     differ = {name: {getattr(plans[0].config, name) for plans in several} for name in LOSS_OF}
     apart = [flag(name) for name, values in differ.items() if len(values) > 1]
-    if value == -math.inf or (by == EXACT and apart):
-        why = f": exact losses of another {' and '.join(apart)} are no better or worse" * bool(
-            apart
-        )
-        say(f" has no score to choose by{why}: the first of {len(several)} is taken", method)
+    why = None
+    if value == -math.inf:
+        why = "has no score to choose by"
+    elif by == EXACT and apart:
+        another = " and ".join(apart)
+        why = f"has no score to choose by: exact losses of another {another} are no better or worse"
+    if why is not None:
+        say(f" {why}: the first of {len(several)} is taken", method)
         return several[0]
     name = path.name.removeprefix(f"{method}-").removesuffix("-seed0")
-    say(f" {name} is best of {len(several)} ({by} {-value if by == EXACT else value:.4f})", method)
+    shown = -value if by == EXACT else value
+    say(f" {name} is best of {len(several)} ({by} {shown:.4f})", method)
     return best
 
 

@@ -48,7 +48,8 @@ class Pairs:
                 raise ValueError(
                     f"row {number} of the training set holds {texts!r:.200}, and its '{LABEL}' "
                     f"names {named!r:.200}; train on the .dataset of the index_pairs that the "
-                    "loss was built with (rows may be left out or shuffled, columns stay in order)"
+                    "loss was built with (rows may be left out or shuffled; no column is added, "
+                    "and they stay in order)"
                 )
 
 
