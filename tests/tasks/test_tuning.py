@@ -138,8 +138,8 @@ def test_what_cannot_be_judged_is_not_called_best(
         ("beta=1,two", "--tune beta must be a number, got 'two'"),
         ("epochs=1.5", "--tune epochs must be an integer, got '1.5'"),
         ("lr=1", "--lr is given twice"),
-        ("seed=0,1", "the setting of --tune is unknown"),
-        ("holdout=0.1,0.3", "the setting of --tune is unknown"),  # it is judged on other pictures
+        ("seed=0,1", "--seed must be the same in all that --tune chooses from"),
+        ("holdout=0.1,0.3", "--holdout must be the same"),  # each would be judged on other pictures
     ],
 )
 def test_nonsense_is_refused(tune: str, message: str) -> None:

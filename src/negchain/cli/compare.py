@@ -175,7 +175,7 @@ def _refuse_another(path: Path, config: TrainConfig) -> None:
 # ---------------------------------------------------------------------- what is tuned
 
 LOSS_OF = ("beta", "recipe", "image_size", "subset", "probe_samples")  # what the exact loss is of
-FIXED = ("method", "seed", "out", "task", "data", "preset", "holdout")  # holdout: what judges
+FIXED = ("method", "seed", "out", "task", "data", "preset", "holdout")  # what is run, and judged on
 KINDS = {int: "an integer", float: "a number", str: "text"}
 
 
@@ -189,6 +189,11 @@ def grid(tune: Sequence[str], given: dict[str, Any]) -> list[dict[str, Any]]:
     for text in tune:
         name, equals, values = text.partition("=")
         name = name.strip().lstrip("-").replace("-", "_")
+        if name in FIXED:
+            raise ConfigError(
+                f"{flag(name)} must be the same in all that --tune chooses from, got {show(text)}; "
+                "tune another setting"
+            )
         choose("the setting of --tune", name, [n for n in hints() if n not in FIXED])
         if not equals or given.get(name) is not None or name in tried:
             why = f"{flag(name)} is given twice" if equals else "no value is named"
