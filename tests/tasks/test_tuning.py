@@ -12,6 +12,7 @@ import pytest
 from negchain.cli import compare
 from negchain.cli import run as command_line
 from negchain.train.config import ConfigError
+from negchain.train.resolve import resolve
 
 
 @pytest.fixture
@@ -66,6 +67,14 @@ def test_exact_losses_of_another_beta_choose_nothing(
     assert "dcl has no score to choose by: exact losses of another --beta are no better" in said
     page = (tmp_path / "betas" / "report.html").read_text(encoding="utf-8")
     assert "dcl-lr=0.1-beta=9-seed0" in page and "beta=5-seed0" not in page
+
+
+def test_a_value_whose_run_failed_is_not_taken(tmp_path: Path) -> None:
+    configs = [resolve(None, {"method": "dcl", "beta": beta}) for beta in (9.0, 5.0)]
+    failed, other = ([compare.Plan(tmp_path / f"{c.beta}", c, {})] for c in configs)
+    other[0].path.mkdir()
+    (other[0].path / "summary.json").write_text('{"score": -1.0, "score_by": "global_loss"}')
+    assert compare._best("dcl", [failed, other]) is other
 
 
 def test_runs_that_tune_and_that_follow_are_counted_together(

@@ -244,15 +244,13 @@ def _best(method: str, several: list[list[Plan]]) -> list[Plan]:
     value, by = score(path)
     differ = {name: {getattr(plans[0].config, name) for plans in several} for name in LOSS_OF}
     apart = [flag(name) for name, values in differ.items() if len(values) > 1]
-    why = None
     if value == -math.inf:
-        why = "has no score to choose by"
-    elif by == EXACT and apart:
-        another = " and ".join(apart)
-        why = f"has no score to choose by: exact losses of another {another} are no better or worse"
-    if why is not None:
-        say(f" {why}: the first of {len(several)} is taken", method)
+        say(f" has no score to choose by: the first of {len(several)} is taken", method)
         return several[0]
+    if by == EXACT and apart:
+        why = f"exact losses of another {' and '.join(apart)} are no better or worse"
+        say(f" has no score to choose by: {why}: the first that ended is taken", method)
+        return next(plans for plans in several if ended(plans[0].path))
     name = path.name.removeprefix(f"{method}-").removesuffix("-seed0")
     shown = -value if by == EXACT else value
     say(f" {name} is best of {len(several)} ({by} {shown:.4f})", method)
