@@ -82,12 +82,23 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     count = 10 * given.per_class
-    other = [*[f"{count:,} pictures"] * (count != 1000), *[f"{given.size} px"] * (given.size != 16)]
+
+    def named(case: str, beta: float, b: int) -> str:
+        """A case by what is not as usual in it."""
+        words = [case]
+        if beta != 14.28:
+            words.append(f"β {beta:g}")
+        if b != 8:
+            words.append(f"b {b}")
+        if count != 1000:
+            words.append(f"{count:,} pictures")
+        if given.size != 16:
+            words.append(f"{given.size} px")
+        return ", ".join(words)
+
     jobs = [
         {
-            "case": ", ".join(
-                [case, *[f"β {beta:g}"] * (beta != 14.28), *[f"b {b}"] * (b != 8), *other]
-            ),
+            "case": named(case, beta, b),
             "method": method,
             "seed": seed,
             "settings": {**BASE, **more, "beta": beta, "batch_size": b, "image_size": given.size},

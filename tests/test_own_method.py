@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -60,6 +62,26 @@ def test_a_method_that_is_half_written_is_told_what_lacks() -> None:
     for size in (1, 2):  # two rows would be taken for the two results
         with pytest.raises(ValueError, match="weigh must return weights .* and the log of a sum"):
             Weights(10, 5.0)(z[:size], z[:size], [0, 1][:size])
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda weights, log_sum: (weights,),
+        lambda weights, log_sum: (weights, log_sum, log_sum),
+        lambda weights, log_sum: (weights, log_sum[:, None]),  # [N, 1] would spread to [N, N]
+        lambda weights, log_sum: (weights, 0.0),
+        lambda weights, log_sum: (weights.numpy(), log_sum),
+        lambda weights, log_sum: (1.0, log_sum),
+    ],
+)
+def test_weigh_is_told_what_its_results_must_be(answer: Callable[..., Any]) -> None:
+    class Own(negchain.WeightedLoss):
+        def weigh(self, logits, ids):  # type: ignore[no-untyped-def,override]
+            return answer(torch.softmax(logits, 1), logits.logsumexp(1))
+
+    with pytest.raises(ValueError, match=r"weigh must return weights \[6, 6\] and .* sum \[6\]"):
+        Own(10, 5.0)(*torch.randn(2, 3, 4), [0, 1, 2])
 
 
 def test_no_other_file_lists_methods() -> None:

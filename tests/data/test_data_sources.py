@@ -168,6 +168,17 @@ def test_only_the_first_labelled_source_labels(tmp_path: Path) -> None:
     assert bundle.skipped == (("pets#2/train/broken.png", "not an image of a known format"),)
 
 
+def test_only_of_the_source_that_is_probed_pictures_are_held_out(tmp_path: Path) -> None:
+    names = [f"{kind}/{number}.png" for kind in "xy" for number in range(10)]
+    first, second = (pictures(tmp_path / folder, names) for folder in "ab")
+    bundle = load_data(f"{first},{second}", progress=False)
+    assert bundle.test is not None and bundle.held_out == len(bundle.test) == 4
+    assert all(name.startswith("a/") for name in bundle.test.names)
+    everything = {f"{folder}/{name}" for folder in "ab" for name in names}
+    assert {*bundle.pretrain.names, *bundle.test.names} == everything
+    assert sum("held out" in note for note in bundle.notes) == 1
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [

@@ -366,7 +366,15 @@ def fewer_texts(own, pairs):
     return own.train_dataset.map(lambda row: {"label": [99, *row["label"][1:]]})
 
 
-@pytest.mark.parametrize("change", [other_columns, other_pairs, fewer_texts])
+def scores(own, pairs):
+    return texts().add_column("label", [0.5] * len(texts()))
+
+
+def words(own, pairs):
+    return texts().add_column("label", ["neutral"] * len(texts()))
+
+
+@pytest.mark.parametrize("change", [other_columns, other_pairs, fewer_texts, scores, words])
 def test_a_training_set_whose_positions_name_other_texts_is_refused(
     folder, tmp_path, change
 ) -> None:

@@ -244,6 +244,12 @@ def test_wrong_settings(build, words) -> None:
         build()
 
 
+@pytest.mark.parametrize("build", [EMC2Loss, LargeBatchEMC2Loss, NegativeCacheLoss, SogCLRLoss])
+def test_state_of_every_sample_needs_their_number(build) -> None:
+    with pytest.raises(ValueError, match="num_samples must be the size .* got None"):
+        build(None)
+
+
 def test_a_missing_index() -> None:
     with pytest.raises(ValueError, match="index= is missing"):
         DCLLoss(10)(torch.randn(2, DIM), torch.randn(2, DIM))

@@ -178,6 +178,23 @@ def test_a_run_stopped_half_way_resumes_to_the_bit(folder: Path, tmp_path: Path)
     assert np.array_equal(arrays[0]["before_ndcg10"], arrays[1]["before_ndcg10"])
 
 
+def test_a_run_killed_before_its_start_is_kept_judges_it_again(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later its gain could not be compared query by query any more."""
+
+    def killed(*arrays: object) -> None:
+        raise KeyboardInterrupt
+
+    out = tmp_path / "run"
+    run = start.start(resolve(None, settings(folder, out=str(out))), show=False)
+    with monkeypatch.context() as patch, run.folder, pytest.raises(KeyboardInterrupt):
+        patch.setattr(RunFolder, "keep_arrays", killed)
+        run.train(Progress(show=False))
+    assert command_line(["train", "--out", str(out), "--resume", "--quiet"]) == 0
+    assert "before_ndcg10" in load_run(out).artifacts
+
+
 def test_the_report_shows_proposals_beside_the_positive(finished: Path) -> None:
     page = (finished / "report.html").read_text(encoding="utf-8")
     for text in ("What is proposed as negatives", "the stale table proposes most", "nDCG@10"):

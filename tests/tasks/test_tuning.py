@@ -12,6 +12,7 @@ import pytest
 from negchain.cli import compare
 from negchain.cli import run as command_line
 from negchain.train.config import ConfigError
+from negchain.train.resolve import resolve
 
 
 @pytest.fixture
@@ -68,6 +69,14 @@ def test_exact_losses_of_another_beta_choose_nothing(
     assert "dcl-lr=0.1-beta=9-seed0" in page and "beta=5-seed0" not in page
 
 
+def test_a_value_whose_run_failed_is_not_taken(tmp_path: Path) -> None:
+    configs = [resolve(None, {"method": "dcl", "beta": beta}) for beta in (9.0, 5.0)]
+    failed, other = ([compare.Plan(tmp_path / f"{c.beta}", c, {})] for c in configs)
+    other[0].path.mkdir()
+    (other[0].path / "summary.json").write_text('{"score": -1.0, "score_by": "global_loss"}')
+    assert compare._best("dcl", [failed, other]) is other
+
+
 def test_runs_that_tune_and_that_follow_are_counted_together(
     launched: list[str], tmp_path: Path, capsys
 ) -> None:
@@ -110,7 +119,10 @@ def test_it_is_refused_where_all_that_failed_was_refused(
     assert words in said and said.count("dcl-seed0.log") == 1 and "failed: refused" not in said
 
 
-def test_what_cannot_be_judged_is_not_called_best(tmp_path: Path, capsys, monkeypatch) -> None:
+@pytest.mark.parametrize("name", ["lr", "beta"])  # of which exact losses can, and cannot, choose
+def test_what_cannot_be_judged_is_not_called_best(
+    name: str, tmp_path: Path, capsys, monkeypatch
+) -> None:
     started: list[str] = []
 
     def launch(plan: compare.Plan, *rest) -> SimpleNamespace:
@@ -120,11 +132,11 @@ def test_what_cannot_be_judged_is_not_called_best(tmp_path: Path, capsys, monkey
         return SimpleNamespace(poll=lambda: 2, returncode=2)
 
     monkeypatch.setattr(compare, "_launch", launch)
-    words = ["compare", "--methods", "dcl", "--tune", "lr=0.1,0.2", "--device", "cpu", "--quiet"]
-    assert command_line([*words, "--out", str(tmp_path)]) == 2
+    words = ["compare", "--methods", "dcl", "--tune", f"{name}=0.1,0.2", "--device", "cpu"]
+    assert command_line([*words, "--quiet", "--out", str(tmp_path)]) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert "dcl has no score to choose by: the first of 2 is taken" in said and "inf" not in said
-    assert started == ["dcl-lr=0.1-seed0", "dcl-lr=0.2-seed0"]  # none of them twice
+    assert started == [f"dcl-{name}=0.1-seed0", f"dcl-{name}=0.2-seed0"]  # none of them twice
 
 
 @pytest.mark.parametrize(
@@ -135,7 +147,8 @@ def test_what_cannot_be_judged_is_not_called_best(tmp_path: Path, capsys, monkey
         ("beta=1,two", "--tune beta must be a number, got 'two'"),
         ("epochs=1.5", "--tune epochs must be an integer, got '1.5'"),
         ("lr=1", "--lr is given twice"),
-        ("seed=0,1", "the setting of --tune is unknown"),
+        ("seed=0,1", "--seed must be the same in all that --tune chooses from"),
+        ("holdout=0.1,0.3", "--holdout must be the same"),  # each would be judged on other pictures
     ],
 )
 def test_nonsense_is_refused(tune: str, message: str) -> None:

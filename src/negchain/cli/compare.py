@@ -175,7 +175,7 @@ def _refuse_another(path: Path, config: TrainConfig) -> None:
 # ---------------------------------------------------------------------- what is tuned
 
 LOSS_OF = ("beta", "recipe", "image_size", "subset", "probe_samples")  # what the exact loss is of
-FIXED = ("method", "seed", "out", "task", "data", "preset")
+FIXED = ("method", "seed", "out", "task", "data", "preset", "holdout")  # what is run, and judged on
 KINDS = {int: "an integer", float: "a number", str: "text"}
 
 
@@ -189,6 +189,11 @@ def grid(tune: Sequence[str], given: dict[str, Any]) -> list[dict[str, Any]]:
     for text in tune:
         name, equals, values = text.partition("=")
         name = name.strip().lstrip("-").replace("-", "_")
+        if name in FIXED:
+            raise ConfigError(
+                f"{flag(name)} must be the same in all that --tune chooses from, got {show(text)}; "
+                "tune another setting"
+            )
         choose("the setting of --tune", name, [n for n in hints() if n not in FIXED])
         if not equals or given.get(name) is not None or name in tried:
             why = f"{flag(name)} is given twice" if equals else "no value is named"
@@ -239,14 +244,16 @@ def _best(method: str, several: list[list[Plan]]) -> list[Plan]:
     value, by = score(path)
     differ = {name: {getattr(plans[0].config, name) for plans in several} for name in LOSS_OF}
     apart = [flag(name) for name, values in differ.items() if len(values) > 1]
-    if value == -math.inf or (by == EXACT and apart):
-        why = f": exact losses of another {' and '.join(apart)} are no better or worse" * bool(
-            apart
-        )
-        say(f" has no score to choose by{why}: the first of {len(several)} is taken", method)
+    if value == -math.inf:
+        say(f" has no score to choose by: the first of {len(several)} is taken", method)
         return several[0]
+    if by == EXACT and apart:
+        why = f"exact losses of another {' and '.join(apart)} are no better or worse"
+        say(f" has no score to choose by: {why}: the first that ended is taken", method)
+        return next(plans for plans in several if ended(plans[0].path))
     name = path.name.removeprefix(f"{method}-").removesuffix("-seed0")
-    say(f" {name} is best of {len(several)} ({by} {-value if by == EXACT else value:.4f})", method)
+    shown = -value if by == EXACT else value
+    say(f" {name} is best of {len(several)} ({by} {shown:.4f})", method)
     return best
 
 

@@ -133,12 +133,8 @@ def hold_out(listing: Listing, share: float) -> Listing:
     if reason:
         note = f"{len(members)} classes, and nothing is probed: {reason}"
         return replace(listing, notes=(*listing.notes, note), unprobed=reason)
-    note = (
-        f"no test split: {len(test):,} images, {share:.0%} of each of {len(members)} classes, are "
-        "held out to test probes and are not pretrained on; --holdout sets the share"
-    )
     held = tuple(sorted(test, key=lambda file: file.name))
-    return replace(listing, pretrain=rest, test=held, notes=(*listing.notes, note), held_out=True)
+    return replace(listing, pretrain=rest, test=held, held_out=True)
 
 
 def require_known_classes(train: Sequence[str], test: Sequence[str]) -> None:

@@ -94,6 +94,12 @@ def load_data(
 
     bundle = _combine(entries, [load(entry) for entry in entries])
     notes += (storage.note,) if storage.note else ()
+    if bundle.held_out:
+        each = f"{holdout:.0%} of each of {len(bundle.classes)} classes"
+        notes += (
+            f"no test split: {bundle.held_out:,} images, {each}, are held out to test probes and "
+            "are not pretrained on; --holdout sets the share",
+        )
     native = [_typical(sizes[entry]) if entry in listings else BUILT_IN[entry] for entry in entries]
     return replace(bundle, notes=notes + bundle.notes, native=max(native) or side)
 
@@ -139,6 +145,8 @@ def _combine(entries: Sequence[str], bundles: Sequence[DataBundle]) -> DataBundl
     for bundle, prefix in zip(bundles, prefixes, strict=True):
         part = _under(prefix, bundle.pretrain)
         parts.append(part if bundle is probed else replace(part, labels=None))
+        if bundle is not probed and bundle.test is not None and bundle.held_out:
+            parts.append(replace(_under(prefix, bundle.test), labels=None))  # it tests nothing here
         if bundle is probed:
             train, test = (part and _under(prefix, part) for part in (bundle.train, bundle.test))
     pretrain = _concatenate(parts)

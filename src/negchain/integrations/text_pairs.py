@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 from datasets import Dataset
 from torch import Tensor
@@ -38,17 +39,19 @@ class Pairs:
         """Refuse a data set whose first rows hold other texts than their positions name."""
         for number, row in enumerate(islice(dataset, CHECKED)):
             texts = [text for name, text in row.items() if name not in (LABEL, "dataset_name")]
-            label = torch.as_tensor(row.get(LABEL, ())).flatten().tolist()
+            label = row.get(LABEL, ())  # anything, where it is somebody else's
+            label = np.ravel(label.cpu() if isinstance(label, Tensor) else label).tolist()
             towers = [self.anchors, *[self.keys] * len(label)]
             named = [
-                own[at] if 0 <= at < len(own) else None
+                own[at] if isinstance(at, int) and 0 <= at < len(own) else None
                 for own, at in zip(towers, label, strict=False)
             ]
             if label and texts != named[: max(2, len(texts))]:
                 raise ValueError(
                     f"row {number} of the training set holds {texts!r:.200}, and its '{LABEL}' "
                     f"names {named!r:.200}; train on the .dataset of the index_pairs that the "
-                    "loss was built with (rows may be left out or shuffled, columns stay in order)"
+                    "loss was built with (rows may be left out or shuffled; no column is added, "
+                    "and they stay in order)"
                 )
 
 

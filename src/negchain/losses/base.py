@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Never
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from negchain.draws import fit_for_numpy
@@ -103,7 +102,8 @@ class ContrastiveLoss(Reporting):
         self.bytes_sent = 0  # to other ranks, so far
         self.rows = Rows(num_samples or 0, self.ranks() if shard_state else None)
         self.add_state("step", torch.zeros((), dtype=torch.int64))
-        self.add_state("sizes", torch.tensor([num_samples or 0, num_keys or 0, ids_per_item]))
+        sizes = [num_samples or 0, num_keys or 0, ids_per_item]
+        self.add_state("sizes", torch.tensor(sizes, dtype=torch.int64))
         self._counts_keys = num_keys is not None and key_counts is None
         if num_keys is not None:
             self.add_state("key_counts", columns.first_counts(key_counts, num_keys))
@@ -137,16 +137,7 @@ class ContrastiveLoss(Reporting):
 
     def ranks(self) -> Ranks | None:
         """The processes this loss works with; None where it is alone."""
-        if getattr(self, "_is_replica", False):
-            raise RuntimeError(
-                "nn.DataParallel calls copies of the loss and throws them away, and its chains "
-                "with them; use torchrun and DistributedDataParallel, or keep the loss outside"
-            )
-        if not (dist.is_available() and dist.is_initialized()):
-            return None
-        group = self.gather if isinstance(self.gather, dist.ProcessGroup) else None
-        world = dist.get_world_size(group)
-        return Ranks(dist.get_rank(group), world, group, self) if world > 1 else None
+        return distributed.ranks_of(self)
 
     # ------------------------------------------------------------------ what to encode
 
@@ -297,7 +288,8 @@ class ContrastiveLoss(Reporting):
                     total = self._loss(whole, answers)
         if z_a.device.type == "cpu" and not is_traced(z_a):
             self._warn(self.faults[2].item())
-        self._turn += self.training
+        if self.training:
+            self._turn += 1
         return total
 
     def _loss(self, call: Call, requests: Sequence[Request]) -> Tensor:

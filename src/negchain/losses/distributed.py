@@ -67,6 +67,20 @@ class Ranks(NamedTuple):
         return found
 
 
+def ranks_of(loss_fn: ContrastiveLoss) -> Ranks | None:
+    """The processes a loss works with; None where it is alone."""
+    if getattr(loss_fn, "_is_replica", False):
+        raise RuntimeError(
+            "nn.DataParallel calls copies of the loss and throws them away, and its chains "
+            "with them; use torchrun and DistributedDataParallel, or keep the loss outside"
+        )
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    group = loss_fn.gather if isinstance(loss_fn.gather, dist.ProcessGroup) else None
+    world = dist.get_world_size(group)
+    return Ranks(dist.get_rank(group), world, group, loss_fn) if world > 1 else None
+
+
 class _Gather(torch.autograd.Function):
     """`Ranks.all_gather`, whose backward keeps this rank's share, times W."""
 

@@ -36,6 +36,7 @@ from negchain.losses.settings import (
     as_kernel,
     chain_proposals,
     one_of,
+    require_samples,
 )
 from negchain.losses.walk import Sampler, Start, Visit, Walk, walk_chains
 from negchain.objective import Estimate, bracket, constant, detached_logits, mean_loss
@@ -115,6 +116,7 @@ class EMC2Loss(ContrastiveLoss):
         backend: Backend | Literal["fused"] = "auto",
         **shared: Unpack[Shared],
     ) -> None:
+        require_samples(num_samples)
         kernel, views = as_kernel(kernel), shared.get("views", "shared")
         reached = key_counts is not None and bool((torch.as_tensor(key_counts) > 0).all())
         proposals = chain_proposals(

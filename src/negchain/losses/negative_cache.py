@@ -19,7 +19,7 @@ from torch import Tensor
 from negchain.losses.base import ContrastiveLoss
 from negchain.losses.batch import Call, check_answer
 from negchain.losses.request import Part, Request, Want, answered, tower_of
-from negchain.losses.settings import Shared, check_refresh
+from negchain.losses.settings import Shared, check_refresh, require_samples
 from negchain.losses.state import Report, keep
 from negchain.losses.table import Tables
 from negchain.objective import Estimate, effective_negatives
@@ -62,6 +62,7 @@ class NegativeCacheLoss(ContrastiveLoss):
         refresh: float = 0.01,
         **shared: Unpack[Shared],
     ) -> None:
+        require_samples(num_samples)
         super().__init__(num_samples, beta, **shared)
         self._counts_keys = False  # the batch is no column here
         check_refresh(refresh)

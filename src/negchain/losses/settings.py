@@ -323,6 +323,15 @@ def check_sizes(num_samples: int | None, num_keys: int | None, views: Views) -> 
         )
 
 
+def require_samples(num_samples: int | None) -> None:
+    """Refuse None: for a loss that keeps state of every sample."""
+    if num_samples is None:
+        raise ValueError(
+            "num_samples must be the size of the data set, len(dataset) say, as this loss keeps "
+            "state of every sample, got None; InfoNCELoss and DCLLoss need none"
+        )
+
+
 def check_refresh(refresh: float) -> None:
     """Refuse a share outside [0, 1]."""
     if not 0 <= refresh <= 1:

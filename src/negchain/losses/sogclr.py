@@ -25,6 +25,7 @@ from negchain.losses.settings import (
     Uniform,
     as_proposals,
     one_of,
+    require_samples,
 )
 from negchain.losses.weighted import Learn, WeightedLoss
 from negchain.objective import Estimate, global_log_partition
@@ -72,6 +73,7 @@ class SogCLRLoss(WeightedLoss):
         backend: Literal["auto", "torch", "fused"] = "auto",
         **shared: Unpack[Shared],
     ) -> None:
+        require_samples(num_samples)
         one_of("backend", backend, ("auto", "torch", "fused"))
         if proposals is None:
             proposals = InBatch() if shared.get("num_keys") is None else Uniform()

@@ -71,7 +71,9 @@ class WeightedLoss(ContrastiveLoss):
     def _estimate(self, number: int, side: Side, logits: Tensor) -> tuple[Estimate, Learn]:
         """What a method says about side `number`, and how its state changes by it."""
         found = self.weigh(logits, side.anchor_ids)
-        if not isinstance(found, tuple) or found[0].shape != logits.shape:
+        both = found if isinstance(found, tuple) else ()
+        shapes = [each.shape if isinstance(each, Tensor) else type(each) for each in both]
+        if shapes not in ([logits.shape, type(None)], [logits.shape, logits.shape[:1]]):
             raise ValueError(
                 f"weigh must return weights {list(logits.shape)} and the log of a sum "
                 f"[{len(logits)}] (or None), got {show(found)}; return both"

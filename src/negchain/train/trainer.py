@@ -145,8 +145,8 @@ class Run:
         if line is None and self.done == 0:
             progress.say("evaluating")
             line, answers = self.judge.before(self.encoder)
-            self._log(line)
             self.folder.keep_arrays({**self.judge.previews(), **at_start(answers)})
+            self._log(line)  # last: a run that has this line is not judged at its start again
             self._page()
         return line
 
