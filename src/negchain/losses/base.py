@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Never
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from negchain.draws import fit_for_numpy
@@ -137,7 +138,9 @@ class ContrastiveLoss(Reporting):
 
     def ranks(self) -> Ranks | None:
         """The processes this loss works with; None where it is alone."""
-        return distributed.ranks_of(self)
+        settings.refuse_replica(self)
+        grouped = dist.is_available() and dist.is_initialized()
+        return distributed.ranks_of(self) if grouped else None
 
     # ------------------------------------------------------------------ what to encode
 

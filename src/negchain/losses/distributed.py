@@ -68,14 +68,7 @@ class Ranks(NamedTuple):
 
 
 def ranks_of(loss_fn: ContrastiveLoss) -> Ranks | None:
-    """The processes a loss works with; None where it is alone."""
-    if getattr(loss_fn, "_is_replica", False):
-        raise RuntimeError(
-            "nn.DataParallel calls copies of the loss and throws them away, and its chains "
-            "with them; use torchrun and DistributedDataParallel, or keep the loss outside"
-        )
-    if not (dist.is_available() and dist.is_initialized()):
-        return None
+    """The processes of a process group that a loss works with; None where it is alone."""
     group = loss_fn.gather if isinstance(loss_fn.gather, dist.ProcessGroup) else None
     world = dist.get_world_size(group)
     return Ranks(dist.get_rank(group), world, group, loss_fn) if world > 1 else None

@@ -290,6 +290,15 @@ def check_gather(gather: Gather, shard_state: bool) -> Gather:
     return gather
 
 
+def refuse_replica(loss_fn: nn.Module) -> None:
+    """Refuse to be a copy that nn.DataParallel made."""
+    if getattr(loss_fn, "_is_replica", False):
+        raise RuntimeError(
+            "nn.DataParallel calls copies of the loss and throws them away, and its chains "
+            "with them; use torchrun and DistributedDataParallel, or keep the loss outside"
+        )
+
+
 def refuse_unknown(kind: type, arguments: Iterable[str]) -> None:
     """Refuse arguments that no constructor on the way to the base took, in the user's words."""
     for name in arguments:
