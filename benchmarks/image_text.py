@@ -135,7 +135,8 @@ def _train(row: dict[str, Any], folder: Path) -> dict[str, Any]:
         "pretrained": str(carried / "image.safetensors"), "norm": "batch", "workers": 0,
         "method": METHODS[method], "batch_size": 2 * size if method == "infonce 2b" else size,
         "beta": row["beta"], "lr": row["lr"], "seed": row["seed"], "steps": 12 if alone else steps,
-        "eval_every": 0, "image_size": row["size"], "log_every": 10**6, **denominator,
+        "eval_every": 0, "patience": 0, "image_size": row["size"], "log_every": 10**6,
+        **denominator,
     })  # fmt: skip
     task = ImageTextTask(config, base.train, base.held, base.pictures.data)
     if method not in ("infonce", "infonce 2b"):
