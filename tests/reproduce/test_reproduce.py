@@ -419,7 +419,7 @@ def test_tables_written_by_hand_are_those_of_their_records() -> None:
 
     for record, head, number in (
         ("2026-11-16_hypotheses_cpu.jsonl", "| case | seeds |", 36),
-        ("2026-11-16_pictures_cpu.jsonl", "| CIFAR-10 | seeds |", 19),
+        ("2026-11-16_pictures_cpu.jsonl", "| CIFAR-10 | seeds |", 28),
     ):
         cases: dict[str, list[Any]] = {}
         for row in lines_of(record):
@@ -444,6 +444,38 @@ def test_tables_written_by_hand_are_those_of_their_records() -> None:
             wanted = [error["by_item"], error["by_view"], error["rms"]]
             assert numbers[:2] == pytest.approx(wanted[:2], abs=0.0051), cell
             assert numbers[2] == pytest.approx(wanted[2], abs=0.051), cell
+
+
+def test_what_is_said_of_pairs_on_cifar_is_in_the_record() -> None:
+    ends = {
+        (row["job"]["case"], row["job"]["seed"]): row["curve"][-1]
+        for row in lines_of("2026-11-16_pictures_cpu.jsonl")
+    }
+
+    def gaps(case: str, other: str, key: str) -> list[float]:
+        """`case` minus `other` of every seed that both have."""
+        seeds = sorted(s for c, s in ends if c == case and (other, s) in ends)
+        return [ends[case, seed][key] - ends[other, seed][key] for seed in seeds]
+
+    probes = []
+    for more, mean, error in (("", 0.115, 0.017), (", b 32", 0.032, 0.006)):
+        lower = gaps(f"isir, both{more}", f"dcl{more}", "global_loss")
+        assert len(lower) == 10 and max(lower) < 0
+        assert -statistics.mean(lower) == pytest.approx(mean, abs=6e-4)
+        assert statistics.stdev(lower) / math.sqrt(10) == pytest.approx(error, abs=6e-4)
+        probes.append(gaps(f"isir, both{more}", f"dcl{more}", "probe"))
+        for chain, gain in (("isir", (0.31, 0.01)), ("emc2", (0.29, 0.01))):
+            kept_in = gaps(f"{chain}, both, all{more}", f"{chain}, both{more}", "global_loss")
+            assert -statistics.mean(kept_in) == pytest.approx(gain[bool(more)], abs=6e-3)
+    assert statistics.mean(map(statistics.mean, probes)) == pytest.approx(0.006, abs=5e-4)
+    errors = [statistics.stdev(own) / math.sqrt(10) for own in probes]
+    assert math.hypot(*errors) / 2 == pytest.approx(0.003, abs=5e-4)
+    assert sum(gap >= 0 for own in probes for gap in own) == 14
+    larger = ", b 32, 5,000 pictures, 32 px"
+    lower = gaps(f"isir, both{larger}", f"dcl{larger}", "global_loss")
+    assert len(lower) == 5 and sum(gap < 0 for gap in lower) == 4
+    assert -statistics.mean(lower) == pytest.approx(0.042, abs=6e-4)
+    assert statistics.stdev(lower) / math.sqrt(5) == pytest.approx(0.026, abs=6e-4)
 
 
 def test_the_paired_table_of_stationarity_is_that_of_its_record() -> None:
