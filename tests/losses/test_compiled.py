@@ -1,7 +1,7 @@
 """A training step through `torch.compile`: encoder, loss and backward pass.
 
-A compiled backward pass computes cheap things again, random draws among them, from the tensors its
-forward pass was given. A loss changes its state in place in between. So losses stay out of graphs.
+A graph keeps tensors of its forward pass for the backward pass, the loss's state among them. A loss
+changes its state in place in between. So losses stay out of graphs.
 
 All of it happens in forked processes: what torch.compile starts in one forbids autograd in its
 forks, and other tests fork.

@@ -243,8 +243,8 @@ def without_autocast(like: Tensor) -> AbstractContextManager[Any]:
 def uncompiled(method: Callable[P, T]) -> Callable[P, T]:
     """A method that `torch.compile` takes into no graph of its own.
 
-    A graph's backward pass computes again what is cheap, draws and ids among it, from the state it
-    was given: which a loss has changed in place by then. Looking for the compiler at each call
+    A graph keeps the state it was given for its backward pass, and a loss changes that state in
+    place before then: autograd refuses it, where it notices. Looking for the compiler at each call
     spares everybody else its import.
     """
 
