@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from negchain import NegativeCacheLoss, draws
+from negchain import NegativeCacheLoss, rng
 from negchain.chunked import Chunked
 from negchain.exact import global_loss
 from negchain.methods import METHODS, LossSettings, Method, named, register
@@ -57,7 +57,7 @@ class Chain(nn.Module):
         self.beta, self.seed, self.deviations = beta, seed, deviations
         self.step = torch.tensor(0)
         own = torch.arange(2 * num_samples)
-        u = draws.uniform(seed, self.step, draws.STREAM_INIT, own, 1, torch.float64)[:, 0]
+        u = rng.uniform(seed, self.step, rng.FOR_INIT, own, 1, torch.float64)[:, 0]
         others = (u * (2 * num_samples - 2)).long()
         self.states = others + 2 * (others >= own // 2 * 2)
         self.scores = torch.full((2 * num_samples,), math.nan)  # nan: never visited
@@ -100,11 +100,11 @@ class Chain(nn.Module):
     ) -> None:
         """Move the chains of some rows over all columns; the rest is changed in place."""
         width = logits.shape[1]
-        order = draws.permutation(self.seed, self.step, draws.STREAM_ORDER, width)
+        order = rng.permutation(self.seed, self.step, rng.FOR_ORDER, width)
         if "order" in self.deviations:
             order = torch.arange(width)
-        where_to = (self.seed, self.step, draws.STREAM_ACCEPT)
-        log_u = draws.log_uniform(*where_to, rows, width, logits.dtype)
+        where_to = (self.seed, self.step, rng.FOR_ACCEPT)
+        log_u = rng.log_uniform(*where_to, rows, width, logits.dtype)
         done, from_step = torch.zeros_like(rows), BURN_IN + ("count" in self.deviations)
         for r, column in enumerate(order):
             proposal = logits[rows, column]
@@ -121,8 +121,8 @@ class Chain(nn.Module):
         if "sequence" in self.deviations:
             row = row[size:].repeat(2)
         else:  # views of one augmentation have one chain: a coin says whose state it takes
-            key = (self.seed, self.step, draws.STREAM_VIEW)
-            coin = draws.bits(*key, row[:size], 1)[:, 0] % 2 == 0
+            key = (self.seed, self.step, rng.FOR_VIEW)
+            coin = rng.bits(*key, row[:size], 1)[:, 0] % 2 == 0
             row[:size] += size * ((chains[:size] == chains[size:]) & ~coin)
         moved = at[row] < len(ids)
         new = torch.where(moved, ids[at[row] % len(ids)], self.states[chains])

@@ -26,7 +26,7 @@ NEVER = {
     "train": ("cli", "bench", "reproduce"),
     "bench": ("cli", "report", "reproduce"),
     "reproduce": ("cli", "report"),
-    **dict.fromkeys(("draws", "pool", "objective"), ("losses", "data", "encoders", *TOOL)),
+    **dict.fromkeys(("rng", "pool", "objective"), ("losses", "data", "encoders", *TOOL)),
     **dict.fromkeys(("encoders", "evaluation", "neighbours", "optim"), ("losses", "data", *TOOL)),
     **dict.fromkeys(("chunked", "exact", "diagnostics", "emc2_plain", "methods"), TOOL),
     **dict.fromkeys(("files", "machine", "printable", "progress"), ("losses", "data", *TOOL)),

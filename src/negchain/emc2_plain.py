@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from negchain import draws
+from negchain import rng
 
 
 class PlainEMC2:
@@ -40,7 +40,7 @@ class PlainEMC2:
         self.beta, self.seed, self.step = beta, seed, torch.tensor(0)
         # Each chain starts at a uniform draw from the other samples (Algorithm 1's input).
         own = torch.arange(num_samples)
-        u = draws.uniform(seed, self.step, draws.STREAM_INIT, own, 1, torch.float64)[:, 0]
+        u = rng.uniform(seed, self.step, rng.FOR_INIT, own, 1, torch.float64)[:, 0]
         others = (u * (num_samples - 1)).long()
         self.states = others + (others >= own)  # [M] the whole state of the method
 
@@ -53,7 +53,7 @@ class PlainEMC2:
         z_a, z_b, z_carried = (normalize(z, dim=1) for z in (z_a, z_b, z_carried))
         size, rows = len(index), torch.arange(2 * len(index))
         # A row is offered one copy of every item, the item's two rows different ones, by a coin.
-        copy = self._bits(draws.STREAM_COPY, rows[:1], size)[0, :, None] % 2 == 0
+        copy = self._bits(rng.FOR_COPY, rows[:1], size)[0, :, None] % 2 == 0
         keys = torch.stack([torch.where(copy, z_a, z_b), torch.where(copy, z_b, z_a)])  # [2,B,D]
         anchors = torch.stack([z_a, z_b])  # [2,B,D]
         similarity = (anchors @ keys.transpose(1, 2)).flatten(0, 1)  # [N,B]
@@ -66,7 +66,7 @@ class PlainEMC2:
         negative = (weights[:, :size] * similarity).sum(1) + weights[:, size] * to_carried
 
         # The item's one chain goes on from the final state of one of its two rows, by a coin.
-        first = self._bits(draws.STREAM_VIEW, rows[:size], 1)[:, 0] % 2 == 0
+        first = self._bits(rng.FOR_VIEW, rows[:size], 1)[:, 0] % 2 == 0
         last = torch.where(first, last[:size], last[size:])  # [B]
         new = torch.where(last < size, index[last % size], self.states[index])
         for row in reversed(range(size)):  # the first row of an item that stands here twice decides
@@ -81,9 +81,9 @@ class PlainEMC2:
         column (the last: at the carried state), [N] column of the final state.
         """
         num_rows, size = logits.shape
-        order = draws.permutation(self.seed, self.step, draws.STREAM_ORDER, size)
-        at = (self.seed, self.step, draws.STREAM_ACCEPT)
-        log_u = draws.log_uniform(*at, rows, size, logits.dtype)
+        order = rng.permutation(self.seed, self.step, rng.FOR_ORDER, size)
+        at = (self.seed, self.step, rng.FOR_ACCEPT)
+        log_u = rng.log_uniform(*at, rows, size, logits.dtype)
         num_steps = (logits > -math.inf).sum(1)  # R: excluded columns are no steps
         burn_in, step = num_steps // 2, torch.zeros_like(num_steps)  # P
         state, visits = torch.full_like(num_steps, size), logits.new_zeros(num_rows, size + 1)
@@ -97,5 +97,5 @@ class PlainEMC2:
             step += is_step
         return visits / visits.sum(1, keepdim=True), state
 
-    def _bits(self, stream: int, rows: Tensor, num_columns: int) -> Tensor:
-        return draws.bits(self.seed, self.step, stream, rows, num_columns)
+    def _bits(self, use: int, rows: Tensor, num_columns: int) -> Tensor:
+        return rng.bits(self.seed, self.step, use, rows, num_columns)

@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from negchain.draws import fit_for_numpy
+from negchain.rng import fit_for_numpy
 
 
 class Draw(NamedTuple):

@@ -195,7 +195,7 @@ def interpreted_draws_in_the_kernel(seed: int, step: int, first_row: int) -> Non
     saboteurs = [
         replace(drawn, first_row=first_row + 1),
         replace(drawn, step=torch.tensor(step + 1)),
-        replace(drawn, stream=33),
+        replace(drawn, use=33),
         replace(drawn, seed=seed + 1),
     ]
     assert not any(hashed_equals_read(ALL, other, drawn, 1) for other in saboteurs)

@@ -87,7 +87,7 @@ def fused(
 
 
 def scan() -> None:
-    from negchain.fast.draws_triton import bits_triton
+    from negchain.fast.rng_triton import bits_triton
     from negchain.weights import mh_scan
 
     logits = torch.randn(SIZE, 100)

@@ -13,15 +13,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from negchain import EMC2Loss, draws, mh_scan
+from negchain import EMC2Loss, mh_scan, rng
 from negchain.augment import Pictures, Uniforms, augmentation
-from negchain.fast import draws_triton
+from negchain.fast import rng_triton
 from negchain.fast.augment.fused_triton import augment_fused
 from negchain.fast.layers import few_channels_triton, max_pool_triton
 from weights.scan_cases import disagreement, scan_cases
 
 Sizes = tuple[tuple[int, int], ...]
-Drawn = tuple[int, int, tuple[int, int]]  # seed, stream, (step, columns)
+Drawn = tuple[int, int, tuple[int, int]]  # seed, use, (step, columns)
 
 
 def scan() -> list[str]:
@@ -60,16 +60,16 @@ def draw_bits(device: str = "cpu", drawn: Iterable[Drawn] | None = None) -> list
     """`bits_triton` against the torch twin, to the bit."""
     found = []
     strided = torch.tensor([0, 5, 2**31 - 1, 2**31 + 7, 2**32 + 7, 12345]).repeat_interleave(2)[::2]
-    for seed, stream, (number, columns) in drawn or zip(SEEDS, (1, 2, 19, 1), STEPS, strict=True):
+    for seed, use, (number, columns) in drawn or zip(SEEDS, (1, 2, 19, 1), STEPS, strict=True):
         step, rows = torch.tensor(number), strided
-        if stream == 2:  # a step for every row: the initial draws of more than 2^32 chains
+        if use == 2:  # a step for every row: the initial draws of more than 2^32 chains
             step = step + 2 * (rows >> 32)
-        expected = draws._bits_torch(seed, step, stream, rows, columns)
-        got = draws_triton.bits_triton(
-            draws.seed_key(seed), step.to(device), stream, rows.to(device), columns
+        expected = rng._bits_torch(seed, step, use, rows, columns)
+        got = rng_triton.bits_triton(
+            rng.seed_key(seed), step.to(device), use, rows.to(device), columns
         )
         if not torch.equal(expected, got.cpu()):
-            found.append(f"seed={seed} step={number} stream={stream} K={columns}")
+            found.append(f"seed={seed} step={number} use={use} K={columns}")
     return found
 
 
@@ -82,8 +82,8 @@ def _draws_kernel(hash_ptr, log_u_ptr, gumbel_ptr, SIZE: tl.constexpr):
     at = tl.arange(0, SIZE)
     column_hash = tl.load(hash_ptr + at).to(tl.uint32)
     row_hash = column_hash * 0
-    tl.store(log_u_ptr + at, draws_triton.log_uniform(row_hash, column_hash))
-    tl.store(gumbel_ptr + at, draws_triton.gumbel(row_hash, column_hash))
+    tl.store(log_u_ptr + at, rng_triton.log_uniform(row_hash, column_hash))
+    tl.store(gumbel_ptr + at, rng_triton.gumbel(row_hash, column_hash))
 
 
 def draw_logarithms(device: str = "cpu") -> list[str]:
@@ -117,7 +117,7 @@ def draw_logarithms(device: str = "cpu") -> list[str]:
 
 
 def _unmix(x: int) -> int:
-    """The inverse of `draws._mix` on unsigned 32-bit integers."""
+    """The inverse of `rng._mix` on unsigned 32-bit integers."""
 
     def unshift(y: int, by: int) -> int:
         x = y
@@ -125,8 +125,8 @@ def _unmix(x: int) -> int:
             x = y ^ (x >> by)
         return x
 
-    x = unshift(x, 15) * pow(draws.MIX_B, -1, 2**32) % 2**32
-    x = unshift(x, 15) * pow(draws.MIX_A, -1, 2**32) % 2**32
+    x = unshift(x, 15) * pow(rng.MIX_B, -1, 2**32) % 2**32
+    x = unshift(x, 15) * pow(rng.MIX_A, -1, 2**32) % 2**32
     return unshift(x, 16)
 
 
@@ -169,7 +169,7 @@ def _lost_scan() -> None:
 
 
 def _lost_draws() -> None:
-    draws_triton.bits_triton(7, torch.tensor(3), 2, torch.arange(2), 3)
+    rng_triton.bits_triton(7, torch.tensor(3), 2, torch.arange(2), 3)
 
 
 def _lost_views() -> None:

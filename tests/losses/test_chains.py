@@ -16,7 +16,7 @@ from torch import Tensor
 
 import negchain.losses.chains as chains_module
 from forked import fork
-from negchain import EMC2Loss, draws
+from negchain import EMC2Loss, rng
 from negchain.losses.chains import ChainTable, state_dtype
 from negchain.losses.state import Rows
 from negchain.pool import write_rows
@@ -30,9 +30,9 @@ def table(num_chains: int, num_states: int | None = None, **more) -> ChainTable:
 def eager_states(num_chains, num_states, ids_per_item, own, seed, side) -> Tensor:
     """All first states at once, as versions that stored them drew them."""
     rows = torch.arange(num_chains)
-    u = draws.uniform(seed, torch.tensor(side), draws.STREAM_INIT, rows, 1, torch.float64)[:, 0]
+    u = rng.uniform(seed, torch.tensor(side), rng.FOR_INIT, rows, 1, torch.float64)[:, 0]
     choices = num_states - ids_per_item if own else num_states
-    drawn = draws.integers_below(torch.full_like(rows, choices), u)
+    drawn = rng.integers_below(torch.full_like(rows, choices), u)
     if own:
         first = rows // ids_per_item * ids_per_item
         drawn = torch.where(drawn >= first, drawn + ids_per_item, drawn)
@@ -140,8 +140,8 @@ def test_nothing_waits_for_the_device() -> None:
 
 def test_building_a_table_takes_its_own_memory_and_no_more(monkeypatch) -> None:
     rows: list[int] = []
-    uniform = draws.uniform
-    monkeypatch.setattr(draws, "uniform", lambda *a: rows.append(len(a[3])) or uniform(*a))
+    uniform = rng.uniform
+    monkeypatch.setattr(rng, "uniform", lambda *a: rows.append(len(a[3])) or uniform(*a))
     chains = table(10**6)
     assert rows == [] and chains.states.untyped_storage().nbytes() == 4 * 10**6
     assert chains.state_dict()["states"].data_ptr() == chains.states.data_ptr()

@@ -19,7 +19,7 @@ from losses_under_test import (
     snapshot,
 )
 
-from negchain import SogCLRLoss, draws
+from negchain import SogCLRLoss, rng
 from weights.scan_cases import disagreement
 
 pytestmark = pytest.mark.gpu
@@ -34,10 +34,10 @@ def test_scan_equals_reference_to_the_bit(backend) -> None:
 
 def test_draws_are_the_same_on_both_devices() -> None:
     step, rows = torch.tensor(7), torch.arange(50)
-    there = draws.bits(3, step.cuda(), 2, rows.cuda(), 300).cpu()
-    assert torch.equal(draws.bits(3, step, 2, rows, 300), there)
-    here = draws.permutation(3, step, 1, 500)
-    assert torch.equal(here, draws.permutation(3, step.cuda(), 1, 500).cpu())
+    there = rng.bits(3, step.cuda(), 2, rows.cuda(), 300).cpu()
+    assert torch.equal(rng.bits(3, step, 2, rows, 300), there)
+    here = rng.permutation(3, step, 1, 500)
+    assert torch.equal(here, rng.permutation(3, step.cuda(), 1, 500).cpu())
 
 
 @every_case

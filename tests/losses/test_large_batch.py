@@ -9,7 +9,7 @@ import torch
 from losses_under_test import same_state, snapshot
 from torch import Tensor, nn
 
-from negchain import ISIR, MH, EMC2Loss, InBatch, LargeBatchEMC2Loss, draws
+from negchain import ISIR, MH, EMC2Loss, InBatch, LargeBatchEMC2Loss, rng
 from negchain.losses import emc2, large_batch
 
 M, B, DIM, BETA = 17, 11, 5, 6.0
@@ -194,7 +194,7 @@ def test_the_value_with_shared_views(small_panels, symmetric, denominator) -> No
     index = torch.arange(B) + 3
     loss_fn = build(True, carried="cached", symmetric=symmetric, denominator=denominator)
     row = torch.zeros(1, dtype=torch.int64)
-    coin = draws.bits(5, torch.tensor(0), draws.STREAM_COPY, row, B)[0] % 2 == 0
+    coin = rng.bits(5, torch.tensor(0), rng.FOR_COPY, row, B)[0] % 2 == 0
     values = []
     for view in range(1 + symmetric):
         for i in range(B):

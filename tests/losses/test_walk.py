@@ -87,7 +87,7 @@ def test_two_kinds_leave_p_invariant(kernel) -> None:
     assert ending > ALARM and weights > ALARM
 
 
-def one_scan_over_both(side, similarity, start, beta, sampler, stream, rows):
+def one_scan_over_both(side, similarity, start, beta, sampler, offset, rows):
     """Each column with its own q, the carried state with that of the first kind: no MH step."""
     ids = side.column_ids()
     correction = torch.zeros_like(similarity)
@@ -108,7 +108,7 @@ def carried_with_the_next_kinds_q(start, kind):
     return start.logit - mixture[start.ids]
 
 
-def one_softmax_over_both(side, similarity, start, beta, sampler, stream, rows):
+def one_softmax_over_both(side, similarity, start, beta, sampler, offset, rows):
     """All columns with the mixture's q, the carried state beside them as one slot more."""
     ids = side.column_ids()
     logits = (similarity - side.correction(ids)).masked_fill(side.all_excluded(), -math.inf)

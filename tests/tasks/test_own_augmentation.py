@@ -64,7 +64,7 @@ def test_the_command_line_does_not_go_on_with_another_augmentation(
 
 def test_what_it_must_return_is_said() -> None:
     images = torch.zeros(2, 1, 8, 8, dtype=torch.uint8)
-    drawn = Uniforms(seed=0, step=torch.tensor(0), stream=1)
+    drawn = Uniforms(seed=0, step=torch.tensor(0), use=1)
     with pytest.raises(ConfigError, match=r"\[2, 1, 4, 4\], got \[2, 1, 8, 8\]"):
         OwnAugmentation(size=4, function=lambda x: x)(images, drawn)
     with pytest.raises(ConfigError, match="got list"):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from negchain import ISIR, MH, EMC2Loss, draws, mh_scan
+from negchain import ISIR, MH, EMC2Loss, mh_scan, rng
 from negchain.weights import isir_weights
 from negchain.weights.metropolis import Scan, counted_columns
 
@@ -304,9 +304,7 @@ def test_hashed_noise_gives_the_softmax_on_average() -> None:
     Seven columns in two groups; a two-sided 4.5 sigma deviation has probability 6.8e-6.
     """
     rows, every = 20_000, 4
-    gumbel = draws.gumbel(
-        3, torch.tensor(5), draws.STREAM_GUMBEL, torch.arange(rows), 8, torch.float64
-    )
+    gumbel = rng.gumbel(3, torch.tensor(5), rng.FOR_GUMBEL, torch.arange(rows), 8, torch.float64)
     done = isir_weights(ISIR_LOGITS.expand(rows, -1), ISIR_START.expand(rows), gumbel, every)
     spread = done.weights.std(0).clamp(min=1e-12) / math.sqrt(rows)
     z = (done.weights.mean(0) - ISIR_SOFTMAX[1:]) / spread

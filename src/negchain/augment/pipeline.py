@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from negchain import draws
+from negchain import rng
 from negchain.augment import blur, colour, crop
 from negchain.augment.pictures import Images, Pictures
 from negchain.fast import augment as fused
@@ -41,26 +41,26 @@ class Params(NamedTuple):
 
 @dataclass(frozen=True)
 class Uniforms:
-    """Where uniforms come from, not yet made: those of `negchain.draws` for one step and stream.
+    """Where uniforms come from, not yet made: those of `negchain.rng` for one step and use.
 
     Image n of a batch has row `first_row + n`. The fused kernels hash them where they
     use them, which saves a step the launches that would write them.
 
-    >>> whole = Uniforms(seed=0, step=torch.tensor(7), stream=32).made(5, 3)
-    >>> Uniforms(seed=0, step=torch.tensor(7), stream=32, first_row=2).made(3, 3).equal(whole[2:])
+    >>> whole = Uniforms(seed=0, step=torch.tensor(7), use=32).made(5, 3)
+    >>> Uniforms(seed=0, step=torch.tensor(7), use=32, first_row=2).made(3, 3).equal(whole[2:])
     True
     """
 
     seed: int
     step: Tensor  # [] int64, on the device of the images
-    stream: int
+    use: int
     first_row: int = 0
 
     def made(self, count: int, num_uniforms: int) -> Tensor:
         """Uniforms as a tensor [count,num_uniforms], float32."""
         last = self.first_row + count
         rows = torch.arange(self.first_row, last, device=self.step.device)
-        return draws.uniform(self.seed, self.step, self.stream, rows, num_uniforms, torch.float32)
+        return rng.uniform(self.seed, self.step, self.use, rows, num_uniforms, torch.float32)
 
 
 @dataclass(frozen=True, kw_only=True)

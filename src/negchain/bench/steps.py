@@ -7,7 +7,7 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor
 
-from negchain import draws
+from negchain import rng
 from negchain.augment import Pictures, Uniforms
 from negchain.bench import runs
 from negchain.bench.record import Row, Settings, Table, rows
@@ -76,7 +76,7 @@ def _augmentation(settings: Settings, run: trainer.Run) -> dict[str, Timed]:
     kept = [torch.randint(256, (channels, *s), generator=generator).byte() for s in shapes]
     photos = Pictures.pack(kept).to(step.device)
     index = torch.randperm(NUM_WHOLE, generator=generator)[: len(step.index)].to(step.device)
-    drawn = Uniforms(run.config.seed, step.step, draws.STREAM_AUGMENT)
+    drawn = Uniforms(run.config.seed, step.step, rng.FOR_AUGMENT)
 
     def whole() -> Tensor:
         dtype = step.autocast or torch.float32

@@ -7,7 +7,7 @@ the like) that says when it may take the twin's place. Nothing outside this fold
     augment/    augmentation in four; twin: `negchain.augment`
     encoder     one fast path for every encoder: compiled (beside) or by hand (layers/);
                 twin: the encoder itself
-    scan_triton, draws_triton    twins: `weights.metropolis`, `negchain.draws`
+    scan_triton, rng_triton    twins: `weights.metropolis`, `negchain.rng`
     backends    whether Triton can run here
     streams     work beside other work on one GPU
 """

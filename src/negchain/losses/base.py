@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from negchain.draws import fit_for_numpy
 from negchain.losses import columns, distributed, settings
 from negchain.losses.batch import (
     Batch,
@@ -44,6 +43,7 @@ from negchain.losses.state import Reporting, Rows
 from negchain.losses.table import Tables
 from negchain.objective import Denominator, Estimate, contrastive_objective
 from negchain.pool import Draw, Side
+from negchain.rng import fit_for_numpy
 
 
 class ContrastiveLoss(Reporting):

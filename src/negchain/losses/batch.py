@@ -18,9 +18,9 @@ from typing import Any, Literal, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from negchain.draws import fit_for_numpy
 from negchain.objective import SHORTEST
 from negchain.pool import Draw, Kind, Side, all_finite, matches
+from negchain.rng import fit_for_numpy
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -7,7 +7,7 @@ A chain that has not moved yet is stored as -1. Its state is then its *initial d
 from D_neg(x_i) (Algorithm 1's input) that is a pure function of (seed, side, chain), so a table of
 10^9 chains is built by filling memory once and a chain costs nothing before its first visit:
 
-    bits  = draws.bits(seed, step=side + 2 * (chain >> 32), STREAM_INIT, row=chain, column=0)
+    bits  = rng.bits(seed, step=side + 2 * (chain >> 32), FOR_INIT, row=chain, column=0)
     n     = num_states - ids_per_item if own else num_states
     id    = min(floor((bits + 0.5) * 2^-31 * n), n - 1)              multiplied in float64
     first = chain // ids_per_item * ids_per_item                     own only: the item's first id
@@ -31,7 +31,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from negchain import draws
+from negchain import rng
 from negchain.files import replacing
 from negchain.losses.batch import Views, as_ids
 from negchain.losses.distributed import Ranks
@@ -130,7 +130,7 @@ class ChainTable(Stateful):
         step = torch.tensor(side, device="cpu")
         if self.rows.total > 2**32:
             step = side + 2 * (slots >> 32)
-        u = draws.uniform(self.seed, step, draws.STREAM_INIT, slots, 1, torch.float64)[:, 0]
+        u = rng.uniform(self.seed, step, rng.FOR_INIT, slots, 1, torch.float64)[:, 0]
         choices = self.num_states - self.ids_per_item if self.own else self.num_states
         drawn = (u * choices).long().clamp_(max=choices - 1)
         if self.own:  # skip the ids of the chain's own item

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from negchain import draws
+from negchain import rng
 from negchain.losses.batch import (
     INTEGERS,
     Batch,
@@ -61,9 +61,9 @@ def uniform_ids(index: Tensor, num: int | None, num_ids: int, key: Key) -> Tenso
     """Uniform draws: `num`, or one per sample of a batch, which every rank makes for its own."""
     seed, step, side = key
     rows, count = (sample_rows(index), 1) if num is None else (index.new_zeros(1), num)
-    stream = draws.STREAM_PROPOSE + 16 * side
-    u = draws.uniform(seed, step, stream, rows, count, torch.float64).flatten()
-    return draws.integers_below(torch.full_like(u, num_ids, dtype=torch.int64), u)
+    use = rng.FOR_PROPOSE + 16 * side
+    u = rng.uniform(seed, step, use, rows, count, torch.float64).flatten()
+    return rng.integers_below(torch.full_like(u, num_ids, dtype=torch.int64), u)
 
 
 def sample_rows(index: Tensor) -> Tensor:  # [B] -> [B]

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from negchain import draws
+from negchain import rng
 from negchain.losses.batch import as_embedding, check_answer
 from negchain.losses.columns import Key
 from negchain.losses.distributed import Ranks, share_out, together
@@ -146,12 +146,12 @@ class StaleTable(Stateful):
         rows = torch.arange(num_rows, device=side.queries.device)
         best = side.queries.new_full((num_rows,), -math.inf)
         log_sum, winner = best.clone(), torch.zeros_like(rows)
-        stream = draws.STREAM_GUMBEL + 16 * number
+        use = rng.FOR_GUMBEL + 16 * number
         for keys, logits in self.logits(side, beta):
             logits = logits[:num_rows]
             log_sum = torch.logaddexp(log_sum, torch.logsumexp(logits, 1))
-            noise = draws.gumbel(
-                seed, step, stream, rows, logits.shape[1], logits.dtype, first_column=keys.start
+            noise = rng.gumbel(
+                seed, step, use, rows, logits.shape[1], logits.dtype, first_column=keys.start
             )
             top, at = (logits + noise).max(1)
             winner = torch.where(top > best, at + keys.start, winner)
@@ -168,7 +168,7 @@ class StaleTable(Stateful):
         seed, step, number = key
         log_q = self.log_proposal(side, beta, settings)
         row = torch.full((1,), number, device=log_q.device)
-        u = draws.uniform(seed, step, draws.STREAM_PROPOSE, row, count, torch.float64)
+        u = rng.uniform(seed, step, rng.FOR_PROPOSE, row, count, torch.float64)
         return self.rows.draw(log_q, u[0]), self.rows.look_up(log_q)
 
     def informed_rows(
@@ -180,8 +180,8 @@ class StaleTable(Stateful):
         chunks = self._kept(side, beta)
         log_sum = self._log_sum(chunks(), side)[:, None]
         rows = torch.arange(side.num_rows, device=side.queries.device)
-        stream = draws.STREAM_PROPOSE + 16 * number
-        points = draws.uniform(seed, step, stream, rows, count, torch.float64)
+        use = rng.FOR_PROPOSE + 16 * number
+        points = rng.uniform(seed, step, use, rows, count, torch.float64)
         drawn = torch.full_like(points, -1, dtype=torch.int64)
         before = torch.zeros_like(points[:, :1])
         if self.rows.ranks is not None:  # the mass of the ranks before this one

@@ -18,7 +18,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from negchain import draws
+from negchain import rng
 from negchain.losses.batch import Call
 from negchain.losses.request import Part, Want, tower_of
 from negchain.losses.settings import Informed, Shared, check_count
@@ -85,8 +85,8 @@ class TopKLoss(WeightedLoss):
                 )
             nearest = table.top(self.top, side)
             row = torch.arange(side.num_rows, device=nearest.device)
-            stream = draws.STREAM_PROPOSE + 16 * number
-            lot = draws.bits(self.seed, step, stream, row, nearest.shape[1])
+            use = rng.FOR_PROPOSE + 16 * number
+            lot = rng.bits(self.seed, step, use, row, nearest.shape[1])
             ids = nearest.gather(1, lot.argsort(1)[:, : self.num]).flatten()
             want = Want(ids, tower_of(number))
             parts.append(Part("draw", number, want, Draw(ids)))

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from negchain import draws
+from negchain import rng
 from negchain.losses.batch import Batch
 from negchain.losses.chains import Arrival
 from negchain.losses.settings import ISIR, Kernel
@@ -52,11 +52,11 @@ class Sampler:
     def coin(self, num_items: int) -> Tensor:  # [B] bool
         """Whether rows of the first view are offered z_a's copy of each item, or z_b's."""
         row = torch.zeros(1, dtype=torch.int64, device=self.step.device)
-        return self.draw(draws.coins, draws.STREAM_COPY, row, num_items)[0]
+        return self.draw(rng.coins, rng.FOR_COPY, row, num_items)[0]
 
-    def draw(self, kind: Callable[..., Tensor], stream: int, rows: Tensor, *more: Any) -> Tensor:
-        """Random numbers of this step; see `negchain.draws`."""
-        return draws.ahead(kind, self.seed, self.step, stream, rows, *more)
+    def draw(self, kind: Callable[..., Tensor], use: int, rows: Tensor, *more: Any) -> Tensor:
+        """Random numbers of this step; see `negchain.rng`."""
+        return rng.ahead(kind, self.seed, self.step, use, rows, *more)
 
 
 @dataclass(frozen=True)
@@ -137,17 +137,17 @@ def walk_chains(
         side_number: which direction, for the random draws.
         rows: [N] numbers of the rows in the whole batch, for their draws.
     """
-    stream = 16 * side_number
+    offset = 16 * side_number
     if len(side.kinds) > 1:
-        scan, num_steps = _sweeps(side, similarity, start, beta, sampler, stream, rows)
+        scan, num_steps = _sweeps(side, similarity, start, beta, sampler, offset, rows)
     else:
         num_steps = _num_steps(logits, sampler)
         held = _corrected(start, side.kinds[0])
         skipped = _skipped(sampler, num_steps)
-        scan = _sweep(side, 0, logits, start.ids, held, skipped, sampler, stream, rows)
+        scan = _sweep(side, 0, logits, start.ids, held, skipped, sampler, offset, rows)
     # A chain that had nowhere to go may still sit on an excluded state: that has no weight.
     mass = torch.where(start.logit > -math.inf, scan.start_weight, 0.0)
-    arrival = _arrival(side, start, scan.last, slots, sampler, stream, rows)
+    arrival = _arrival(side, start, scan.last, slots, sampler, offset, rows)
     return Walk(scan.weights, mass, scan.accepts, num_steps, arrival)
 
 
@@ -182,7 +182,7 @@ def _sweep(
     start: Tensor,
     skipped: Tensor,
     sampler: Sampler,
-    stream: int,
+    offset: int,
     rows: Tensor,
 ) -> Scan:
     """Move over the columns of one kind: a scan in a random order, or an i-SIR step.
@@ -194,7 +194,7 @@ def _sweep(
         ids: [N] of the states the chains are in.
         start: [N] their logits, corrected likewise.
         skipped: [N] steps that are not counted.
-        sampler, stream, rows: the draws.
+        sampler, offset, rows: of the random numbers.
     """
     kernel, kind, num_columns = sampler.kernel, side.kinds[number], logits.shape[1]
     if isinstance(kernel, ISIR):
@@ -202,11 +202,11 @@ def _sweep(
             start, logits = _as_set(side, kind, ids, start, logits)
         stays = start == math.inf  # this kind never proposes the held state, so it never leaves it
         start, logits = start.masked_fill(stays, 0.0), logits.masked_fill(stays[:, None], -math.inf)
-        key, first = draws.STREAM_GUMBEL + stream, kind.first + number
-        noise = sampler.draw(draws.gumbel, key, rows, num_columns + 1, logits.dtype, first)
+        key, first = rng.FOR_GUMBEL + offset, kind.first + number
+        noise = sampler.draw(rng.gumbel, key, rows, num_columns + 1, logits.dtype, first)
         return isir_weights(logits, start, noise, kernel.count_every)
-    key = draws.STREAM_ACCEPT + stream
-    log_u = sampler.draw(draws.log_uniform, key, rows, num_columns, logits.dtype, kind.first)
+    key = rng.FOR_ACCEPT + offset
+    log_u = sampler.draw(rng.log_uniform, key, rows, num_columns, logits.dtype, kind.first)
     burn_in: int | Tensor = skipped
     if kernel.count_every > 1:
         share = kernel.burn_in
@@ -214,8 +214,8 @@ def _sweep(
         burn_in = max(0, min(burn_in, num_columns - 1))  # then the final state counts at least
     if number > 0:  # draws come in a random order as they are
         return mh_scan(logits, start, log_u, burn_in, sampler.backend, kernel.count_every)
-    key = draws.STREAM_ORDER + stream
-    order = draws.permutation(sampler.seed, sampler.step, key, num_columns)
+    key = rng.FOR_ORDER + offset
+    order = rng.permutation(sampler.seed, sampler.step, key, num_columns)
     met = logits.index_select(1, order)
     scan = mh_scan(met, start, log_u, burn_in, sampler.backend, kernel.count_every)
     weights = scan.weights.index_select(1, torch.argsort(order))  # back into place
@@ -229,7 +229,7 @@ def _sweeps(
     start: Start,
     beta: float | Tensor,
     sampler: Sampler,
-    stream: int,
+    offset: int,
     rows: Tensor,
 ) -> tuple[Scan, Tensor]:
     """A sweep per kind of columns, each with its own q, the batch's last.
@@ -253,7 +253,7 @@ def _sweeps(
             part = part.masked_fill(~torch.isfinite(part), -math.inf)
         skipped = torch.minimum(left, num_steps)
         first = _corrected(held, kind)
-        scan = _sweep(side, number, part, held.ids, first, skipped, sampler, stream, rows)
+        scan = _sweep(side, number, part, held.ids, first, skipped, sampler, offset, rows)
         counted = (kind.count if isir else num_steps - skipped).to(plain.dtype)[:, None]
         visits[:, kind.first : kind.last] += scan.weights * counted
         visits[here, at] += scan.start_weight * counted[:, 0]
@@ -310,14 +310,14 @@ def _arrival(
     last: Tensor,
     slots: tuple[Tensor, ...],
     sampler: Sampler,
-    stream: int,
+    offset: int,
     rows: Tensor,
 ) -> Arrival:
     """Where the chains ended: where their row did, or one of their two rows, by a coin."""
     size, row = len(slots[0]), torch.arange(len(last), device=last.device)
     if len(last) > size:
-        key = draws.STREAM_VIEW + stream
-        coin = sampler.draw(draws.coins, key, rows[:size], 1)[:, 0]
+        key = rng.FOR_VIEW + offset
+        coin = sampler.draw(rng.coins, key, rows[:size], 1)[:, 0]
         first, second = row.view(2, size)
         row = torch.where(coin, first, second)
         if len(slots) == 2:  # a chain per view, unless both views are of one augmentation

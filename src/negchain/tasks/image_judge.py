@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from negchain import draws
+from negchain import rng
 from negchain.augment import Augmentation, finite_views
 from negchain.data import ImageSet
 from negchain.encoders import Encoder
@@ -119,13 +119,13 @@ class ImageJudge(Judge):
         chosen, device = self.sample(), self.task.device
 
         def embedded(view: int, *, plain: bool = False) -> Tensor:
-            found, stream = [], draws.STREAM_PROBE
+            found, use = [], rng.FOR_PROBE
             step = torch.tensor(view, device=device)
             for rows in torch.split(torch.arange(len(chosen)), ENCODE_BATCH):
                 images = self.data.pretrain.pictures(chosen[rows]).to(device)
                 number = self.augment.num_uniforms
                 rows = rows.to(device)
-                u = draws.uniform(self.config.seed, step, stream, rows, number, torch.float32)
+                u = rng.uniform(self.config.seed, step, use, rows, number, torch.float32)
                 pixels = self.augment.plain(images) if plain else self.augment(images, u)
                 found.append(encoder(pixels).float().double())
             return torch.cat(found)

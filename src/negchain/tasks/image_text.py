@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from negchain import draws
+from negchain import rng
 from negchain.augment import Images
 from negchain.data import DataBundle, ImageSet, load_data
 from negchain.data.listing import ImageFile, Listing
@@ -157,9 +157,9 @@ class ImageTextTask(Task):
         ids = torch.cat([want.ids for want in wants])
         if isinstance(row, int):
             row = torch.arange(row, row + len(ids), device=self.device)
-        u = draws.uniform(self.config.seed, step, draws.STREAM_STORED, row, 1, torch.float64)
+        u = rng.uniform(self.config.seed, step, rng.FOR_STORED, row, 1, torch.float64)
         count = self.begin[ids + 1] - self.begin[ids]
-        return self.caption(self.begin[ids] + draws.integers_below(count, u[:, 0]))
+        return self.caption(self.begin[ids] + rng.integers_below(count, u[:, 0]))
 
     def caption(self, numbers: Tensor) -> dict[str, Tensor]:
         """Tokens of training captions by number, [R,L]."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from negchain import draws, methods
+from negchain import methods, rng
 from negchain.augment import Augmentation, Images, Uniforms, augmentation, finite_views, joined
 from negchain.data import DataBundle, load_batches, load_data
 from negchain.encoders import SMALL_IMAGE, Encoder, build_encoder
@@ -139,9 +139,9 @@ class ImageTask(Task):
         if k is None:
             return Batch(index, index, {})
         rows = torch.arange(len(index), device=self.device)
-        u = draws.uniform(self.config.seed, step, draws.STREAM_STORED, rows, 2, torch.float64)
-        first = draws.integers_below(torch.full_like(rows, k), u[:, 0])
-        other = draws.integers_below(torch.full_like(rows, k - 1), u[:, 1])
+        u = rng.uniform(self.config.seed, step, rng.FOR_STORED, rows, 2, torch.float64)
+        first = rng.integers_below(torch.full_like(rows, k), u[:, 0])
+        other = rng.integers_below(torch.full_like(rows, k - 1), u[:, 1])
         views = first, (first + 1 + other) % k
         return Batch(index * k + views[0], index * k + views[1], {"augmentation": views})
 
@@ -181,10 +181,10 @@ class ImageTask(Task):
 
     def drawn(self, step: Tensor, row: int | Tensor) -> Uniforms | Tensor:
         """The draws of a step's views, from a row on or of given rows [R]."""
-        seed, stream = self.config.seed, draws.STREAM_AUGMENT
+        seed, use = self.config.seed, rng.FOR_AUGMENT
         if isinstance(row, int):
-            return Uniforms(seed, step, stream, row)
-        return draws.uniform(seed, step, stream, row, self.augment.num_uniforms, torch.float32)
+            return Uniforms(seed, step, use, row)
+        return rng.uniform(seed, step, use, row, self.augment.num_uniforms, torch.float32)
 
     def watch(self, embeddings: Tensor, index: Tensor) -> None:
         """Let the online probe answer and learn."""

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from negchain import draws, methods
+from negchain import methods, rng
 from negchain.files import naming, real_folder
 from negchain.losses.request import Want
 from negchain.progress import Progress
@@ -177,8 +177,8 @@ class RetrievalTask(Task):
 
     def batch(self, index: Tensor, step: Tensor) -> Batch:
         """Queries, one positive of each, and what is known to be no negative."""
-        stream = draws.STREAM_POSITIVE
-        u = draws.uniform(self.config.seed, step, stream, index, 1, torch.float64)  # [B, 1]
+        use = rng.FOR_POSITIVE
+        u = rng.uniform(self.config.seed, step, use, index, 1, torch.float64)  # [B, 1]
         grades = self.grades[index]
         whole = grades.amax(1, keepdim=True)
         at = ((grades >= 0) & (grades < u * whole)).sum(1, keepdim=True)

@@ -25,8 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from negchain.draws import fit_for_numpy
 from negchain.fast.backends import has_triton, triton_error
+from negchain.rng import fit_for_numpy
 
 Backend = Literal["auto", "reference", "torch", "triton"]
 

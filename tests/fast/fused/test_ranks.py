@@ -8,10 +8,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from negchain import draws  # noqa: E402
+from negchain import rng  # noqa: E402
 from negchain.fast.fused import ranks  # noqa: E402
 
-DRAWS = ((0, 0, 1), (2**40 + 5, 7, 1 + 16), (3, 2**31 + 9, 1))  # seed, step, stream
+DRAWS = ((0, 0, 1), (2**40 + 5, 7, 1 + 16), (3, 2**31 + 9, 1))  # seed, step, use
 FEW_KEYS = 5
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -59,15 +59,15 @@ RULES = {
 @pytest.mark.parametrize("rule", RULES)
 def test_the_rule_of_ties(rule, monkeypatch) -> None:
     """With five different keys nearly all are equal: items of a key keep their order."""
-    bits = draws.bits
-    monkeypatch.setattr(draws, "bits", lambda *args: bits(*args) % FEW_KEYS)
-    for seed, step, stream in DRAWS:
+    bits = rng.bits
+    monkeypatch.setattr(rng, "bits", lambda *args: bits(*args) % FEW_KEYS)
+    for seed, step, use in DRAWS:
         size = 129
         row = torch.zeros(1, dtype=torch.int32)
-        keys = draws.bits(seed, torch.tensor(step), stream, row, size)[0]
+        keys = rng.bits(seed, torch.tensor(step), use, row, size)[0]
         item = torch.arange(size)
         before = RULES[rule](keys[None, :], keys[:, None], item[None, :], item[:, None])
-        expected = ranks.times(seed, torch.tensor(step), stream, size)
+        expected = ranks.times(seed, torch.tensor(step), use, size)
         assert torch.equal(before.sum(1).int(), expected) == (rule == "right")
 
 
@@ -90,7 +90,7 @@ def test_counting_by_hand(size, device) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [33, 8192])
 def test_times_on_a_gpu(size) -> None:
-    for seed, step, stream in DRAWS:
-        expected = ranks.times(seed, torch.tensor(step), stream, size)
-        got = ranks.times(seed, torch.tensor(step, device="cuda"), stream, size)
+    for seed, step, use in DRAWS:
+        expected = ranks.times(seed, torch.tensor(step), use, size)
+        got = ranks.times(seed, torch.tensor(step, device="cuda"), use, size)
         assert torch.equal(got.cpu(), expected)

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from negchain.augment import crop
 from negchain.augment.pipeline import Augmentation, Uniforms
-from negchain.draws import seed_key
-from negchain.fast.draws_triton import hash_column, hash_row, stream_key, uniform
+from negchain.fast.rng_triton import hash_column, hash_row, uniform, use_key
+from negchain.rng import seed_key
 
 # Fields of an image's row of numbers.
 TOP = tl.constexpr(0)
@@ -134,14 +134,14 @@ def _params_kernel(
     params_ptr, seed_key, first_row, size, full_height, full_width, scale_low, scale_span,
     ratio_low, ratio_span, ratio_min, ratio_max, jitter_p, low_0, low_1, low_2, low_3, span_0,
     span_1, span_2, span_3, grey_p, blur_p, sigma_low, sigma_span, HASHED: tl.constexpr,
-    STREAM: tl.constexpr, INDEXED: tl.constexpr, RAGGED: tl.constexpr, NUM_UNIFORMS: tl.constexpr,
+    USE: tl.constexpr, INDEXED: tl.constexpr, RAGGED: tl.constexpr, NUM_UNIFORMS: tl.constexpr,
     CROP_AT: tl.constexpr,  # first column of an operation's uniforms; -1: left out
     FLIP_AT: tl.constexpr, JITTER_AT: tl.constexpr, GREY_AT: tl.constexpr, BLUR_AT: tl.constexpr,
 ):  # fmt: skip
     image = tl.program_id(0).to(tl.int64)
     u, row_hash, key = source_ptr, 0, 0
     if HASHED:
-        key = stream_key(seed_key, tl.load(source_ptr), STREAM)
+        key = use_key(seed_key, tl.load(source_ptr), USE)
         row_hash = hash_row(first_row + image, key)
     else:
         u += image * NUM_UNIFORMS
@@ -200,10 +200,10 @@ def fused_params(
     Without jitter the fields from PLACES to GAINS are not written.
     """
     if isinstance(drawn, Uniforms):
-        source, seed, row, stream = drawn.step, seed_key(drawn.seed), drawn.first_row, drawn.stream
+        source, seed, row, use = drawn.step, seed_key(drawn.seed), drawn.first_row, drawn.use
     else:
         augment.check_uniforms(drawn)
-        source, seed, row, stream = drawn.contiguous(), 0, 0, 0
+        source, seed, row, use = drawn.contiguous(), 0, 0, 0
     params = torch.empty(count, NUM_FIELDS.value, device=source.device)
     ragged = isinstance(sizes, Tensor)
     height, width = (0, 0) if isinstance(sizes, Tensor) else sizes
@@ -213,7 +213,7 @@ def fused_params(
     ]
     _params_kernel[(count,)](
         source, source if index is None else index.contiguous(), sizes if ragged else source,
-        params, seed, row, *_settings(augment, height, width), isinstance(drawn, Uniforms), stream,
+        params, seed, row, *_settings(augment, height, width), isinstance(drawn, Uniforms), use,
         index is not None, ragged, augment.num_uniforms, *first, num_warps=1,
         enable_fp_fusion=False,  # round as torch does
     )  # fmt: skip

@@ -11,11 +11,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from negchain import draws
+from negchain import rng
 from negchain.fast.fused.layout_triton import heads
 from negchain.fast.fused.objective_triton import log_add_exp
 
-STREAM_VIEW = tl.constexpr(draws.STREAM_VIEW)
+FOR_VIEW = tl.constexpr(rng.FOR_VIEW)
 
 
 @triton.jit
@@ -25,7 +25,7 @@ def _final(
     """The row and column an item's chain is stored at (column -1: it did not move)."""
     row = item
     if VIEWS == 2:
-        first = heads(seed_key, step, item, item * 0, STREAM_VIEW + 16 * SIDE)
+        first = heads(seed_key, step, item, item * 0, FOR_VIEW + 16 * SIDE)
         row = tl.where(first, item, num_items + item)
     return row, tl.load(last_ptr + row, mask=mask, other=-1)
 

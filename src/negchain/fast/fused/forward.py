@@ -15,7 +15,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from negchain import draws
+from negchain import rng
 from negchain.fast.backends import copies_tiles, float32_products, on_its_device
 from negchain.fast.fused import (
     MAX_COLUMNS,
@@ -40,7 +40,7 @@ def carried_ids(states: Tensor, side: int, index: Tensor, seed: int) -> Tensor: 
     ids = torch.empty_like(index)
     items = 128
     layout_triton.ids_kernel[(triton.cdiv(len(index), items),)](
-        ids, index, states, draws.seed_key(seed), len(index), len(states), SIDE=side, ITEMS=items,
+        ids, index, states, rng.seed_key(seed), len(index), len(states), SIDE=side, ITEMS=items,
         num_warps=4,
     )  # fmt: skip
     return ids
@@ -80,7 +80,7 @@ def _prepare(
         times_from = "count"
     else:
         times_from = "given"
-        times = ranks.times(plan.seed, plan.step, draws.STREAM_ORDER + 16 * plan.side, size)
+        times = ranks.times(plan.seed, plan.step, rng.FOR_ORDER + 16 * plan.side, size)
     in_batch = times
     if plan.weighting == "isir":
         assert plan.states is not None
@@ -109,7 +109,7 @@ def _prepare(
         given(plan.states, unused), times, plan.step, walked.beta, walked.step, walked.queries,
         walked.pool, walked.pool_ids, walked.penalty, walked.column, walked.norms, walked.positive,
         walked.start_similarity, walked.start_logit, walked.valid, walked.held,
-        0.0 if isinstance(beta, Tensor) else beta, draws.seed_key(plan.seed), size, columns,
+        0.0 if isinstance(beta, Tensor) else beta, rng.seed_key(plan.seed), size, columns,
         plan.num_samples, SIDE=plan.side, D=dim, WIDTH=width, STRIDE=stride, ITEMS=items,
         SHARED=plan.shared, VIEWS=plan.views, CARRIED=plan.carried, TIMES=times_from,
         TILE=tiles_triton.TILE if plan.tiled else 1, CHECK_BATCH=plan.weighting == "isir",
@@ -143,7 +143,7 @@ def _rows(walked: Walked, plan: Plan) -> None:
         similarity, plan.index, walked.pool_ids, walked.penalty, walked.repeated, walked.positive,
         walked.start_logit, walked.start_similarity, walked.beta, walked.step, walked.weights,
         walked.pull, walked.carried_weight, walked.last, walked.stats, plan.faults,
-        draws.seed_key(plan.seed), rows, size, columns, plan.num_samples, plan.burn_in,
+        rng.seed_key(plan.seed), rows, size, columns, plan.num_samples, plan.burn_in,
         plan.count_every, plan.log_negatives, SIDE=plan.side, TILE=tile,
         BLOCKS=plan.blocks, ISIR=plan.weighting == "isir", ALL=plan.denominator == "all",
         num_warps=max(1, min(4, tile // 256)),
@@ -179,14 +179,14 @@ def _tiles(walked: Walked, same: Tensor, plan: Plan) -> None:
     tiles_triton.tiles_kernel[(blocks, parts)](
         *operands, plan.index, walked.pool_ids, walked.penalty, walked.repeated,
         walked.start_logit, walked.beta, walked.step, positions, weights, runs, reached, ends, last,
-        accepts, drive, draws.seed_key(plan.seed), size, rows, columns, slots, skipped, every,
+        accepts, drive, rng.seed_key(plan.seed), size, rows, columns, slots, skipped, every,
         split, plan.num_samples, BOUNDED=plan.bounded, **shared, **launch,
     )  # fmt: skip
     tile_rows_triton.tile_rows_kernel[(rows,)](
         (walked.penalty == 0).sum(), walked.positive, walked.start_logit, walked.start_similarity,
         ends, last, accepts, reached, same, positions, weights, runs, drive, walked.beta,
         walked.step, walked.last, walked.pull, joint, walked.carried_weight, walked.stats,
-        plan.faults, draws.seed_key(plan.seed), rows, size, counted, plan.log_negatives,
+        plan.faults, rng.seed_key(plan.seed), rows, size, counted, plan.log_negatives,
         TILE=tiles_triton.TILE, SLOTS=triton.next_power_of_2(slots),
         ALL=plan.denominator == "all", num_warps=1, **shared,
     )  # fmt: skip
@@ -228,7 +228,7 @@ def _commit(walked: Walked, same: Tensor, plan: Plan) -> Tensor:
         plan.index, walked.valid, walked.last, walked.pool, walked.pool_ids, walked.averages, same,
         walked.step, walked.stats, value, walked.moved, plan.step,
         given(plan.states, unused), given(plan.keys, unused), given(plan.averages, unused),
-        plan.faults, draws.seed_key(plan.seed), size, plan.num_columns, plan.num_samples, rows,
+        plan.faults, rng.seed_key(plan.seed), size, plan.num_columns, plan.num_samples, rows,
         SIDE=plan.side, D=dim, WIDTH=triton.next_power_of_2(dim), STRIDE=walked.pool.shape[1],
         ITEMS=COMMITTED, CHUNK=min(1024, triton.next_power_of_2(size)), COUNTED=plan.tiled,
         VIEWS=plan.views, BLOCKS=plan.blocks, CARRIED=plan.carried, TRAIN=plan.training,

@@ -15,7 +15,7 @@ import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from negchain import draws
+from negchain import rng
 from negchain.fast.backends import on_its_device
 from negchain.fast.fused import gather_triton, layout_triton, tiles_triton
 from negchain.fast.fused.forward import tile_launch, walk
@@ -104,7 +104,7 @@ def _backward(
     layout_triton.finish_kernel[(size,)](
         a, b, given(carried, a) if plan.keys is None else walked.held, grad_queries, grad_pool,
         walked.column, walked.norms, walked.pull, walked.carried_weight, grad, walked.step, grad_a,
-        grad_b, given(grad_carried, grad_a), draws.seed_key(plan.seed), size, plan.num_columns,
+        grad_b, given(grad_carried, grad_a), rng.seed_key(plan.seed), size, plan.num_columns,
         D=dim, WIDTH=triton.next_power_of_2(dim), STRIDE=stride, SHARED=plan.shared,
         VIEWS=plan.views, CARRIED=plan.carried, COPIES=plan.copies, NORMALIZE=plan.normalize,
         num_warps=2,

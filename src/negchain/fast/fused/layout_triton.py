@@ -19,12 +19,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from negchain import draws, objective
-from negchain.fast import draws_triton as hashed
+from negchain import objective, rng
+from negchain.fast import rng_triton as hashed
 
-STREAM_ORDER = tl.constexpr(draws.STREAM_ORDER)
-STREAM_INIT = tl.constexpr(draws.STREAM_INIT)
-STREAM_COPY = tl.constexpr(draws.STREAM_COPY)
+FOR_ORDER = tl.constexpr(rng.FOR_ORDER)
+FOR_INIT = tl.constexpr(rng.FOR_INIT)
+FOR_COPY = tl.constexpr(rng.FOR_COPY)
 SHORTEST = tl.constexpr(objective.SHORTEST)
 
 
@@ -60,9 +60,9 @@ def _all(x):
 
 
 @triton.jit
-def heads(seed_key, step, row, column, STREAM: tl.constexpr):
+def heads(seed_key, step, row, column, USE: tl.constexpr):
     """A fair coin."""
-    key = hashed.stream_key(seed_key, step, STREAM)
+    key = hashed.use_key(seed_key, step, USE)
     return hashed.bits(hashed.hash_row(row, key), hashed.hash_column(column, key)) % 2 == 0
 
 
@@ -70,7 +70,7 @@ def heads(seed_key, step, row, column, STREAM: tl.constexpr):
 def carried_ids(states_ptr, chain, seed_key, num_states, SIDE: tl.constexpr):
     """`ChainTable.ids`: the stored state, or the initial draw of a chain that never moved."""
     held = tl.load(states_ptr + chain).to(tl.int64)
-    key = hashed.stream_key(seed_key, chain * 0 + SIDE, STREAM_INIT)
+    key = hashed.use_key(seed_key, chain * 0 + SIDE, FOR_INIT)
     drawn_bits = hashed.bits(hashed.hash_row(chain, key), hashed.hash_column(chain * 0, key))
     choices = num_states - 1  # not the chain's own item
     u = (drawn_bits.to(tl.float64) + 0.5) * 4.656612873077393e-10
@@ -164,7 +164,7 @@ def prepare_kernel(
     # ---- the order of proposal
     second_time = num_items + item
     if TIMES == "count":
-        key = hashed.stream_key(seed_key, step, STREAM_ORDER + 16 * SIDE)
+        key = hashed.use_key(seed_key, step, FOR_ORDER + 16 * SIDE)
         time = _time(item, COPIES * num_items, key, ITEMS)
         if COPIES == 2:
             second_time = _time(num_items + item, COPIES * num_items, key, ITEMS)
@@ -224,7 +224,7 @@ def prepare_kernel(
 
 @triton.jit
 def _time(column, num_columns, key, COLUMNS: tl.constexpr):
-    """When a column is proposed: how many have a smaller key (`draws.permutation`)."""
+    """When a column is proposed: how many have a smaller key (`rng.permutation`)."""
     others = tl.arange(0, COLUMNS)
     zero = hashed.hash_row(column * 0, key)
     keys = hashed.bits(zero, hashed.hash_column(others, key))
@@ -239,7 +239,7 @@ def _places(column, second_column, seed_key, step, item, num_columns, COPIES: tl
     if COPIES == 2:
         first, second = column, second_column
     else:
-        block = 1 - heads(seed_key, step, item * 0, item, STREAM_COPY).to(tl.int32)
+        block = 1 - heads(seed_key, step, item * 0, item, FOR_COPY).to(tl.int32)
         first, second = block * num_columns + column, (1 - block) * num_columns + column
     return first, second
 

@@ -8,19 +8,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from negchain import draws
+from negchain import rng
 from negchain.pool import first_writer
 
 
-def times(seed: int, step: Tensor, stream: int, size: int) -> Tensor:  # [] -> [B] int32
-    """When each item is proposed: the inverse of `draws.permutation`.
+def times(seed: int, step: Tensor, use: int, size: int) -> Tensor:  # [] -> [B] int32
+    """When each item is proposed: the inverse of `rng.permutation`.
 
     Example:
-        >>> order = draws.permutation(0, torch.tensor(7), draws.STREAM_ORDER, 5)
-        >>> times(0, torch.tensor(7), draws.STREAM_ORDER, 5)[order].tolist()
+        >>> order = rng.permutation(0, torch.tensor(7), rng.FOR_ORDER, 5)
+        >>> times(0, torch.tensor(7), rng.FOR_ORDER, 5)[order].tolist()
         [0, 1, 2, 3, 4]
     """
-    order = draws.permutation(seed, step, stream, size)
+    order = rng.permutation(seed, step, use, size)
     found = torch.empty_like(order, dtype=torch.int32)
     found[order] = torch.arange(size, dtype=torch.int32, device=order.device)
     return found

@@ -13,8 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from negchain import draws
-from negchain.fast import draws_triton as hashed
+from negchain import rng
+from negchain.fast import rng_triton as hashed
 from negchain.fast.fused.objective_triton import (
     log_add_exp,
     log_sum_exp,
@@ -24,8 +24,8 @@ from negchain.fast.fused.objective_triton import (
 )
 from negchain.fast.scan_triton import compose
 
-STREAM_ACCEPT = tl.constexpr(draws.STREAM_ACCEPT)
-STREAM_GUMBEL = tl.constexpr(draws.STREAM_GUMBEL)
+FOR_ACCEPT = tl.constexpr(rng.FOR_ACCEPT)
+FOR_GUMBEL = tl.constexpr(rng.FOR_GUMBEL)
 
 
 @triton.jit
@@ -68,8 +68,8 @@ def rows_kernel(
     )
     scale = pull * beta / num_rows
     weights_at = weights_ptr + row.to(tl.int64) * num_columns
-    stream: tl.constexpr = (STREAM_GUMBEL if ISIR else STREAM_ACCEPT) + 16 * SIDE
-    key = hashed.stream_key(seed_key, step, stream)
+    use: tl.constexpr = (FOR_GUMBEL if ISIR else FOR_ACCEPT) + 16 * SIDE
+    key = hashed.use_key(seed_key, step, use)
     row_hash = hashed.hash_row(row, key)
     if ISIR:
         # {carried state} and batch are a set: an item in it twice is there once

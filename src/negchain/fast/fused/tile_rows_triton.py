@@ -9,8 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from negchain import draws
-from negchain.fast import draws_triton as hashed
+from negchain import rng
+from negchain.fast import rng_triton as hashed
 from negchain.fast.fused.objective_triton import (
     log_add_exp,
     log_sum_exp,
@@ -19,7 +19,7 @@ from negchain.fast.fused.objective_triton import (
 )
 from negchain.fast.fused.tiles_triton import bit_reversed
 
-STREAM_GUMBEL = tl.constexpr(draws.STREAM_GUMBEL)
+FOR_GUMBEL = tl.constexpr(rng.FOR_GUMBEL)
 
 
 @triton.jit
@@ -76,7 +76,7 @@ def tile_rows_kernel(
         log_mass = tl.load(weights_ptr + at, mask=is_group, other=float("-inf"))
         noisy = tl.load(reached_ptr + at, mask=is_group, other=float("-inf"))
         position = tl.load(positions_ptr + at, mask=is_group, other=-1)
-        key = hashed.stream_key(seed_key, step, STREAM_GUMBEL + 16 * SIDE)
+        key = hashed.use_key(seed_key, step, FOR_GUMBEL + 16 * SIDE)
         level, last = _next_of_groups(noisy, position, held, row, key, TILE, SLOTS)
     else:
         first_last = tl.load(part_last_ptr + row)

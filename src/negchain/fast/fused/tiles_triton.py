@@ -29,8 +29,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from negchain import draws
-from negchain.fast import draws_triton as hashed
+from negchain import rng
+from negchain.fast import rng_triton as hashed
 from negchain.fast.fused.objective_triton import log_add_exp
 from negchain.fast.scan_triton import compose
 
@@ -39,8 +39,8 @@ ROWS = 64  # rows of a program
 DEPTH = 64  # of the embedding per product
 NUM_WARPS, NUM_STAGES = 4, 4  # the fastest measured on an H200
 
-STREAM_ACCEPT = tl.constexpr(draws.STREAM_ACCEPT)
-STREAM_GUMBEL = tl.constexpr(draws.STREAM_GUMBEL)
+FOR_ACCEPT = tl.constexpr(rng.FOR_ACCEPT)
+FOR_GUMBEL = tl.constexpr(rng.FOR_GUMBEL)
 LOG2_E = tl.constexpr(1.4426950408889634)
 SQUARED = tl.constexpr(2.0**-50)  # about e^-35: squares of what is at most e^70 fit, and their sums
 LOG_SQUARED = tl.constexpr(-34.657359027997266)
@@ -132,8 +132,8 @@ def tiles_kernel(
     first = group * num_columns
     lane, depth = tl.arange(0, TILE), tl.arange(0, DEPTH)
     beta = tl.load(beta_ptr)
-    stream: tl.constexpr = (STREAM_GUMBEL if ISIR else STREAM_ACCEPT) + 16 * SIDE
-    key = hashed.stream_key(seed_key, tl.load(step_ptr), stream)
+    use: tl.constexpr = (FOR_GUMBEL if ISIR else FOR_ACCEPT) + 16 * SIDE
+    key = hashed.use_key(seed_key, tl.load(step_ptr), use)
     row_hash = hashed.hash_row(row, key)
     own = tl.load(index_ptr + item, mask=inside, other=-1)
     own = tl.minimum(tl.maximum(own, 0), num_samples - 1).to(tl.int32)

@@ -1,4 +1,4 @@
-"""Random numbers as a function of (seed, step, stream, row, column).
+"""Random numbers as a function of (seed, step, use, row, column).
 
 False alarms: 1e-3 per test where a distribution is tested; seeds are fixed.
 """
@@ -14,7 +14,7 @@ import torch
 from scipy import stats
 
 import negchain
-from negchain import draws
+from negchain import rng
 from negchain.weights import draw_from
 
 STEP = torch.tensor(5)
@@ -22,14 +22,14 @@ ROWS = torch.arange(200)
 
 
 def test_a_function_of_its_arguments() -> None:
-    whole = draws.bits(3, STEP, 2, ROWS, 50)
-    assert torch.equal(whole, draws.bits(3, torch.tensor(5), 2, ROWS, 50))
-    assert torch.equal(whole[20:30], draws.bits(3, STEP, 2, torch.arange(20, 30), 50))
-    assert torch.equal(whole[:, :7], draws.bits(3, STEP, 2, ROWS, 7))
-    assert torch.equal(whole[:, 7:19], draws.bits(3, STEP, 2, ROWS, 12, first_column=7))
+    whole = rng.bits(3, STEP, 2, ROWS, 50)
+    assert torch.equal(whole, rng.bits(3, torch.tensor(5), 2, ROWS, 50))
+    assert torch.equal(whole[20:30], rng.bits(3, STEP, 2, torch.arange(20, 30), 50))
+    assert torch.equal(whole[:, :7], rng.bits(3, STEP, 2, ROWS, 7))
+    assert torch.equal(whole[:, 7:19], rng.bits(3, STEP, 2, ROWS, 12, first_column=7))
     assert whole.min() >= 0
-    for seed, step, stream in ((4, 5, 2), (3, 6, 2), (3, 5, 3), (3 + 2**32, 5, 2)):
-        other = draws.bits(seed, torch.tensor(step), stream, ROWS, 50)
+    for seed, step, use in ((4, 5, 2), (3, 6, 2), (3, 5, 3), (3 + 2**32, 5, 2)):
+        other = rng.bits(seed, torch.tensor(step), use, ROWS, 50)
         assert (other == whole).float().mean() < 1e-3
 
 
@@ -38,33 +38,33 @@ def test_a_function_of_its_arguments() -> None:
 def test_numpy_and_torch_draw_the_same_bits(seed, step) -> None:
     """One step, or one per row (chains beyond 2^32); rows and columns anywhere."""
     rows = ROWS + 2**31 - 100
-    key = (seed, step, draws.STREAM_INIT, rows, 1 if step.dim() else 9, 3)
-    assert torch.equal(draws._bits_numpy(*key), draws._bits_torch(*key))
+    key = (seed, step, rng.FOR_INIT, rows, 1 if step.dim() else 9, 3)
+    assert torch.equal(rng._bits_numpy(*key), rng._bits_torch(*key))
 
 
 @pytest.mark.parametrize("step", [0, 31, 32, 100, 2**33 + 1])
-@pytest.mark.parametrize("draw", [draws.bits, draws.coins, draws.log_uniform, draws.gumbel])
+@pytest.mark.parametrize("draw", [rng.bits, rng.coins, rng.log_uniform, rng.gumbel])
 def test_draws_made_ahead_are_the_same(draw, step) -> None:
     """To the bit, though they are made for many steps at once; no two cells get in the way."""
-    more = () if draw in (draws.bits, draws.coins) else (torch.float32, 3)
+    more = () if draw in (rng.bits, rng.coins) else (torch.float32, 3)
     for rows in (torch.arange(16), torch.arange(5, 12), torch.zeros(1, dtype=torch.int32)):
-        for seed, stream, columns in ((3, 2, 9), (3, 18, 9), (2**40 + 3, 2, 9), (3, 2, 10)):
-            where = (seed, torch.tensor(step), stream, rows, columns, *more)
-            assert torch.equal(draws.ahead(draw, *where), draw(*where))
-    order = torch.argsort(draws.bits(3, torch.tensor(step), 1, torch.zeros(1), 40)[0], stable=True)
-    assert torch.equal(draws.permutation(3, torch.tensor(step), 1, 40), order)
+        for seed, use, columns in ((3, 2, 9), (3, 18, 9), (2**40 + 3, 2, 9), (3, 2, 10)):
+            where = (seed, torch.tensor(step), use, rows, columns, *more)
+            assert torch.equal(rng.ahead(draw, *where), draw(*where))
+    order = torch.argsort(rng.bits(3, torch.tensor(step), 1, torch.zeros(1), 40)[0], stable=True)
+    assert torch.equal(rng.permutation(3, torch.tensor(step), 1, 40), order)
 
 
 def test_draws_made_ahead_stay_few() -> None:
     """Large ones are made for their own step alone; those first made in inference mode train."""
-    before = draws._block.cache_info().currsize
-    rows = torch.arange(draws.FEW)
-    assert draws.ahead(draws.bits, 0, STEP, 2, rows, 2).shape == (draws.FEW, 2)
-    assert draws._block.cache_info().currsize == before
-    assert draws._block.cache_info().maxsize * draws.AHEAD * draws.FEW <= 2**21  # 8 MiB of floats
+    before = rng._block.cache_info().currsize
+    rows = torch.arange(rng.FEW)
+    assert rng.ahead(rng.bits, 0, STEP, 2, rows, 2).shape == (rng.FEW, 2)
+    assert rng._block.cache_info().currsize == before
+    assert rng._block.cache_info().maxsize * rng.AHEAD * rng.FEW <= 2**21  # 8 MiB of floats
     with torch.inference_mode():
-        draws.ahead(draws.uniform, 77, STEP, 2, ROWS[:4], 5, torch.float32)
-    kept = draws.ahead(draws.uniform, 77, STEP, 2, ROWS[:4], 5, torch.float32)
+        rng.ahead(rng.uniform, 77, STEP, 2, ROWS[:4], 5, torch.float32)
+    kept = rng.ahead(rng.uniform, 77, STEP, 2, ROWS[:4], 5, torch.float32)
     weight = torch.ones(5, requires_grad=True)
     (kept * weight).sum().backward()
     assert torch.equal(weight.grad, kept.sum(0))
@@ -73,7 +73,7 @@ def test_draws_made_ahead_stay_few() -> None:
 @pytest.mark.statistical
 @pytest.mark.parametrize("seed", [0, 1, 2**40 + 7])
 def test_uniform(seed) -> None:
-    u = draws.uniform(seed, STEP, draws.STREAM_ACCEPT, ROWS, 500, torch.float64)
+    u = rng.uniform(seed, STEP, rng.FOR_ACCEPT, ROWS, 500, torch.float64)
     assert u.min() > 0 and u.max() <= 1
     counts = torch.histc(u.float(), bins=64, min=0, max=1)
     assert stats.chisquare(counts.numpy()).pvalue > 1e-3
@@ -82,8 +82,8 @@ def test_uniform(seed) -> None:
 
 @pytest.mark.statistical
 def test_rows_columns_and_steps_are_uncorrelated() -> None:
-    def centred(step: int, stream: int = 2) -> torch.Tensor:
-        return draws.uniform(0, torch.tensor(step), stream, ROWS, 500, torch.float64) - 0.5
+    def centred(step: int, use: int = 2) -> torch.Tensor:
+        return rng.uniform(0, torch.tensor(step), use, ROWS, 500, torch.float64) - 0.5
 
     u = centred(5)
     pairs = [
@@ -99,7 +99,7 @@ def test_rows_columns_and_steps_are_uncorrelated() -> None:
         z = float((a * b).sum() * 12 / math.sqrt(a.numel()))
         assert abs(z) < 3.9  # 1e-4 each, 1e-3 together
     # no row is a shifted copy of another
-    bits = draws.bits(0, STEP, 2, ROWS, 500)
+    bits = rng.bits(0, STEP, 2, ROWS, 500)
     assert len(torch.unique(bits)) > 0.999 * bits.numel()
 
 
@@ -107,16 +107,16 @@ def test_rows_columns_and_steps_are_uncorrelated() -> None:
 def test_gumbel_argmax_draws_from_the_softmax() -> None:
     logits = torch.tensor([0.0, 2.0, -1.0, 1.0, 3.0], dtype=torch.float64)
     rows = torch.arange(40_000)
-    noise = draws.gumbel(1, STEP, draws.STREAM_GUMBEL, rows, 5, torch.float32)
+    noise = rng.gumbel(1, STEP, rng.FOR_GUMBEL, rows, 5, torch.float32)
     winner = (logits.float() + noise).argmax(1)
     counts = torch.bincount(winner, minlength=5)
     assert stats.chisquare(counts.numpy(), (logits.softmax(0) * 40_000).numpy()).pvalue > 1e-3
 
 
 def test_log_uniform_is_finite_in_float32() -> None:
-    log_u = draws.log_uniform(0, STEP, 2, torch.arange(2000), 500, torch.float32)
+    log_u = rng.log_uniform(0, STEP, 2, torch.arange(2000), 500, torch.float32)
     assert torch.isfinite(log_u).all() and log_u.max() <= 0
-    noise = draws.gumbel(0, STEP, 3, torch.arange(2000), 500, torch.float32)
+    noise = rng.gumbel(0, STEP, 3, torch.arange(2000), 500, torch.float32)
     assert not torch.isnan(noise).any() and not (noise == math.inf).any()
 
 
@@ -124,7 +124,7 @@ def test_log_uniform_is_finite_in_float32() -> None:
 def test_permutations_are_uniform() -> None:
     counts: dict[tuple[int, ...], int] = {}
     for step in range(2400):
-        order = tuple(draws.permutation(0, torch.tensor(step), draws.STREAM_ORDER, 4).tolist())
+        order = tuple(rng.permutation(0, torch.tensor(step), rng.FOR_ORDER, 4).tolist())
         counts[order] = counts.get(order, 0) + 1
     assert len(counts) == 24
     assert stats.chisquare(list(counts.values())).pvalue > 1e-3
@@ -133,13 +133,13 @@ def test_permutations_are_uniform() -> None:
 def test_integers_below() -> None:
     bound = torch.tensor([1, 2, 5, 5])
     u = torch.tensor([1.0, 0.49, 1.0, 1e-9], dtype=torch.float64)
-    assert draws.integers_below(bound, u).tolist() == [0, 0, 4, 0]
+    assert rng.integers_below(bound, u).tolist() == [0, 0, 4, 0]
 
 
 @pytest.mark.statistical
 def test_draws_from_a_distribution() -> None:
     q = torch.tensor([0.05, 0.3, 0.0, 0.2, 0.4, 0.05], dtype=torch.float64)
-    u = draws.uniform(0, STEP, draws.STREAM_PROPOSE, torch.zeros(1), 40_000, torch.float64)[0]
+    u = rng.uniform(0, STEP, rng.FOR_PROPOSE, torch.zeros(1), 40_000, torch.float64)[0]
     counts = torch.bincount(draw_from(q.log(), u), minlength=6)
     assert counts[2] == 0
     kept = q > 0
@@ -149,22 +149,22 @@ def test_draws_from_a_distribution() -> None:
     assert stats.chisquare(planted.numpy(), expected.numpy()).pvalue < 1e-6
 
 
-# ---------------------------------------------------------------- one number per stream
+# ---------------------------------------------------------------- one number per use
 
-REGISTER = {name: value for name, value in vars(draws).items() if name.startswith("STREAM_")}
-LOSS_STREAMS = [value for value in REGISTER.values() if value < 16]
+REGISTER = {name: value for name, value in vars(rng).items() if name.startswith("FOR_")}
+OF_LOSSES = [value for value in REGISTER.values() if value < 16]
 
 
-def test_no_two_purposes_share_a_number() -> None:
-    """The loss's streams are shifted by 16 for the second direction."""
+def test_no_two_uses_share_a_number() -> None:
+    """The numbers of a loss are shifted by 16 for the second direction."""
     others = [value for value in REGISTER.values() if value >= 16]
-    used = [*LOSS_STREAMS, *(16 + value for value in LOSS_STREAMS), *others]
+    used = [*OF_LOSSES, *(16 + value for value in OF_LOSSES), *others]
     assert len(set(used)) == len(used)
-    assert len(LOSS_STREAMS) >= 7 and len(others) >= 3
+    assert len(OF_LOSSES) >= 7 and len(others) >= 3
 
 
-def test_streams_are_registered_nowhere_else() -> None:
+def test_uses_are_registered_nowhere_else() -> None:
     root = Path(negchain.__file__).parent
-    own = re.compile(r"^STREAM_\w+ = (?!tl\.constexpr\(draws\.)", re.MULTILINE)
+    own = re.compile(r"^FOR_\w+ = (?!tl\.constexpr\(rng\.)", re.MULTILINE)
     found = [str(p.relative_to(root)) for p in root.rglob("*.py") if own.search(p.read_text())]
-    assert found == ["draws.py"]
+    assert found == ["rng.py"]

@@ -1,6 +1,6 @@
-"""The draws of `negchain.draws` inside a Triton kernel: the same bits for the same arguments.
+"""The draws of `negchain.rng` inside a Triton kernel: the same bits for the same arguments.
 
-    key   = stream_key(seed_key, step, stream)          one scalar per kernel
+    key   = use_key(seed_key, step, use)          one scalar per kernel
     bits  = hash_pair(hash_row(row, key), hash_column(column, key))
 
 Shapes are the caller's: rows and columns broadcast.
@@ -22,7 +22,7 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # the interpreter ha
 
 @triton.jit
 def mix(x):  # uint32 -> uint32
-    """`negchain.draws._mix`."""
+    """`negchain.rng._mix`."""
     x ^= x >> 16
     x *= 0x21F0AAAD
     x ^= x >> 15
@@ -32,9 +32,9 @@ def mix(x):  # uint32 -> uint32
 
 
 @triton.jit
-def stream_key(seed_key, step, STREAM: tl.constexpr):  # int32, int64 -> uint32
-    """`negchain.draws.stream_key`, the seed already hashed by `draws.seed_key`."""
-    offset: tl.constexpr = STREAM * 0x9E3779B9 % 2**32
+def use_key(seed_key, step, USE: tl.constexpr):  # int32, int64 -> uint32
+    """`negchain.rng.use_key`, the seed already hashed by `rng.seed_key`."""
+    offset: tl.constexpr = USE * 0x9E3779B9 % 2**32
     return mix(mix((step + seed_key).to(tl.uint32)) + offset)
 
 
@@ -91,11 +91,11 @@ def gumbel(row_hash, column_hash):
 def _bits_kernel(
     bits_ptr, rows_ptr,  # [N,K], [N]
     step_ptr,  # [], or [N] where EACH
-    seed_key, num_columns, STREAM: tl.constexpr, EACH: tl.constexpr, WIDTH: tl.constexpr,
+    seed_key, num_columns, USE: tl.constexpr, EACH: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    key = stream_key(seed_key, tl.load(step_ptr + (row if EACH else 0)), STREAM)
+    key = use_key(seed_key, tl.load(step_ptr + (row if EACH else 0)), USE)
     drawn = bits(hash_row(tl.load(rows_ptr + row), key), hash_column(column, key))
     at = row.to(tl.int64) * num_columns + column
     tl.store(bits_ptr + at, drawn, mask=column < num_columns)
@@ -103,15 +103,15 @@ def _bits_kernel(
 
 @on_its_device
 def bits_triton(
-    seed_key: int, step: Tensor, stream: int, rows: Tensor, num_columns: int
+    seed_key: int, step: Tensor, use: int, rows: Tensor, num_columns: int
 ) -> Tensor:  # [N,K] int32
-    """`negchain.draws.bits` in one launch; `step` [], or one per row."""
+    """`negchain.rng.bits` in one launch; `step` [], or one per row."""
     drawn = torch.empty(len(rows), num_columns, dtype=torch.int32, device=rows.device)
     width = min(1024, triton.next_power_of_2(max(num_columns, 1)))
     grid = (len(rows), triton.cdiv(num_columns, width))
     if drawn.numel():
         _bits_kernel[grid](
-            drawn, rows.contiguous(), step.contiguous(), seed_key, num_columns, STREAM=stream,
+            drawn, rows.contiguous(), step.contiguous(), seed_key, num_columns, USE=use,
             EACH=step.dim() > 0, WIDTH=width, num_warps=1,
         )  # fmt: skip
     return drawn
