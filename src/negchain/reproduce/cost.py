@@ -5,7 +5,8 @@ cost
             Computation: EMC² as SimCLR, and B R comparisons. Its +B encodes of carried states are
             not in the table.
     Ours    bytes of the loss's state, images encoded per step (with and without gradient), time of
-            the trainer's step run alone, peak of GPU memory, over b and m.
+            the trainer's step run alone (on a GPU, or small on a CPU), its peak of memory, over b
+            and m.
 time
     Paper   b = 32 on a Tesla T4 (Negative Cache on four): "EMC² is around 2x faster than SimCLR and
             SogCLR, and 3x faster than Negative Caching".
@@ -24,7 +25,7 @@ from negchain.methods import LossSettings, named, reproduced, title_of
 from negchain.reproduce import accuracy, pages
 from negchain.reproduce.common import Experiment, Options, Row
 from negchain.reproduce.pages import colour, distinct, where
-from negchain.reproduce.runs import time_steps
+from negchain.reproduce.runs import peak_memory, time_steps
 from negchain.train.presets import choose
 
 SIZES = (10_000, 100_000, 1_000_000)  # m of the state's size
@@ -32,7 +33,7 @@ DIM = 128
 
 
 def jobs(options: Options) -> list[Row]:
-    """Steps over batch sizes (with `--data`, or on digits), and state over m."""
+    """State over m; memory and time of a step over batch sizes (with `--data`, or on digits)."""
     methods = options.methods or accuracy.METHODS
     state = [
         {"kind": "state", "method": method, "m": size, "b": batch}
@@ -40,7 +41,7 @@ def jobs(options: Options) -> list[Row]:
         for size in (SIZES[1:2] if options.quick else SIZES)
         for batch in (32, 256)
     ]
-    step = []
+    step, memory = [], []
     names = ("b32-none", "b32-batch", "b256-none", "b256-batch")
     for name in options.settings or (names[:2] if options.quick else names):
         settings = accuracy.SETTINGS[choose("--settings", name, accuracy.SETTINGS)]
@@ -51,13 +52,17 @@ def jobs(options: Options) -> list[Row]:
             settings = {**kept, "batch_size": batch, "device": "cpu"}
         else:
             settings = accuracy.with_options(settings, options)
-        case = {"kind": "step", "setting": name, "seed": 0, "settings": settings}
-        step += [{**case, "method": method} for method in methods]
-    return state + step
+        case = {"setting": name, "seed": 0, "settings": settings}
+        memory += [{"kind": "memory", **case, "method": method} for method in methods]
+        if options.data is None or options.on_gpu():  # seconds of large encoders are a GPU's
+            step += [{"kind": "step", **case, "method": method} for method in methods]
+    return state + memory + step
 
 
 def work(job: Row, deadline: float) -> Row:
-    """Measure a step, or the state."""
+    """Measure a step's time or memory, or the state."""
+    if job["kind"] == "memory":
+        return peak_memory(job)
     if job["kind"] == "step":
         return time_steps(job, 200 if torch.cuda.is_available() else 20)
     keys: Row = {"views": "paired", "symmetric": False} if named(job["method"]).plain_keys else {}
@@ -80,7 +85,7 @@ def milliseconds(rows: list[Row], setting: str, method: str) -> float | None:
 
 
 def table(rows: list[Row]) -> str:
-    """State and encodes, then time and memory of a step."""
+    """State and encodes, then memory and time of a step."""
     state = [
         {**row["job"], **row, "bytes": row["state_bytes"] / SIZES[1]}
         for row in where(rows, kind="state", m=SIZES[1])
@@ -90,13 +95,20 @@ def table(rows: list[Row]) -> str:
         base = milliseconds(rows, row["job"]["setting"], "infonce")
         ms = statistics.median(row["ms"])
         ratio = f"{ms / base:.2f}" if base else "–"
-        peak = f"{row['peak_bytes'] / 2**30:.2f}" if row["peak_bytes"] else "–"
-        step.append({**row["job"], "median": ms, "ratio": ratio, "peak": peak})
+        step.append({**row["job"], "median": ms, "ratio": ratio})
+    memory = []
+    for row in where(rows, kind="memory"):
+        (least,) = where(rows, **{**row["job"], "method": "infonce"}) or [row]
+        ratio = f"{row['peak_bytes'] / least['peak_bytes']:.2f}"
+        memory.append({**row["job"], **row, "peak": row["peak_bytes"] / 2**20, "ratio": ratio})
     first = """method|b|state, bytes per item (d = 128)|encodes|without gradient, m = 100,000
         {method}|{b}|{bytes:.3g}|{encodes}|{encodes_without_gradient}"""
-    second = """setting|method|ms per step|against InfoNCE|peak GPU memory, GiB
-        {setting}|{method}|{median:.2f}|{ratio}|{peak}"""
-    return f"{pages.filled(first, state)}\n\n{pages.filled(second, step)}"
+    second = """setting|method|peak of a step, MiB|against InfoNCE|device
+        {setting}|{method}|{peak:.4g}|{ratio}|{device}"""
+    third = """setting|method|ms per step|against InfoNCE
+        {setting}|{method}|{median:.2f}|{ratio}"""
+    parts = (first, state), (second, memory), (third, step)
+    return "\n\n".join(pages.filled(*part) for part in parts if part[1])
 
 
 def draw(rows: list[Row]) -> dict[str, Any]:

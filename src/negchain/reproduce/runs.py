@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,13 +56,7 @@ def train(job: Row, deadline: float) -> Row:
 
 
 def time_steps(job: Row, steps: int) -> Row:
-    """Milliseconds of a training step, after a warm-up, and the peak of GPU memory.
-
-    Not counted is what earlier runs of the process left and no collection frees (libraries'
-    workspaces, it seems).
-    """
-    gc.collect()  # the run before refers to itself
-    held = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+    """Milliseconds of a training step, after a warm-up."""
     with prepared(job) as (run, graph):
         cuda = run.device.type == "cuda"
         times = []
@@ -72,26 +67,68 @@ def time_steps(job: Row, steps: int) -> Row:
             if cuda:
                 torch.cuda.synchronize()
             times.append(1e3 * (time.perf_counter() - begin) / steps)
-        peak = torch.cuda.max_memory_allocated() - held if cuda else None
-        return {"ms": sorted(times[1:]), "peak_bytes": peak, "graph": graph}
+        return {"ms": sorted(times[1:]), "graph": graph}
+
+
+def peak_memory(job: Row) -> Row:
+    """The most memory that a run's tensors take during its first steps.
+
+    On a CPU by the profiler's list of what is allocated and freed, pictures not counted. On a GPU
+    by its allocator, pictures counted, less what earlier runs of the process left (libraries'
+    workspaces, it seems).
+    """
+    config = config_of(job)
+    _load(config)
+    if torch.cuda.is_available() and config.device != "cpu":
+        gc.collect()  # the run before refers to itself
+        held = torch.cuda.memory_allocated()
+        with prepared(job) as (run, _):
+            torch.cuda.reset_peak_memory_stats()
+            _steps(run)
+            peak = torch.cuda.max_memory_allocated() - held
+        return {"peak_bytes": peak, "device": torch.cuda.get_device_name()}
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it writes about itself
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, profile_memory=True) as profile:
+        with prepared(job) as (run, _), torch.profiler.record_function("first steps"):
+            _steps(run)
+    events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+    begin = next(event.start_ns() for event in events if event.name() == "first steps")
+    peak = held = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held) if event.start_ns() >= begin else peak
+    return {"peak_bytes": peak, "device": "CPU"}
+
+
+def _steps(run: trainer.Run) -> None:
+    """Three: the optimizer has its state after the first."""
+    for step in range(3):
+        run.step(step, run.order.batch(step))
 
 
 @contextmanager
 def prepared(job: Row) -> Iterator[tuple[Any, bool]]:
     """A run ready for its first step, and whether its step is a CUDA graph."""
     config = config_of(job)
+    loaded = _load(config)
+    if torch.cuda.is_available():
+        torch.compiler.reset()  # else the compiler takes each run's encoder for a variant
+        gc.collect()
+    with vanishing(config, loaded) as run:
+        graph = run.capture()
+        run.step.fill()
+        yield run, graph
+
+
+def _load(config: TrainConfig) -> Any:
+    """The pictures of a run; those of the last one are kept."""
     key = (config.data, config.image_size, config.subset)
     if key not in _loaded:
         _loaded.clear()
         _loaded[key] = load_images(config)
-    if torch.cuda.is_available():
-        torch.compiler.reset()  # else the compiler takes each run's encoder for a variant
-        gc.collect()
-        torch.cuda.reset_peak_memory_stats()
-    with vanishing(config, _loaded[key]) as run:
-        graph = run.capture()
-        run.step.fill()
-        yield run, graph
+    return _loaded[key]
 
 
 def config_of(job: Row) -> TrainConfig:
