@@ -24,6 +24,11 @@ Methods  dcl                    softmax over the batch
          isir+batch+8           the same and the carried state
          table's partition      batch+8, divided by the table's partition of the view times a
                                 running ratio per item, instead of by its own sum
+Bounds   (--bounds) what no method here can have, to see how far one could come:
+         perfect n              batch+n with the best q over items: the mean of the rows' exact
+                                softmaxes, which nobody knows
+         whole table            the exact softmax over a stale table, of all items' mean embeddings
+                                or of four old views of each; nothing is sampled
 
     OMP_NUM_THREADS=1 PYTHONPATH=src python benchmarks/differing_views.py --out FILE.jsonl
 """
@@ -34,6 +39,7 @@ import argparse
 import json
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +55,8 @@ M, VIEWS, DIM, CLUSTERS, GROUPS = 200, 8, 32, 25, 2  # GROUPS replicas of all ch
 ENCODES = {"dcl": 0, "informed 16": 16, "informed 32": 32, "isir+informed 8": 16}  # others b
 ENCODES |= {"canonical mh": 16, "canonical isir": 16, "isir+batch+8": 16, "4 chains of isir": 32}
 ENCODES |= {"canonical, view kept + 8": 16}  # beyond the batch, b = 8
+ENCODES |= {f"perfect {n}": n for n in (16, 32, 64)}
+ENCODES |= {"whole table of means": 0, "whole table of four views": 0}
 
 
 def data(noise: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -91,6 +99,8 @@ class World:
         self.visits = 0
         old = views[torch.arange(self.size), self.randint(self.num_views, self.size)]
         self.tables = {"one view": old, "mean": views.mean(1)}
+        soft = softmaxes(views, beta)
+        self.by_item = soft.view(len(soft), self.size, -1).sum(2)  # [M V,M]
 
     def randint(self, high: int, *shape: int) -> Tensor:
         return torch.randint(0, high, shape, generator=self.generator)
@@ -118,6 +128,10 @@ class World:
         """Of a table: the two rows' log partitions [N,2] and softmaxes, the batch's mean [N,M]."""
         if (table, sharpness) in self.known:
             return self.known[table, sharpness]
+        if table == "exact":
+            pairs = torch.cat([self.owner[:, None] * self.num_views + self.anchor, self.pairs], 1)
+            soft = self.by_item[pairs]  # [N,2b,M]
+            return torch.zeros(len(soft), 2), soft[:, :2], soft.mean(1)
         rows = torch.cat([self.x[:, None], self.z], 1).flatten(1, 2)  # [N,2b,D]
         items = torch.cat([self.owner[:, None], self.others], 1).repeat_interleave(2, 1)
         logits = self.beta * rows @ self.tables[table].T
@@ -275,7 +289,12 @@ class World:
         return logits.softmax(2) @ z
 
     def multiple(
-        self, count: int, sharpness: float = 1.0, carried: bool = False, fixed: bool = False
+        self,
+        count: int,
+        sharpness: float = 1.0,
+        carried: bool = False,
+        fixed: bool = False,
+        table: str = "mean",
     ) -> Tensor:
         """The batch and informed draws as one sample.
 
@@ -283,7 +302,7 @@ class World:
         function of the row alone) about that of being drawn, batch columns weigh w e^l / a and
         draws (1 - w) e^l / (n q): unbiased for the partition whatever the rows' q is.
         """
-        log_table, own, q = self.stale("mean", sharpness)
+        log_table, own, q = self.stale(table, sharpness)
         ids, z, logits = self._drawn(q, count)
         both, there = self.z.flatten(1, 2), self.others.repeat_interleave(2, 1)
         often = there.shape[1] / (self.size - 1)
@@ -308,6 +327,21 @@ class World:
         ratio = self.ratio if self.visits > 1 else found
         self.ratio = ratio + max(0.02, 1 / self.visits) * (found - ratio)
         return (weights - log_table[..., None] - ratio.log()[:, None, None]).exp() @ keys
+
+    def whole(self, table: Tensor) -> Tensor:  # [M,T,D], T embeddings of every item
+        """The exact softmax over a table."""
+        logits = self.beta * torch.einsum("nrd,mtd->nrmt", self.x, table)
+        own = self.owner[:, None] == torch.arange(self.size)
+        logits = logits.masked_fill(own[:, None, :, None], -math.inf)
+        return logits.flatten(2).softmax(2) @ table.flatten(0, 1)
+
+    def bounds(self) -> dict[str, Callable[[], Tensor]]:
+        found: dict[str, Callable[[], Tensor]] = {
+            f"perfect {n}": partial(self.multiple, n, table="exact") for n in (8, 16, 32, 64)
+        }
+        found["whole table of means"] = lambda: self.whole(self.tables["mean"][:, None])
+        found["whole table of four views"] = lambda: self.whole(self.views[:, :4])
+        return found
 
     def methods(self) -> dict[str, Callable[[], Tensor]]:
         return {
@@ -381,6 +415,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--sweeps", type=int, default=120)
     parser.add_argument("--warm-up", type=int, default=60)
+    parser.add_argument("--bounds", action="store_true", help="only what no method can have")
     parser.add_argument("--out", type=Path, default=None)
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -393,8 +428,10 @@ def main() -> None:
             World(items, views, given.beta, given.batch_size, 1),
             exact(views, given.beta),
         )
-        result = errors(world, world.methods(), target, given.sweeps, given.warm_up)
+        methods = world.bounds() if given.bounds else world.methods()
+        result = errors(world, methods, target, given.sweeps, given.warm_up)
         job = {"noise": noise, "beta": given.beta, "b": given.batch_size, "sweeps": given.sweeps}
+        job |= {"bounds": True} if given.bounds else {}
         row = {"job": job, "cosine": cosine(views), "errors": result}
         if given.out:
             append(given.out, row)
