@@ -4,6 +4,9 @@ Every step has b anchors, as always. What differs is how well the softmax over a
 known: DCL's from the batch, a chain's, one from R uniform draws more, and the exact one, for which
 all items are encoded in every step (in fresh views, with their gradients). No estimator with b
 anchors a step can be better than the last: its mean is right and only the anchors are a sample.
+`whole table` encodes nothing beyond the batch: it takes the exact softmax over the embeddings that
+all items had when a batch last held them, with the gradient of the batch's items as anchors and as
+keys of all stale anchors. With an encoder that stands still this is the exact gradient.
 
 Data     as benchmarks/pictures.py: 1,000 training pictures at 16 px, fresh augmentations; probes
          are fitted on them and tested on 2,000 others.
@@ -21,6 +24,7 @@ The same command goes on with what is missing; `--redraw` only prints.
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import time
 from pathlib import Path
@@ -30,7 +34,7 @@ import torch
 from hypotheses import table
 from pictures import BASE, TEST_PER_CLASS, copied
 
-from negchain import ImportanceLoss
+from negchain import ImportanceLoss, WeightedLoss
 from negchain.losses import Uniform
 from negchain.losses.request import Part, Want, tower_of
 from negchain.methods import LossSettings, Method, register
@@ -51,6 +55,39 @@ class ExactLoss(ImportanceLoss):
         ]
 
 
+class WholeTableLoss(WeightedLoss):
+    """The global loss of a batch's items, all others as they were when last seen."""
+
+    table: torch.Tensor  # [M,2,D] two views of every item
+    log_sums: torch.Tensor  # [M,2] log of their sums over negatives; inf: not seen yet
+
+    def __init__(self, num_samples: int, beta: float, *, dim: int, **more: Any) -> None:
+        super().__init__(num_samples, beta, **more)
+        self.add_state("table", torch.zeros(num_samples, 2, dim))
+        self.add_state("log_sums", torch.full((num_samples, 2), math.inf))
+
+    def _loss(self, call: Any, requests: Any) -> torch.Tensor:
+        batch, beta = self._checked(call), float(self.beta)
+        rows, size = batch.both.flatten(0, 1), len(batch.index)
+        here = self.log_sums[:, 0].isfinite().index_fill(0, batch.index, False)
+        stale = beta * rows @ self.table[here].flatten(0, 1).to(rows).T  # [2B,2M']
+        fresh = beta * rows @ rows.T
+        ids = batch.index.repeat(2)
+        own = ids[:, None] == ids
+        logits = torch.cat([fresh.masked_fill(own, -math.inf), stale], 1).detach()
+        log_sum = logits.logsumexp(1)
+        weights = (logits - log_sum[:, None]).exp()
+        as_key = (stale.detach() - self.log_sums[here].flatten()).exp().clamp(max=1.0)
+        positive = beta * (batch.both[0] * batch.both[1]).sum(1).repeat(2)
+        moved = (weights * torch.cat([fresh.masked_fill(own, 0.0), stale], 1)).sum(1) - positive
+        moved = moved + (as_key * stale).sum(1)
+        if self.training:
+            self.table[batch.index] = batch.both.detach().transpose(0, 1).to(self.table)
+            self.log_sums[batch.index] = log_sum.view(2, size).T.to(self.log_sums)
+        value = (log_sum - positive).detach()
+        return self._finish([(moved - moved.detach() + value).mean()], {})
+
+
 def uniform(num: int) -> Any:
     """A builder of the loss with so many uniform draws, instead of the batch's columns."""
 
@@ -67,6 +104,14 @@ for number in DRAWS:
     register(
         Method(f"draws-{number}", f"{number} uniform draws", ("#888", "#888"), uniform(number))
     )
+register(
+    Method(
+        "whole-table",
+        "whole table",
+        ("#444", "#bbb"),
+        lambda s: WholeTableLoss(s.num_samples, s.beta, dim=s.dim, seed=s.seed, **s.layout),
+    )
+)
 register(Method("exact", "exact softmax", ("#000", "#fff"), uniform(0)))
 BOTH = {"proposal": "both"}
 CASES: list[tuple[str, str, dict[str, Any]]] = [
@@ -75,6 +120,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("emc2, both", "emc2", BOTH),
     ("isir, both", "isir", BOTH),
     *((f"draws-{number}", f"draws-{number}", {}) for number in DRAWS),
+    ("whole-table", "whole-table", {}),
     ("exact", "exact", {}),
 ]
 
