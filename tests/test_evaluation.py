@@ -249,6 +249,16 @@ def test_weighted_votes_equal_a_loop_over_neighbours() -> None:
     assert in_top(votes[20], classes, test_y, 4).all()
 
 
+def test_features_of_zeros_have_cosine_zero() -> None:
+    """A picture that no unit answers to was taken for one at cosine 0.5."""
+    x, y = torch.tensor([[1.0, 0.6], [0.0, 0.0], [-1.0, 0.0]]), torch.arange(3)
+    query = torch.tensor([[-0.2, 1.0]])
+    cosine = F.cosine_similarity(query.double(), x.double())
+    assert nearest_neighbours(x, query, k=3)[0].equal(cosine.argsort(descending=True))
+    votes = knn_votes(x, y, query, ks=(3,))[3][0]
+    assert torch.allclose(votes, (cosine / KNN_TEMPERATURE).softmax(0))
+
+
 def test_the_probe_gives_its_predictions_and_the_share_among_five(digits: Split) -> None:
     found = linear_probe(*digits)
     assert (found.predicted == digits[3]).double().mean().item() == pytest.approx(found.accuracy)
@@ -288,6 +298,13 @@ def test_similar_pairs_equal_brute_force(chunk: int) -> None:
     assert len(similar_pairs(x, -1.0, chunk=chunk)[0]) == 190  # a cosine of 0 or less counts too
     with pytest.raises(ValueError, match="between -1 and 1"):
         similar_pairs(x, 95)
+
+
+def test_copies_are_similar_pairs_at_one() -> None:
+    """Rounding left a third of all copies below a cosine of 1."""
+    x = torch.randn(200, 64, generator=torch.Generator().manual_seed(0))
+    pairs, _, count = similar_pairs(torch.cat([x, x]), 1.0)
+    assert count == 200 and pairs.diff(dim=1).eq(200).all()
 
 
 def test_refusals() -> None:

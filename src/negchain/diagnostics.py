@@ -8,7 +8,8 @@ batch's positive term is taken out of both sides.
     bias          the part of | mean_t g_t - g | / |g| that noise does not explain: with the means
                   m1, m2 of two losses with seeds (and chains) of their own, which take turns,
                   sqrt( <m1 - g, m2 - g> ) / |g|
-    noise         standard error of that mean, relative to |g|
+    noise         standard error of that mean, | m1 - m2 | / (2 |g|): with what chains carry
+                  from visit to visit
     length        <mean_t g_t, g> / |g|^2            1 = right length along the exact gradient
     std/step      sqrt( mean_t |g_t - mean g|^2 ) / |g|
 
@@ -113,7 +114,7 @@ def estimator_report(
         z_b: [M, D] of a second view; None: no other than `z_a`'s.
         batch_size: b.
         beta: inverse temperature.
-        steps: batches averaged over, after the warm-up.
+        steps: batches averaged over, after the warm-up; at least 2.
         warm_up: batches before them, for each of two losses, in which chains and averages settle;
             None: 10 visits each.
         methods: names of `negchain.methods.METHODS`; None: all of them.
@@ -142,6 +143,8 @@ def estimator_report(
     num_views, size, dim = table.shape
     if not 2 <= batch_size <= size:
         raise ValueError(f"batch_size must be between 2 and the {size} samples, got {batch_size}")
+    if steps < 2:
+        raise ValueError(f"steps must be at least 2, one for each of two losses, got {steps}")
     warm_up = 10 * math.ceil(size / batch_size) if warm_up is None else warm_up
     rows = []
     for name in names:
@@ -271,15 +274,15 @@ def _measure(
             counts[step % 2] += 1
             squares += float(gradient.square().sum())
     steps, norm = sum(counts), float(exact.norm())
-    mean = halves.sum(0) / max(steps, 1)
-    first_half, second_half = (h / max(c, 1) for h, c in zip(halves, counts, strict=True))
+    mean = halves.sum(0) / steps
+    first_half, second_half = (h / c for h, c in zip(halves, counts, strict=True))
     square = float(((first_half - exact) * (second_half - exact)).sum())
-    variance = max(0.0, squares / max(steps, 1) - float(mean.square().sum()))
+    variance = max(0.0, squares / steps - float(mean.square().sum()))
     state = sum(s.numel() * s.element_size() for s in first.state_tensors() if s.numel() >= size)
     return EstimatorRow(
         method=name,
         relative_bias=math.sqrt(max(0.0, square)) / norm,
-        noise=math.sqrt(variance / max(steps, 1)) / norm,
+        noise=float((first_half - second_half).norm()) / (2 * norm),
         norm_ratio=float((mean * exact).sum()) / norm**2,
         relative_std=math.sqrt(variance) / norm,
         state_bytes_per_sample=state / size,

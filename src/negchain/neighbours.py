@@ -55,14 +55,15 @@ def _check_k(ks: Sequence[int], train_x: Tensor) -> None:
 def _nearest(
     train_x: Tensor, query_x: Tensor, k: int, metric: Metric, chunk: int
 ) -> tuple[Tensor, Tensor]:
-    """2 q.t - |t|^2 of the k nearest rows, [Q,k] float64, and their positions."""
-    train, found = train_x.double(), []
-    if metric == "cosine":
+    """Cosines (or q.t - |t|^2 / 2) of the k nearest rows, [Q,k] float64, and their positions."""
+    cosine, train, found = metric == "cosine", train_x.double(), []
+    if cosine:
         train = F.normalize(train)
     squares = train.square().sum(1)
     for rows in torch.split(query_x, chunk):
-        query = F.normalize(rows.double()) if metric == "cosine" else rows.double()
-        closeness = 2 * query @ train.T - squares  # |q|^2 is the same for all training rows
+        closeness = (F.normalize(rows.double()) if cosine else rows.double()) @ train.T
+        if not cosine:
+            closeness -= squares / 2  # |q|^2 is the same for all training rows
         found.append(closeness.topk(k))
     return torch.cat([f.values for f in found]), torch.cat([f.indices for f in found])
 
@@ -86,12 +87,11 @@ def knn_votes(
     """
     check_rows(train_x, train_y, test_x)
     _check_k(ks, train_x)
-    closeness, nearest = _nearest(train_x, test_x, max(ks), "cosine", chunk)
+    cosines, nearest = _nearest(train_x, test_x, max(ks), "cosine", chunk)
     classes, labels = torch.unique(train_y.to(train_x.device), return_inverse=True)
     votes = {}
     for k in ks:
-        # closeness is 2 cos - 1, so a softmax over half of it is one over the cosine
-        weights = (closeness[:, :k] / (2 * KNN_TEMPERATURE)).softmax(1)
+        weights = (cosines[:, :k] / KNN_TEMPERATURE).softmax(1)
         votes[k] = weights.new_zeros(len(weights), len(classes))
         votes[k].scatter_add_(1, labels[nearest[:, :k]], weights)
     return votes
@@ -147,11 +147,12 @@ def similar_pairs(
     if not -1 <= above <= 1:
         raise ValueError(f"a cosine lies between -1 and 1, got {above}; use e.g. 0.95")
     unit = F.normalize(x.double())
+    least = above - torch.finfo(torch.float32).eps  # copies reach 1 up to rounding only
     count = 0
     pairs, scores = x.new_empty(0, 2, dtype=torch.long), x.new_empty(0, dtype=torch.double)
     for first in range(0, len(x), chunk):
         cosine = unit[first : first + chunk] @ unit[first:].T
-        left, right = (cosine >= above).triu(1).nonzero(as_tuple=True)
+        left, right = (cosine >= least).triu(1).nonzero(as_tuple=True)
         count += len(left)
         pairs = torch.cat([pairs, torch.stack([left, right], 1) + first])
         scores = torch.cat([scores, cosine[left, right]])

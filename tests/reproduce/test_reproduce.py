@@ -175,6 +175,14 @@ def test_exact_is_equation_1_over_all_pairs_of_views() -> None:
     assert numbers["gradient"] == pytest.approx(wanted, rel=1e-4)
 
 
+def test_a_stationarity_run_that_diverged_is_a_failed_run() -> None:
+    """Losses refuse NaN on a CPU only; nulls in its record broke the table of all runs."""
+    job = stationarity.jobs(common.Options(quick=True, device="cpu"))[-1]
+    assert job["method"] == common.FULL
+    row = common.one("stationarity", {**job, "lr": 1e30}, time.time() + 60)
+    assert row is not None and "the run diverged" in row["error"]
+
+
 def test_first_images_are_in_the_data_sets_order(tmp_path: Path) -> None:
     numbers = {"cat": (3, 1), "ape": (2, 0)}
     for split in ("train", "test"):

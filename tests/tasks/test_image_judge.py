@@ -10,6 +10,7 @@ from torch import Tensor
 
 from negchain.data import DataBundle, ImageSet
 from negchain.neighbours import accuracy
+from negchain.tasks.image_judge import ImageJudge
 from negchain.tasks.images import ImageTask, load_images
 from negchain.train.resolve import resolve
 
@@ -92,3 +93,15 @@ def test_chance_is_the_best_constant_answer_on_the_test_pictures(digits: ImageTa
     encoder, _ = task.build()
     found = task.judge().before(encoder)[0]["chance"]
     assert found == max(accuracy(torch.full_like(tested, c), tested) for c in range(8)) > 0.25
+
+
+def test_no_picture_is_its_own_neighbour(digits: ImageTask) -> None:
+    """Of two copies the other one was dropped where it came first."""
+    x = torch.randn(12, 4, generator=torch.Generator().manual_seed(0)).repeat(2, 1)
+    places = torch.arange(24, dtype=torch.uint8).view(24, 1, 1, 1)
+    images = ImageSet(tuple(map(str, range(24))), None, places)
+    found = ImageJudge(digits)._neighbours(images, x, images, x)
+    queries, near = found["neighbour_queries"].flatten(), found["neighbour_images"].flatten(1)
+    assert not (near == queries[:, None]).any()
+    assert (near[:, 0] == (queries.int() + 12) % 24).all()
+    assert torch.allclose(found["neighbour_similarities"][:, 0], torch.tensor(1.0))

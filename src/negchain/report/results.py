@@ -16,7 +16,7 @@ from rich.table import Table
 
 from .measures import GLOBAL_LOSS, THROUGHPUT, TIME, Metric
 from .runs import Group, Run, group_runs, load_run
-from .statistics import LEVEL, Estimate, estimates, over_start, winner
+from .statistics import LEVEL, Estimate, beyond_chance, estimates, over_start, winner
 
 _COLUMNS = (GLOBAL_LOSS, TIME, THROUGHPUT)  # after the task's own
 
@@ -179,11 +179,12 @@ def recommendation(groups: Sequence[Group], lead: Metric) -> str | None:
     noun = best.shown.noun
     tested = "" if test is None else f" ({test.in_points()} on test {noun})"
     gained = f"{gain.in_points()} of {lead.name} over the encoder as it was{tested}"
-    if np.quantile(gain.means, (1 - LEVEL) / 2) <= 0:
+    if not beyond_chance([one for _, one in known]):
+        chance = f", for the largest of {len(known)} gains" * (len(known) > 1)
         return (
             f"Recommended: none of these. The most is gained by {best.label}, {gained}, which is "
-            f"within the noise of {noun} and seeds: keep the encoder you have, or look for false "
-            "negatives in what the page shows."
+            f"within the noise of {noun} and seeds{chance}: keep the encoder you have, or look for "
+            "false negatives in what the page shows."
         )
     alike = [
         group.label

@@ -6,7 +6,9 @@ A mean accuracy is uncertain twice: other test images, and other seeds. Both are
 
 with s the standard deviation over S seeds: a bootstrap over images, the same images for all groups
 (so that a difference between two groups is paired), and for the few seeds the distribution of a
-mean with unknown variance, as a bootstrap of two or three seeds is far too sure. One seed says
+mean with unknown variance, as a bootstrap of two or three seeds is far too sure. So is one of a few
+images: what resampling moves a mean by is multiplied by sqrt(Q / c), c ~ chi squared(Q - 1), which
+makes Student's distribution of a normal one and is 1 where Q is large. One seed says
 nothing about other seeds: its interval covers test images only, and it cannot win.
 
 Shapes: S seeds, Q test images, N resampled means.
@@ -134,6 +136,25 @@ def winner(found: Sequence[Estimate | None], *, higher: bool) -> int | None:
     return best if all(beaten) else None
 
 
+def beyond_chance(gains: Sequence[Estimate]) -> bool:
+    """Whether the largest of several gains is more than the largest of as many by chance.
+
+    Of eight methods that gain nothing one may well seem to. In 97.5 % of what might have been,
+    none deviates by more than `sure` times what it alone does in 97.5 %.
+
+    >>> noise = np.random.default_rng(0).standard_normal((8, 999))
+    >>> found = [Estimate(m, 3, m + row) for m, row in zip((2.2, *[0.0] * 7), noise)]
+    >>> beyond_chance(found[:1]), beyond_chance(found)
+    (True, False)
+    """
+    deviations = np.stack([gain.mean - gain.means for gain in gains])
+    alone = np.quantile(deviations, (1 + LEVEL) / 2, axis=1).clip(min=0)
+    scale = np.where(alone > 0, alone, np.inf)  # what has no noise never deviates
+    sure = float(np.quantile((deviations.T / scale).max(1), (1 + LEVEL) / 2))
+    largest = max(range(len(gains)), key=lambda i: gains[i].mean)
+    return bool(gains[largest].mean > max(sure, 1.0) * alone[largest])
+
+
 def _over_images(groups: Sequence[Group], key: str) -> dict[int, FloatArray]:
     """Means [N] of each group with test images resampled, by place; none where unknown.
 
@@ -145,7 +166,7 @@ def _over_images(groups: Sequence[Group], key: str) -> dict[int, FloatArray]:
         if not arrays or any(f"right_{key}" not in a or "test_labels" not in a for a in arrays):
             continue
         tests = {a["test_labels"].tobytes() for a in arrays}
-        if len(tests) == 1:
+        if len(tests) == 1 and len(arrays[0][f"right_{key}"]) > 1:
             right = np.stack([a[f"right_{key}"] for a in arrays]).astype(np.float64).mean(axis=0)
             shared.setdefault((tests.pop(), len(right)), []).append((i, right))
     found = {}
@@ -155,6 +176,8 @@ def _over_images(groups: Sequence[Group], key: str) -> dict[int, FloatArray]:
         kinds, counts = np.unique(rows, axis=0, return_counts=True)
         generator = np.random.default_rng(0)
         drawn = generator.multinomial(len(rows), counts / len(rows), size=RESAMPLED)
-        means = drawn @ kinds / len(rows)
+        means, mean = drawn @ kinds / len(rows), rows.mean(0)
+        few = np.sqrt(len(rows) / generator.chisquare(len(rows) - 1, RESAMPLED))
+        means = mean + few[:, None] * (means - mean)
         found.update({i: means[:, place] for place, (i, _) in enumerate(members)})
     return found

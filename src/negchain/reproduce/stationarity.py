@@ -98,6 +98,8 @@ def exact(encoder: nn.Module, views: Tensor, beta: float) -> Row:
     similarity = torch.linalg.vecdot(a, b).mean()
     # Half of D_pos are pairs of a view with itself, whose similarity is 1.
     loss = global_loss(a, b, beta) + beta * similarity - beta * (similarity + 1) / 2
+    if not math.isfinite(loss.item()):  # a table of numbers has no place for it
+        raise ValueError(f"the exact loss is {loss.item()}: the run diverged; lower its step size")
     encoder.zero_grad()
     torch.autograd.backward(loss)
     parameters = list(encoder.parameters())

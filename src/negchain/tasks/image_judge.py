@@ -164,10 +164,12 @@ class ImageJudge(Judge):
         self, base: ImageSet, base_x: Tensor, shown: ImageSet, shown_x: Tensor
     ) -> dict[str, Tensor]:
         queries = evenly(len(shown), GALLERY)
-        same = base is shown  # then the nearest is the image itself
+        same = base is shown  # then a query is among its nearest, and copies may come before it
         count = min(NEIGHBOURS + same, len(base))
         nearest = nearest_neighbours(base_x, shown_x[queries.to(shown_x.device)], k=count).cpu()
-        nearest = nearest[:, int(same) :]
+        if same:
+            itself_last = (nearest == queries[:, None]).int().argsort(dim=1, stable=True)
+            nearest = nearest.gather(1, itself_last)[:, :-1]
         unit = torch.nn.functional.normalize
         similar = torch.einsum(
             "qd,qkd->qk",
