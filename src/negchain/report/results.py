@@ -130,7 +130,7 @@ def comparison_table(paths: Sequence[Path]) -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
     for place in found.order:
         cells = [found.rows[place][i] for i in shown]
-        seeds = len(groups[place].runs)
+        seeds = len(groups[place].runs) - groups[place].repeated
         name = f"{groups[place].label} ({seeds} seed{'s' * (seeds > 1)})"
         table.add_row(
             _plain(name), *(f"{'*' * c.wins}{c.text}\n{_plain(c.spread)}".rstrip() for c in cells)
