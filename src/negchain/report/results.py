@@ -180,10 +180,11 @@ def recommendation(groups: Sequence[Group], lead: Metric) -> str | None:
     tested = "" if test is None else f" ({test.in_points()} on test {noun})"
     gained = f"{gain.in_points()} of {lead.name} over the encoder as it was{tested}"
     if np.quantile(gain.means, (1 - LEVEL) / 2) <= 0:
+        few = "two seeds leave it wide, so add --seeds 3 or more; else " * (gain.seeds == 2)
         return (
             f"Recommended: none of these. The most is gained by {best.label}, {gained}, which is "
-            f"within the noise of {noun} and seeds: keep the encoder you have, or look for false "
-            "negatives in what the page shows."
+            f"within the noise of {noun} and seeds: {few}keep the encoder you have, or look for "
+            "false negatives in what the page shows."
         )
     alike = [
         group.label
