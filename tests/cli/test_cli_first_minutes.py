@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -81,8 +83,19 @@ def test_ctrl_c_is_answered_with_a_word(
         monkeypatch.setattr(f"negchain.train.{place}", pressed)
     assert negchain(command, *given) == 130
     said = capsys.readouterr().err.strip()
-    assert said == f"stopped before the {'next checkpoint' if command == 'train' else 'end'}"
+    first = "first step; give the same command again"
+    assert said == f"stopped before the {first if command == 'train' else 'end'}"
     assert not out.exists()
+
+
+def test_ctrl_c_while_the_program_ends_shows_no_traceback() -> None:
+    """Torch takes a second to tidy up after the last word."""
+    code = (
+        "import atexit, signal; from negchain.cli import main; "
+        "atexit.register(signal.raise_signal, signal.SIGINT); main(['--version'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.startswith("negchain") and done.stderr == ""
 
 
 def test_progress_is_alive_when_redirected(

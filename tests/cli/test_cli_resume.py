@@ -128,6 +128,28 @@ def test_a_signal_checkpoints_and_says_how_to_go_on(
     assert metrics_of(out)[-1]["step"] == 6 and (out / "report.html").exists()
 
 
+def test_asked_twice_a_run_ends_at_once_and_says_how_to_go_on(
+    pictures: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Also during the evaluation before the first step, when there is no checkpoint yet."""
+
+    def pressed(*args: object, **named: object) -> None:
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+
+    out = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr("negchain.train.trainer.Run._first_line", pressed)
+        assert negchain("train", TINY, "--steps 2 --data", pictures, "--out", out) == 130
+    said = capfd.readouterr().err.splitlines()[-1]
+    again = f"continue with: negchain train --out {out} --resume"
+    assert said == f"stopped at once, without a checkpoint; {again}"
+    assert negchain("train --quiet --resume --out", out) == 0
+
+
 @pytest.mark.parametrize("answer", [signal.SIG_DFL, signal.SIG_IGN], ids=["closed", "nohup"])
 def test_a_closed_terminal_is_not_asking_twice(answer: signal.Handlers) -> None:
     """It sends SIGHUP, and so does its shell; where that is ignored it stays ignored."""

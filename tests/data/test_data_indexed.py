@@ -47,6 +47,8 @@ def test_a_stream_has_no_positions() -> None:
     for stream in (Unnumbered(), Counted()):
         with pytest.raises(ValueError, match="yields samples.*map-style"):
             Indexed(stream)
+        with pytest.raises(ValueError, match="yields samples.*map-style"):
+            next(prefetch(make("emc2"), stream, [[0, 1]]))
 
 
 def make(method: str) -> Loss:

@@ -26,7 +26,7 @@ def group(label: str, gain: float, *, seeds: int = 1, noise: float = 0.1) -> Gro
         rng = np.random.default_rng([seed, *label.encode()])
         got = before + gain + noise * rng.standard_normal(200)
         art = {"before_ndcg10": before, "right_ndcg10": got, "test_labels": np.arange(200)}
-        runs.append(Run(Path(label), {}, [], {"ndcg10": float(got.mean())}, art))
+        runs.append(Run(Path(label), {"seed": seed}, [], {"ndcg10": float(got.mean())}, art))
     return Group(label, label, 0, {}, runs)
 
 
@@ -118,7 +118,17 @@ def test_none_is_recommended_where_nothing_gains() -> None:
     for gain in (0.0, -0.1):
         said = recommendation([group("a", gain), group("b", gain)], LEAD)
         assert said is not None and said.startswith("Recommended: none of these.")
-        assert "keep the encoder you have" in said
+        assert "keep the encoder you have" in said and "--seeds" not in said
+
+
+def test_two_seeds_that_leave_everything_open_ask_for_a_third() -> None:
+    tuned = group("good", 0.2, seeds=2)
+    for run, score in zip(tuned.runs, (0.6, 0.7), strict=True):
+        assert run.summary is not None
+        run.summary["ndcg10"] = score  # 12.7 standard errors either way
+    said = recommendation([tuned], LEAD)
+    assert said is not None and said.startswith("Recommended: none of these.")
+    assert "two seeds leave it wide, so add --seeds 3 or more; else keep" in said
 
 
 def test_the_best_of_eight_that_gain_nothing_is_not_recommended() -> None:

@@ -134,6 +134,18 @@ def test_a_winner_is_marked_only_where_there_is_one(tmp_path: Path) -> None:
     assert not found["single"][0] and "no winner is named" in found["single"][1]
 
 
+def test_a_seed_run_again_is_no_other_seed(tmp_path: Path) -> None:
+    """Its numbers are the same, and would make the noise of seeds nothing."""
+    paths = [finished(tmp_path, f"{method}-again{nth}", value, 0)
+             for method, value in (("emc2", 0.97), ("dcl", 0.90)) for nth in range(3)]  # fmt: skip
+    page = page_of(paths, tmp_path / "page.html")
+    assert "no winner is named" in page.text and "is best by" not in page.text
+    assert page.text.count("(2 repeated)") == 2
+    console = Console(width=80, record=True, force_terminal=False)
+    console.print(comparison_table(paths))
+    assert console.export_text().count("(1 seed)") == 2
+
+
 def test_pairing_over_test_images_finds_what_two_intervals_would_hide(tmp_path: Path) -> None:
     """One run right wherever the other is and on twelve images more: intervals overlap."""
     labels, draws = np.zeros(359, dtype=int), np.random.default_rng(0)

@@ -158,6 +158,8 @@ def test_a_run_without_labels_and_one_cut_short_say_so(tmp_path: Path) -> None:
     page = page_of([run], tmp_path / "page.html")
     assert "Nothing was probed, because the data has no labels" in page.text
     assert "This run is unfinished: the numbers are those after 96 samples." in page.text
+    assert "goes on with negchain train --out and --resume." in page.text
+    assert page.count("span", "option") == 2  # not broken after the two dashes
     assert "Not recorded in this run: global loss." in page.text
     assert "accuracy" not in page.text.lower()
     assert page.count("svg", "chart") == 2  # one point is a chart too

@@ -97,6 +97,18 @@ def test_groups_name_what_differs_within_a_method_and_ignore_seed_and_bookkeepin
     assert len(group_runs(loaded)) == 2
 
 
+def test_runs_before_and_after_files_were_added_are_no_seeds_of_one_group(tmp_path: Path) -> None:
+    states = [{"num_samples": n, "fingerprint": mark} for n, mark in ((90, "abcdef12"), (95, "98"))]
+    configs = [make_config("emc2", seed, data_info=state, lr=lr)
+               for state in states for lr in (0.1, 0.2) for seed in (0, 1)]  # fmt: skip
+    loaded = [load_run(write_run(tmp_path / str(i), c, [])) for i, c in enumerate(configs)]
+    assert [(g.label, len(g.runs)) for g in group_runs(loaded)] == [
+        (f"EMC² · {state} · lr={lr}", 2)
+        for state in ("90 samples (abcdef)", "95 samples (98)") for lr in (0.1, 0.2)
+    ]  # fmt: skip
+    assert [g.label for g in group_runs(loaded[:4])] == ["EMC² · lr=0.1", "EMC² · lr=0.2"]
+
+
 def test_mean_curve_equals_numpy_over_seeds_and_leaves_no_seed_out(tmp_path: Path) -> None:
     configs = [make_config("emc2", seed) for seed in range(4)]
     loaded = [load_run(write_run(tmp_path / str(c["seed"]), c, make_metrics(c))) for c in configs]

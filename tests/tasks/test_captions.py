@@ -88,6 +88,7 @@ def test_a_split_column(tmp_path: Path) -> None:
         ([HEAD, ("a.png",)], r"line 2 of a.csv has no caption \(a.png\)"),
         ([HEAD, ("", "a dog")], r"line 2 of a.csv has no image \(a dog\)"),
         ([HEAD, ("a.png", "x"), ("gone.png", "y")], r"1 are not: gone.png \(line 3\)"),
+        ([HEAD, *[("gone.png", "y"), ("away.png", "z")] * 5], r"2 are not: gone.png \(line 2\)"),
         ([HEAD, ("../\x1b.png", "y")], r"\\x1b.png"),
         ([HEAD, ("a\0.png", "y")], "1 are not"),
         ([(*HEAD, "split"), ("a.png", "x", "tets")], "split must be one of train, .*got 'tets'"),

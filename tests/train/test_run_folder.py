@@ -227,5 +227,5 @@ def test_a_full_disk_is_told_by_the_write_that_failed_and_not_by_closing(folder:
 def test_a_folder_of_runs_says_where_they_are(folder: Path) -> None:
     with RunFolder.create(folder, config=CONFIG):
         require_run(folder)
-    with pytest.raises(ValueError, match=r"holds no run .*runs are within it: .*runs/\*$"):
+    with pytest.raises(ValueError, match=r"holds no run .*runs are within it: .*runs/\*/$"):
         require_run(folder.parent)

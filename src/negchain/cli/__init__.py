@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import signal
 import sys
 import threading
 import traceback
@@ -70,7 +71,9 @@ def _common(
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit with its status."""
     threading.excepthook = _thread_failed
-    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+    status = run(sys.argv[1:] if arguments is None else arguments)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of whatever torch is tidying up
+    sys.exit(status)
 
 
 def _thread_failed(failure: threading.ExceptHookArgs) -> None:
@@ -100,8 +103,7 @@ def run(arguments: list[str]) -> int:
     except (KeyboardInterrupt, typer.Abort) as stopped:
         if isinstance(stopped.__cause__, EOFError):  # typer takes it for the end of typing
             return _explain("failed", stopped.__cause__, 1)
-        before = "next checkpoint" if arguments[:1] == ["train"] else "end"
-        say(f" before the {before}", "stopped", "bold yellow")
+        say(" before the end", "stopped", "bold yellow")
         return 130
     except UsageProblem as error:
         if not arguments:  # `negchain` alone shows the help

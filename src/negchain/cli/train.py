@@ -85,7 +85,10 @@ def command(
 
 
 def _train(resume_: bool, config_: Path | None, show: bool, settings: dict[str, Any]) -> int:
-    run = _resumed(settings, show) if resume_ else _started(settings, config_, show)
+    try:
+        run = _resumed(settings, show) if resume_ else _started(settings, config_, show)
+    except KeyboardInterrupt:
+        raise Stopped("before the first step; give the same command again") from None
     show = show and run.team.leads
 
     from negchain.train.stopping import Interrupted
@@ -95,9 +98,10 @@ def _train(resume_: bool, config_: Path | None, show: bool, settings: dict[str, 
             _announce(run)
         try:
             summary = run.train(Progress(show))
-        except Interrupted as error:
+        except (Interrupted, KeyboardInterrupt) as error:
+            when = str(error) or "at once, without a checkpoint"
             where = f"continue with: negchain train --out {run.folder.path} --resume"
-            raise Stopped(f"{error}; {where}") from None
+            raise Stopped(f"{when}; {where}") from None
         except Exception as error:
             raise Failed(f"{error}") from error
     if run.team.leads:

@@ -32,11 +32,7 @@ class Indexed(Dataset[tuple[Any, ...]]):
     """
 
     def __init__(self, dataset: Any) -> None:
-        if not hasattr(dataset, "__len__") or isinstance(dataset, IterableDataset):
-            raise ValueError(
-                f"a sample needs a position, and {type(dataset).__name__} yields samples without "
-                "one; give a map-style data set, or use InfoNCELoss, which needs no positions"
-            )
+        _refuse_without(dataset, "__len__")
         self.dataset = dataset
 
     def __len__(self) -> int:
@@ -46,6 +42,15 @@ class Indexed(Dataset[tuple[Any, ...]]):
         """Position and sample; a sample that is no tuple counts as a tuple of one."""
         sample = self.dataset[position]
         return (position, *sample) if isinstance(sample, (tuple, list)) else (position, sample)
+
+
+def _refuse_without(dataset: Any, has: str) -> None:
+    """Refuse a data set that only yields samples: nothing can be fetched from it by position."""
+    if not hasattr(dataset, has) or isinstance(dataset, IterableDataset):
+        raise ValueError(
+            f"a sample needs a position, and {type(dataset).__name__} yields samples without "
+            "one; give a map-style data set, or use InfoNCELoss, which needs no positions"
+        )
 
 
 class Asks(Protocol):
@@ -95,6 +100,8 @@ def prefetch(
         ...     loss = loss_fn(encoder(batch), encoder(batch + 0.1), index, answered)
     """
     source = dataset if wanted is None else wanted
+    for each in (dataset, source):
+        _refuse_without(each, "__getitem__")
     used = 0  # batches that have been trained on
 
     def plans() -> Iterator[Plan]:  # runs in this process, as far ahead as the loader likes

@@ -98,7 +98,7 @@ def results(groups: Sequence[Group]) -> str:
     if "[" in spreads:
         tested = groups[0].shown.tested
         noise = f"In brackets the 95 % interval over {tested} and seeds. {noise}"
-    means = "Means over seeds" if any(len(group.runs) > 1 for group in groups) else "One seed"
+    means = "Means over seeds" if any(len(g.counted) > 1 for g in groups) else "One seed"
     return (
         f'<section><h2>Results</h2><p class="lead">{means}, the best first by '
         f"{escape(found.lead.name)}. {noise}Bold marks a winner, and only where it is better than "
@@ -127,7 +127,9 @@ def _setting(group: Group, key: str) -> str:
 
 def _seeds(group: Group) -> str:
     open_runs = len(group.runs) - sum(run.finished for run in group.runs)
-    return f"{len(group.runs)}" + (f" <small>({open_runs} unfinished)</small>" if open_runs else "")
+    counts = {"unfinished": open_runs, "repeated": group.repeated}
+    said = "".join(f" <small>({n} {word})</small>" for word, n in counts.items() if n)
+    return f"{len(group.runs) - group.repeated}{said}"
 
 
 def curves(page: Page, groups: Sequence[Group]) -> None:
@@ -165,10 +167,9 @@ def runs_section(page: Page, groups: Sequence[Group], out: Path) -> None:
     page.add("<section><h2>Runs</h2>")
     for place, group in enumerate(groups):
         for nth, run in enumerate(group.runs):
-            seed = run.config.get("seed", "–")
             page.add(
                 f'<details class="run"><summary>{key_line(group)}<b>{escape(group.label)}</b>'
-                f"<span>seed {escape(str(seed))}</span>{_lead(run)}"
+                f"<span>seed {escape(run.seed)}</span>{_lead(run)}"
                 f"<span>{escape(run.name)}</span>"
                 f"</summary>{notices(run)}{tiles(run)}{_own_page(run, out)}"
             )

@@ -130,7 +130,7 @@ def comparison_table(paths: Sequence[Path]) -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
     for place in found.order:
         cells = [found.rows[place][i] for i in shown]
-        seeds = len(groups[place].runs)
+        seeds = len(groups[place].runs) - groups[place].repeated
         name = f"{groups[place].label} ({seeds} seed{'s' * (seeds > 1)})"
         table.add_row(
             _plain(name), *(f"{'*' * c.wins}{c.text}\n{_plain(c.spread)}".rstrip() for c in cells)
@@ -181,10 +181,11 @@ def recommendation(groups: Sequence[Group], lead: Metric) -> str | None:
     gained = f"{gain.in_points()} of {lead.name} over the encoder as it was{tested}"
     if not beyond_chance([one for _, one in known]):
         chance = f", for the largest of {len(known)} gains" * (len(known) > 1)
+        few = "two seeds leave it wide, so add --seeds 3 or more; else " * (gain.seeds == 2)
         return (
             f"Recommended: none of these. The most is gained by {best.label}, {gained}, which is "
-            f"within the noise of {noun} and seeds{chance}: keep the encoder you have, or look for "
-            "false negatives in what the page shows."
+            f"within the noise of {noun} and seeds{chance}: {few}keep the encoder you have, or "
+            "look for false negatives in what the page shows."
         )
     alike = [
         group.label

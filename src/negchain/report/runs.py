@@ -81,6 +81,11 @@ class Run:
         return None if ours or not re.search(r"[^\W\d]", stem) else stem
 
     @property
+    def seed(self) -> str:
+        """The seed as written; a dash where a config names none."""
+        return _option(self.config.get("seed", "–"))
+
+    @property
     def method(self) -> str:
         """The method's name as people write it."""
         return title_of(str(self.config.get("method", "unknown")))
@@ -151,6 +156,12 @@ class Run:
     def data_name(self) -> str:
         """The data set's name, or the last part of its path."""
         return Path(str(self.config.get("data", "unknown data"))).name or "data"
+
+    @property
+    def data_state(self) -> str:
+        """Which files the data were when the run read them; empty where that is not known."""
+        mark, count = (self.data_info.get(key) for key in ("fingerprint", "num_samples"))
+        return f"{count} samples ({str(mark)[:6]})" if mark else ""
 
     @cached_property
     def _curves(self) -> dict[str, Curve]:
@@ -224,8 +235,17 @@ class Group:
 
     @property
     def counted(self) -> list[Run]:
-        """Runs behind means and curves: the finished ones, or all where none has finished."""
-        return [run for run in self.runs if run.finished] or self.runs
+        """Runs behind means and curves: one a seed, of the finished ones if any has finished.
+
+        A seed run again gives the same numbers, which say nothing about other seeds.
+        """
+        runs = [run for run in self.runs if run.finished] or self.runs
+        return list({run.seed: run for run in runs}.values())
+
+    @property
+    def repeated(self) -> int:
+        """How many of its runs have the seed of another one."""
+        return len(self.runs) - len({run.seed for run in self.runs})
 
     def finals(self, key: str) -> FloatArray:
         """The final value of `key` of every counted run that has one."""
@@ -237,21 +257,23 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
     """Put runs that differ only by seed together, each group under what its runs were called.
 
     Where the tool named them a group is its method; names that would be equal get the options in
-    which they differ.
+    which they differ, or which state of the data each group read.
     """
     differing = _differing_options(runs)
     buckets: dict[str, list[Run]] = {}
     for run in runs:
         options = {key: _option(run.config.get(key)) for key in ("method", *differing)}
-        buckets.setdefault(json.dumps(options), []).append(run)
+        buckets.setdefault(json.dumps([options, run.data_state]), []).append(run)
     names = [_called(bucket) for bucket in buckets.values()]
     labels = list(names)
     for name in {name for name in names if names.count(name) > 1}:
         alike = [i for i, other in enumerate(names) if other == name]
         members = [list(buckets.values())[i] for i in alike]
         keys = _differing_options([run for bucket in members for run in bucket])
-        for i, bucket in zip(alike, members, strict=True):
-            said = [f"{key}={_option(bucket[0].config.get(key))}" for key in keys]
+        told = [[f"{k}={_option(bucket[0].config.get(k))}" for k in keys] for bucket in members]
+        for i, bucket, said in zip(alike, members, told, strict=True):
+            if told.count(said) > 1:
+                said = [bucket[0].data_state, *said]
             more = [f"{len(said) - _OPTIONS_NAMED} more"] if len(said) > _OPTIONS_NAMED else []
             labels[i] = " · ".join([name, *said[:_OPTIONS_NAMED], *more])
     groups: list[Group] = []

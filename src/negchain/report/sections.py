@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
@@ -81,7 +82,8 @@ def notices(run: Run) -> str:
         where = f"the numbers are those after {seen} samples" if last else "nothing is recorded yet"
         said.append(
             f"<b>This run is unfinished:</b> {where}. While it trains, every evaluation writes "
-            "this page again: reload to see more."
+            "this page again: reload to see more. One that was stopped or failed goes on with "
+            "negchain train --out and --resume."
         )
     if not run.labelled:
         said.append(
@@ -91,6 +93,8 @@ def notices(run: Run) -> str:
             else "Labels exist, but no evaluation was recorded."
         )
     said += [escape(sentence) for sentence in advice(run)]
+    whole = re.compile(r"--[a-z-]+")  # else a line may end between -- and the option's name
+    said = [whole.sub(r'<span class="option">\g<0></span>', sentence) for sentence in said]
     return "".join(f'<p class="notice">{sentence}</p>' for sentence in said)
 
 

@@ -123,7 +123,7 @@ def _read(table: Path, root: str, splits: dict[str, _Split], into: str = "train"
     bases = [table.parent, *(table.parent / name for name in (table.stem, "images", "Images"))]
     where: dict[str, tuple[str, str] | None] = {}
     home = {name: split for split, part in splits.items() for name in part.captions}
-    missing: list[tuple[int, str]] = []
+    missing: dict[str, int] = {}  # the line that names it first
     for line, row in read_table(table, COLUMNS):
         image, caption = row["image"].strip(), " ".join(row["caption"].split())
         if not image or not caption:
@@ -137,7 +137,7 @@ def _read(table: Path, root: str, splits: dict[str, _Split], into: str = "train"
             where[image] = _locate(image, bases, root)
         found = where[image]
         if found is None:
-            missing.append((line, image))
+            missing.setdefault(image, line)
             continue
         name, path = found
         split = _split_of(row, line, table) or into
@@ -149,7 +149,7 @@ def _read(table: Path, root: str, splits: dict[str, _Split], into: str = "train"
         splits[split].paths[name] = path
         splits[split].captions.setdefault(name, []).append(caption)
     if missing:
-        line, image = missing[0]
+        image, line = next(iter(missing.items()))
         raise ValueError(
             f"every image of {printable(table.name)} must be there, and {len(missing):,} are not: "
             f"{printable(image)} (line {line}) is neither beside the table nor in {table.stem}/ or "

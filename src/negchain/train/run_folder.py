@@ -59,7 +59,7 @@ def require_run(path: Path) -> None:
     """Refuse a path that is no run folder."""
     if not is_run(path):
         within = path.is_dir() and any(is_run(each) for each in path.iterdir())
-        remedy = f"runs are within it: {path}/*" if within else "give a folder negchain train made"
+        remedy = f"runs are within it: {path}/*/" if within else "give a folder negchain train made"
         raise ConfigError(f"{path} holds no run (no config.json); {remedy}")
 
 
