@@ -146,6 +146,19 @@ def killed_after_checkpoint(folder: Path, out: Path, build) -> None:
     assert os.WTERMSIG(os.waitpid(in_child(work), 0)[1]) == signal.SIGKILL
 
 
+def in_processes(work, world: int) -> None:
+    """Run `work(rank)` in forks that find each other as torchrun's processes do."""
+
+    def rank(number: int) -> None:
+        port = 20000 + os.getppid() % 20000
+        os.environ.update(RANK=f"{number}", LOCAL_RANK=f"{number}", WORLD_SIZE=f"{world}")
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=f"{port}")
+        work(number)
+
+    children = [in_child(partial(rank, number)) for number in range(world)]
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * world
+
+
 def in_batch(pairs):
     return InfoNCELoss(None, torch.nn.Parameter(torch.tensor(10.0)), views="paired")
 
@@ -182,15 +195,11 @@ def test_processes_take_the_step_of_one(folder, tmp_path, world, build) -> None:
         return made
 
     def rank(number: int) -> None:
-        port = 20000 + os.getppid() % 20000
-        os.environ.update(RANK=f"{number}", LOCAL_RANK=f"{number}", WORLD_SIZE=f"{world}")
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=f"{port}")
         made = trained(tmp_path, 8 // world, ddp_backend="gloo")
         assert made.args.world_size == world
         torch.save(snapshot(made.loss), tmp_path / f"{number}.pt")
 
-    children = [in_child(partial(rank, number)) for number in range(world)]
-    assert [os.waitpid(child, 0)[1] for child in children] == [0] * world
+    in_processes(rank, world)
     first, *others = (torch.load(tmp_path / f"{n}.pt", weights_only=True) for n in range(world))
     for other in others:
         assert_same(first, other)
@@ -201,6 +210,56 @@ def test_processes_take_the_step_of_one(folder, tmp_path, world, build) -> None:
     assert any("beta" in k for k in exact) and len(exact) > 10
     # not to the last bit: a row of the table may be rounded the other way, and q with it
     assert_same({k: first[k] for k in exact}, {k: one[k] for k in exact}, atol=1e-9)
+
+
+@pytest.mark.parametrize("sampler", ["round_robin", "proportional"])
+def test_with_a_loss_per_data_set_processes_have_the_same_one(folder, tmp_path, sampler) -> None:
+    """Each had batches of its own: rows of two data sets were joined as if they were of one."""
+
+    def made(**settings) -> tuple[NegchainTrainer, list[str]]:
+        own = trainer(
+            folder, tmp_path, max_steps=4, save_strategy="no", ddp_backend="gloo",
+            per_device_train_batch_size=8, multi_dataset_batch_sampler=sampler, **settings,
+        )  # fmt: skip
+        other, order = PairLoss(own.model, importance(own.loss.pairs), own.loss.pairs), []
+        both = {"a": own.loss, "b": other}
+        for name, loss in both.items():
+            loss.register_forward_pre_hook(lambda *_, name=name: order.append(name))
+        data = {name: own.loss.pairs.dataset.select(range(16)) for name in both}
+        return NegchainTrainer(own.model, own.args, data, loss=both), order
+
+    def rank(number: int) -> None:
+        warnings.simplefilter("ignore")
+        with pytest.raises(ValueError, match="same data set in a step, .*'split_batches'"):
+            made()
+        own, order = made(accelerator_config={"split_batches": True})
+        own.train()
+        Path(tmp_path / f"{number}.txt").write_text(" ".join(order))
+
+    in_processes(rank, 2)
+    first, second = ((tmp_path / f"{number}.txt").read_text() for number in range(2))
+    assert first == second and sorted(first.split()) == ["a", "a", "b", "b"]
+
+
+def test_a_new_model_finds_new_losses(folder, tmp_path) -> None:
+    """Every trial of a search builds a model; chains, tables and beta were the last one's."""
+    pairs = index_pairs(texts(), corpus=[f"w{i} w77" for i in range(10)])
+
+    def new_model(*_) -> SentenceTransformer:
+        torch.manual_seed(0)
+        return SentenceTransformer(str(folder), device="cpu")
+
+    args = replace(trainer(folder, tmp_path).args, max_steps=2, save_strategy="no")
+    made = NegchainTrainer(
+        args=args, model_init=new_model, train_dataset=pairs.dataset,
+        loss=lambda model: PairLoss(model, importance(pairs), pairs),
+    )  # fmt: skip
+    found = []
+    for _ in range(2):
+        made.train()
+        found.append(snapshot(made.loss))
+    assert int(made.loss.loss_fn.step) == 2
+    assert_same(*found)
 
 
 @pytest.mark.parametrize("build", [importance, emc2])

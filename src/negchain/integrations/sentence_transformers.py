@@ -15,6 +15,7 @@ Shapes: `B` batch, `L` known positives per anchor, `H` hard-negative columns, `D
 from __future__ import annotations
 
 from collections.abc import Iterable
+from copy import deepcopy
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -228,7 +229,18 @@ class NegchainTrainer(SentenceTransformerTrainer):  # type: ignore[misc]
     """
 
     def __init__(self, *args: Any, **settings: Any) -> None:
+        self._first: dict[str, dict[str, Tensor]] = {}  # states of the losses, for model_init
         super().__init__(*args, **settings)
+        if self.model_init is not None:
+            self._first = deepcopy(self._states())
+        ours = any(isinstance(loss, PairLoss) for loss in self._losses().values())
+        if ours and isinstance(self.loss, dict) and self.args.world_size > 1:
+            if not self.accelerator.split_batches:
+                raise ValueError(
+                    "with a loss per data set all processes must have the same data set in a step, "
+                    "and each gets batches of its own; set accelerator_config={'split_batches': "
+                    "True}, and per_device_train_batch_size to the rows of all processes together"
+                )
         for name, loss in self._losses().items():
             if isinstance(loss, PairLoss):
                 loss.inputs = self._inputs(name, loss.pairs.dataset.column_names[:2])
@@ -252,6 +264,20 @@ class NegchainTrainer(SentenceTransformerTrainer):  # type: ignore[misc]
 
     def _losses(self) -> dict[str, nn.Module]:
         return self.loss if isinstance(self.loss, dict) else {"": self.loss}
+
+    def _states(self) -> dict[str, dict[str, Tensor]]:
+        """Of each loss what it has beside the model."""
+        return {
+            name: {k: v for k, v in loss.state_dict().items() if not k.startswith("model.")}
+            for name, loss in self._losses().items()
+        }
+
+    def call_model_init(self, *args: Any, **settings: Any) -> SentenceTransformer:
+        """Theirs; with the new model (of a trial, say) the losses begin anew."""
+        model: SentenceTransformer = super().call_model_init(*args, **settings)
+        for name, state in self._first.items():
+            self._losses()[name].load_state_dict(state, strict=False)
+        return model
 
     def training_step(self, *args: Any, **settings: Any) -> Tensor:
         """Theirs; then ranks average the gradient of a learned beta, which DDP does not see."""
@@ -299,12 +325,8 @@ class NegchainTrainer(SentenceTransformerTrainer):  # type: ignore[misc]
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
         if self.args.should_save:
-            states = {  # of each loss what it has beside the model
-                name: {k: v for k, v in loss.state_dict().items() if not k.startswith("model.")}
-                for name, loss in self._losses().items()
-            }
             with replacing(Path(output_dir) / STATE_NAME) as file:
-                torch.save(states, file)
+                torch.save(self._states(), file)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
