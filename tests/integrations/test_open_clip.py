@@ -213,12 +213,15 @@ def test_positions_belong_to_the_pictures(table) -> None:
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # webdataset leaves shards open
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_their_loop_trains_on_shards(shards, monkeypatch) -> None:
+@pytest.mark.parametrize("resampled", [False, True])
+@pytest.mark.parametrize("before", ["", "pipe:cat "])
+def test_their_loop_trains_on_shards(shards, monkeypatch, before, resampled) -> None:
+    shards = before + shards
     # open_clip pins webdataset <= 0.2.86; newer ones mark the end of a shard (open_clip issue 935)
     expand = clip_data.tar_file_expander
     if "eof_value" in inspect.signature(expand).parameters:
         monkeypatch.setattr(clip_data, "tar_file_expander", partial(expand, eof_value=None))
-    args = arguments(shards)
+    args = arguments(shards, dataset_resampled=resampled)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         info = clip_data.get_wds_dataset(args, preprocess, True, tokenizer=tokenizer)
