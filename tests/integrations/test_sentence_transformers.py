@@ -339,6 +339,32 @@ def test_keys_are_as_likely_as_they_are_among_the_rows(folder, tmp_path, given) 
     assert torch.equal(made.loss.loss_fn.key_counts, torch.cat([counts, counts.sum()[None]]))
 
 
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("cached", ["", "Cached"])
+def test_in_batch_is_their_ranking_loss(folder, symmetric, cached) -> None:
+    """Value and gradient, where no text comes twice; hard-negative columns are another term."""
+    columns = {"q": [f"w{i}" for i in range(6)], "a": [f"w{i + 20} w{i + 40}" for i in range(6)]}
+    pairs = index_pairs(Dataset.from_dict(columns))
+    model = SentenceTransformer(str(folder), device="cpu").double()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    ranking = getattr(st_losses, f"{cached}MultipleNegativesRankingLoss")
+    ways = ("query_to_doc", "doc_to_query")[: 1 + symmetric]
+    theirs = ranking(model, scale=20.0, directions=ways, partition_mode="per_direction")
+    in_batch = InfoNCELoss(None, 20.0, views="paired", symmetric=symmetric)
+    found = []
+    for loss in (PairLoss(model, in_batch, pairs), theirs):
+        features = [model.preprocess(texts) for texts in columns.values()]
+        value = loss(features, torch.tensor(pairs.positions()))
+        value = value["contrastive"] if isinstance(value, dict) else value
+        model.zero_grad()
+        value.backward()
+        gradient = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        found.append((value.detach(), gradient))
+    torch.testing.assert_close(*found)
+
+
 def test_hard_negatives_by_hand(folder) -> None:
     """Each row against its own, weighed; one that is a known positive is left out."""
     columns = {"q": ["w1", "w1", "w2"], "a": ["w5", "w6", "w7"], "n": ["w6", "w9", "w8"]}
