@@ -22,6 +22,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a test forks
 from datasets import Dataset, DatasetDict  # noqa: E402
 from framework_play import assert_same, load, snapshot  # noqa: E402
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainingArguments  # noqa: E402
+from sentence_transformers.base.sampler import GroupByLabelBatchSampler  # noqa: E402
 from sentence_transformers.sentence_transformer import losses as st_losses  # noqa: E402
 from sentence_transformers.sentence_transformer.data_collator import (  # noqa: E402
     SentenceTransformerDataCollator,
@@ -260,6 +261,15 @@ def test_a_new_model_finds_new_losses(folder, tmp_path) -> None:
         found.append(snapshot(made.loss))
     assert int(made.loss.loss_fn.step) == 2
     assert_same(*found)
+
+
+def test_the_losses_state_is_not_uploaded_with_the_weights(folder, tmp_path) -> None:
+    """With hub_strategy='every_save' all of a checkpoint is, but for the names told here."""
+    made = trainer(folder, tmp_path, max_steps=1, save_steps=1)
+    made.train()
+    saved = tmp_path / "checkpoint-1"
+    kept = made._checkpoint_push_skip_names(str(saved))
+    assert (saved / STATE_NAME).is_file() and {STATE_NAME, "optimizer.pt"} <= kept
 
 
 @pytest.mark.parametrize("build", [importance, emc2])
@@ -651,8 +661,9 @@ def test_refusals(folder, tmp_path) -> None:
         index_pairs(Dataset.from_dict({"query": ["a", "b"], "answer": ["A", None]}))
     with pytest.raises(ValueError, match="at least one pair, got none"):
         index_pairs(texts().select([]))
-    with pytest.raises(ValueError, match="groups rows by the column 'label'"):
-        trainer(folder, tmp_path, batch_sampler="group_by_label")
+    for by_label in ("group_by_label", GroupByLabelBatchSampler):
+        with pytest.raises(ValueError, match="groups rows by the column 'label'"):
+            trainer(folder, tmp_path, batch_sampler=by_label)
     made = trainer(folder, tmp_path)
     with pytest.raises(ValueError, match="built for 5 anchors"):
         PairLoss(made.model, InfoNCELoss(5), made.loss.pairs)

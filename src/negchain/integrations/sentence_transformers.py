@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
 from sentence_transformers.base.data_collator import BaseDataCollator
-from sentence_transformers.base.sampler import BatchSamplers
+from sentence_transformers.base.sampler import BatchSamplers, GroupByLabelBatchSampler
 from sentence_transformers.util import batch_to_device
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -36,6 +36,7 @@ from negchain.losses.batch import as_embedding
 
 __all__ = ["NegchainTrainer", "PairLoss", "Pairs", "index_pairs"]
 STATE_NAME = "negchain_loss.pt"
+BY_LABEL = (BatchSamplers.GROUP_BY_LABEL, GroupByLabelBatchSampler)
 
 
 class PairLoss(nn.Module):
@@ -248,7 +249,7 @@ class NegchainTrainer(SentenceTransformerTrainer):  # type: ignore[misc]
                 for key, rows in (sets if isinstance(sets, dict) else {name: sets}).items():
                     if name in ("", key):
                         loss.pairs.check(rows)
-                if self.args.batch_sampler == BatchSamplers.GROUP_BY_LABEL:
+                if self.args.batch_sampler in BY_LABEL:
                     raise ValueError(
                         f"batch_sampler='group_by_label' groups rows by the column '{LABEL}', "
                         "where PairLoss has positions; use 'batch_sampler' or 'no_duplicates'"
@@ -328,6 +329,10 @@ class NegchainTrainer(SentenceTransformerTrainer):  # type: ignore[misc]
             with replacing(Path(output_dir) / STATE_NAME) as file:
                 torch.save(self._states(), file)
 
+    def _checkpoint_push_skip_names(self, checkpoint_folder: str) -> set[str]:
+        """Theirs, of what is not uploaded beside the weights: the losses' state is no model."""
+        return {*super()._checkpoint_push_skip_names(checkpoint_folder), STATE_NAME}
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None:
@@ -335,9 +340,9 @@ class NegchainTrainer(SentenceTransformerTrainer):  # type: ignore[misc]
         path = Path(checkpoint) / STATE_NAME
         if not path.is_file():
             raise ValueError(
-                f"{checkpoint} holds no state of the loss ({STATE_NAME}): by another trainer, "
-                "or interrupted while writing; resume from another checkpoint, or start from its "
-                "weights with SentenceTransformer(checkpoint)"
+                f"{checkpoint} holds no state of the loss ({STATE_NAME}): by another trainer, with "
+                "save_only_model, or interrupted while writing; resume from another checkpoint, or "
+                "start from its weights with SentenceTransformer(checkpoint)"
             )
         states = torch.load(path, map_location="cpu", weights_only=True)
         for name, loss in self._losses().items():
