@@ -33,7 +33,7 @@ class Contrastive(lightning.LightningModule):
     def training_step(self, batch: list[torch.Tensor], _: int) -> torch.Tensor:
         index, x = batch  # (*) was: (x,) = batch
         z_a, z_b = self.encode(x), self.encode(x)
-        encode = lambda ids: self.encode(self.items[ids.cpu()].to(self.device))  # (*) # noqa: E731
+        encode = lambda ids: self.encode(self.items[ids.cpu()].to(x))  # (*) as x is # noqa: E731
         return self.loss_fn(z_a, z_b, index, encode=encode)  # (*) was: loss_fn(z_a, z_b)
 
     def validation_step(self, batch: list[torch.Tensor], _: int) -> None:

@@ -1,6 +1,7 @@
 """Optimizers against hand-written updates, the schedule at its corners, settings refused."""
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -42,6 +43,24 @@ def test_lars_equals_the_hand_written_update() -> None:
         weight, bias = weight - 0.5 * velocity_w, bias - 0.5 * velocity_b
         torch.testing.assert_close(model.weight.detach(), weight, rtol=1e-5, atol=1e-7)
         torch.testing.assert_close(model.bias.detach(), bias, rtol=1e-5, atol=1e-7)
+
+
+def test_lars_is_lightlys() -> None:
+    """With weight decay: without it theirs is plain SGD."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecations inside lightly's own imports
+        from lightly.utils.lars import LARS
+    first, second = network(), network()
+    thin = {"params": [p for p in second.parameters() if p.ndim < 2], "weight_decay": 0.0}
+    wide = {"params": [p for p in second.parameters() if p.ndim > 1]}
+    theirs = LARS([wide, thin], lr=0.5, momentum=0.9, weight_decay=1e-2, trust_coefficient=1e-3)
+    for model, optimizer in (
+        (first, build_optimizer(first, "lars", lr=0.5, weight_decay=1e-2)),
+        (second, theirs),
+    ):
+        take_steps(model, optimizer, 5)
+    for a, b in zip(first.parameters(), second.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
 def test_lars_adapts_without_weight_decay_too() -> None:

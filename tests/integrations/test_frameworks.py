@@ -75,6 +75,15 @@ def test_lightning_resumes_and_validation_touches_nothing(
     assert int(further.loss_fn.step) == 6
 
 
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
+def test_what_lightnings_chains_hold_is_of_the_batchs_type(
+    lightning, items, tmp_path, lenient, precision
+) -> None:
+    module = lightning.Contrastive(items)
+    lightning.fit(module, str(tmp_path / "a"), max_epochs=2, precision=precision, **QUIET)
+    assert int(module.loss_fn.step) == 6
+
+
 def test_lightning_fine_tunes_on_another_data_set(lightning, items, tmp_path, lenient) -> None:
     """Issue 13.9: the checkpoint of another size, for its weights alone."""
     path = str(tmp_path / "last.ckpt")

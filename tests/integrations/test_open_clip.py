@@ -9,6 +9,7 @@ import inspect
 import io
 import tarfile
 import warnings
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -25,6 +26,7 @@ with warnings.catch_warnings():  # timm's and webdataset's own
 from framework_play import assert_same, load, snapshot
 from PIL import Image
 
+from forked import fork_ranks
 from negchain import EMC2Loss, ImportanceLoss, InfoNCELoss, Informed, SogCLRLoss
 from negchain.integrations import open_clip as ours
 from negchain.integrations.open_clip import CsvPositions, IndexedClipLoss, ShardPositions
@@ -213,12 +215,15 @@ def test_positions_belong_to_the_pictures(table) -> None:
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # webdataset leaves shards open
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_their_loop_trains_on_shards(shards, monkeypatch) -> None:
+@pytest.mark.parametrize("resampled", [False, True])
+@pytest.mark.parametrize("before", ["", "pipe:cat "])
+def test_their_loop_trains_on_shards(shards, monkeypatch, before, resampled) -> None:
+    shards = before + shards
     # open_clip pins webdataset <= 0.2.86; newer ones mark the end of a shard (open_clip issue 935)
     expand = clip_data.tar_file_expander
     if "eof_value" in inspect.signature(expand).parameters:
         monkeypatch.setattr(clip_data, "tar_file_expander", partial(expand, eof_value=None))
-    args = arguments(shards)
+    args = arguments(shards, dataset_resampled=resampled)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         info = clip_data.get_wds_dataset(args, preprocess, True, tokenizer=tokenizer)
@@ -237,6 +242,40 @@ def test_their_loop_trains_on_shards(shards, monkeypatch) -> None:
     assert int(loss.loss_fn.step) == watched.dataloader.num_batches
     del watched, info
     gc.collect()
+
+
+@pytest.mark.parametrize("build", [emc2, importance])
+def test_two_processes_take_the_step_of_one(table, tmp_path, monkeypatch, build) -> None:
+    """Under DDP, whose wrapper the towers of carried and drawn items go around."""
+    monkeypatch.setattr(CsvPositions, "texts", lambda self, ids: tokenizer(
+        [f"picture {i}" for i in ids.tolist()]))  # fmt: skip
+
+    def step(rank: int, world: int) -> None:
+        args, net = arguments(table, rank=rank, world_size=world), model()
+        info = csv_data(args)
+        size = (NUM + 2) // world
+        loader = torch.utils.data.DataLoader(
+            info.dataloader.dataset, size, sampler=range(rank * size, (rank + 1) * size)
+        )
+        loader.num_samples, loader.num_batches = NUM + 2, 1
+        positions = CsvPositions(loader.dataset)
+        loss = IndexedClipLoss(build(len(positions)))
+        if world > 1:
+            store = f"file://{tmp_path}/meet"
+            torch.distributed.init_process_group("gloo", store, rank=rank, world_size=world)
+        whole = torch.nn.parallel.DistributedDataParallel(net) if world > 1 else net
+        info = loss.watch(replace(info, dataloader=loader), positions, whole)
+        for _ in range(2):
+            run(whole, info, loss, args)
+        torch.save({**snapshot(net), **snapshot(loss)}, tmp_path / f"{rank}.pt")
+
+    fork_ranks(2, step, 2)
+    first, second = (torch.load(tmp_path / f"{n}.pt", weights_only=True) for n in range(2))
+    assert_same(first, second)
+    step(0, 1)
+    one = torch.load(tmp_path / "0.pt", weights_only=True)
+    assert int(one["loss_fn.step"]) == 2
+    assert_same(first, one, atol=1e-5)
 
 
 @pytest.mark.parametrize("output_dict", [False, True])

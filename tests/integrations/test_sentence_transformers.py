@@ -22,6 +22,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a test forks
 from datasets import Dataset, DatasetDict  # noqa: E402
 from framework_play import assert_same, load, snapshot  # noqa: E402
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainingArguments  # noqa: E402
+from sentence_transformers.base.sampler import GroupByLabelBatchSampler  # noqa: E402
 from sentence_transformers.sentence_transformer import losses as st_losses  # noqa: E402
 from sentence_transformers.sentence_transformer.data_collator import (  # noqa: E402
     SentenceTransformerDataCollator,
@@ -146,6 +147,19 @@ def killed_after_checkpoint(folder: Path, out: Path, build) -> None:
     assert os.WTERMSIG(os.waitpid(in_child(work), 0)[1]) == signal.SIGKILL
 
 
+def in_processes(work, world: int) -> None:
+    """Run `work(rank)` in forks that find each other as torchrun's processes do."""
+
+    def rank(number: int) -> None:
+        port = 20000 + os.getppid() % 20000
+        os.environ.update(RANK=f"{number}", LOCAL_RANK=f"{number}", WORLD_SIZE=f"{world}")
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=f"{port}")
+        work(number)
+
+    children = [in_child(partial(rank, number)) for number in range(world)]
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * world
+
+
 def in_batch(pairs):
     return InfoNCELoss(None, torch.nn.Parameter(torch.tensor(10.0)), views="paired")
 
@@ -182,15 +196,11 @@ def test_processes_take_the_step_of_one(folder, tmp_path, world, build) -> None:
         return made
 
     def rank(number: int) -> None:
-        port = 20000 + os.getppid() % 20000
-        os.environ.update(RANK=f"{number}", LOCAL_RANK=f"{number}", WORLD_SIZE=f"{world}")
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=f"{port}")
         made = trained(tmp_path, 8 // world, ddp_backend="gloo")
         assert made.args.world_size == world
         torch.save(snapshot(made.loss), tmp_path / f"{number}.pt")
 
-    children = [in_child(partial(rank, number)) for number in range(world)]
-    assert [os.waitpid(child, 0)[1] for child in children] == [0] * world
+    in_processes(rank, world)
     first, *others = (torch.load(tmp_path / f"{n}.pt", weights_only=True) for n in range(world))
     for other in others:
         assert_same(first, other)
@@ -201,6 +211,65 @@ def test_processes_take_the_step_of_one(folder, tmp_path, world, build) -> None:
     assert any("beta" in k for k in exact) and len(exact) > 10
     # not to the last bit: a row of the table may be rounded the other way, and q with it
     assert_same({k: first[k] for k in exact}, {k: one[k] for k in exact}, atol=1e-9)
+
+
+@pytest.mark.parametrize("sampler", ["round_robin", "proportional"])
+def test_with_a_loss_per_data_set_processes_have_the_same_one(folder, tmp_path, sampler) -> None:
+    """Each had batches of its own: rows of two data sets were joined as if they were of one."""
+
+    def made(**settings) -> tuple[NegchainTrainer, list[str]]:
+        own = trainer(
+            folder, tmp_path, max_steps=4, save_strategy="no", ddp_backend="gloo",
+            per_device_train_batch_size=8, multi_dataset_batch_sampler=sampler, **settings,
+        )  # fmt: skip
+        other, order = PairLoss(own.model, importance(own.loss.pairs), own.loss.pairs), []
+        both = {"a": own.loss, "b": other}
+        for name, loss in both.items():
+            loss.register_forward_pre_hook(lambda *_, name=name: order.append(name))
+        data = {name: own.loss.pairs.dataset.select(range(16)) for name in both}
+        return NegchainTrainer(own.model, own.args, data, loss=both), order
+
+    def rank(number: int) -> None:
+        warnings.simplefilter("ignore")
+        with pytest.raises(ValueError, match="same data set in a step, .*'split_batches'"):
+            made()
+        own, order = made(accelerator_config={"split_batches": True})
+        own.train()
+        Path(tmp_path / f"{number}.txt").write_text(" ".join(order))
+
+    in_processes(rank, 2)
+    first, second = ((tmp_path / f"{number}.txt").read_text() for number in range(2))
+    assert first == second and sorted(first.split()) == ["a", "a", "b", "b"]
+
+
+def test_a_new_model_finds_new_losses(folder, tmp_path) -> None:
+    """Every trial of a search builds a model; chains, tables and beta were the last one's."""
+    pairs = index_pairs(texts(), corpus=[f"w{i} w77" for i in range(10)])
+
+    def new_model(*_) -> SentenceTransformer:
+        torch.manual_seed(0)
+        return SentenceTransformer(str(folder), device="cpu")
+
+    args = replace(trainer(folder, tmp_path).args, max_steps=2, save_strategy="no")
+    made = NegchainTrainer(
+        args=args, model_init=new_model, train_dataset=pairs.dataset,
+        loss=lambda model: PairLoss(model, importance(pairs), pairs),
+    )  # fmt: skip
+    found = []
+    for _ in range(2):
+        made.train()
+        found.append(snapshot(made.loss))
+    assert int(made.loss.loss_fn.step) == 2
+    assert_same(*found)
+
+
+def test_the_losses_state_is_not_uploaded_with_the_weights(folder, tmp_path) -> None:
+    """With hub_strategy='every_save' all of a checkpoint is, but for the names told here."""
+    made = trainer(folder, tmp_path, max_steps=1, save_steps=1)
+    made.train()
+    saved = tmp_path / "checkpoint-1"
+    kept = made._checkpoint_push_skip_names(str(saved))
+    assert (saved / STATE_NAME).is_file() and {STATE_NAME, "optimizer.pt"} <= kept
 
 
 @pytest.mark.parametrize("build", [importance, emc2])
@@ -278,6 +347,32 @@ def test_keys_are_as_likely_as_they_are_among_the_rows(folder, tmp_path, given) 
     counts = counts if given else torch.bincount(keys, minlength=NUM + 13)
     made.train()
     assert torch.equal(made.loss.loss_fn.key_counts, torch.cat([counts, counts.sum()[None]]))
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("cached", ["", "Cached"])
+def test_in_batch_is_their_ranking_loss(folder, symmetric, cached) -> None:
+    """Value and gradient, where no text comes twice; hard-negative columns are another term."""
+    columns = {"q": [f"w{i}" for i in range(6)], "a": [f"w{i + 20} w{i + 40}" for i in range(6)]}
+    pairs = index_pairs(Dataset.from_dict(columns))
+    model = SentenceTransformer(str(folder), device="cpu").double()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    ranking = getattr(st_losses, f"{cached}MultipleNegativesRankingLoss")
+    ways = ("query_to_doc", "doc_to_query")[: 1 + symmetric]
+    theirs = ranking(model, scale=20.0, directions=ways, partition_mode="per_direction")
+    in_batch = InfoNCELoss(None, 20.0, views="paired", symmetric=symmetric)
+    found = []
+    for loss in (PairLoss(model, in_batch, pairs), theirs):
+        features = [model.preprocess(texts) for texts in columns.values()]
+        value = loss(features, torch.tensor(pairs.positions()))
+        value = value["contrastive"] if isinstance(value, dict) else value
+        model.zero_grad()
+        value.backward()
+        gradient = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        found.append((value.detach(), gradient))
+    torch.testing.assert_close(*found)
 
 
 def test_hard_negatives_by_hand(folder) -> None:
@@ -566,8 +661,9 @@ def test_refusals(folder, tmp_path) -> None:
         index_pairs(Dataset.from_dict({"query": ["a", "b"], "answer": ["A", None]}))
     with pytest.raises(ValueError, match="at least one pair, got none"):
         index_pairs(texts().select([]))
-    with pytest.raises(ValueError, match="groups rows by the column 'label'"):
-        trainer(folder, tmp_path, batch_sampler="group_by_label")
+    for by_label in ("group_by_label", GroupByLabelBatchSampler):
+        with pytest.raises(ValueError, match="groups rows by the column 'label'"):
+            trainer(folder, tmp_path, batch_sampler=by_label)
     made = trainer(folder, tmp_path)
     with pytest.raises(ValueError, match="built for 5 anchors"):
         PairLoss(made.model, InfoNCELoss(5), made.loss.pairs)

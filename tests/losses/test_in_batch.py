@@ -76,6 +76,24 @@ def test_equals_lightly(loss_class, name, size, beta) -> None:
     assert (ours.grad - theirs.grad).abs().max() < 1e-10
 
 
+def test_repeated_positions_are_labels_of_pytorch_metric_learning() -> None:
+    """Its NTXentLoss, whose positive pairs are the two views of a sample: negatives by label."""
+    pml = pytest.importorskip("pytorch_metric_learning.losses")
+    size, beta = 9, 14.28
+    index = torch.randint(0, 4, (size,), generator=torch.Generator().manual_seed(0))
+    z = torch.randn(2, size, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    ours, theirs = z.clone().requires_grad_(), z.clone().requires_grad_()
+    value = InfoNCELoss(None, beta)(ours[0], ours[1], index)
+    rows, labels = torch.arange(2 * size), index.repeat(2)
+    negatives = torch.where(labels[:, None] != labels)
+    pairs = (rows, (rows + size) % (2 * size), *negatives)
+    other = pml.NTXentLoss(temperature=1 / beta)(theirs.flatten(0, 1), indices_tuple=pairs)
+    value.backward()
+    other.backward()
+    assert abs(value.item() - other.item()) < 1e-10
+    assert (ours.grad - theirs.grad).abs().max() < 1e-10
+
+
 @pytest.mark.parametrize("views, symmetric", LAYOUTS)
 def test_sogclr_with_gamma_1_is_dcl(pair, views, symmetric) -> None:
     num_samples, index = 50, torch.tensor(IDS)
@@ -235,6 +253,25 @@ def test_sogclr_of_shared_views_is_libaucs() -> None:
         (expected,) = torch.autograd.grad(theirs, z)
         (got,) = torch.autograd.grad(ours(z[0], z[1], index), z)
         assert torch.allclose(got * 2 / beta, expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("mode", ["unimodal", "bimodal"])
+def test_sogclr_beside_libauc_itself(mode) -> None:
+    """As the loops above say: equal for one encoder, and for two on a first visit."""
+    contrastive = pytest.importorskip("libauc.losses.contrastive")
+    beta, gamma, generator = 4.2, 0.4, torch.Generator().manual_seed(0)
+    views, factor = ("shared", 2 / beta) if mode == "unimodal" else ("paired", 3 / beta)
+    ours = SogCLRLoss(12, beta, gamma, views=views)
+    theirs = contrastive.GCLoss(mode, N=12, tau=1 / beta, gamma=gamma)
+    for visit in range(3):
+        for index in torch.arange(12).split(4):  # samples of a batch are new together
+            z = torch.randn(2, 4, 5, generator=generator).requires_grad_()
+            value = theirs(*(z if mode == "unimodal" else unit(z)), index)
+            value = value if mode == "unimodal" else value[0]
+            (expected,) = torch.autograd.grad(value, z)
+            (got,) = torch.autograd.grad(ours(z[0], z[1], index), z)
+            equal = torch.allclose(got * factor, expected, rtol=1e-4, atol=1e-5)
+            assert equal == (mode == "unimodal" or visit == 0)
 
 
 @pytest.mark.parametrize("proposals", [Uniform(32), Uniform(32, alone=True), InBatch()], ids=str)

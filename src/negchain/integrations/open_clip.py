@@ -18,6 +18,7 @@ from __future__ import annotations
 import tarfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from io import BufferedReader
 from typing import Any
 
 import torch
@@ -214,20 +215,24 @@ class ShardPositions:
     nothing (`SogCLRLoss`, `EMC2Loss(carried="cached")`).
 
     Args:
-        urls: the shards, as given to open_clip (`{000..012}` is expanded); their headers are read.
+        urls: the shards, as given to open_clip (`{000..012}` is expanded); their headers are read,
+            or where they are no local files (`pipe:aws s3 cp ...`) each is read once, whole.
     """
 
     def __init__(self, urls: str | Sequence[str]) -> None:
+        from webdataset.gopen import gopen
         from webdataset.shardlists import expand_urls
         from webdataset.tariterators import base_plus_ext
 
         self.found: dict[tuple[str, str], int] = {}  # (url, key): position
         for url in expand_urls(urls):
-            with tarfile.open(url) as shard:
-                for name in shard.getnames():
-                    key, _ = base_plus_ext(name)
-                    if key is not None:
-                        self.found.setdefault((url, key), len(self.found))
+            with gopen(url) as file:
+                seeks = isinstance(file, BufferedReader)
+                shard = tarfile.open(fileobj=file, mode="r:*" if seeks else "r|*")
+                names = shard.getnames()
+            for key, _ in map(base_plus_ext, names):
+                if key is not None:
+                    self.found.setdefault((url, key), len(self.found))
 
     def __len__(self) -> int:
         return len(self.found)

@@ -15,6 +15,7 @@ Shapes: `B` batch, `L` known positives per anchor, `H` hard-negative columns, `D
 from __future__ import annotations
 
 from collections.abc import Iterable
+from copy import deepcopy
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
 from sentence_transformers.base.data_collator import BaseDataCollator
-from sentence_transformers.base.sampler import BatchSamplers
+from sentence_transformers.base.sampler import BatchSamplers, GroupByLabelBatchSampler
 from sentence_transformers.util import batch_to_device
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -35,6 +36,7 @@ from negchain.losses.batch import as_embedding
 
 __all__ = ["NegchainTrainer", "PairLoss", "Pairs", "index_pairs"]
 STATE_NAME = "negchain_loss.pt"
+BY_LABEL = (BatchSamplers.GROUP_BY_LABEL, GroupByLabelBatchSampler)
 
 
 class PairLoss(nn.Module):
@@ -228,7 +230,18 @@ class NegchainTrainer(SentenceTransformerTrainer):  # type: ignore[misc]
     """
 
     def __init__(self, *args: Any, **settings: Any) -> None:
+        self._first: dict[str, dict[str, Tensor]] = {}  # states of the losses, for model_init
         super().__init__(*args, **settings)
+        if self.model_init is not None:
+            self._first = deepcopy(self._states())
+        ours = any(isinstance(loss, PairLoss) for loss in self._losses().values())
+        if ours and isinstance(self.loss, dict) and self.args.world_size > 1:
+            if not self.accelerator.split_batches:
+                raise ValueError(
+                    "with a loss per data set all processes must have the same data set in a step, "
+                    "and each gets batches of its own; set accelerator_config={'split_batches': "
+                    "True}, and per_device_train_batch_size to the rows of all processes together"
+                )
         for name, loss in self._losses().items():
             if isinstance(loss, PairLoss):
                 loss.inputs = self._inputs(name, loss.pairs.dataset.column_names[:2])
@@ -236,7 +249,7 @@ class NegchainTrainer(SentenceTransformerTrainer):  # type: ignore[misc]
                 for key, rows in (sets if isinstance(sets, dict) else {name: sets}).items():
                     if name in ("", key):
                         loss.pairs.check(rows)
-                if self.args.batch_sampler == BatchSamplers.GROUP_BY_LABEL:
+                if self.args.batch_sampler in BY_LABEL:
                     raise ValueError(
                         f"batch_sampler='group_by_label' groups rows by the column '{LABEL}', "
                         "where PairLoss has positions; use 'batch_sampler' or 'no_duplicates'"
@@ -252,6 +265,20 @@ class NegchainTrainer(SentenceTransformerTrainer):  # type: ignore[misc]
 
     def _losses(self) -> dict[str, nn.Module]:
         return self.loss if isinstance(self.loss, dict) else {"": self.loss}
+
+    def _states(self) -> dict[str, dict[str, Tensor]]:
+        """Of each loss what it has beside the model."""
+        return {
+            name: {k: v for k, v in loss.state_dict().items() if not k.startswith("model.")}
+            for name, loss in self._losses().items()
+        }
+
+    def call_model_init(self, *args: Any, **settings: Any) -> SentenceTransformer:
+        """Theirs; with the new model (of a trial, say) the losses begin anew."""
+        model: SentenceTransformer = super().call_model_init(*args, **settings)
+        for name, state in self._first.items():
+            self._losses()[name].load_state_dict(state, strict=False)
+        return model
 
     def training_step(self, *args: Any, **settings: Any) -> Tensor:
         """Theirs; then ranks average the gradient of a learned beta, which DDP does not see."""
@@ -299,12 +326,12 @@ class NegchainTrainer(SentenceTransformerTrainer):  # type: ignore[misc]
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
         if self.args.should_save:
-            states = {  # of each loss what it has beside the model
-                name: {k: v for k, v in loss.state_dict().items() if not k.startswith("model.")}
-                for name, loss in self._losses().items()
-            }
             with replacing(Path(output_dir) / STATE_NAME) as file:
-                torch.save(states, file)
+                torch.save(self._states(), file)
+
+    def _checkpoint_push_skip_names(self, checkpoint_folder: str) -> set[str]:
+        """Theirs, of what is not uploaded beside the weights: the losses' state is no model."""
+        return {*super()._checkpoint_push_skip_names(checkpoint_folder), STATE_NAME}
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
@@ -313,9 +340,9 @@ class NegchainTrainer(SentenceTransformerTrainer):  # type: ignore[misc]
         path = Path(checkpoint) / STATE_NAME
         if not path.is_file():
             raise ValueError(
-                f"{checkpoint} holds no state of the loss ({STATE_NAME}): by another trainer, "
-                "or interrupted while writing; resume from another checkpoint, or start from its "
-                "weights with SentenceTransformer(checkpoint)"
+                f"{checkpoint} holds no state of the loss ({STATE_NAME}): by another trainer, with "
+                "save_only_model, or interrupted while writing; resume from another checkpoint, or "
+                "start from its weights with SentenceTransformer(checkpoint)"
             )
         states = torch.load(path, map_location="cpu", weights_only=True)
         for name, loss in self._losses().items():
