@@ -164,8 +164,7 @@ class ChainTable(Stateful):
         slots = arrival.slots
         valid = valid if len(valid) == len(slots) else valid.repeat(len(slots) // len(valid))
         self.rows.write(self.states[side], slots, arrival.ids, valid, arrival.moved)
-        if self.keep == "cached":
-            assert arrival.key is not None
+        if arrival.key is not None:
             if self.keys.shape[2] == 0:
                 shape = (*self.keys.shape[:2], arrival.key.shape[1])
                 with torch.inference_mode(False):

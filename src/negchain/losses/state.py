@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from negchain.losses.batch import is_traced
+from negchain.losses.settings import check_count
 from negchain.pool import write_rows
 from negchain.weights.cache import draw_from
 
@@ -152,6 +153,8 @@ class Rows:
 
 def check_width_known(dim: int | None, ranks: Ranks | None) -> None:
     """Refuse a sharded table that waits for its first batch: a checkpoint needs its shape."""
+    if dim is not None:
+        check_count("dim (of the embeddings)", dim)
     if ranks is not None and dim is None:
         raise ValueError("shard_state=True needs dim=, the dimension of the embeddings it keeps")
 
@@ -174,6 +177,7 @@ class Stateful(nn.Module):
         self._state: dict[str, Tensor] = {}
         self._lazy: set[str] = set()  # states whose last dimension is 0 until a first batch
         self._unsaved: set[str] = set()
+        self._given: set[str] = set()  # states that are settings: what was saved does not replace
         self._sharded: dict[str, tuple[Rows, int]] = {}  # states whose rows may lie on other ranks
         self._skips = False
 
@@ -202,13 +206,15 @@ class Stateful(nn.Module):
         *,
         lazy: bool = False,
         saved: bool = True,
+        given: bool = False,
         rows: Rows | None = None,
         dim: int = 0,
     ) -> None:
         """Keep `value` under `self.name`.
 
         `lazy`: its width may still be unknown (0). `saved=False`: it is not in `state_dict`.
-        `rows`: which of the rows along `dim` are here.
+        `given`: it is a setting, and loading leaves it as it is. `rows`: which of the rows along
+        `dim` are here.
         """
         self._state[name] = value
         if rows is not None and rows.ranks is not None:
@@ -217,6 +223,8 @@ class Stateful(nn.Module):
             self._lazy.add(name)
         if not saved:
             self._unsaved.add(name)
+        if given:
+            self._given.add(name)
 
     def state_tensors(self) -> Iterator[Tensor]:
         """Every state tensor of this module and of those inside it."""
@@ -291,6 +299,8 @@ class Stateful(nn.Module):
             return
         with torch.no_grad(), torch.inference_mode(False):
             for name, value in found.items():
+                if name in self._given:
+                    continue
                 if self._state[name].shape != value.shape:
                     self._state[name] = self._state[name].new_empty(value.shape)
                 self._state[name].copy_(value)

@@ -145,10 +145,13 @@ def walk_chains(
         held = _corrected(start, side.kinds[0])
         skipped = _skipped(sampler, num_steps)
         scan = _sweep(side, 0, logits, start.ids, held, skipped, sampler, offset, rows)
-    # A chain that had nowhere to go may still sit on an excluded state: that has no weight.
+    # A chain may still sit on an excluded state: it had nowhere to go, or not yet where its states
+    # count after some columns only. That has no weight, and what is counted later stands for all.
     mass = torch.where(start.logit > -math.inf, scan.start_weight, 0.0)
+    rest = 1 - (scan.start_weight - mass)[:, None]
+    weights = scan.weights / torch.where(rest > 0, rest, 1.0)
     arrival = _arrival(side, start, scan.last, slots, sampler, offset, rows)
-    return Walk(scan.weights, mass, scan.accepts, num_steps, arrival)
+    return Walk(weights, mass, scan.accepts, num_steps, arrival)
 
 
 def _corrected(start: Start, kind: Kind) -> Tensor:  # [N]
@@ -209,8 +212,9 @@ def _sweep(
     log_u = sampler.draw(rng.log_uniform, key, rows, num_columns, logits.dtype, kind.first)
     burn_in: int | Tensor = skipped
     if kernel.count_every > 1:
-        share = kernel.burn_in
-        burn_in = int(share if share >= 1 else num_columns * share + 1e-3)
+        share, total = kernel.burn_in, side.kinds[-1].last
+        burn_in = int(share if share >= 1 else total * share + 1e-3)
+        burn_in -= total - kind.last  # columns of the sweeps before
         burn_in = max(0, min(burn_in, num_columns - 1))  # then the final state counts at least
     if number > 0:  # draws come in a random order as they are
         return mh_scan(logits, start, log_u, burn_in, sampler.backend, kernel.count_every)
