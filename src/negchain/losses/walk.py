@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -78,21 +79,10 @@ class Walk:
     num_steps: Tensor  # [N] moves each row could make: its proposals, or one for i-SIR
     arrival: Arrival
 
-    def report(self, valid: Tensor) -> dict[str, Callable[[], Tensor]]:  # [B] bool
-        """Numbers for `info`; see docs/diagnostics.md."""
-        kind, moved = self.weights.dtype, self.arrival.moved
-
-        def age() -> Tensor:
-            good = valid.repeat(len(moved) // max(len(valid), 1))
-            number = (moved & good).sum()
-            return (good.sum() - number).to(kind) / number.clamp(min=1)
-
+    def report(self) -> dict[str, Number]:
+        """Means over rows for `info`; see docs/diagnostics.md."""
         return {
-            "acceptance_rate": lambda: (
-                self.accepts.sum().to(kind) / self.num_steps.sum().clamp(min=1)
-            ),
             "carried_mass": lambda: self.carried_weight.mean(),
-            "chain_age": age,
             "effective_negatives": lambda: effective_negatives(self.weights, self.carried_weight),
         }
 
@@ -106,11 +96,29 @@ class Visit:
     total: list[Tensor] = field(default_factory=list)
     report: Report = field(default_factory=dict)
     arrivals: list[Arrival] = field(default_factory=list)
+    moves: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # [N] made, [N] possible
 
     def note(self, numbers: dict[str, Number]) -> None:
         """Numbers of one side for `info`."""
         for name, number in numbers.items():
             self.report.setdefault(name, []).append(number)
+
+    def rates(self) -> Report:
+        """Ratios for `info`: of sums over the batch, whichever panels it came in."""
+        kind, valid = self.total[0].dtype, self.batch.valid
+
+        def rate(moves: tuple[Tensor, Tensor]) -> Tensor:
+            return moves[0].sum().to(kind) / moves[1].sum().clamp(min=1)
+
+        def age(moved: Tensor) -> Tensor:
+            good = valid.repeat(len(moved) // max(len(valid), 1))
+            number = (moved & good).sum()
+            return (good.sum() - number).to(kind) / number.clamp(min=1)
+
+        return {
+            "acceptance_rate": [partial(rate, moves) for moves in self.moves],
+            "chain_age": [partial(age, arrival.moved) for arrival in self.arrivals],
+        }
 
 
 def walk_chains(
