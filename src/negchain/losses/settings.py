@@ -363,6 +363,14 @@ def is_number(value: object, kind: type = Real) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
+def check_dim(dim: int | None, sharded: bool) -> None:
+    """Refuse a width that is none, and a sharded table without one: checkpoints need its shape."""
+    if dim is not None:
+        check_count("dim (of the embeddings)", dim)
+    elif sharded:
+        raise ValueError("shard_state=True needs dim=, the dimension of the embeddings it keeps")
+
+
 def check_count(name: str, value: int) -> None:
     """Refuse what is no whole number of at least 1."""
     if not is_number(value, Integral) or value < 1:
