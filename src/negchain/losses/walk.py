@@ -153,11 +153,11 @@ def walk_chains(
         held = _corrected(start, side.kinds[0])
         skipped = _skipped(sampler, num_steps)
         scan = _sweep(side, 0, logits, start.ids, held, skipped, sampler, offset, rows)
-    # A chain may still sit on an excluded state: it had nowhere to go, or not yet where its states
-    # count after some columns only. That has no weight, and what is counted later stands for all.
-    mass = torch.where(start.logit > -math.inf, scan.start_weight, 0.0)
-    rest = 1 - (scan.start_weight - mass)[:, None]
-    weights = scan.weights / torch.where(rest > 0, rest, 1.0)
+    # A chain that had nowhere to go may still sit on an excluded state: that has no weight.
+    mass, weights = torch.where(start.logit > -math.inf, scan.start_weight, 0.0), scan.weights
+    if sampler.kernel.count_every > 1:  # it may also have counted there before its first proposal
+        rest = 1 - (scan.start_weight - mass)[:, None]
+        weights = weights / torch.where(rest > 0, rest, 1.0)
     arrival = _arrival(side, start, scan.last, slots, sampler, offset, rows)
     return Walk(weights, mass, scan.accepts, num_steps, arrival)
 
