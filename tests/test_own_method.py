@@ -64,6 +64,28 @@ def test_a_method_that_is_half_written_is_told_what_lacks() -> None:
             Weights(10, 5.0)(z[:size], z[:size], [0, 1][:size])
 
 
+def test_weights_are_never_differentiated() -> None:
+    """Through weights with parameters of their own a similarity would be learned, not a loss."""
+    sharpness = torch.nn.Parameter(torch.ones(()))
+
+    class Own(negchain.WeightedLoss):
+        def weigh(self, logits, ids):  # type: ignore[no-untyped-def,override]
+            logits = logits.clamp(min=-1e9) * sharpness
+            return logits.softmax(1), logits.logsumexp(1)
+
+    Own(10, 5.0)(*torch.randn(2, 3, 4).requires_grad_(), [0, 1, 2]).backward()
+    assert sharpness.grad is None
+
+
+def test_an_estimate_over_the_data_set_needs_its_size() -> None:
+    class Own(negchain.WeightedLoss):
+        def weigh(self, logits, ids):  # type: ignore[no-untyped-def,override]
+            return logits.softmax(1), None
+
+    with pytest.raises(ValueError, match="num_samples=None; give its size, or return logits"):
+        Own(None, 5.0)(*torch.randn(2, 3, 4))
+
+
 @pytest.mark.parametrize(
     "answer",
     [

@@ -134,7 +134,7 @@ def bracket(
     correction = side.correction(held_ids)
     held = held_logit if correction is None else held_logit - correction
     high = torch.logaddexp(log_sum, held) + log_m - (count + 1).log()
-    high = torch.where(held > -math.inf, high, low)
+    high = torch.where(held.isfinite(), high, low)  # +inf: what no column could have been
     return low, high, torch.where(low > -math.inf, (low + high) / 2, high)
 
 

@@ -96,6 +96,8 @@ def test_counts_are_learned_and_saved() -> None:
     before = given.key_counts.clone()
     given(queries[:8], keys[:8], range(8), key_index=range(8), encode=lambda ids: keys[ids])
     assert torch.equal(given.key_counts, before)  # what was given is not counted on
+    given.load_state_dict(SogCLRLoss(ANCHORS, BETA, views="paired", num_keys=KEYS).state_dict())
+    assert torch.equal(given.key_counts, before)  # nor replaced: with counts of 0 nothing has a q
 
 
 def test_keys_that_are_all_positives_need_no_draws() -> None:

@@ -45,6 +45,27 @@ def test_isir_with_a_held_key_the_batch_never_proposes() -> None:
     assert torch.isfinite(queries.grad).all()
 
 
+@pytest.mark.parametrize("kernel", ["mh", "isir"])
+def test_the_value_where_chains_hold_what_no_column_could_be(kernel) -> None:
+    """Draws leave out what the chains hold: the value was inf, and with it every step skipped."""
+    z, log_q = torch.randn(6, 3), torch.tensor([-torch.inf] * 4 + [0.5, 0.5]).log_softmax(0)
+    loss_fn = EMC2Loss(6, 5.0, kernel, proposals=Given())
+    loss_fn.chains.states.fill_(3)
+    draw = Draw(torch.tensor([4, 5, 4]), log_q)
+    given = {"encode": lambda ids: z[ids], "draw": draw, "drawn": z[draw.ids]}
+    assert loss_fn(z[:2], z[:2] + 0.1, torch.arange(2), **given).isfinite()
+
+
+def test_no_draws_where_embeddings_are_kept() -> None:
+    """A step whose caller drew nothing leaves the chains where they are; once an AssertionError."""
+    z, loss_fn = torch.randn(8, 3), EMC2Loss(8, 5.0, proposals=Given(), carried="cached")
+    for ids in ([5, 6, 7], []):
+        draw = Draw(torch.tensor(ids, dtype=torch.int64))
+        loss_fn(z[:4], z[4:], torch.arange(4), draw=draw, drawn=z[draw.ids])
+        held = loss_fn.held(torch.arange(4))[0]
+    assert (held >= 5).all() and int(loss_fn.step) == 2
+
+
 @pytest.mark.statistical
 @pytest.mark.parametrize("kernel", ["mh", "isir"])
 def test_an_item_that_stands_twice_in_a_batch_leaves_p_as_it_is(kernel) -> None:

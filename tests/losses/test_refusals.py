@@ -123,6 +123,9 @@ def test_wrong_draws(views) -> None:
     refused(loss_fn, each("draw", lambda d: d._replace(ids=d.ids > 0)), "draw.ids must.*nonzero")
     refused(loss_fn, each("draw", lambda d: d._replace(ids=d.ids[:3])), "draw")
     refused(loss_fn, each("draw", lambda d: d._replace(log_q=torch.zeros(3))), "log_q must")
+    for log_q in (-math.inf, math.nan):
+        log_q = torch.full((M,), log_q)
+        refused(loss_fn, each("draw", lambda d, q=log_q: d._replace(log_q=q)), "finite at every id")
     if views == "paired":
         refused(loss_fn, {**call, "draw": call["draw"][0]}, "draw= must be a pair")
         call = {name: value[:4] for name, value in call.items() if name in ("z_a", "z_b", "index")}
@@ -237,6 +240,15 @@ def test_another_width_is_refused(options) -> None:
         (lambda: Informed(sharpness=0.0), "sharpness.*0.0"),
         (lambda: Informed(sharpness=math.inf), "sharpness.*inf"),
         (lambda: Informed(refresh=-1.0), "refresh.*-1.0"),
+        (lambda: MH(burn_in=True), "burn_in.*True"),
+        (lambda: MH(burn_in="0.5"), "burn_in.*'0.5'"),
+        (lambda: MH(count_every=True), "count_every.*True"),
+        (lambda: InBatch(True), "copies.*True"),
+        (lambda: Uniform(True), "num.*True"),
+        (lambda: DCLLoss(beta=True), "beta.*True"),
+        (lambda: DCLLoss(seed=False), "seed.*False"),
+        (lambda: EMC2Loss(10, carried="cached", dim=-3), "dim.*-3"),
+        (lambda: NegativeCacheLoss(10, dim=2.5), "dim.*2.5"),
     ],
 )
 def test_wrong_settings(build, words) -> None:

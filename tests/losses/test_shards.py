@@ -72,6 +72,11 @@ def rows_of(rank: int, world: int) -> dict[str, Any]:
     for keep in ({"proposals": Informed()}, {"carried": "cached"}):
         with pytest.raises(ValueError, match="needs dim="):
             EMC2Loss(M, shard_state=True, **keep)
+    sharded, plain, index = EMC2Loss(M, shard_state=True), EMC2Loss(M), torch.arange(rank, M, 2)
+    z = torch.randn(len(index), 5)
+    sharded(z, z, index, encode=lambda ids: torch.ones(len(ids), 5))
+    plain.load_state_dict(sharded.state_dict())  # once: "mixed torch.Tensor and DTensor"
+    assert torch.equal(plain.held(torch.arange(M))[0], sharded.held(torch.arange(M))[0])
     found["top"] = nearest(ranks)
     heavier = proposals()["any"].log()[rows.first : rows.first + rows.count] + rank  # a wrong mass
     return found | {"planted": rows.draw(heavier, GRID)}

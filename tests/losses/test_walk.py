@@ -16,7 +16,7 @@ from torch import Tensor
 
 import negchain.losses.emc2 as emc2
 import negchain.losses.walk as walk
-from negchain import Draw, EMC2Loss, Given
+from negchain import Draw, EMC2Loss, Given, Uniform
 from negchain.losses.settings import ISIR, MH
 from negchain.pool import Kind, Side
 from negchain.weights import isir_weights, mh_scan
@@ -225,3 +225,49 @@ def test_the_q_a_state_was_once_proposed_with_is_the_wrong_one(monkeypatch, kern
 
     monkeypatch.setattr(walk, "_corrected", with_yesterdays_q)
     assert abs(share_of_the_first_key(kernel)) > 6
+
+
+def walked(monkeypatch, loss_fn: EMC2Loss, *given, **more) -> walk.Walk:
+    """What the chains of a call's one side did."""
+    found: list[walk.Walk] = []
+
+    def noted(*where) -> walk.Walk:
+        found.append(walk.walk_chains(*where))
+        return found[-1]
+
+    monkeypatch.setattr(emc2, "walk_chains", noted)
+    loss_fn(*given, **more)
+    return found[0]
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_weights_sum_to_one_where_chains_hold_nothing_yet(monkeypatch, every) -> None:
+    """A class-ordered batch: many excluded columns before the first proposal, and states count.
+
+    What was counted at a state that is none was lost: 7 % of the weight with every second state.
+    """
+    z = torch.randn(2, 8, 3, generator=torch.Generator().manual_seed(0))
+    index = torch.tensor([0, 0, 0, 0, 1, 2, 3, 4])
+    for seed in range(20):
+        kernel = MH(burn_in=0.0, count_every=every)
+        loss_fn = EMC2Loss(50, 3.0, kernel, carried="cached", seed=seed)
+        moved = walked(monkeypatch, loss_fn, *z, index)
+        assert (moved.carried_weight == 0).all()
+        assert torch.allclose(moved.weights.sum(1), torch.ones(16))
+
+
+@pytest.mark.parametrize("burn_in", [5, 0.42])
+@pytest.mark.parametrize("every", [1, 2])
+def test_burn_in_is_taken_of_all_proposals(monkeypatch, burn_in, every) -> None:
+    """Four draws and eight items: of twelve columns five do not count, the draws and one more.
+
+    With every second state each kind lost five columns of its own. All logits are equal, so every
+    proposal is accepted and the columns that count are seen.
+    """
+    z, kernel = torch.ones(8, 3), MH(burn_in, count_every=every)
+    loss_fn = EMC2Loss(50, 3.0, kernel, views="paired", symmetric=False, proposals=Uniform(4))
+    given = (z, z, torch.arange(8))
+    moved = walked(monkeypatch, loss_fn, *given, encode=lambda ids: torch.ones(len(ids), 3))
+    assert (moved.weights[:, 8:] == 0).all()
+    counted = (moved.weights[:, :8] > 0).sum(1)  # a row's own column is no proposal
+    assert int(counted.max()) in ((6, 7) if every == 1 else (4,))

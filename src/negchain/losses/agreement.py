@@ -96,7 +96,7 @@ def agreed(
         drawn = [own.rows.shape[1] for name, own in numbers.items() if is_drawn(name, own)]
         copies = max(drawn, default=0) // max(size, 1)
         kinds = 0 if even else _kinds(ranks, numbers, rows)
-        mine = [0, size, dim, loss_fn.seed, loss_fn._turn, known, copies, kinds]
+        mine = [0, size, dim, loss_fn.seed % 2**63, loss_fn._turn, known, copies, kinds]
     except Exception as error:  # whatever it is, the others must hear of it
         if even:
             raise

@@ -105,9 +105,9 @@ class ContrastiveLoss(Reporting):
         self.add_state("step", torch.zeros((), dtype=torch.int64))
         sizes = [num_samples or 0, num_keys or 0, ids_per_item]
         self.add_state("sizes", torch.tensor(sizes, dtype=torch.int64))
-        self._counts_keys = num_keys is not None and key_counts is None
         if num_keys is not None:
-            self.add_state("key_counts", columns.first_counts(key_counts, num_keys))
+            counts = columns.first_counts(key_counts, num_keys)
+            self.add_state("key_counts", counts, given=key_counts is not None)
         self.tables: Tables | tuple[()] = ()
         self.refresh_fraction = 0.0  # of the tables, encoded anew per step
         if isinstance(self.proposals, Informed):
@@ -353,15 +353,18 @@ class ContrastiveLoss(Reporting):
 
         Fractions are means: an anchor that takes one of k keys at random gives each 1/k.
         """
-        if self.num_keys is not None and self._counts_keys:
-            self._counts_keys = False
-            self.key_counts.copy_(columns.first_counts(key_counts, self.num_keys))
+        if self._counts_keys:
+            self._given.add("key_counts")
+            self.key_counts.copy_(columns.first_counts(key_counts, len(self.key_counts) - 1))
+
+    @property
+    def _counts_keys(self) -> bool:
+        return self.num_keys is not None and "key_counts" not in self._given
 
     def _count(self, keys: Tensor, valid: Tensor | None = None) -> None:  # [B]
         """Remember which keys were positives; part of changing state."""
-        if self.num_keys is not None and self._counts_keys:
-            kind = self.key_counts.dtype
-            ones = torch.ones_like(keys, dtype=kind) if valid is None else valid.to(kind)
+        if self._counts_keys:
+            ones = (torch.ones_like(keys) if valid is None else valid).to(self.key_counts.dtype)
             self.key_counts.index_add_(0, keys, ones)
             self.key_counts[-1] += ones.sum()
 

@@ -35,8 +35,8 @@ from negchain import rng
 from negchain.files import replacing
 from negchain.losses.batch import Views, as_ids
 from negchain.losses.distributed import Ranks
-from negchain.losses.settings import Informed, Proposals, check_count
-from negchain.losses.state import Rows, Stateful, check_width_known
+from negchain.losses.settings import Informed, Proposals, check_count, check_dim
+from negchain.losses.state import Rows, Stateful
 
 Carried = Literal["encode", "cached"]
 NOT_MOVED = -1  # in `ChainTable.states`: the chain is still at its initial draw
@@ -105,7 +105,7 @@ class ChainTable(Stateful):
         states = states if file is not None else states.contiguous()
         self.add_state("states", states, rows=self.rows, dim=1)
         if keep == "cached":
-            check_width_known(dim, ranks)
+            check_dim(dim, ranks is not None)
             keys = torch.full((num_sides, self.rows.count, dim or 0), math.nan)
             self.add_state("keys", keys, lazy=True, rows=self.rows, dim=1)
         if file is not None:
@@ -164,8 +164,7 @@ class ChainTable(Stateful):
         slots = arrival.slots
         valid = valid if len(valid) == len(slots) else valid.repeat(len(slots) // len(valid))
         self.rows.write(self.states[side], slots, arrival.ids, valid, arrival.moved)
-        if self.keep == "cached":
-            assert arrival.key is not None
+        if arrival.key is not None:
             if self.keys.shape[2] == 0:
                 shape = (*self.keys.shape[:2], arrival.key.shape[1])
                 with torch.inference_mode(False):

@@ -133,6 +133,13 @@ def check_ids(draw: Draw, ids: Tensor, size: int | None) -> None:
                 f"draw.ids must hold data set positions in [0, {size}), "
                 f"got {low if low < 0 else high}"
             )
+        log_q = draw.log_q_of(ids) if isinstance(draw.log_q, Tensor) else None
+        if log_q is not None and not bool(log_q.isfinite().all()):
+            raise ValueError(
+                "draw.log_q must be finite at every id that was drawn, got "
+                f"{log_q[~log_q.isfinite()].tolist()[:5]}; give the log-probabilities draw.ids "
+                "were drawn with"
+            )
 
 
 def _log_q(side: Side, draw: Draw, num_ids: int | None) -> Callable[[Tensor], Tensor] | None:

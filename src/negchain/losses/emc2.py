@@ -204,7 +204,7 @@ class EMC2Loss(ContrastiveLoss):
         if self.training:
             self._store(visit, requests)
             self.step += 1
-        return self._finish(visit.total, visit.report)
+        return self._finish(visit.total, visit.report | visit.rates())
 
     def visit(self, call: Call, requests: Sequence[Request], items: slice = slice(None)) -> Visit:
         """Loss and arrivals of the rows of some items against all columns; changes no chain."""
@@ -241,7 +241,8 @@ class EMC2Loss(ContrastiveLoss):
             walk = walk_chains(side, similarity, start, beta, logits, mine, sampler, number, rows)
             self._weigh(visit, side, similarity, logits, start, walk)
             visit.arrivals.append(walk.arrival)
-            visit.note(walk.report(batch.valid[items]))
+            visit.moves.append((walk.accepts, walk.num_steps))
+            visit.note(walk.report())
         return visit
 
     def _weigh(

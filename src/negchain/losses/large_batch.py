@@ -145,6 +145,10 @@ def _joined(panels: list[Visit], shares: list[float]) -> Visit:
         slots, moved, ids = (torch.cat([part[field] for part in parts]) for field in range(3))
         keys = [part.key for part in parts if part.key is not None]
         arrivals.append(Arrival(slots, moved, ids, torch.cat(keys) if keys else None))
+    moves = [
+        (torch.cat([made for made, _ in parts]), torch.cat([possible for _, possible in parts]))
+        for parts in zip(*(panel.moves for panel in panels), strict=True)
+    ]
     return Visit(
         batch=first.batch,
         sides=[],
@@ -157,6 +161,7 @@ def _joined(panels: list[Visit], shares: list[float]) -> Visit:
             for name, v in first.report.items()
         },
         arrivals=arrivals,
+        moves=moves,
     )
 
 

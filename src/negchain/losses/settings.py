@@ -33,9 +33,11 @@ class MH:
     """Count every c-th state only (for large batches): at stationarity only the variance grows."""
 
     def __post_init__(self) -> None:
-        if not (0 <= self.burn_in < 1 or (self.burn_in >= 1 and self.burn_in % 1 == 0)):
+        share = is_number(self.burn_in) and self.burn_in >= 0
+        if not share or (self.burn_in >= 1 and self.burn_in % 1 != 0):
             raise ValueError(
-                f"burn_in must be a share in [0, 1) or a whole number of steps, got {self.burn_in}"
+                "burn_in must be a share in [0, 1) or a whole number of steps, got "
+                f"{self.burn_in!r:.50}"
             )
         _check_count_every(self.count_every)
 
@@ -71,7 +73,7 @@ class InBatch:
     """Shared views: copies of every item a row is offered, 1 (one of the two views) or 2 (both)."""
 
     def __post_init__(self) -> None:
-        if self.copies not in (1, 2):
+        if not is_number(self.copies) or self.copies not in (1, 2):
             raise ValueError(f"copies must be 1 or 2 (the two views of an item), got {self.copies}")
 
 
@@ -196,7 +198,7 @@ def as_beta(beta: float | Tensor) -> float | Tensor:
     later = isinstance(beta, nn.Parameter)  # frozen for a while
     if isinstance(beta, Tensor) and beta.numel() == 1 and not (beta.requires_grad or later):
         beta = float(beta)
-    one = beta.shape in ((), (1,)) if isinstance(beta, Tensor) else isinstance(beta, Real)
+    one = beta.shape in ((), (1,)) if isinstance(beta, Tensor) else is_number(beta)
     unseen = isinstance(beta, Tensor) and beta.is_meta
     if not one or not (unseen or 0 < beta < math.inf):
         raise ValueError(f"beta (1 / temperature) must be one positive number, got {beta}")
@@ -205,7 +207,7 @@ def as_beta(beta: float | Tensor) -> float | Tensor:
 
 def as_seed(seed: int) -> int:
     """An integer of Python's: numpy's would overflow."""
-    if not isinstance(seed, Integral):
+    if not is_number(seed, Integral):
         raise ValueError(f"seed must be an integer, got {seed!r:.50}")
     return int(seed)
 
@@ -356,7 +358,20 @@ def _check_count_every(count_every: int) -> None:
     check_count("count_every (every c-th state, or one column of every c)", count_every)
 
 
+def is_number(value: object, kind: type = Real) -> bool:
+    """Whether a setting is a number, of one kind; True and False are none."""
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def check_dim(dim: int | None, sharded: bool) -> None:
+    """Refuse a width that is none, and a sharded table without one: checkpoints need its shape."""
+    if dim is not None:
+        check_count("dim (of the embeddings)", dim)
+    elif sharded:
+        raise ValueError("shard_state=True needs dim=, the dimension of the embeddings it keeps")
+
+
 def check_count(name: str, value: int) -> None:
     """Refuse what is no whole number of at least 1."""
-    if not isinstance(value, Integral) or value < 1:
+    if not is_number(value, Integral) or value < 1:
         raise ValueError(f"{name} must be an integer of at least 1, got {value!r:.50}")

@@ -143,17 +143,15 @@ class Rows:
 
     def inward(self, saved: Tensor, dim: int) -> Tensor:
         """The rows of a saved state that lie here."""
+        if hasattr(saved, "to_local"):  # all ranks load it
+            whole = self.ranks is None
+            return saved.full_tensor() if whole else saved.to_local()  # type: ignore[attr-defined, no-any-return]
         if self.ranks is None:
             return saved
-        if hasattr(saved, "to_local"):
-            return saved.to_local()  # type: ignore[no-any-return]
         return saved.narrow(dim, self.first, self.count)
 
 
-def check_width_known(dim: int | None, ranks: Ranks | None) -> None:
-    """Refuse a sharded table that waits for its first batch: a checkpoint needs its shape."""
-    if ranks is not None and dim is None:
-        raise ValueError("shard_state=True needs dim=, the dimension of the embeddings it keeps")
+ALL = Rows(0)  # every row is here, however many there are
 
 
 class Stateful(nn.Module):
@@ -174,6 +172,7 @@ class Stateful(nn.Module):
         self._state: dict[str, Tensor] = {}
         self._lazy: set[str] = set()  # states whose last dimension is 0 until a first batch
         self._unsaved: set[str] = set()
+        self._given: set[str] = set()  # states that are settings: what was saved does not replace
         self._sharded: dict[str, tuple[Rows, int]] = {}  # states whose rows may lie on other ranks
         self._skips = False
 
@@ -202,13 +201,15 @@ class Stateful(nn.Module):
         *,
         lazy: bool = False,
         saved: bool = True,
+        given: bool = False,
         rows: Rows | None = None,
         dim: int = 0,
     ) -> None:
         """Keep `value` under `self.name`.
 
         `lazy`: its width may still be unknown (0). `saved=False`: it is not in `state_dict`.
-        `rows`: which of the rows along `dim` are here.
+        `given`: it is a setting, and loading leaves it as it is. `rows`: which of the rows along
+        `dim` are here.
         """
         self._state[name] = value
         if rows is not None and rows.ranks is not None:
@@ -217,6 +218,8 @@ class Stateful(nn.Module):
             self._lazy.add(name)
         if not saved:
             self._unsaved.add(name)
+        if given:
+            self._given.add(name)
 
     def state_tensors(self) -> Iterator[Tensor]:
         """Every state tensor of this module and of those inside it."""
@@ -277,20 +280,26 @@ class Stateful(nn.Module):
         found = {
             name: state_dict[prefix + name] for name in self._saved() if prefix + name in state_dict
         }
-        for name, (rows, dim) in self._sharded.items():
-            if name in found and found[name].shape[dim] == rows.total:
-                found[name] = rows.inward(found[name], dim)
+        for name, value in found.items():
+            rows, dim = self._sharded.get(name, (ALL, 0))
+            if rows is ALL or value.shape[dim] == rows.total:
+                found[name] = rows.inward(value, dim)
+        before = len(missing_keys), len(unexpected_keys)
         rest = {k: v for k, v in state_dict.items() if k not in {prefix + n for n in found}}
         super()._load_from_state_dict(
             rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
         missing_keys += [prefix + name for name in self._saved() if name not in found and strict]
-        wrong = [name for name, value in found.items() if not self._fits(name, value)]
+        wrong = [prefix + name for name, value in found.items() if not self._fits(name, value)]
+        if strict:  # torch names these alone, and not what to do
+            wrong += missing_keys[before[0] :] + unexpected_keys[before[1] :]
         if wrong:
-            error_msgs.append(f"{', '.join(prefix + name for name in wrong)}: {OTHER_STATE}")
+            error_msgs.append(f"{', '.join(wrong)}: {OTHER_STATE}")
             return
         with torch.no_grad(), torch.inference_mode(False):
             for name, value in found.items():
+                if name in self._given:
+                    continue
                 if self._state[name].shape != value.shape:
                     self._state[name] = self._state[name].new_empty(value.shape)
                 self._state[name].copy_(value)

@@ -27,8 +27,8 @@ from negchain.losses.batch import as_embedding, check_answer
 from negchain.losses.columns import Key
 from negchain.losses.distributed import Ranks, share_out, together
 from negchain.losses.request import Encodes, Part, Request, Want, tower_of
-from negchain.losses.settings import Informed
-from negchain.losses.state import Rows, Stateful, check_width_known
+from negchain.losses.settings import Informed, check_dim
+from negchain.losses.state import Rows, Stateful
 from negchain.objective import constant
 from negchain.pool import Side
 
@@ -289,7 +289,7 @@ class Tables(nn.ModuleList):
 
     def __init__(self, count: int, size: int, dim: int | None, ranks: Ranks | None = None) -> None:
         if count:
-            check_width_known(dim, ranks)
+            check_dim(dim, ranks is not None)
         super().__init__(StaleTable(size, dim, ranks) for _ in range(count))
 
     def __iter__(self) -> Iterator[StaleTable]:  # type: ignore[override]

@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -78,21 +79,10 @@ class Walk:
     num_steps: Tensor  # [N] moves each row could make: its proposals, or one for i-SIR
     arrival: Arrival
 
-    def report(self, valid: Tensor) -> dict[str, Callable[[], Tensor]]:  # [B] bool
-        """Numbers for `info`; see docs/diagnostics.md."""
-        kind, moved = self.weights.dtype, self.arrival.moved
-
-        def age() -> Tensor:
-            good = valid.repeat(len(moved) // max(len(valid), 1))
-            number = (moved & good).sum()
-            return (good.sum() - number).to(kind) / number.clamp(min=1)
-
+    def report(self) -> dict[str, Number]:
+        """Means over rows for `info`; see docs/diagnostics.md."""
         return {
-            "acceptance_rate": lambda: (
-                self.accepts.sum().to(kind) / self.num_steps.sum().clamp(min=1)
-            ),
             "carried_mass": lambda: self.carried_weight.mean(),
-            "chain_age": age,
             "effective_negatives": lambda: effective_negatives(self.weights, self.carried_weight),
         }
 
@@ -106,11 +96,29 @@ class Visit:
     total: list[Tensor] = field(default_factory=list)
     report: Report = field(default_factory=dict)
     arrivals: list[Arrival] = field(default_factory=list)
+    moves: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # [N] made, [N] possible
 
     def note(self, numbers: dict[str, Number]) -> None:
         """Numbers of one side for `info`."""
         for name, number in numbers.items():
             self.report.setdefault(name, []).append(number)
+
+    def rates(self) -> Report:
+        """Ratios for `info`: of sums over the batch, whichever panels it came in."""
+        kind, valid = self.total[0].dtype, self.batch.valid
+
+        def rate(moves: tuple[Tensor, Tensor]) -> Tensor:
+            return moves[0].sum().to(kind) / moves[1].sum().clamp(min=1)
+
+        def age(moved: Tensor) -> Tensor:
+            good = valid.repeat(len(moved) // max(len(valid), 1))
+            number = (moved & good).sum()
+            return (good.sum() - number).to(kind) / number.clamp(min=1)
+
+        return {
+            "acceptance_rate": [partial(rate, moves) for moves in self.moves],
+            "chain_age": [partial(age, arrival.moved) for arrival in self.arrivals],
+        }
 
 
 def walk_chains(
@@ -146,9 +154,12 @@ def walk_chains(
         skipped = _skipped(sampler, num_steps)
         scan = _sweep(side, 0, logits, start.ids, held, skipped, sampler, offset, rows)
     # A chain that had nowhere to go may still sit on an excluded state: that has no weight.
-    mass = torch.where(start.logit > -math.inf, scan.start_weight, 0.0)
+    mass, weights = torch.where(start.logit > -math.inf, scan.start_weight, 0.0), scan.weights
+    if sampler.kernel.count_every > 1:  # it may also have counted there before its first proposal
+        rest = 1 - (scan.start_weight - mass)[:, None]
+        weights = weights / torch.where(rest > 0, rest, 1.0)
     arrival = _arrival(side, start, scan.last, slots, sampler, offset, rows)
-    return Walk(scan.weights, mass, scan.accepts, num_steps, arrival)
+    return Walk(weights, mass, scan.accepts, num_steps, arrival)
 
 
 def _corrected(start: Start, kind: Kind) -> Tensor:  # [N]
@@ -209,8 +220,9 @@ def _sweep(
     log_u = sampler.draw(rng.log_uniform, key, rows, num_columns, logits.dtype, kind.first)
     burn_in: int | Tensor = skipped
     if kernel.count_every > 1:
-        share = kernel.burn_in
-        burn_in = int(share if share >= 1 else num_columns * share + 1e-3)
+        share, total = kernel.burn_in, side.kinds[-1].last
+        burn_in = int(share if share >= 1 else total * share + 1e-3)
+        burn_in -= total - kind.last  # columns of the sweeps before
         burn_in = max(0, min(burn_in, num_columns - 1))  # then the final state counts at least
     if number > 0:  # draws come in a random order as they are
         return mh_scan(logits, start, log_u, burn_in, sampler.backend, kernel.count_every)

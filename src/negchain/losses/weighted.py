@@ -81,10 +81,14 @@ class WeightedLoss(ContrastiveLoss):
         weights, log_sum = found
         if log_sum is None:
             log_sum = global_log_partition(side, logits)
-            assert log_sum is not None, "an estimate over the data set needs num_samples"
+            if log_sum is None:
+                raise ValueError(
+                    "weigh returned None for the log of the sum, which is then estimated over the "
+                    "data set, but num_samples=None; give its size, or return logits.logsumexp(1)"
+                )
         # a plain softmax is NaN where a row has no negative, as in a last batch of one sample
-        weights = weights.to(logits.dtype).masked_fill(logits == -math.inf, 0.0)
-        estimate = Estimate(weights, log_sum)
+        weights = weights.detach().to(logits.dtype).masked_fill(logits == -math.inf, 0.0)
+        estimate = Estimate(weights, log_sum.detach())
         return estimate, lambda batch: self.commit(logits, side.anchor_ids)
 
     def _loss(self, call: Call, requests: Sequence[Request]) -> Tensor:
