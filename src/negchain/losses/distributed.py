@@ -32,6 +32,8 @@ from negchain.losses.agreement import Own, agreed, is_drawn, parts_of
 from negchain.losses.batch import Call, as_ids
 from negchain.losses.columns import drawn_for, sample_rows
 from negchain.losses.request import Part, Request, check_requests
+from negchain.losses.shards import Shards
+from negchain.losses.state import Rows
 from negchain.pool import Draw, first_writer, write_rows
 
 if TYPE_CHECKING:
@@ -50,6 +52,10 @@ class Ranks(NamedTuple):
     def join(self) -> bool:
         """Whether their batches are joined; if not, ranks share changes of state only."""
         return self.loss_fn.gather is not False
+
+    def rows(self, total: int) -> Rows:
+        """This rank's block of so many rows."""
+        return Shards(total, self)
 
     def all_gather(self, flat: Tensor) -> Tensor:  # [n] -> [W,n]
         """The same-sized tensors of all ranks."""

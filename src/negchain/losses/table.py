@@ -28,6 +28,7 @@ from negchain.losses.columns import Key
 from negchain.losses.distributed import Ranks, share_out, together
 from negchain.losses.request import Encodes, Part, Request, Want, tower_of
 from negchain.losses.settings import Informed
+from negchain.losses.shards import Shards
 from negchain.losses.state import Rows, Stateful, check_width_known
 from negchain.objective import constant
 from negchain.pool import Side
@@ -90,7 +91,7 @@ class StaleTable(Stateful):
         super().__init__()
         self.size, self.order = size, Spread(size)
         self.writes = 0  # so far; draws whose q is looked up later belong to one number of them
-        self.rows = Rows(size, ranks)
+        self.rows = Rows(size) if ranks is None else ranks.rows(size)
         embeddings = torch.zeros(self.rows.count, dim or 0)
         self.add_state("embeddings", embeddings, lazy=True, rows=self.rows)
         self.add_state("cursor", torch.zeros((), dtype=torch.int64))
@@ -224,7 +225,7 @@ class StaleTable(Stateful):
             joined = torch.cat([best, logits], 1)
             best, at = joined.topk(min(count, joined.shape[1]), 1, sorted=False)
             ids = torch.cat([ids, names], 1).gather(1, at)
-        if self.rows.ranks is None:
+        if not isinstance(self.rows, Shards):
             return ids.sort(1).values
         width = min(count, self.rows.block)  # the last ranks may have fewer rows
         more = side.positive_ids[:, None].expand(-1, width - ids.shape[1])  # which are no negatives
