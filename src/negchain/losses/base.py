@@ -206,7 +206,7 @@ class ContrastiveLoss(Reporting):
         if not isinstance(self.proposals, Informed):
             return []
         parts = []
-        sides = self._sides(self._checked(call), use_batch=False)
+        sides = self._sides(check_batch(self, call), use_batch=False)
         for number, (side, table) in enumerate(zip(sides, self.tables, strict=True)):
             beta = self._beta(side.queries)
             draw = table.informed_rows if self.proposals.per_row else table.informed
@@ -285,7 +285,8 @@ class ContrastiveLoss(Reporting):
         with without_autocast(z_a):
             ranks = self.ranks()
             if ranks is None:
-                check_requests(self, self._turn, call, requests)
+                if encode is None:
+                    check_requests(self, self._turn, call, requests)
                 total = self._loss(call, requests)
             else:
                 with distributed.over_ranks(ranks, call, requests) as (whole, answers):
@@ -298,9 +299,6 @@ class ContrastiveLoss(Reporting):
 
     def _loss(self, call: Call, requests: Sequence[Request]) -> Tensor:
         raise NotImplementedError
-
-    def _checked(self, call: Call) -> Batch:
-        return check_batch(call, self.num_samples, self.num_keys, self.normalize)
 
     def _sides(self, batch: Batch, one_way: bool = False, **layout: Any) -> list[Side]:
         sides = lay_out(

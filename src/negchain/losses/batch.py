@@ -13,14 +13,18 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
+from negchain.losses.settings import Given
 from negchain.objective import SHORTEST
 from negchain.pool import Draw, Kind, Side, all_finite, matches
 from negchain.rng import fit_for_numpy
+
+if TYPE_CHECKING:
+    from negchain.losses.base import ContrastiveLoss
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -58,53 +62,57 @@ class Batch:
     faults: Tensor | None  # [2] int64: samples non-finite, out of range; None: none, as was seen
 
 
-def check_batch(
-    call: Call, num_samples: int | None, num_keys: int | None, normalize: bool
-) -> Batch:
+def check_batch(loss_fn: ContrastiveLoss, call: Call) -> Batch:
     """Refuse what is wrong, convert what is right; see the module's header."""
-    key_index, known = call.key_index, call.known
-    check_shapes(call.z_a, call.z_b, key_index, num_keys)
-    both = as_embedding(torch.stack([call.z_a, call.z_b]), normalize)
-    batch_size, device = both.shape[1], both.device
-    if batch_size == 0:
+    check_call(loss_fn, call)
+    both = as_embedding(torch.stack([call.z_a, call.z_b]), loss_fn.normalize)
+    size, device = both.shape[1], both.device
+    if size == 0:
         raise ValueError("a batch must hold at least one sample, got none; skip an empty batch")
-    if call.one_way and num_samples is not None:
-        raise ValueError(
-            "one_way=True is for losses without state of the other direction, got num_samples="
-            f"{num_samples}; build the loss with symmetric=False"
-        )
-    index = positions(call, num_samples)
-    keys = index if key_index is None else as_ids("key_index", key_index, batch_size, device)
-    if known is not None:
-        known = as_ids("known", known, batch_size, device, dims=2)
-    num_positions = num_samples if num_keys is None else num_keys
-    if fit_for_numpy(both):  # then everything can be looked at
-        _refuse(index, "index", num_samples)
-        if keys is not index:
-            _refuse(keys, "key_index", num_positions)
-        if known is not None:
-            _refuse(known[known >= 0], "known", num_positions)
-        if not all_finite(both):
-            finite = torch.isfinite(both).all(2).all(0)
-            rows = torch.nonzero(~finite).flatten().tolist()[:5]
-            raise ValueError(
-                f"embeddings must be finite, but rows {rows} hold NaN or inf; lower the learning "
-                "rate, clip gradients, or skip the batch"
-            )
-        valid = torch.ones(batch_size, dtype=torch.bool, device=device)
-        return Batch(both, index, keys, known, valid, None)
-    in_range = inside(index, num_samples)
+    index = positions(call, loss_fn.num_samples)
+    keys = index if call.key_index is None else as_ids("key_index", call.key_index, size, device)
+    known = None if call.known is None else as_ids("known", call.known, size, device, dims=2)
+    if not fit_for_numpy(both):
+        return _marked(both, index, keys, known, loss_fn.num_samples, loss_fn.num_keys)
+    _refuse(index, "index", loss_fn.num_samples)
     if keys is not index:
-        in_range = in_range & inside(keys, num_positions)
-    finite = torch.isfinite(both).all(2).all(0)
+        _refuse(keys, "key_index", loss_fn.num_keys)
+    if known is not None:
+        _refuse(known[known >= 0], "known", loss_fn.num_positions)
+    if not all_finite(both):
+        rows = torch.nonzero(~finite_rows(both)).flatten().tolist()[:5]
+        raise ValueError(
+            f"embeddings must be finite, but rows {rows} hold NaN or inf; lower the learning "
+            "rate, clip gradients, or skip the batch"
+        )
+    valid = torch.ones(size, dtype=torch.bool, device=device)
+    return Batch(both, index, keys, known, valid, None)
+
+
+def _marked(
+    both: Tensor,
+    index: Tensor,
+    keys: Tensor,
+    known: Tensor | None,
+    num_samples: int | None,
+    num_keys: int | None,
+) -> Batch:
+    """A batch whose values cannot be looked at: what is wrong is marked, not refused."""
+    in_range, finite = inside(index, num_samples), finite_rows(both)
+    if keys is not index:
+        in_range = in_range & inside(keys, num_keys)
     faults = torch.stack([(~finite).sum(), (~in_range).sum()])
-    if num_samples is not None:
-        index = index.clamp(0, num_samples - 1)
-    if key_index is None:
-        keys = index
+    clamped = index if num_samples is None else index.clamp(0, num_samples - 1)
+    if keys is index:
+        keys = clamped
     elif num_keys is not None:
         keys = keys.clamp(0, num_keys - 1)
-    return Batch(both, index, keys, known, in_range & finite, faults)
+    return Batch(both, clamped, keys, known, in_range & finite, faults)
+
+
+def finite_rows(both: Tensor) -> Tensor:  # [2,B,D] -> [B] bool
+    """Which samples have two finite embeddings."""
+    return torch.isfinite(both).all(2).all(0)
 
 
 def positions(call: Call, num_samples: int | None) -> Tensor:  # [B]
@@ -115,8 +123,9 @@ def positions(call: Call, num_samples: int | None) -> Tensor:  # [B]
     return as_ids("index", index, size, device)
 
 
-def check_shapes(z_a: Tensor, z_b: Tensor, key_index: object, num_keys: int | None) -> None:
+def check_call(loss_fn: ContrastiveLoss, call: Call) -> None:
     """Refuse what is wrong whatever the values are."""
+    z_a, z_b, num_samples, num_keys = call.z_a, call.z_b, loss_fn.num_samples, loss_fn.num_keys
     if z_a.dim() != 2 or z_a.shape != z_b.shape:
         raise ValueError(
             "z_a and z_b must be embeddings of one shape [B, D], "
@@ -124,11 +133,18 @@ def check_shapes(z_a: Tensor, z_b: Tensor, key_index: object, num_keys: int | No
         )
     if not z_a.is_floating_point():
         raise ValueError(f"embeddings must be floating point, got {z_a.dtype}")
-    if (key_index is None) != (num_keys is None):
+    if (call.key_index is None) != (num_keys is None):
         raise ValueError(
             "key_index= (positions of z_b among the keys) goes with num_keys= at construction; got "
-            f"key_index {'missing' if key_index is None else 'given'} and num_keys={num_keys}"
+            f"key_index {'missing' if call.key_index is None else 'given'} and num_keys={num_keys}"
         )
+    if call.one_way and num_samples is not None:
+        raise ValueError(
+            "one_way=True is for losses without state of the other direction, got num_samples="
+            f"{num_samples}; build the loss with symmetric=False"
+        )
+    if call.draw is not None and not isinstance(loss_fn.proposals, Given):
+        raise ValueError("draw= goes with proposals=Given() at construction; leave it out")
 
 
 def lay_out(

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from negchain.losses import fused
 from negchain.losses.base import ContrastiveLoss
-from negchain.losses.batch import Batch, Call, Ids, as_ids, check_answer
+from negchain.losses.batch import Batch, Call, Ids, as_ids, check_answer, check_batch
 from negchain.losses.chains import Carried, ChainTable, check_augmentations, stored_slots
 from negchain.losses.request import Part, Request, Want, answered, check_held, tower_of
 from negchain.losses.settings import (
@@ -208,7 +208,7 @@ class EMC2Loss(ContrastiveLoss):
 
     def visit(self, call: Call, requests: Sequence[Request], items: slice = slice(None)) -> Visit:
         """Loss and arrivals of the rows of some items against all columns; changes no chain."""
-        batch = self._checked(call)
+        batch = check_batch(self, call)
         slots = self._slots(batch.index, call.augmentation)
         backend: Backend = "auto" if self.backend == "fused" else self.backend
         sampler = Sampler(self.kernel, backend, self.seed, self.step, self.carried == "cached")
