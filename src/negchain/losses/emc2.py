@@ -211,7 +211,12 @@ class EMC2Loss(ContrastiveLoss):
         batch = check_batch(self, call)
         slots = self._slots(batch.index, call.augmentation)
         backend: Backend = "auto" if self.backend == "fused" else self.backend
-        sampler = Sampler(self.kernel, backend, self.seed, self.step, self.carried == "cached")
+        copies, size = self._views_per_item, len(batch.index)
+        rows = torch.arange(copies * size, device=batch.index.device)
+        if items != slice(None):
+            rows = rows.view(copies, size)[:, items].flatten()
+        cached = self.carried == "cached"
+        sampler = Sampler(self.kernel, backend, self.seed, self.step, rows, cached)
         one_copy = self.views == "shared" and not (
             isinstance(self.proposals, InBatch) and self.proposals.copies == 2
         )
@@ -228,17 +233,14 @@ class EMC2Loss(ContrastiveLoss):
         if self.large_batch:  # tiles meet one copy of every item, and so do their readable twins
             sides = [dataclasses.replace(side, hidden_keys=None) for side in sides]
         visit = Visit(batch, sides)
-        copies, size = self._views_per_item, len(batch.index)
-        rows = torch.arange(copies * size, device=batch.index.device)
-        if items != slice(None):
-            rows = rows.view(copies, size)[:, items].flatten()
         mine = tuple(slot[items] for slot in slots[:copies])  # the chains of these rows
         for number, side in enumerate(sides):
             similarity = side.similarities()
             beta = self._beta(similarity)
             logits = detached_logits(side, similarity, beta)
             start = self._start(number, side, mine, batch, requests, items)
-            walk = walk_chains(side, similarity, start, beta, logits, mine, sampler, number, rows)
+            mover = sampler if number == 0 else dataclasses.replace(sampler, direction=number)
+            walk = walk_chains(side, similarity, start, beta, logits, mine, mover)
             self._weigh(visit, side, similarity, logits, start, walk)
             visit.arrivals.append(walk.arrival)
             visit.note(walk.report(batch.valid[items]))
