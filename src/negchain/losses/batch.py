@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
 import torch
@@ -148,92 +148,95 @@ def check_call(loss_fn: ContrastiveLoss, call: Call) -> None:
 
 
 def lay_out(
+    loss_fn: ContrastiveLoss,
     batch: Batch,
     *,
-    views: Views,
-    symmetric: bool,
-    num_positions: int | None,
-    multiplicity: int,
-    ids_per_item: int = 1,
+    one_way: bool = False,
     key_ids: tuple[Tensor, ...] | None = None,
     coin: Tensor | None = None,
-    use_batch: bool = True,
     items: slice = slice(None),
 ) -> list[Side]:
     """The sides of a batch: one for shared views, one or two for paired ones.
 
     Args:
+        loss_fn: its settings say which sides there are.
         batch: what `check_batch` returned.
-        views: "shared" or "paired".
-        symmetric: both views (directions) are anchors.
-        num_positions: M, positions of the keys; None: unknown.
-        multiplicity: negatives of the target per item.
-        ids_per_item: ids an item goes by.
+        one_way: z_a's rows alone are anchors.
         key_ids: names of the columns of shared views ([B] for z_a, [B] for z_b), where the stored
             augmentations of an item have ids of their own.
         coin: [B] bool: with shared views a row is offered one copy of every item, rows of the
             first view z_a's where the coin is True, rows of the second view the other.
-        use_batch: False leaves the batch's own columns out.
         items: whose rows; all items are columns.
     """
-    both, index, own, known = batch.both, batch.index, batch.key_index, batch.known
-    row_known = None if known is None else known[items]
-    anchors, size = index[items], index.shape[0]
-    mask = None
-    if use_batch:
-        mask = matches(own, own[items], row_known)
-        if own is not index:  # a corpus: another key of the row's anchor is a positive of it too
-            mask = mask | (index[None, :] == anchors[:, None])
-        mask = mask if batch.faults is None else mask | ~batch.valid[None, :]
+    side = partial(_side, loss_fn, batch, items, _positives(batch, items))
+    symmetric = loss_fn.symmetric and not one_way
+    both, own = batch.both, batch.key_index
+    if loss_fn.views == "paired":
+        z_a, z_b = both.unbind()
+        sides = [side(z_a[items], z_b[items], z_b[None], own[None], own)]
+        if symmetric:
+            sides.append(side(z_b[items], z_a[items], z_a[None], batch.index[None], batch.index))
+        return sides
+    swapped = both.flip(0)
+    pair = (both, swapped) if items == slice(None) else (both[:, items], swapped[:, items])
+    rows, positives = (z.flatten(0, 1) if symmetric else z[0] for z in pair)
+    names = batch.index.expand(2, -1) if key_ids is None else torch.stack(key_ids)
+    if coin is None:
+        columns = both.flatten(0, 1)[None]
+        return [side(rows, positives, columns, names.reshape(1, -1), own, copies=2)]
+    keys = torch.where(coin[:, None], both, swapped)
+    hidden = keys.detach().flip(0)
+    ids = names if key_ids is None else torch.where(coin, names, names.flip(0))
+    if not symmetric:
+        keys, hidden, ids = keys[:1], hidden[:1], ids[:1]
+    return [side(rows, positives, keys, ids, own, hidden_keys=hidden)]
 
-    def side(
-        rows: Tensor, positives: Tensor, keys: Tensor, ids: Tensor, own: Tensor, **more: Any
-    ) -> Side:
-        copies = rows.shape[0] // anchors.shape[0]
-        anchor_ids = repeated(anchors, copies)
-        excluded = batch.valid.new_zeros(rows.shape[0], 0) if mask is None else mask
-        if mask is None:
-            keys, ids = keys[:, :0], ids[:, :0]
-        elif excluded.shape != (rows.shape[0], keys.shape[1]):
-            wide = torch.cat([excluded] * (keys.shape[1] // size), 1)
-            excluded = repeated(wide, copies)
-        uniform = Kind(0, keys.shape[1], (~excluded).sum(1), None)  # over the row's negatives
-        return Side(
-            queries=rows,
-            positives=positives,
-            anchor_ids=anchor_ids,
-            positive_ids=anchor_ids if own is index else repeated(own[items], copies),
-            known=None if row_known is None else row_known.repeat(copies, 1),
-            keys=keys,
-            key_ids=ids,
-            excluded=excluded,
-            multiplicity=multiplicity,
-            ids_per_item=ids_per_item,
-            num_keys=num_positions,
-            kinds=() if mask is None else (uniform,),
-            views=copies,
-            **more,
-        )
 
-    if views == "shared":
-        swapped = both.flip(0)
-        pair = (both, swapped) if items == slice(None) else (both[:, items], swapped[:, items])
-        rows, positives = (z.flatten(0, 1) if symmetric else z[0] for z in pair)
-        names = index.expand(2, -1) if key_ids is None else torch.stack(key_ids)
-        if coin is None:
-            columns = both.flatten(0, 1)[None]
-            return [side(rows, positives, columns, names.reshape(1, -1), own, copies=2)]
-        keys = torch.where(coin[:, None], both, swapped)
-        hidden = keys.detach().flip(0)
-        ids = names if key_ids is None else torch.where(coin, names, names.flip(0))
-        if not symmetric:
-            keys, hidden, ids = keys[:1], hidden[:1], ids[:1]
-        return [side(rows, positives, keys, ids, own, hidden_keys=hidden if use_batch else None)]
-    z_a, z_b = both.unbind()
-    sides = [side(z_a[items], z_b[items], z_b[None], own[None], own)]
-    if symmetric:
-        sides.append(side(z_b[items], z_a[items], z_a[None], index[None], index))
-    return sides
+def _positives(batch: Batch, items: slice) -> Tensor:  # -> [rows of `items`, B] bool
+    """Which samples are no negatives of a row: its own, known ones, and invalid ones."""
+    index, own, known = batch.index, batch.key_index, batch.known
+    mask = matches(own, own[items], None if known is None else known[items])
+    if own is not index:  # a corpus: another key of the row's anchor is a positive of it too
+        mask = mask | (index[None, :] == index[items][:, None])
+    return mask if batch.faults is None else mask | ~batch.valid[None, :]
+
+
+def _side(
+    loss_fn: ContrastiveLoss,
+    batch: Batch,
+    items: slice,
+    excluded: Tensor,
+    rows: Tensor,
+    positives: Tensor,
+    keys: Tensor,
+    ids: Tensor,
+    own: Tensor,
+    **more: Any,
+) -> Side:
+    """A side whose rows and columns are one or more copies of what `excluded` is about."""
+    anchors = batch.index[items]
+    copies = rows.shape[0] // anchors.shape[0]
+    anchor_ids = repeated(anchors, copies)
+    if excluded.shape != (rows.shape[0], keys.shape[1]):
+        wide = torch.cat([excluded] * (keys.shape[1] // excluded.shape[1]), 1)
+        excluded = repeated(wide, copies)
+    uniform = Kind(0, keys.shape[1], (~excluded).sum(1), None)  # over the row's negatives
+    return Side(
+        queries=rows,
+        positives=positives,
+        anchor_ids=anchor_ids,
+        positive_ids=anchor_ids if own is batch.index else repeated(own[items], copies),
+        known=None if batch.known is None else batch.known[items].repeat(copies, 1),
+        keys=keys,
+        key_ids=ids,
+        excluded=excluded,
+        multiplicity=loss_fn.multiplicity,
+        ids_per_item=loss_fn.ids_per_item,
+        num_keys=loss_fn.num_positions,
+        kinds=(uniform,),
+        views=copies,
+        **more,
+    )
 
 
 def as_embedding(z: Tensor, normalize: bool) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,11 +22,27 @@ from negchain.losses.batch import (
     is_traced,
     per_side,
 )
-from negchain.losses.request import Request, answered
+from negchain.losses.request import Part, Request, Want, answered, tower_of
+from negchain.losses.settings import Uniform
 from negchain.pool import Draw, Kind, Side, matches
+
+if TYPE_CHECKING:
+    from negchain.losses.base import ContrastiveLoss
 
 Popularity = Callable[[Tensor], Tensor]  # key ids -> log-probability as somebody's positive
 Key = tuple[int, Tensor, int]  # seed, step, side number: what random draws are a function of
+
+
+def without_batch(side: Side) -> Side:
+    """The rows of a side, with no column yet."""
+    return dataclasses.replace(
+        side,
+        keys=side.keys[:, :0],
+        key_ids=side.key_ids[:, :0],
+        excluded=side.excluded[:, :0],
+        hidden_keys=None,
+        kinds=(),
+    )
 
 
 def with_draw(side: Side, draw: Draw, drawn: Tensor, num_ids: int | None, normalize: bool) -> Side:
@@ -55,6 +72,18 @@ def with_draw(side: Side, draw: Draw, drawn: Tensor, num_ids: int | None, normal
         excluded=torch.cat([side.excluded, excluded], 1),
         kinds=kinds,
     )
+
+
+def uniform_parts(loss_fn: ContrastiveLoss, index: Tensor, step: Tensor) -> list[Part]:
+    """Uniform draws of every side, for the caller to encode."""
+    proposals, parts = loss_fn.proposals, []
+    assert isinstance(proposals, Uniform)
+    for side in range(loss_fn.num_sides):
+        key = (loss_fn.seed, step, side)
+        ids = uniform_ids(index, proposals.num, loss_fn.num_ids or 0, key)
+        want, per_row = Want(ids, tower_of(side)), int(proposals.num is None)
+        parts.append(Part("draw", side, want, Draw(ids), per_row=per_row))
+    return parts
 
 
 def uniform_ids(index: Tensor, num: int | None, num_ids: int, key: Key) -> Tensor:  # [num or B]

@@ -27,7 +27,7 @@ from negchain.losses import fused
 from negchain.losses.base import ContrastiveLoss
 from negchain.losses.batch import Batch, Call, Ids, as_ids, check_answer, check_batch
 from negchain.losses.chains import Carried, ChainTable, check_augmentations, stored_slots
-from negchain.losses.request import Part, Request, Want, answered, check_held, tower_of
+from negchain.losses.request import Part, Request, Want, answered, tower_of
 from negchain.losses.settings import (
     InBatch,
     Kernel,
@@ -194,7 +194,6 @@ class EMC2Loss(ContrastiveLoss):
         return (torch.cat(held),) if self.augmentations else held
 
     def _loss(self, call: Call, requests: Sequence[Request]) -> Tensor:
-        check_held(self, self._turn, call, requests)
         plain = call.known is None and call.augmentation is None and not call.one_way
         if plain and self._fuses(call.z_a):
             return self._finish(*fused.emc2(self, call, requests))
@@ -276,28 +275,33 @@ class EMC2Loss(ContrastiveLoss):
         items: slice,
     ) -> Start:
         """Where the chains of a side's rows stand."""
-        unusable: Tensor | None = None
-        if self.carried == "encode":
-            part = answered(requests, "carried", number)
-            assert part.embeddings is not None
-            keys = check_answer(part.embeddings, batch.both, self.normalize)
-            keys = keys.view(-1, *batch.both.shape[1:])[:, items]
-            # what was asked for, not the table again: on all ranks the state of the one that asked
-            ids = part.want.ids.view(-1, batch.both.shape[1])[:, items]
-            ids = ids.expand(self._views_per_item, -1).flatten()
-        else:
-            slot = slots[0].repeat(self._views_per_item) if len(slots) == 1 else torch.cat(slots)
-            ids = self.chains.ids(number, slot)
-            keys = self.chains.cached_keys(number, slot, side.queries.shape[1])
-            keys = keys.to(side.queries.dtype)
-            seen = torch.isfinite(keys).all(1)  # NaN before the first visit: 0 * NaN would spread
-            unusable, keys = ~seen, keys.masked_fill(~seen[:, None], 0.0)
-            keys = keys.view(self._views_per_item, -1, keys.shape[1])
+        if self.carried == "cached":
+            return self._cached_start(number, side, slots)
+        part = answered(requests, "carried", number)
+        assert part.embeddings is not None
+        keys = check_answer(part.embeddings, batch.both, self.normalize)
+        keys = keys.view(-1, *batch.both.shape[1:])[:, items]
+        # what was asked for, not the table again: on all ranks the state of the one that asked
+        ids = part.want.ids.view(-1, batch.both.shape[1])[:, items]
+        ids = ids.expand(self._views_per_item, -1).flatten()
+        return self._started(side, ids, keys, side.excludes(ids))
+
+    def _cached_start(self, number: int, side: Side, slots: tuple[Tensor, ...]) -> Start:
+        """The same by the embeddings kept from the last visit; NaN before the first."""
+        slot = slots[0].repeat(self._views_per_item) if len(slots) == 1 else torch.cat(slots)
+        ids = self.chains.ids(number, slot)
+        keys = self.chains.cached_keys(number, slot, side.queries.shape[1])
+        keys = keys.to(side.queries.dtype)
+        unseen = ~torch.isfinite(keys).all(1)
+        keys = keys.masked_fill(unseen[:, None], 0.0)  # 0 * NaN would spread
+        keys = keys.view(self._views_per_item, -1, keys.shape[1])
+        return self._started(side, ids, keys, side.excludes(ids) | unseen)
+
+    def _started(self, side: Side, ids: Tensor, keys: Tensor, excluded: Tensor) -> Start:
+        """Chains at some ids, whose embeddings [views or 1, b, D] rows are compared with."""
         rows = side.queries.view(self._views_per_item, *keys.shape[-2:])
         similarity = torch.linalg.vecdot(rows, keys).flatten()
-        beta = self._beta(similarity)
-        logit = similarity.detach() * constant(beta)
-        excluded = side.excludes(ids) if unusable is None else side.excludes(ids) | unusable
+        logit = similarity.detach() * constant(self._beta(similarity))
         return Start(ids, usable(logit, excluded), similarity)
 
     def _store(self, visit: Visit, requests: Sequence[Request]) -> None:

@@ -10,9 +10,7 @@ Shapes: `M` rows in all, `m` rows of this rank, `W` ranks, `n` positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -89,10 +87,6 @@ class Shards(Rows):
         """`read` for positions with many repeats: each is asked for once."""
         each, place = torch.unique(ids, return_inverse=True)
         return self.read(table, each)[place]
-
-    def look_up(self, table: Tensor) -> Callable[[Tensor], Tensor]:
-        """A function from positions to values."""
-        return partial(self.values, table)
 
     def outward(self, local: Tensor, dim: int) -> Tensor:
         """A state as the outside sees it: a DTensor."""

@@ -85,10 +85,6 @@ class Rows:
         """`read` for positions of any shape, with many repeats."""
         return table[ids]
 
-    def look_up(self, table: Tensor) -> Tensor | Callable[[Tensor], Tensor]:
-        """`table` itself, or a function from positions to values."""
-        return table
-
     def outward(self, local: Tensor, dim: int) -> Tensor:
         """A state as the outside sees it."""
         return local

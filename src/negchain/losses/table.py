@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -164,13 +165,13 @@ class StaleTable(Stateful):
 
     def informed(
         self, count: int, side: Side, beta: float | Tensor, settings: Informed, key: Key
-    ) -> tuple[Tensor, Tensor | Callable[[Tensor], Tensor]]:  # -> [R], [M] or a function
+    ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:  # -> [R], ids -> log q
         """`count` draws shared by all rows from q, and log q of every key; see `Informed`."""
         seed, step, number = key
         log_q = self.log_proposal(side, beta, settings)
         row = torch.full((1,), number, device=log_q.device)
         u = rng.uniform(seed, step, rng.FOR_PROPOSE, row, count, torch.float64)
-        return self.rows.draw(log_q, u[0]), self.rows.look_up(log_q)
+        return self.rows.draw(log_q, u[0]), partial(self.rows.values, log_q)
 
     def informed_rows(
         self, count: int, side: Side, beta: float | Tensor, settings: Informed, key: Key
@@ -313,6 +314,15 @@ class Tables(nn.ModuleList):
         """
         for table in self:
             table.embeddings = table.embeddings.to(dtype)
+
+    def due(self, share: float) -> list[Part]:
+        """The share of every table that a step encodes anew."""
+        parts = []
+        for side, table in enumerate(self):
+            ids = table.next_ids(math.ceil(share * table.size))
+            if len(ids):
+                parts.append(Part("refresh", side, Want(ids, tower_of(side), gradient=False)))
+        return parts
 
     def fill(self, loss_fn: ContrastiveLoss, encode: Encodes, chunk: int) -> None:
         """Encode every key once, `chunk` at a time; ranks share the work."""
