@@ -44,8 +44,9 @@ def mean_partition(
         call = Call(z[index], z[index], index)
         request = loss_fn.request(index, z[index], z[index])
         (part,) = request.parts
-        draw = part.draw
-        log_q = draw.log_q(torch.arange(M).expand(len(index), -1))[0]
+        draw, log_q = part.draw, part.draw.log_q
+        if callable(log_q):
+            log_q = log_q(torch.arange(M).expand(len(index), -1))[0]
         for pair in itertools.product(range(M), repeat=2):
             part.draw = draw._replace(ids=torch.tensor(pair).expand_as(draw.ids))
             part.embeddings = z[part.draw.ids.flatten()]

@@ -66,7 +66,7 @@ def rows_of(rank: int, world: int) -> dict[str, Any]:
     for name, q in proposals().items():
         mine = q.log()[rows.first : rows.first + rows.count]
         found[name] = rows.draw(mine, GRID)
-        values = rows.values(mine, torch.tensor([[6, 0], [0, 4]]))
+        values = rows.read(mine, torch.tensor([[6, 0], [0, 4]]))
         torch.testing.assert_close(values, q.log()[torch.tensor([[6, 0], [0, 4]])])
     for keep in ({"proposals": Informed()}, {"carried": "cached"}):
         with pytest.raises(ValueError, match="needs dim="):

@@ -72,8 +72,9 @@ def check_batch(loss_fn: ContrastiveLoss, call: Call) -> Batch:
     index = positions(call, loss_fn.num_samples)
     keys = index if call.key_index is None else as_ids("key_index", call.key_index, size, device)
     known = None if call.known is None else as_ids("known", call.known, size, device, dims=2)
+    batch = Batch(both, index, keys, known, torch.ones_like(index, dtype=torch.bool), None)
     if not fit_for_numpy(both):
-        return _marked(both, index, keys, known, loss_fn.num_samples, loss_fn.num_keys)
+        return _marked(loss_fn, batch)
     _refuse(index, "index", loss_fn.num_samples)
     if keys is not index:
         _refuse(keys, "key_index", loss_fn.num_keys)
@@ -85,29 +86,19 @@ def check_batch(loss_fn: ContrastiveLoss, call: Call) -> Batch:
             f"embeddings must be finite, but rows {rows} hold NaN or inf; lower the learning "
             "rate, clip gradients, or skip the batch"
         )
-    valid = torch.ones(size, dtype=torch.bool, device=device)
-    return Batch(both, index, keys, known, valid, None)
+    return batch
 
 
-def _marked(
-    both: Tensor,
-    index: Tensor,
-    keys: Tensor,
-    known: Tensor | None,
-    num_samples: int | None,
-    num_keys: int | None,
-) -> Batch:
+def _marked(loss_fn: ContrastiveLoss, batch: Batch) -> Batch:
     """A batch whose values cannot be looked at: what is wrong is marked, not refused."""
-    in_range, finite = inside(index, num_samples), finite_rows(both)
-    if keys is not index:
-        in_range = in_range & inside(keys, num_keys)
+    index, in_range = _clamped(batch.index, loss_fn.num_samples)
+    keys = index
+    if batch.key_index is not batch.index:
+        keys, known_key = _clamped(batch.key_index, loss_fn.num_keys)
+        in_range = in_range & known_key
+    finite = finite_rows(batch.both)
     faults = torch.stack([(~finite).sum(), (~in_range).sum()])
-    clamped = index if num_samples is None else index.clamp(0, num_samples - 1)
-    if keys is index:
-        keys = clamped
-    elif num_keys is not None:
-        keys = keys.clamp(0, num_keys - 1)
-    return Batch(both, clamped, keys, known, in_range & finite, faults)
+    return Batch(batch.both, index, keys, batch.known, in_range & finite, faults)
 
 
 def finite_rows(both: Tensor) -> Tensor:  # [2,B,D] -> [B] bool
@@ -302,15 +293,15 @@ def repeated(ids: Tensor, copies: int) -> Tensor:  # [B,...] -> [copies * B,...]
     return ids if copies == 1 else torch.cat([ids] * copies)  # repeat takes several times as long
 
 
-def inside(ids: Tensor, size: int | None) -> Tensor:
-    """Which ids are positions of a data set of this size."""
-    return torch.ones_like(ids, dtype=torch.bool) if size is None else (ids >= 0) & (ids < size)
+def _clamped(ids: Tensor, size: int | None) -> tuple[Tensor, Tensor]:
+    """Ids brought into [0, size), and which were there."""
+    if size is None:
+        return ids, torch.ones_like(ids, dtype=torch.bool)
+    return ids.clamp(0, size - 1), (ids >= 0) & (ids < size)
 
 
 def per_side(name: str, value: object, num_sides: int) -> list[object]:
     """One entry per side: a pair where there are two sides, the thing itself where there is one."""
-    if value is None:
-        return [None] * num_sides
     if num_sides == 1:
         return [value]
     if not isinstance(value, (tuple, list)) or isinstance(value, Draw) or len(value) != 2:

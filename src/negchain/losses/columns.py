@@ -77,22 +77,18 @@ def with_draw(side: Side, draw: Draw, drawn: Tensor, num_ids: int | None, normal
 def uniform_parts(loss_fn: ContrastiveLoss, index: Tensor, step: Tensor) -> list[Part]:
     """Uniform draws of every side, for the caller to encode."""
     proposals, parts = loss_fn.proposals, []
-    assert isinstance(proposals, Uniform)
+    assert isinstance(proposals, Uniform) and loss_fn.num_ids is not None
+    # so many, or one per sample of a batch, which every rank makes for its own
+    count, per_row = proposals.num or 1, int(proposals.num is None)
+    rows = sample_rows(index) if per_row else index.new_zeros(1)
     for side in range(loss_fn.num_sides):
-        key = (loss_fn.seed, step, side)
-        ids = uniform_ids(index, proposals.num, loss_fn.num_ids or 0, key)
-        want, per_row = Want(ids, tower_of(side)), int(proposals.num is None)
+        at = (loss_fn.seed, step, rng.FOR_PROPOSE + 16 * side, rows, count)
+        u = rng.uniform(*at, torch.float64).flatten()
+        bound = torch.full_like(u, loss_fn.num_ids, dtype=torch.int64)
+        ids = rng.integers_below(bound, u)
+        want = Want(ids, tower_of(side))
         parts.append(Part("draw", side, want, Draw(ids), per_row=per_row))
     return parts
-
-
-def uniform_ids(index: Tensor, num: int | None, num_ids: int, key: Key) -> Tensor:  # [num or B]
-    """Uniform draws: `num`, or one per sample of a batch, which every rank makes for its own."""
-    seed, step, side = key
-    rows, count = (sample_rows(index), 1) if num is None else (index.new_zeros(1), num)
-    use = rng.FOR_PROPOSE + 16 * side
-    u = rng.uniform(seed, step, use, rows, count, torch.float64).flatten()
-    return rng.integers_below(torch.full_like(u, num_ids, dtype=torch.int64), u)
 
 
 def sample_rows(index: Tensor) -> Tensor:  # [B] -> [B]

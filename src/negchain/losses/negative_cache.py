@@ -80,7 +80,7 @@ class NegativeCacheLoss(ContrastiveLoss):
         sides = self._sides(check_batch(self, call), use_batch=False)
         for number, (side, table) in enumerate(zip(sides, self.tables, strict=True)):
             key = (self.seed, step, number)
-            ids, log_partition = table.winners(side.num_rows, side, self._beta(side.queries), key)
+            ids, log_partition = table.winners(side, self._beta(side.queries), key)
             want = Want(ids, tower_of(number))
             parts.append(Part("draw", number, want, Draw(ids), log_partition=log_partition))
         return parts

@@ -46,6 +46,9 @@ class Shards(Rows):
 
     def read(self, table: Tensor, slots: Tensor) -> Tensor:  # [m,...] [n] -> [n,...]
         """Rows at some positions, from their owners; all ranks read at the same time."""
+        if slots.dim() > 1:  # they have many repeats: each is asked for once
+            each, place = torch.unique(slots, return_inverse=True)
+            return self.read(table, each)[place]
         owner = slots // self.block
         order = torch.argsort(owner, stable=True)
         wanted = torch.bincount(owner, minlength=self.ranks.world)
@@ -82,11 +85,6 @@ class Shards(Rows):
         cumulative = log_q.double().exp().cumsum(0)
         found = torch.searchsorted(cumulative, points - begin).clamp_(max=max(self.count - 1, 0))
         return self.every(torch.where(owner == self.ranks.rank, found + self.first, 0)).sum(0)
-
-    def values(self, table: Tensor, ids: Tensor) -> Tensor:  # [m,...] any shape -> of that shape
-        """`read` for positions with many repeats: each is asked for once."""
-        each, place = torch.unique(ids, return_inverse=True)
-        return self.read(table, each)[place]
 
     def outward(self, local: Tensor, dim: int) -> Tensor:
         """A state as the outside sees it: a DTensor."""

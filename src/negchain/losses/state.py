@@ -59,7 +59,7 @@ class Rows:
         return self.total
 
     def read(self, table: Tensor, slots: Tensor) -> Tensor:  # [m,...] [n] -> [n,...]
-        """Rows at some positions."""
+        """Rows at some positions, which may be of any shape."""
         return table[slots]
 
     def write(
@@ -80,10 +80,6 @@ class Rows:
     def draw(self, log_q: Tensor, uniforms: Tensor) -> Tensor:  # [m], [n] in (0,1] -> [n]
         """i.i.d. draws from exp(log_q) over all rows."""
         return draw_from(log_q, uniforms)
-
-    def values(self, table: Tensor, ids: Tensor) -> Tensor:  # [m,...] any shape -> of that shape
-        """`read` for positions of any shape, with many repeats."""
-        return table[ids]
 
     def outward(self, local: Tensor, dim: int) -> Tensor:
         """A state as the outside sees it."""

@@ -141,16 +141,15 @@ class StaleTable(Stateful):
         return lambda: kept
 
     def winners(
-        self, num_rows: int, side: Side, beta: float | Tensor, key: Key
-    ) -> tuple[Tensor, Tensor]:  # -> [num_rows], [num_rows]
+        self, side: Side, beta: float | Tensor, key: Key
+    ) -> tuple[Tensor, Tensor]:  # -> [N], [N]
         """A draw from the stale softmax of each row (Gumbel-max), and its log partition."""
         seed, step, number = key
-        rows = torch.arange(num_rows, device=side.queries.device)
-        best = side.queries.new_full((num_rows,), -math.inf)
+        rows = torch.arange(side.num_rows, device=side.queries.device)
+        best = side.queries.new_full((side.num_rows,), -math.inf)
         log_sum, winner = best.clone(), torch.zeros_like(rows)
         use = rng.FOR_GUMBEL + 16 * number
         for keys, logits in self.logits(side, beta):
-            logits = logits[:num_rows]
             log_sum = torch.logaddexp(log_sum, torch.logsumexp(logits, 1))
             noise = rng.gumbel(
                 seed, step, use, rows, logits.shape[1], logits.dtype, first_column=keys.start
@@ -165,13 +164,14 @@ class StaleTable(Stateful):
 
     def informed(
         self, count: int, side: Side, beta: float | Tensor, settings: Informed, key: Key
-    ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:  # -> [R], ids -> log q
+    ) -> tuple[Tensor, Tensor | Callable[[Tensor], Tensor]]:  # -> [R], [M] or a function
         """`count` draws shared by all rows from q, and log q of every key; see `Informed`."""
         seed, step, number = key
         log_q = self.log_proposal(side, beta, settings)
         row = torch.full((1,), number, device=log_q.device)
         u = rng.uniform(seed, step, rng.FOR_PROPOSE, row, count, torch.float64)
-        return self.rows.draw(log_q, u[0]), partial(self.rows.values, log_q)
+        drawn = self.rows.draw(log_q, u[0])
+        return drawn, log_q if self.rows.ranks is None else partial(self.rows.read, log_q)
 
     def informed_rows(
         self, count: int, side: Side, beta: float | Tensor, settings: Informed, key: Key
@@ -210,7 +210,7 @@ class StaleTable(Stateful):
                     "their probabilities; ask again, request(index, z_a, z_b), before the call"
                 )
             flat = ids.reshape(len(queries), -1)
-            keys = self.rows.values(table, flat).to(queries.dtype)
+            keys = self.rows.read(table, flat).to(queries.dtype)
             stale = torch.einsum("nd,ncd->nc", queries, keys)
             stale = stale.masked_fill(side.excludes(flat), -math.inf)
             return self._mixed(stale - log_sum, settings).view(ids.shape)
@@ -287,11 +287,10 @@ class StaleTable(Stateful):
 
 
 class Tables(nn.ModuleList):
-    """The stale tables of a loss, one per side; none for most losses."""
+    """The stale tables of a loss, one per side."""
 
     def __init__(self, count: int, size: int, dim: int | None, ranks: Ranks | None = None) -> None:
-        if count:
-            check_width_known(dim, ranks)
+        check_width_known(dim, ranks)
         super().__init__(StaleTable(size, dim, ranks) for _ in range(count))
 
     def __iter__(self) -> Iterator[StaleTable]:  # type: ignore[override]

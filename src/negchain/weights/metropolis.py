@@ -10,8 +10,9 @@ Bias        zero at stationarity with i.i.d. proposals (tests/weights/test_kerne
             drift that grows with R / m_neg.
 
 Three implementations of one signature: `reference` reads like Algorithm 1, `torch` is an
-associative scan over all columns at once, `triton` runs one program per chain. All compare
-`logit - log u > current`, in this form and order, so that they agree to the last bit.
+associative scan over all columns at once (in numpy where a CPU can), `triton` runs one program per
+chain. All compare `logit - log u > current`, in this form and order, so that they agree to the last
+bit.
 
 Shapes: `N` chains, `K` proposals (columns).
 """
