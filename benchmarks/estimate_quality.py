@@ -36,6 +36,7 @@ from pictures import BASE, TEST_PER_CLASS, copied
 
 from negchain import ImportanceLoss, WeightedLoss
 from negchain.losses import Uniform
+from negchain.losses.batch import check_batch
 from negchain.losses.request import Part, Want, tower_of
 from negchain.methods import LossSettings, Method, register
 from negchain.pool import Draw
@@ -67,7 +68,7 @@ class WholeTableLoss(WeightedLoss):
         self.add_state("log_sums", torch.full((num_samples, 2), math.inf))
 
     def _loss(self, call: Any, requests: Any) -> torch.Tensor:
-        batch, beta = self._checked(call), float(self.beta)
+        batch, beta = check_batch(self, call), float(self.beta)
         rows, size = batch.both.flatten(0, 1), len(batch.index)
         here = self.log_sums[:, 0].isfinite().index_fill(0, batch.index, False)
         stale = beta * rows @ self.table[here].flatten(0, 1).to(rows).T  # [2B,2M']
@@ -100,19 +101,13 @@ def uniform(num: int) -> Any:
 
 
 DRAWS = (16, 64, 256)
-for number in DRAWS:
-    register(
-        Method(f"draws-{number}", f"{number} uniform draws", ("#888", "#888"), uniform(number))
-    )
-register(
-    Method(
-        "whole-table",
-        "whole table",
-        ("#444", "#bbb"),
-        lambda s: WholeTableLoss(s.num_samples, s.beta, dim=s.dim, seed=s.seed, **s.layout),
-    )
-)
-register(Method("exact", "exact softmax", ("#000", "#fff"), uniform(0)))
+METHODS = {
+    **{f"draws-{number}": uniform(number) for number in DRAWS},
+    "whole-table": lambda s: WholeTableLoss(
+        s.num_samples, s.beta, dim=s.dim, seed=s.seed, **s.layout
+    ),
+    "exact": uniform(0),
+}
 BOTH = {"proposal": "both"}
 CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("dcl", "dcl", {}),
@@ -154,6 +149,8 @@ def main() -> None:
     parser.add_argument("--redraw", action="store_true")
     given = parser.parse_args()
     torch.set_num_threads(1)
+    for name, build in METHODS.items():
+        register(Method(name, name, ("#888", "#888"), build))
     chosen = [case for case in CASES if case[0] in (given.cases or [case[0]])]
     jobs = [
         {

@@ -50,7 +50,8 @@ class TablePartition(ImportanceLoss):
     def _estimate(self, number: int, side: Side, logits: Tensor) -> tuple[Estimate, Learn]:
         fresh = global_log_partition(side, logits)
         assert fresh is not None
-        stale = self.tables[number]._log_sum(side, float(self.beta))
+        table = self.tables[number]
+        stale = table._log_sum(table._kept(side, float(self.beta))(), side)
         own_sum = logits.logsumexp(1)  # stands for `fresh`
         log_z = stale + self.ratio.log()
         weights = torch.exp(logits - own_sum[:, None] + (fresh - log_z).clamp(max=1.4)[:, None])
@@ -78,9 +79,6 @@ def _table(s: LossSettings) -> Any:
 def _later(s: LossSettings) -> Any:
     return Later(s.num_samples, s.beta, **s.chosen)
 
-
-for _name, _build in (("table-partition", _table), ("later", _later)):
-    register(Method(_name, _name, ("#888", "#888"), _build))
 
 BASE = {"data": "digits", "batch_size": 8, "subset": 512, "epochs": STEPS // 64, "device": "cpu"}
 LONG = {"epochs": 60}
@@ -120,6 +118,8 @@ def main() -> None:
     parser.add_argument("--redraw", action="store_true")
     given = parser.parse_args()
     torch.set_num_threads(1)
+    for name, build in (("table-partition", _table), ("later", _later)):
+        register(Method(name, name, ("#888", "#888"), build))
     jobs = [
         {"case": case, "method": method, "seed": seed, "settings": {**BASE, **more}}
         for seed in range(given.seeds)

@@ -197,10 +197,11 @@ def permutation(seed: int, step: Tensor, use: int, num_columns: int) -> Tensor:
     K^2 / 2^32) keep their relative order, a departure from uniformity too small to measure.
     """
     row = torch.zeros(1, dtype=torch.int64, device=step.device)
-    return ahead(_orders, seed, step, use, row, num_columns)[0]
+    return orders(seed, step, use, row, num_columns)[0]
 
 
-def _orders(*where: Any) -> Tensor:
+def orders(*where: Any) -> Tensor:
+    """Random orders of K columns, [N, K] int64; arguments as of `bits`."""
     return torch.argsort(bits(*where), stable=True)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from negchain import Draw, Given, ImportanceLoss, InBatch, Informed, TopKLoss, Uniform
-from negchain.losses.batch import Call
+from negchain.losses.batch import Call, check_batch
 from negchain.objective import detached_logits, global_log_partition
 
 M, D, BETA = 5, 4, 4.0
@@ -50,7 +50,7 @@ def mean_partition(
         for pair in itertools.product(range(M), repeat=2):
             part.draw = draw._replace(ids=torch.tensor(pair).expand_as(draw.ids))
             part.embeddings = z[part.draw.ids.flatten()]
-            (side,) = loss_fn._begin(loss_fn._checked(call), call, [request])
+            (side,) = loss_fn._begin(check_batch(loss_fn, call), call, [request])
             logits = detached_logits(side, side.similarities(), BETA)
             if planted is not None:
                 logits = logits - (planted(z, rows, index) - log_q)[list(pair)]

@@ -268,9 +268,13 @@ def only_the_first_panel_is_stored(monkeypatch) -> None:
 
 
 def every_panel_draws_the_same_numbers(monkeypatch) -> None:
-    walk_chains = emc2.walk_chains
+    sampler = emc2.Sampler
     monkeypatch.setattr(
-        emc2, "walk_chains", lambda *args: walk_chains(*args[:-1], args[-1] - args[-1][0])
+        emc2,
+        "Sampler",
+        lambda kernel, backend, seed, step, rows, keep: sampler(
+            kernel, backend, seed, step, rows - rows[0], keep
+        ),
     )
 
 

@@ -18,7 +18,6 @@ from torch import Tensor
 from forked import fork_ranks
 from negchain import EMC2Loss, Informed, NegativeCacheLoss
 from negchain.losses.distributed import Ranks
-from negchain.losses.state import Rows
 from negchain.losses.table import StaleTable
 
 NAMES = [
@@ -53,7 +52,7 @@ def rows_of(rank: int, world: int) -> dict[str, Any]:
     ranks = Ranks(rank, world, None, EMC2Loss(M))
     found: dict[str, Any] = {}
     for total in (1, 2, 7):
-        rows = Rows(total, ranks)
+        rows = ranks.rows(total)
         whole = torch.arange(3 * total).view(total, 3)
         table = whole[rows.first : rows.first + rows.count].clone()
         slots = torch.tensor([total - 1, 0, total // 2, 0])[rank:]  # another number on each rank
@@ -63,11 +62,11 @@ def rows_of(rank: int, world: int) -> dict[str, Any]:
         everyone = rows.read(table, torch.arange(total))
         assert everyone[total - 1].tolist() == [8, 8, 8]
         assert torch.equal(everyone[:-1], whole[:-1])
-    rows = Rows(7, ranks)
+    rows = ranks.rows(7)
     for name, q in proposals().items():
         mine = q.log()[rows.first : rows.first + rows.count]
         found[name] = rows.draw(mine, GRID)
-        values = rows.look_up(mine)(torch.tensor([[6, 0], [0, 4]]))
+        values = rows.read(mine, torch.tensor([[6, 0], [0, 4]]))
         torch.testing.assert_close(values, q.log()[torch.tensor([[6, 0], [0, 4]])])
     for keep in ({"proposals": Informed()}, {"carried": "cached"}):
         with pytest.raises(ValueError, match="needs dim="):

@@ -59,12 +59,12 @@ def test_any_chunk_gives_the_same(monkeypatch, chunk) -> None:
     table, side, logits = problem()
     key = (3, torch.tensor(2), 0)
     settings = Informed(share=0.7, sharpness=0.5)
-    whole = table.winners(ROWS, side, BETA, key), table.informed(40, side, BETA, settings, key)
+    whole = table.winners(side, BETA, key), table.informed(40, side, BETA, settings, key)
     monkeypatch.setattr(module, "CHUNK_ELEMENTS", chunk * ROWS)
     assert sum(1 for _ in table.logits(side, BETA)) == math.ceil(SIZE / chunk)
     joined = torch.cat([part for _, part in table.logits(side, BETA)], 1)
     assert torch.allclose(joined, logits, atol=1e-6)
-    ids, log_sum = table.winners(ROWS, side, BETA, key)
+    ids, log_sum = table.winners(side, BETA, key)
     assert torch.equal(ids, whole[0][0]) and torch.allclose(log_sum, whole[0][1], atol=1e-6)
     drawn, log_q = table.informed(40, side, BETA, settings, key)
     assert torch.equal(drawn, whole[1][0]) and torch.allclose(log_q, whole[1][1], atol=1e-6)
@@ -116,7 +116,7 @@ def largest(size: int, what: str) -> int:
     key = (0, torch.tensor(0), 0)
     with Largest() as seen:
         if what == "winners":
-            table.winners(ROWS, side_of(queries), BETA, key)
+            table.winners(side_of(queries), BETA, key)
         else:
             table.informed(16, side_of(queries), BETA, Informed(), key)
     return seen.bytes
@@ -138,7 +138,7 @@ def test_a_half_table_is_converted_a_part_at_a_time(monkeypatch) -> None:
     table = StaleTable(4096, 64)
     table.embeddings = unit(torch.randn(4096, 64)).half()
     with Largest() as seen:
-        table.winners(1, side_of(unit(torch.randn(1, 64))), BETA, (0, torch.tensor(0), 0))
+        table.winners(side_of(unit(torch.randn(1, 64))), BETA, (0, torch.tensor(0), 0))
     assert seen.bytes == 4 * 4 << 12
 
 
@@ -150,7 +150,7 @@ def test_winners_are_draws_from_the_stale_softmax(monkeypatch) -> None:
     query = unit(torch.randn(1, DIM, generator=torch.Generator().manual_seed(2)))
     side = side_of(query.expand(20_000, -1))
     side = Side(**{**side.__dict__, "positive_ids": torch.full((20_000,), 4)})
-    ids, log_sum = table.winners(20_000, side, BETA, (0, torch.tensor(0), 0))
+    ids, log_sum = table.winners(side, BETA, (0, torch.tensor(0), 0))
     logits = (BETA * query @ table.embeddings.T)[0].double()
     logits[4] = -math.inf
     counts = torch.bincount(ids, minlength=12)

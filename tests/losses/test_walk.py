@@ -65,10 +65,9 @@ def two_kinds(kernel) -> tuple[float, float]:
     logits = similarity - side.correction(ids)
     logits = logits.masked_fill(side.all_excluded(), -math.inf)
     start = walk.Start(start_ids, LOGITS[start_ids], LOGITS[start_ids])
-    sampler = walk.Sampler(kernel, "torch", 0, torch.tensor(3))
-    slots = (torch.arange(ROWS),)
     rows = torch.arange(ROWS)
-    done = walk.walk_chains(side, similarity, start, 1.0, logits, slots, sampler, 0, rows)
+    sampler = walk.Sampler(kernel, "torch", 0, torch.tensor(3), rows)
+    done = walk.walk_chains(side, similarity, start, 1.0, logits, (rows,), sampler)
     ended = torch.where(done.arrival.moved, done.arrival.ids, start_ids)
     counts = torch.bincount(ended, minlength=5)
     assert counts[0] == 0 and (done.weights[ids == 0] == 0).all()
@@ -87,7 +86,7 @@ def test_two_kinds_leave_p_invariant(kernel) -> None:
     assert ending > ALARM and weights > ALARM
 
 
-def one_scan_over_both(side, similarity, start, beta, sampler, offset, rows):
+def one_scan_over_both(side, similarity, start, beta, sampler):
     """Each column with its own q, the carried state with that of the first kind: no MH step."""
     ids = side.column_ids()
     correction = torch.zeros_like(similarity)
@@ -108,14 +107,14 @@ def carried_with_the_next_kinds_q(start, kind):
     return start.logit - mixture[start.ids]
 
 
-def one_softmax_over_both(side, similarity, start, beta, sampler, offset, rows):
+def one_softmax_over_both(side, similarity, start, beta, sampler):
     """All columns with the mixture's q, the carried state beside them as one slot more."""
     ids = side.column_ids()
     logits = (similarity - side.correction(ids)).masked_fill(side.all_excluded(), -math.inf)
     held = start.logit - side.correction(start.ids[:, None])[:, 0]
     generator = torch.Generator().manual_seed(1)
     u = torch.rand(len(ids), ids.shape[1] + 1, generator=generator, dtype=logits.dtype)
-    return isir_weights(logits, held, -(-u.log()).log()), torch.ones_like(rows)
+    return isir_weights(logits, held, -(-u.log()).log()), torch.ones_like(sampler.rows)
 
 
 @pytest.mark.statistical

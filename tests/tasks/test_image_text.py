@@ -16,6 +16,7 @@ import pytest
 import torch
 from graphed import losses_of
 from pairs_data import captioned, table, tiny_bert, tiny_clip
+from scipy import stats
 
 import negchain
 from negchain import methods, tasks, train
@@ -122,7 +123,8 @@ def test_a_result_is_paired_with_the_start_picture_by_picture(run: Path, capsys)
     own, first = (loaded_run.artifacts[f"{n}_test_mean_recall"] for n in ("right", "before"))
     difference = own - first
     assert gain.mean == pytest.approx(difference.mean())
-    spread = 2 * 1.96 * difference.std() / math.sqrt(len(difference))
+    count = len(difference)
+    spread = 2 * stats.t.ppf(0.975, count - 1) * difference.std(ddof=1) / math.sqrt(count)
     assert gain.interval[1] - gain.interval[0] == pytest.approx(spread, rel=0.15)
     sentence = next(s for s in against_baselines(loaded_run) if s.startswith("Mean recall, test"))
     assert gain.in_points() in sentence and "[" in sentence

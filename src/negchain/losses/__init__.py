@@ -14,7 +14,7 @@
 | `request.py` | what a loss wants encoded |
 | `base.py`, `batch.py`, `state.py` | what all of them share |
 | `columns.py`, `table.py` | draws from beyond the batch, and the stale table they may come from |
-| `distributed.py`, `agreement.py` | several ranks: one joined batch, equal state |
+| `distributed.py`, `agreement.py`, `shards.py` | several ranks: one joined batch, equal state |
 | `fused.py` | what a loss hands the kernels of `negchain.fast` |
 
 To read EMC² on a CPU: `emc2.py`, `walk.py` and `chains.py`, then `base.py` and `batch.py`. The last

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from negchain.losses.batch import Call, Ids, as_ids, check_answer, check_shapes
+from negchain.losses.batch import Call, Ids, as_ids, check_answer, check_batch, check_call
 from negchain.losses.columns import check_draw, check_ids, drawn_for
 from negchain.losses.request import Part, Request, check_held, check_requests
 
@@ -41,7 +41,7 @@ def _own(
 ) -> tuple[dict[str, Own], dict[str, Own]]:
     """The ids and the embeddings this rank sends, checked."""
     loss_fn = ranks.loss_fn
-    check_shapes(call.z_a, call.z_b, call.key_index, loss_fn.num_keys)
+    check_call(loss_fn, call)
     check_requests(loss_fn, loss_fn._turn, call, requests)
     (size, dim), device = call.z_a.shape, call.z_a.device
     numbers = {name: Own(as_ids(name, ids, size, device)[None]) for name, ids in _ids_of(call)}
@@ -67,7 +67,7 @@ def _own(
         if part.want.gradient and not ranks.join:  # nobody else will look at it
             check_answer(z, call.z_a, loss_fn.normalize)
     if not ranks.join:
-        loss_fn._checked(call)
+        check_batch(loss_fn, call)
         check_held(loss_fn, loss_fn._turn, call, requests)
         if "index" in numbers:  # the rows that others will be told of have to be rows of the state
             list(loss_fn._touched(call, numbers["index"].rows[0], requests))

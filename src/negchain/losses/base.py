@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Never
+from typing import Any, Literal, Never
 
 import torch
 import torch.distributed as dist
@@ -37,7 +37,15 @@ from negchain.losses.batch import (
     without_autocast,
 )  # fmt: skip
 from negchain.losses.distributed import Ranks
-from negchain.losses.request import Encodes, Part, Request, Want, check_requests, tower_of
+from negchain.losses.request import (
+    Encodes,
+    Part,
+    Request,
+    Want,
+    check_held,
+    check_requests,
+    tower_of,
+)
 from negchain.losses.settings import Gather, Given, InBatch, Informed, Proposals, Uniform
 from negchain.losses.state import Reporting, Rows
 from negchain.losses.table import Tables
@@ -71,7 +79,7 @@ class ContrastiveLoss(Reporting):
         views: Views = "shared",
         symmetric: bool = True,
         denominator: Denominator = "negatives",
-        proposals: Proposals | None = None,
+        proposals: Proposals | Literal["batch"] | None = None,
         num_keys: int | None = None,
         key_counts: Tensor | None = None,
         normalize: bool = True,
@@ -92,7 +100,7 @@ class ContrastiveLoss(Reporting):
         # A corpus of keys has no anchors of its own to run the other direction from.
         self.symmetric = symmetric and num_keys is None
         self.denominator: Denominator = denominator
-        self.proposals = settings.check_proposals(proposals or InBatch(), num_samples, views)
+        self.proposals = settings.as_proposals(proposals, num_samples, views)
         self.num_samples = num_samples
         self.num_keys = num_keys
         self.normalize = normalize
@@ -101,7 +109,8 @@ class ContrastiveLoss(Reporting):
         self._turn = 0
         self.gather = settings.check_gather(gather, shard_state)
         self.bytes_sent = 0  # to other ranks, so far
-        self.rows = Rows(num_samples or 0, self.ranks() if shard_state else None)
+        ranks, size = self.ranks() if shard_state else None, num_samples or 0
+        self.rows = Rows(size) if ranks is None else ranks.rows(size)
         self.add_state("step", torch.zeros((), dtype=torch.int64))
         sizes = [num_samples or 0, num_keys or 0, ids_per_item]
         self.add_state("sizes", torch.tensor(sizes, dtype=torch.int64))
@@ -186,26 +195,16 @@ class ContrastiveLoss(Reporting):
         self, index: Tensor, augmentation: tuple[Tensor, Tensor] | None, step: Tensor
     ) -> list[Part]:
         """Before the batch is encoded: uniform draws, and the share of the tables that is due."""
-        parts = []
-        if isinstance(self.proposals, Uniform):
-            per_row = int(self.proposals.num is None)
-            for side in range(self.num_sides):
-                key = (self.seed, step, side)
-                ids = columns.uniform_ids(index, self.proposals.num, self.num_ids or 0, key)
-                want = Want(ids, tower_of(side))
-                parts.append(Part("draw", side, want, Draw(ids), per_row=per_row))
-        for side, table in enumerate(self.tables):
-            ids = table.next_ids(math.ceil(self.refresh_fraction * table.size))
-            if len(ids):
-                parts.append(Part("refresh", side, Want(ids, tower_of(side), gradient=False)))
-        return parts
+        drawn = isinstance(self.proposals, Uniform)
+        parts = columns.uniform_parts(self, index, step) if drawn else []
+        return parts + (self.tables.due(self.refresh_fraction) if self.tables else [])
 
     def _parts_given(self, call: Call, step: Tensor) -> list[Part]:
         """Once the batch is encoded: informed draws."""
         if not isinstance(self.proposals, Informed):
             return []
         parts = []
-        sides = self._sides(self._checked(call), use_batch=False)
+        sides = self._sides(check_batch(self, call), use_batch=False)
         for number, (side, table) in enumerate(zip(sides, self.tables, strict=True)):
             beta = self._beta(side.queries)
             draw = table.informed_rows if self.proposals.per_row else table.informed
@@ -284,7 +283,9 @@ class ContrastiveLoss(Reporting):
         with without_autocast(z_a):
             ranks = self.ranks()
             if ranks is None:
-                check_requests(self, self._turn, call, requests)
+                if encode is None:
+                    check_requests(self, self._turn, call, requests)
+                    check_held(self, self._turn, call, requests)
                 total = self._loss(call, requests)
             else:
                 with distributed.over_ranks(ranks, call, requests) as (whole, answers):
@@ -298,20 +299,11 @@ class ContrastiveLoss(Reporting):
     def _loss(self, call: Call, requests: Sequence[Request]) -> Tensor:
         raise NotImplementedError
 
-    def _checked(self, call: Call) -> Batch:
-        return check_batch(call, self.num_samples, self.num_keys, self.normalize)
-
-    def _sides(self, batch: Batch, one_way: bool = False, **layout: Any) -> list[Side]:
-        sides = lay_out(
-            batch,
-            views=self.views,
-            symmetric=self.symmetric and not one_way,
-            num_positions=self.num_positions,
-            multiplicity=self.multiplicity,
-            ids_per_item=self.ids_per_item,
-            **layout,
-        )
-        if self.num_keys is None or not sides[0].kinds:
+    def _sides(self, batch: Batch, use_batch: bool = True, **layout: Any) -> list[Side]:
+        sides = lay_out(self, batch, **layout)
+        if not use_batch:
+            return [columns.without_batch(side) for side in sides]
+        if self.num_keys is None:
             return sides
         log_q = columns.popularity(self.key_counts, batch, self.num_samples, self._counts_keys)
         return [columns.by_popularity(side, batch, log_q, layout.get("items")) for side in sides]
@@ -320,7 +312,7 @@ class ContrastiveLoss(Reporting):
         self, batch: Batch, call: Call, requests: Sequence[Request], **layout: Any
     ) -> list[Side]:
         """The sides of a batch, with drawn columns appended."""
-        sides = self._sides(batch, call.one_way, use_batch=not self.proposals.alone, **layout)
+        sides = self._sides(batch, not self.proposals.alone, one_way=call.one_way, **layout)
         if not isinstance(self.proposals, InBatch):
             given = isinstance(self.proposals, Given)
             drawn = columns.drawn_for(call, None if given else requests, len(sides))
@@ -346,7 +338,8 @@ class ContrastiveLoss(Reporting):
         """Change what any loss may keep: stale tables, and which keys were positives."""
         if self.tables:
             self.tables.remember(sides, requests, batch.both, self.normalize)
-        self._count(batch.key_index, batch.valid)
+        if self._counts_keys:
+            self._count(batch.key_index, batch.valid)
 
     def give_key_counts(self, key_counts: Tensor) -> None:  # [num_keys]
         """Say how many pairs of a pass have each key, where calls would have to count them.
@@ -363,10 +356,10 @@ class ContrastiveLoss(Reporting):
 
     def _count(self, keys: Tensor, valid: Tensor | None = None) -> None:  # [B]
         """Remember which keys were positives; part of changing state."""
-        if self._counts_keys:
-            ones = (torch.ones_like(keys) if valid is None else valid).to(self.key_counts.dtype)
-            self.key_counts.index_add_(0, keys, ones)
-            self.key_counts[-1] += ones.sum()
+        kind = self.key_counts.dtype
+        ones = torch.ones_like(keys, dtype=kind) if valid is None else valid.to(kind)
+        self.key_counts.index_add_(0, keys, ones)
+        self.key_counts[-1] += ones.sum()
 
     def _touched(
         self, call: Call, index: Tensor, requests: Sequence[Request]

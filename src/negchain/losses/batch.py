@@ -12,15 +12,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import wraps
-from typing import Any, Literal, ParamSpec, TypeVar
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
+from negchain.losses.settings import Given
 from negchain.objective import SHORTEST
 from negchain.pool import Draw, Kind, Side, all_finite, matches
 from negchain.rng import fit_for_numpy
+
+if TYPE_CHECKING:
+    from negchain.losses.base import ContrastiveLoss
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -58,53 +62,48 @@ class Batch:
     faults: Tensor | None  # [2] int64: samples non-finite, out of range; None: none, as was seen
 
 
-def check_batch(
-    call: Call, num_samples: int | None, num_keys: int | None, normalize: bool
-) -> Batch:
+def check_batch(loss_fn: ContrastiveLoss, call: Call) -> Batch:
     """Refuse what is wrong, convert what is right; see the module's header."""
-    key_index, known = call.key_index, call.known
-    check_shapes(call.z_a, call.z_b, key_index, num_keys)
-    both = as_embedding(torch.stack([call.z_a, call.z_b]), normalize)
-    batch_size, device = both.shape[1], both.device
-    if batch_size == 0:
+    check_call(loss_fn, call)
+    both = as_embedding(torch.stack([call.z_a, call.z_b]), loss_fn.normalize)
+    size, device = both.shape[1], both.device
+    if size == 0:
         raise ValueError("a batch must hold at least one sample, got none; skip an empty batch")
-    if call.one_way and num_samples is not None:
-        raise ValueError(
-            "one_way=True is for losses without state of the other direction, got num_samples="
-            f"{num_samples}; build the loss with symmetric=False"
-        )
-    index = positions(call, num_samples)
-    keys = index if key_index is None else as_ids("key_index", key_index, batch_size, device)
-    if known is not None:
-        known = as_ids("known", known, batch_size, device, dims=2)
-    num_positions = num_samples if num_keys is None else num_keys
-    if fit_for_numpy(both):  # then everything can be looked at
-        _refuse(index, "index", num_samples)
-        if keys is not index:
-            _refuse(keys, "key_index", num_positions)
-        if known is not None:
-            _refuse(known[known >= 0], "known", num_positions)
-        if not all_finite(both):
-            finite = torch.isfinite(both).all(2).all(0)
-            rows = torch.nonzero(~finite).flatten().tolist()[:5]
-            raise ValueError(
-                f"embeddings must be finite, but rows {rows} hold NaN or inf; lower the learning "
-                "rate, clip gradients, or skip the batch"
-            )
-        valid = torch.ones(batch_size, dtype=torch.bool, device=device)
-        return Batch(both, index, keys, known, valid, None)
-    in_range = inside(index, num_samples)
+    index = positions(call, loss_fn.num_samples)
+    keys = index if call.key_index is None else as_ids("key_index", call.key_index, size, device)
+    known = None if call.known is None else as_ids("known", call.known, size, device, dims=2)
+    batch = Batch(both, index, keys, known, torch.ones_like(index, dtype=torch.bool), None)
+    if not fit_for_numpy(both):
+        return _marked(loss_fn, batch)
+    _refuse(index, "index", loss_fn.num_samples)
     if keys is not index:
-        in_range = in_range & inside(keys, num_positions)
-    finite = torch.isfinite(both).all(2).all(0)
+        _refuse(keys, "key_index", loss_fn.num_keys)
+    if known is not None:
+        _refuse(known[known >= 0], "known", loss_fn.num_positions)
+    if not all_finite(both):
+        rows = torch.nonzero(~finite_rows(both)).flatten().tolist()[:5]
+        raise ValueError(
+            f"embeddings must be finite, but rows {rows} hold NaN or inf; lower the learning "
+            "rate, clip gradients, or skip the batch"
+        )
+    return batch
+
+
+def _marked(loss_fn: ContrastiveLoss, batch: Batch) -> Batch:
+    """A batch whose values cannot be looked at: what is wrong is marked, not refused."""
+    index, in_range = _clamped(batch.index, loss_fn.num_samples)
+    keys = index
+    if batch.key_index is not batch.index:
+        keys, known_key = _clamped(batch.key_index, loss_fn.num_keys)
+        in_range = in_range & known_key
+    finite = finite_rows(batch.both)
     faults = torch.stack([(~finite).sum(), (~in_range).sum()])
-    if num_samples is not None:
-        index = index.clamp(0, num_samples - 1)
-    if key_index is None:
-        keys = index
-    elif num_keys is not None:
-        keys = keys.clamp(0, num_keys - 1)
-    return Batch(both, index, keys, known, in_range & finite, faults)
+    return Batch(batch.both, index, keys, batch.known, in_range & finite, faults)
+
+
+def finite_rows(both: Tensor) -> Tensor:  # [2,B,D] -> [B] bool
+    """Which samples have two finite embeddings."""
+    return torch.isfinite(both).all(2).all(0)
 
 
 def positions(call: Call, num_samples: int | None) -> Tensor:  # [B]
@@ -115,8 +114,9 @@ def positions(call: Call, num_samples: int | None) -> Tensor:  # [B]
     return as_ids("index", index, size, device)
 
 
-def check_shapes(z_a: Tensor, z_b: Tensor, key_index: object, num_keys: int | None) -> None:
+def check_call(loss_fn: ContrastiveLoss, call: Call) -> None:
     """Refuse what is wrong whatever the values are."""
+    z_a, z_b, num_samples, num_keys = call.z_a, call.z_b, loss_fn.num_samples, loss_fn.num_keys
     if z_a.dim() != 2 or z_a.shape != z_b.shape:
         raise ValueError(
             "z_a and z_b must be embeddings of one shape [B, D], "
@@ -124,100 +124,110 @@ def check_shapes(z_a: Tensor, z_b: Tensor, key_index: object, num_keys: int | No
         )
     if not z_a.is_floating_point():
         raise ValueError(f"embeddings must be floating point, got {z_a.dtype}")
-    if (key_index is None) != (num_keys is None):
+    if (call.key_index is None) != (num_keys is None):
         raise ValueError(
             "key_index= (positions of z_b among the keys) goes with num_keys= at construction; got "
-            f"key_index {'missing' if key_index is None else 'given'} and num_keys={num_keys}"
+            f"key_index {'missing' if call.key_index is None else 'given'} and num_keys={num_keys}"
         )
+    if call.one_way and num_samples is not None:
+        raise ValueError(
+            "one_way=True is for losses without state of the other direction, got num_samples="
+            f"{num_samples}; build the loss with symmetric=False"
+        )
+    if call.draw is not None and not isinstance(loss_fn.proposals, Given):
+        raise ValueError("draw= goes with proposals=Given() at construction; leave it out")
 
 
 def lay_out(
+    loss_fn: ContrastiveLoss,
     batch: Batch,
     *,
-    views: Views,
-    symmetric: bool,
-    num_positions: int | None,
-    multiplicity: int,
-    ids_per_item: int = 1,
+    one_way: bool = False,
     key_ids: tuple[Tensor, ...] | None = None,
     coin: Tensor | None = None,
-    use_batch: bool = True,
     items: slice = slice(None),
 ) -> list[Side]:
     """The sides of a batch: one for shared views, one or two for paired ones.
 
     Args:
+        loss_fn: its settings say which sides there are.
         batch: what `check_batch` returned.
-        views: "shared" or "paired".
-        symmetric: both views (directions) are anchors.
-        num_positions: M, positions of the keys; None: unknown.
-        multiplicity: negatives of the target per item.
-        ids_per_item: ids an item goes by.
+        one_way: z_a's rows alone are anchors.
         key_ids: names of the columns of shared views ([B] for z_a, [B] for z_b), where the stored
             augmentations of an item have ids of their own.
         coin: [B] bool: with shared views a row is offered one copy of every item, rows of the
             first view z_a's where the coin is True, rows of the second view the other.
-        use_batch: False leaves the batch's own columns out.
         items: whose rows; all items are columns.
     """
-    both, index, own, known = batch.both, batch.index, batch.key_index, batch.known
-    row_known = None if known is None else known[items]
-    anchors, size = index[items], index.shape[0]
-    mask = None
-    if use_batch:
-        mask = matches(own, own[items], row_known)
-        if own is not index:  # a corpus: another key of the row's anchor is a positive of it too
-            mask = mask | (index[None, :] == anchors[:, None])
-        mask = mask if batch.faults is None else mask | ~batch.valid[None, :]
+    side = partial(_side, loss_fn, batch, items, _positives(batch, items))
+    symmetric = loss_fn.symmetric and not one_way
+    both, own = batch.both, batch.key_index
+    if loss_fn.views == "paired":
+        z_a, z_b = both.unbind()
+        sides = [side(z_a[items], z_b[items], z_b[None], own[None], own)]
+        if symmetric:
+            sides.append(side(z_b[items], z_a[items], z_a[None], batch.index[None], batch.index))
+        return sides
+    swapped = both.flip(0)
+    pair = (both, swapped) if items == slice(None) else (both[:, items], swapped[:, items])
+    rows, positives = (z.flatten(0, 1) if symmetric else z[0] for z in pair)
+    names = batch.index.expand(2, -1) if key_ids is None else torch.stack(key_ids)
+    if coin is None:
+        columns = both.flatten(0, 1)[None]
+        return [side(rows, positives, columns, names.reshape(1, -1), own, copies=2)]
+    keys = torch.where(coin[:, None], both, swapped)
+    hidden = keys.detach().flip(0)
+    ids = names if key_ids is None else torch.where(coin, names, names.flip(0))
+    if not symmetric:
+        keys, hidden, ids = keys[:1], hidden[:1], ids[:1]
+    return [side(rows, positives, keys, ids, own, hidden_keys=hidden)]
 
-    def side(
-        rows: Tensor, positives: Tensor, keys: Tensor, ids: Tensor, own: Tensor, **more: Any
-    ) -> Side:
-        copies = rows.shape[0] // anchors.shape[0]
-        anchor_ids = repeated(anchors, copies)
-        excluded = batch.valid.new_zeros(rows.shape[0], 0) if mask is None else mask
-        if mask is None:
-            keys, ids = keys[:, :0], ids[:, :0]
-        elif excluded.shape != (rows.shape[0], keys.shape[1]):
-            wide = torch.cat([excluded] * (keys.shape[1] // size), 1)
-            excluded = repeated(wide, copies)
-        uniform = Kind(0, keys.shape[1], (~excluded).sum(1), None)  # over the row's negatives
-        return Side(
-            queries=rows,
-            positives=positives,
-            anchor_ids=anchor_ids,
-            positive_ids=anchor_ids if own is index else repeated(own[items], copies),
-            known=None if row_known is None else row_known.repeat(copies, 1),
-            keys=keys,
-            key_ids=ids,
-            excluded=excluded,
-            multiplicity=multiplicity,
-            ids_per_item=ids_per_item,
-            num_keys=num_positions,
-            kinds=() if mask is None else (uniform,),
-            views=copies,
-            **more,
-        )
 
-    if views == "shared":
-        swapped = both.flip(0)
-        pair = (both, swapped) if items == slice(None) else (both[:, items], swapped[:, items])
-        rows, positives = (z.flatten(0, 1) if symmetric else z[0] for z in pair)
-        names = index.expand(2, -1) if key_ids is None else torch.stack(key_ids)
-        if coin is None:
-            columns = both.flatten(0, 1)[None]
-            return [side(rows, positives, columns, names.reshape(1, -1), own, copies=2)]
-        keys = torch.where(coin[:, None], both, swapped)
-        hidden = keys.detach().flip(0)
-        ids = names if key_ids is None else torch.where(coin, names, names.flip(0))
-        if not symmetric:
-            keys, hidden, ids = keys[:1], hidden[:1], ids[:1]
-        return [side(rows, positives, keys, ids, own, hidden_keys=hidden if use_batch else None)]
-    z_a, z_b = both.unbind()
-    sides = [side(z_a[items], z_b[items], z_b[None], own[None], own)]
-    if symmetric:
-        sides.append(side(z_b[items], z_a[items], z_a[None], index[None], index))
-    return sides
+def _positives(batch: Batch, items: slice) -> Tensor:  # -> [rows of `items`, B] bool
+    """Which samples are no negatives of a row: its own, known ones, and invalid ones."""
+    index, own, known = batch.index, batch.key_index, batch.known
+    mask = matches(own, own[items], None if known is None else known[items])
+    if own is not index:  # a corpus: another key of the row's anchor is a positive of it too
+        mask = mask | (index[None, :] == index[items][:, None])
+    return mask if batch.faults is None else mask | ~batch.valid[None, :]
+
+
+def _side(
+    loss_fn: ContrastiveLoss,
+    batch: Batch,
+    items: slice,
+    excluded: Tensor,
+    rows: Tensor,
+    positives: Tensor,
+    keys: Tensor,
+    ids: Tensor,
+    own: Tensor,
+    **more: Any,
+) -> Side:
+    """A side whose rows and columns are one or more copies of what `excluded` is about."""
+    anchors = batch.index[items]
+    copies = rows.shape[0] // anchors.shape[0]
+    anchor_ids = repeated(anchors, copies)
+    if excluded.shape != (rows.shape[0], keys.shape[1]):
+        wide = torch.cat([excluded] * (keys.shape[1] // excluded.shape[1]), 1)
+        excluded = repeated(wide, copies)
+    uniform = Kind(0, keys.shape[1], (~excluded).sum(1), None)  # over the row's negatives
+    return Side(
+        queries=rows,
+        positives=positives,
+        anchor_ids=anchor_ids,
+        positive_ids=anchor_ids if own is batch.index else repeated(own[items], copies),
+        known=None if batch.known is None else batch.known[items].repeat(copies, 1),
+        keys=keys,
+        key_ids=ids,
+        excluded=excluded,
+        multiplicity=loss_fn.multiplicity,
+        ids_per_item=loss_fn.ids_per_item,
+        num_keys=loss_fn.num_positions,
+        kinds=(uniform,),
+        views=copies,
+        **more,
+    )
 
 
 def as_embedding(z: Tensor, normalize: bool) -> Tensor:
@@ -283,15 +293,15 @@ def repeated(ids: Tensor, copies: int) -> Tensor:  # [B,...] -> [copies * B,...]
     return ids if copies == 1 else torch.cat([ids] * copies)  # repeat takes several times as long
 
 
-def inside(ids: Tensor, size: int | None) -> Tensor:
-    """Which ids are positions of a data set of this size."""
-    return torch.ones_like(ids, dtype=torch.bool) if size is None else (ids >= 0) & (ids < size)
+def _clamped(ids: Tensor, size: int | None) -> tuple[Tensor, Tensor]:
+    """Ids brought into [0, size), and which were there."""
+    if size is None:
+        return ids, torch.ones_like(ids, dtype=torch.bool)
+    return ids.clamp(0, size - 1), (ids >= 0) & (ids < size)
 
 
 def per_side(name: str, value: object, num_sides: int) -> list[object]:
     """One entry per side: a pair where there are two sides, the thing itself where there is one."""
-    if value is None:
-        return [None] * num_sides
     if num_sides == 1:
         return [value]
     if not isinstance(value, (tuple, list)) or isinstance(value, Draw) or len(value) != 2:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,11 +22,27 @@ from negchain.losses.batch import (
     is_traced,
     per_side,
 )
-from negchain.losses.request import Request, answered
+from negchain.losses.request import Part, Request, Want, answered, tower_of
+from negchain.losses.settings import Uniform
 from negchain.pool import Draw, Kind, Side, matches
+
+if TYPE_CHECKING:
+    from negchain.losses.base import ContrastiveLoss
 
 Popularity = Callable[[Tensor], Tensor]  # key ids -> log-probability as somebody's positive
 Key = tuple[int, Tensor, int]  # seed, step, side number: what random draws are a function of
+
+
+def without_batch(side: Side) -> Side:
+    """The rows of a side, with no column yet."""
+    return dataclasses.replace(
+        side,
+        keys=side.keys[:, :0],
+        key_ids=side.key_ids[:, :0],
+        excluded=side.excluded[:, :0],
+        hidden_keys=None,
+        kinds=(),
+    )
 
 
 def with_draw(side: Side, draw: Draw, drawn: Tensor, num_ids: int | None, normalize: bool) -> Side:
@@ -57,13 +74,21 @@ def with_draw(side: Side, draw: Draw, drawn: Tensor, num_ids: int | None, normal
     )
 
 
-def uniform_ids(index: Tensor, num: int | None, num_ids: int, key: Key) -> Tensor:  # [num or B]
-    """Uniform draws: `num`, or one per sample of a batch, which every rank makes for its own."""
-    seed, step, side = key
-    rows, count = (sample_rows(index), 1) if num is None else (index.new_zeros(1), num)
-    use = rng.FOR_PROPOSE + 16 * side
-    u = rng.uniform(seed, step, use, rows, count, torch.float64).flatten()
-    return rng.integers_below(torch.full_like(u, num_ids, dtype=torch.int64), u)
+def uniform_parts(loss_fn: ContrastiveLoss, index: Tensor, step: Tensor) -> list[Part]:
+    """Uniform draws of every side, for the caller to encode."""
+    proposals, parts = loss_fn.proposals, []
+    assert isinstance(proposals, Uniform) and loss_fn.num_ids is not None
+    # so many, or one per sample of a batch, which every rank makes for its own
+    count, per_row = proposals.num or 1, int(proposals.num is None)
+    rows = sample_rows(index) if per_row else index.new_zeros(1)
+    for side in range(loss_fn.num_sides):
+        at = (loss_fn.seed, step, rng.FOR_PROPOSE + 16 * side, rows, count)
+        u = rng.uniform(*at, torch.float64).flatten()
+        bound = torch.full_like(u, loss_fn.num_ids, dtype=torch.int64)
+        ids = rng.integers_below(bound, u)
+        want = Want(ids, tower_of(side))
+        parts.append(Part("draw", side, want, Draw(ids), per_row=per_row))
+    return parts
 
 
 def sample_rows(index: Tensor) -> Tensor:  # [B] -> [B]

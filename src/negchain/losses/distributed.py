@@ -31,7 +31,9 @@ from torch import Tensor
 from negchain.losses.agreement import Own, agreed, is_drawn, parts_of
 from negchain.losses.batch import Call, as_ids
 from negchain.losses.columns import drawn_for, sample_rows
-from negchain.losses.request import Part, Request, check_requests
+from negchain.losses.request import Part, Request, check_held, check_requests
+from negchain.losses.shards import Shards
+from negchain.losses.state import Rows
 from negchain.pool import Draw, first_writer, write_rows
 
 if TYPE_CHECKING:
@@ -50,6 +52,10 @@ class Ranks(NamedTuple):
     def join(self) -> bool:
         """Whether their batches are joined; if not, ranks share changes of state only."""
         return self.loss_fn.gather is not False
+
+    def rows(self, total: int) -> Rows:
+        """This rank's block of so many rows."""
+        return Shards(total, self)
 
     def all_gather(self, flat: Tensor) -> Tensor:  # [n] -> [W,n]
         """The same-sized tensors of all ranks."""
@@ -151,11 +157,14 @@ def over_ranks(
     """The call a loss computes, given what this rank was called with; state ends equal on all."""
     loss_fn = ranks.loss_fn
     if ranks.join:
-        yield gathered(ranks, call, requests)
+        call, requests = gathered(ranks, call, requests)
+        check_held(loss_fn, loss_fn._turn, call, requests)
+        yield call, requests
     else:
         if len(loss_fn.tables) or (loss_fn.training and _keeps_rows(loss_fn)):
             agreed(ranks, call, requests)
         check_requests(loss_fn, loss_fn._turn, call, requests)
+        check_held(loss_fn, loss_fn._turn, call, requests)
         requests = _renewed_together(requests, ranks)
         before = loss_fn.step.clone()
         loss_fn.step.copy_(before + ranks.rank)
@@ -292,4 +301,5 @@ def _tell(ranks: Ranks, call: Call, requests: Sequence[Request]) -> None:
         write_rows(table, at, values, torch.ones_like(at, dtype=torch.bool))
     first = sum(sizes[: ranks.rank])
     others = torch.cat([slots["keys"][0][:first], slots["keys"][0][first + len(keys) :]])
-    loss_fn._count(others)
+    if loss_fn._counts_keys:
+        loss_fn._count(others)

@@ -25,9 +25,9 @@ from torch import Tensor
 
 from negchain.losses import fused
 from negchain.losses.base import ContrastiveLoss
-from negchain.losses.batch import Batch, Call, Ids, as_ids, check_answer
+from negchain.losses.batch import Batch, Call, Ids, as_ids, check_answer, check_batch
 from negchain.losses.chains import Carried, ChainTable, check_augmentations, stored_slots
-from negchain.losses.request import Part, Request, Want, answered, check_held, tower_of
+from negchain.losses.request import Part, Request, Want, answered, tower_of
 from negchain.losses.settings import (
     InBatch,
     Kernel,
@@ -194,7 +194,6 @@ class EMC2Loss(ContrastiveLoss):
         return (torch.cat(held),) if self.augmentations else held
 
     def _loss(self, call: Call, requests: Sequence[Request]) -> Tensor:
-        check_held(self, self._turn, call, requests)
         plain = call.known is None and call.augmentation is None and not call.one_way
         if plain and self._fuses(call.z_a):
             return self._finish(*fused.emc2(self, call, requests))
@@ -208,10 +207,15 @@ class EMC2Loss(ContrastiveLoss):
 
     def visit(self, call: Call, requests: Sequence[Request], items: slice = slice(None)) -> Visit:
         """Loss and arrivals of the rows of some items against all columns; changes no chain."""
-        batch = self._checked(call)
+        batch = check_batch(self, call)
         slots = self._slots(batch.index, call.augmentation)
         backend: Backend = "auto" if self.backend == "fused" else self.backend
-        sampler = Sampler(self.kernel, backend, self.seed, self.step, self.carried == "cached")
+        copies, size = self._views_per_item, len(batch.index)
+        rows = torch.arange(copies * size, device=batch.index.device)
+        if items != slice(None):
+            rows = rows.view(copies, size)[:, items].flatten()
+        cached = self.carried == "cached"
+        sampler = Sampler(self.kernel, backend, self.seed, self.step, rows, cached)
         one_copy = self.views == "shared" and not (
             isinstance(self.proposals, InBatch) and self.proposals.copies == 2
         )
@@ -228,17 +232,14 @@ class EMC2Loss(ContrastiveLoss):
         if self.large_batch:  # tiles meet one copy of every item, and so do their readable twins
             sides = [dataclasses.replace(side, hidden_keys=None) for side in sides]
         visit = Visit(batch, sides)
-        copies, size = self._views_per_item, len(batch.index)
-        rows = torch.arange(copies * size, device=batch.index.device)
-        if items != slice(None):
-            rows = rows.view(copies, size)[:, items].flatten()
         mine = tuple(slot[items] for slot in slots[:copies])  # the chains of these rows
         for number, side in enumerate(sides):
             similarity = side.similarities()
             beta = self._beta(similarity)
             logits = detached_logits(side, similarity, beta)
             start = self._start(number, side, mine, batch, requests, items)
-            walk = walk_chains(side, similarity, start, beta, logits, mine, sampler, number, rows)
+            mover = sampler if number == 0 else dataclasses.replace(sampler, direction=number)
+            walk = walk_chains(side, similarity, start, beta, logits, mine, mover)
             self._weigh(visit, side, similarity, logits, start, walk)
             visit.arrivals.append(walk.arrival)
             visit.moves.append((walk.accepts, walk.num_steps))
@@ -275,28 +276,33 @@ class EMC2Loss(ContrastiveLoss):
         items: slice,
     ) -> Start:
         """Where the chains of a side's rows stand."""
-        unusable: Tensor | None = None
-        if self.carried == "encode":
-            part = answered(requests, "carried", number)
-            assert part.embeddings is not None
-            keys = check_answer(part.embeddings, batch.both, self.normalize)
-            keys = keys.view(-1, *batch.both.shape[1:])[:, items]
-            # what was asked for, not the table again: on all ranks the state of the one that asked
-            ids = part.want.ids.view(-1, batch.both.shape[1])[:, items]
-            ids = ids.expand(self._views_per_item, -1).flatten()
-        else:
-            slot = slots[0].repeat(self._views_per_item) if len(slots) == 1 else torch.cat(slots)
-            ids = self.chains.ids(number, slot)
-            keys = self.chains.cached_keys(number, slot, side.queries.shape[1])
-            keys = keys.to(side.queries.dtype)
-            seen = torch.isfinite(keys).all(1)  # NaN before the first visit: 0 * NaN would spread
-            unusable, keys = ~seen, keys.masked_fill(~seen[:, None], 0.0)
-            keys = keys.view(self._views_per_item, -1, keys.shape[1])
+        if self.carried == "cached":
+            return self._cached_start(number, side, slots)
+        part = answered(requests, "carried", number)
+        assert part.embeddings is not None
+        keys = check_answer(part.embeddings, batch.both, self.normalize)
+        keys = keys.view(-1, *batch.both.shape[1:])[:, items]
+        # what was asked for, not the table again: on all ranks the state of the one that asked
+        ids = part.want.ids.view(-1, batch.both.shape[1])[:, items]
+        ids = ids.expand(self._views_per_item, -1).flatten()
+        return self._started(side, ids, keys, side.excludes(ids))
+
+    def _cached_start(self, number: int, side: Side, slots: tuple[Tensor, ...]) -> Start:
+        """The same by the embeddings kept from the last visit; NaN before the first."""
+        slot = slots[0].repeat(self._views_per_item) if len(slots) == 1 else torch.cat(slots)
+        ids = self.chains.ids(number, slot)
+        keys = self.chains.cached_keys(number, slot, side.queries.shape[1])
+        keys = keys.to(side.queries.dtype)
+        unseen = ~torch.isfinite(keys).all(1)
+        keys = keys.masked_fill(unseen[:, None], 0.0)  # 0 * NaN would spread
+        keys = keys.view(self._views_per_item, -1, keys.shape[1])
+        return self._started(side, ids, keys, side.excludes(ids) | unseen)
+
+    def _started(self, side: Side, ids: Tensor, keys: Tensor, excluded: Tensor) -> Start:
+        """Chains at some ids, whose embeddings [views or 1, b, D] rows are compared with."""
         rows = side.queries.view(self._views_per_item, *keys.shape[-2:])
         similarity = torch.linalg.vecdot(rows, keys).flatten()
-        beta = self._beta(similarity)
-        logit = similarity.detach() * constant(beta)
-        excluded = side.excludes(ids) if unusable is None else side.excludes(ids) | unusable
+        logit = similarity.detach() * constant(self._beta(similarity))
         return Start(ids, usable(logit, excluded), similarity)
 
     def _store(self, visit: Visit, requests: Sequence[Request]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from negchain.fast.backends import prefers_triton, triton_error
 from negchain.fast.fused import MAX_COLUMNS
-from negchain.losses.batch import Call, as_ids, check_shapes, check_width, positions
+from negchain.losses.batch import Call, as_ids, check_call, check_width, positions
 from negchain.losses.request import Request, answered
 from negchain.losses.settings import ISIR, MH, InBatch
 from negchain.losses.state import Report
@@ -148,7 +148,7 @@ def _sides(
     from negchain.fast.fused import function, plan
 
     z_a, z_b = call.z_a, call.z_b
-    check_shapes(z_a, z_b, call.key_index, loss_fn.num_keys)
+    check_call(loss_fn, call)
     assert call.index is not None
     index = as_ids("index", call.index, len(z_a), z_a.device)
     shared = loss_fn.views == "shared"

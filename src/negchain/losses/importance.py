@@ -27,7 +27,7 @@ from typing import Unpack
 
 from torch import Tensor
 
-from negchain.losses.settings import Informed, Proposals, Shared, as_proposals
+from negchain.losses.settings import Informed, Proposals, Shared
 from negchain.losses.weighted import WeightedLoss
 from negchain.weights.softmax import softmax_weights
 
@@ -72,7 +72,7 @@ class ImportanceLoss(WeightedLoss):
         key_counts: Tensor | None = None,
         **shared: Unpack[Shared],
     ) -> None:
-        offered = as_proposals(proposals or Informed(alone=True))
+        offered = proposals or Informed(alone=True)
         super().__init__(num_samples, beta, proposals=offered, key_counts=key_counts, **shared)
 
     def weigh(self, logits: Tensor, ids: Tensor) -> tuple[Tensor, None]:

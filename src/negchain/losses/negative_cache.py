@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from negchain.losses.base import ContrastiveLoss
-from negchain.losses.batch import Call, check_answer
+from negchain.losses.batch import Call, check_answer, check_batch
 from negchain.losses.request import Part, Request, Want, answered, tower_of
 from negchain.losses.settings import Shared, check_refresh, require_samples
 from negchain.losses.state import Report, keep
@@ -77,16 +77,16 @@ class NegativeCacheLoss(ContrastiveLoss):
     def _parts_given(self, call: Call, step: Tensor) -> list[Part]:
         """One draw per row from its stale softmax."""
         parts = []
-        sides = self._sides(self._checked(call), use_batch=False)
+        sides = self._sides(check_batch(self, call), use_batch=False)
         for number, (side, table) in enumerate(zip(sides, self.tables, strict=True)):
             key = (self.seed, step, number)
-            ids, log_partition = table.winners(side.num_rows, side, self._beta(side.queries), key)
+            ids, log_partition = table.winners(side, self._beta(side.queries), key)
             want = Want(ids, tower_of(number))
             parts.append(Part("draw", number, want, Draw(ids), log_partition=log_partition))
         return parts
 
     def _loss(self, call: Call, requests: Sequence[Request]) -> Tensor:
-        batch = self._checked(call)
+        batch = check_batch(self, call)
         self._count_faults(batch)
         sides = self._sides(batch, use_batch=False)
         total: list[Tensor] = []

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from negchain.losses.batch import Call, Ids, as_ids, check_width
-from negchain.losses.settings import Given
 from negchain.pool import Draw
 
 Tower = Literal["keys", "anchors"]
@@ -186,9 +185,7 @@ def answered(requests: Sequence[Request], purpose: Purpose, side: int) -> Part:
 
 
 def check_requests(owner: Any, turn: int, call: Call, requests: Sequence[Request]) -> None:
-    """Refuse requests that are not those of this loss, batch and call, and draws it cannot take."""
-    if call.draw is not None and not isinstance(owner.proposals, Given):
-        raise ValueError("draw= goes with proposals=Given() at construction; leave it out")
+    """Refuse requests that are not those of this loss, batch and call."""
     for request in requests:
         if not isinstance(request, Request):
             raise ValueError(

@@ -212,23 +212,6 @@ def as_seed(seed: int) -> int:
     return int(seed)
 
 
-def as_proposals(proposals: Proposals | Literal["batch"]) -> Proposals:
-    """Proposals from their name.
-
-    Example:
-        >>> as_proposals("batch")
-        InBatch(copies=1)
-    """
-    if isinstance(proposals, (InBatch, Uniform, Informed, Given)):
-        return proposals
-    if proposals != "batch":
-        raise ValueError(
-            "proposals must be 'batch', InBatch(...), Uniform(...), Informed(...) or Given(...), "
-            f"got {proposals!r}"
-        )
-    return InBatch()
-
-
 def chain_proposals(
     proposals: Proposals | Literal["batch"] | None,
     kernel: Kernel,
@@ -257,10 +240,9 @@ def chain_proposals(
     unreached = num_keys is not None and not reached
     if proposals is None and unreached:
         return Uniform()
-    if proposals in (None, "batch"):
+    if proposals is None or proposals == "batch":
         both = views == "shared" and isinstance(kernel, ISIR) and augmentations is None
         proposals = InBatch(copies=2 if both else 1)
-    proposals = as_proposals(proposals)  # type: ignore[arg-type]
     if unreached and isinstance(proposals, InBatch):
         raise ValueError(
             "proposals='batch' reaches only keys that are somebody's positive; with num_keys= "
@@ -269,8 +251,22 @@ def chain_proposals(
     return proposals
 
 
-def check_proposals(proposals: Proposals, num_samples: int | None, views: str) -> Proposals:
-    """Refuse proposals that cannot be made here."""
+def as_proposals(
+    proposals: Proposals | Literal["batch"] | None, num_samples: int | None, views: str
+) -> Proposals:
+    """Proposals by themselves or by their name, if they can be made here.
+
+    Example:
+        >>> as_proposals("batch", 100, "shared")
+        InBatch(copies=1)
+    """
+    if proposals is None or proposals == "batch":
+        return InBatch()
+    if not isinstance(proposals, (InBatch, Uniform, Informed, Given)):
+        raise ValueError(
+            "proposals must be 'batch', InBatch(...), Uniform(...), Informed(...) or Given(...), "
+            f"got {proposals!r}"
+        )
     if num_samples is None and not isinstance(proposals, (InBatch, Given)):
         raise ValueError(
             f"proposals={proposals} draws from the data set; give its size, num_samples="

@@ -17,7 +17,7 @@ from torch import Tensor
 from negchain.losses import fused
 from negchain.losses.batch import Call
 from negchain.losses.request import Request
-from negchain.losses.settings import Common, InBatch, Proposals, as_proposals, one_of
+from negchain.losses.settings import Common, InBatch, Proposals, one_of
 from negchain.losses.weighted import WeightedLoss
 from negchain.objective import Denominator
 from negchain.pool import Side
@@ -44,7 +44,7 @@ class _InBatchLoss(WeightedLoss):
             num_samples,
             beta,
             denominator=self._denominator,
-            proposals=as_proposals(proposals),
+            proposals=proposals,
             key_counts=key_counts,
             **common,
         )

@@ -19,11 +19,9 @@ from negchain.losses import fused
 from negchain.losses.batch import Call
 from negchain.losses.request import Request
 from negchain.losses.settings import (
-    InBatch,
     Proposals,
     Shared,
     Uniform,
-    as_proposals,
     one_of,
     require_samples,
 )
@@ -75,9 +73,8 @@ class SogCLRLoss(WeightedLoss):
     ) -> None:
         require_samples(num_samples)
         one_of("backend", backend, ("auto", "torch", "fused"))
-        if proposals is None:
-            proposals = InBatch() if shared.get("num_keys") is None else Uniform()
-        proposals = as_proposals(proposals)
+        if proposals is None and shared.get("num_keys") is not None:
+            proposals = Uniform()
         super().__init__(num_samples, beta, proposals=proposals, key_counts=key_counts, **shared)
         if not 0 < gamma <= 1:
             raise ValueError(f"gamma (share of the new value) must be in (0, 1], got {gamma}")

@@ -11,7 +11,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,14 +33,9 @@ OTHER_STATE = (
 
 @dataclass(frozen=True)
 class Rows:
-    """Which of M rows of a state lie here: all (`ranks=None`), or this rank's block.
+    """M rows of a state, all of which lie here; `negchain.losses.shards` has them on many ranks.
 
-    Rows are read from their owners by all_to_all (positions go out, rows come back) and written
-    without a message: all ranks know the joined batch, and each keeps what it owns. Blocks are
-    those of `DTensor` (`torch.chunk`'s), so that `torch.distributed.checkpoint` saves them as they
-    lie and loads them into any number of ranks.
-
-    Shapes: `M` rows in all, `m` rows of this rank, `W` ranks, `n` positions.
+    Shapes: `M` rows in all, `m` rows that lie here, `n` positions.
 
     Example:
         >>> rows = Rows(3)
@@ -52,35 +46,21 @@ class Rows:
     """
 
     total: int  # M
-    ranks: Ranks | None = None
-
-    @property
-    def block(self) -> int:
-        """Rows of every rank but the last ones."""
-        return self.total if self.ranks is None else -(-self.total // self.ranks.world)
+    ranks: Ranks | None = None  # among whom they are shared out
 
     @property
     def first(self) -> int:
         """Position of the first row here."""
-        return 0 if self.ranks is None else min(self.block * self.ranks.rank, self.total)
+        return 0
 
     @property
     def count(self) -> int:
         """m."""
-        return min(self.block, self.total - self.first)
+        return self.total
 
     def read(self, table: Tensor, slots: Tensor) -> Tensor:  # [m,...] [n] -> [n,...]
-        """Rows at some positions, from their owners; all ranks read at the same time."""
-        if self.ranks is None:
-            return table[slots]
-        owner = slots // self.block
-        order = torch.argsort(owner, stable=True)
-        wanted = torch.bincount(owner, minlength=self.ranks.world)
-        asked = self.ranks.all_gather(wanted).tolist()  # [of whom][by whom], transposed below
-        out, back = asked[self.ranks.rank], [row[self.ranks.rank] for row in asked]
-        asks = self.ranks.all_to_all(slots[order], out, back)
-        found = self.ranks.all_to_all(table[asks - self.first], back, out)
-        return torch.empty_like(found).index_copy_(0, order, found)
+        """Rows at some positions, which may be of any shape."""
+        return table[slots]
 
     def write(
         self,
@@ -90,65 +70,25 @@ class Rows:
         allowed: Tensor,
         changed: Tensor | None = None,
     ) -> None:
-        """`negchain.pool.write_rows`; every rank keeps its own rows."""
-        if self.ranks is None:
-            return write_rows(table, slots, values, allowed, changed)
-        own = slots - self.first
-        mine = allowed & (own >= 0) & (own < self.count)
-        changed = None if changed is None else changed[mine]
-        return write_rows(table, own[mine], values[mine], mine[mine], changed)
+        """`negchain.pool.write_rows`."""
+        write_rows(table, slots, values, allowed, changed)
 
     def every(self, value: Tensor) -> Tensor:  # [...] -> [W,...]
         """The same thing of every rank."""
-        if self.ranks is None:
-            return value[None]
-        return self.ranks.all_gather(value.reshape(-1)).view(-1, *value.shape)
+        return value[None]
 
     def draw(self, log_q: Tensor, uniforms: Tensor) -> Tensor:  # [m], [n] in (0,1] -> [n]
-        """i.i.d. draws from exp(log_q) over all rows: an owner by its mass, then a row within."""
-        if self.ranks is None:
-            return draw_from(log_q, uniforms)
-        ends = self.every(log_q.double().exp().sum()).cumsum(0)
-        points = uniforms.double() * ends[-1]
-        owner = torch.searchsorted(ends, points).clamp_(max=self.ranks.world - 1)
-        begin = ends[self.ranks.rank] - log_q.double().exp().sum()
-        cumulative = log_q.double().exp().cumsum(0)
-        found = torch.searchsorted(cumulative, points - begin).clamp_(max=max(self.count - 1, 0))
-        return self.every(torch.where(owner == self.ranks.rank, found + self.first, 0)).sum(0)
-
-    def values(self, table: Tensor, ids: Tensor) -> Tensor:  # [m,...] any shape -> of that shape
-        """`read` for positions with many repeats: each is asked for once."""
-        if self.ranks is None:
-            return table[ids]
-        each, place = torch.unique(ids, return_inverse=True)
-        return self.read(table, each)[place]
-
-    def look_up(self, table: Tensor) -> Tensor | Callable[[Tensor], Tensor]:
-        """`table` itself where all rows are here, else a function from positions to values."""
-        return table if self.ranks is None else partial(self.values, table)
+        """i.i.d. draws from exp(log_q) over all rows."""
+        return draw_from(log_q, uniforms)
 
     def outward(self, local: Tensor, dim: int) -> Tensor:
-        """A state as the outside sees it: a DTensor where ranks own parts of it."""
-        if self.ranks is None:
-            return local
-        from torch.distributed.device_mesh import DeviceMesh
-        from torch.distributed.tensor import DTensor, Shard
-
-        group = self.ranks.group or torch.distributed.group.WORLD
-        assert group is not None
-        mesh = DeviceMesh.from_group(group, local.device.type)
-        shape = torch.Size([*local.shape[:dim], self.total, *local.shape[dim + 1 :]])
-        stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(local, mesh, [Shard(dim)], shape=shape, stride=stride)
+        """A state as the outside sees it."""
+        return local
 
     def inward(self, saved: Tensor, dim: int) -> Tensor:
         """The rows of a saved state that lie here."""
-        if hasattr(saved, "to_local"):  # all ranks load it
-            whole = self.ranks is None
-            return saved.full_tensor() if whole else saved.to_local()  # type: ignore[attr-defined, no-any-return]
-        if self.ranks is None:
-            return saved
-        return saved.narrow(dim, self.first, self.count)
+        whole = hasattr(saved, "to_local")  # saved by ranks that shared it out; all load it
+        return saved.full_tensor() if whole else saved  # type: ignore[attr-defined, no-any-return]
 
 
 ALL = Rows(0)  # every row is here, however many there are
@@ -212,7 +152,7 @@ class Stateful(nn.Module):
         `dim` are here.
         """
         self._state[name] = value
-        if rows is not None and rows.ranks is not None:
+        if rows is not None:
             self._sharded[name] = (rows, dim)
         if lazy:
             self._lazy.add(name)

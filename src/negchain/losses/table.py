@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,7 @@ from negchain.losses.columns import Key
 from negchain.losses.distributed import Ranks, share_out, together
 from negchain.losses.request import Encodes, Part, Request, Want, tower_of
 from negchain.losses.settings import Informed, check_dim
+from negchain.losses.shards import Shards
 from negchain.losses.state import Rows, Stateful
 from negchain.objective import constant
 from negchain.pool import Side
@@ -90,7 +92,7 @@ class StaleTable(Stateful):
         super().__init__()
         self.size, self.order = size, Spread(size)
         self.writes = 0  # so far; draws whose q is looked up later belong to one number of them
-        self.rows = Rows(size, ranks)
+        self.rows = Rows(size) if ranks is None else ranks.rows(size)
         embeddings = torch.zeros(self.rows.count, dim or 0)
         self.add_state("embeddings", embeddings, lazy=True, rows=self.rows)
         self.add_state("cursor", torch.zeros((), dtype=torch.int64))
@@ -139,16 +141,15 @@ class StaleTable(Stateful):
         return lambda: kept
 
     def winners(
-        self, num_rows: int, side: Side, beta: float | Tensor, key: Key
-    ) -> tuple[Tensor, Tensor]:  # -> [num_rows], [num_rows]
+        self, side: Side, beta: float | Tensor, key: Key
+    ) -> tuple[Tensor, Tensor]:  # -> [N], [N]
         """A draw from the stale softmax of each row (Gumbel-max), and its log partition."""
         seed, step, number = key
-        rows = torch.arange(num_rows, device=side.queries.device)
-        best = side.queries.new_full((num_rows,), -math.inf)
+        rows = torch.arange(side.num_rows, device=side.queries.device)
+        best = side.queries.new_full((side.num_rows,), -math.inf)
         log_sum, winner = best.clone(), torch.zeros_like(rows)
         use = rng.FOR_GUMBEL + 16 * number
         for keys, logits in self.logits(side, beta):
-            logits = logits[:num_rows]
             log_sum = torch.logaddexp(log_sum, torch.logsumexp(logits, 1))
             noise = rng.gumbel(
                 seed, step, use, rows, logits.shape[1], logits.dtype, first_column=keys.start
@@ -169,7 +170,8 @@ class StaleTable(Stateful):
         log_q = self.log_proposal(side, beta, settings)
         row = torch.full((1,), number, device=log_q.device)
         u = rng.uniform(seed, step, rng.FOR_PROPOSE, row, count, torch.float64)
-        return self.rows.draw(log_q, u[0]), self.rows.look_up(log_q)
+        drawn = self.rows.draw(log_q, u[0])
+        return drawn, log_q if self.rows.ranks is None else partial(self.rows.read, log_q)
 
     def informed_rows(
         self, count: int, side: Side, beta: float | Tensor, settings: Informed, key: Key
@@ -208,7 +210,7 @@ class StaleTable(Stateful):
                     "their probabilities; ask again, request(index, z_a, z_b), before the call"
                 )
             flat = ids.reshape(len(queries), -1)
-            keys = self.rows.values(table, flat).to(queries.dtype)
+            keys = self.rows.read(table, flat).to(queries.dtype)
             stale = torch.einsum("nd,ncd->nc", queries, keys)
             stale = stale.masked_fill(side.excludes(flat), -math.inf)
             return self._mixed(stale - log_sum, settings).view(ids.shape)
@@ -224,7 +226,7 @@ class StaleTable(Stateful):
             joined = torch.cat([best, logits], 1)
             best, at = joined.topk(min(count, joined.shape[1]), 1, sorted=False)
             ids = torch.cat([ids, names], 1).gather(1, at)
-        if self.rows.ranks is None:
+        if not isinstance(self.rows, Shards):
             return ids.sort(1).values
         width = min(count, self.rows.block)  # the last ranks may have fewer rows
         more = side.positive_ids[:, None].expand(-1, width - ids.shape[1])  # which are no negatives
@@ -285,11 +287,10 @@ class StaleTable(Stateful):
 
 
 class Tables(nn.ModuleList):
-    """The stale tables of a loss, one per side; none for most losses."""
+    """The stale tables of a loss, one per side."""
 
     def __init__(self, count: int, size: int, dim: int | None, ranks: Ranks | None = None) -> None:
-        if count:
-            check_dim(dim, ranks is not None)
+        check_dim(dim, ranks is not None)
         super().__init__(StaleTable(size, dim, ranks) for _ in range(count))
 
     def __iter__(self) -> Iterator[StaleTable]:  # type: ignore[override]
@@ -312,6 +313,15 @@ class Tables(nn.ModuleList):
         """
         for table in self:
             table.embeddings = table.embeddings.to(dtype)
+
+    def due(self, share: float) -> list[Part]:
+        """The share of every table that a step encodes anew."""
+        parts = []
+        for side, table in enumerate(self):
+            ids = table.next_ids(math.ceil(share * table.size))
+            if len(ids):
+                parts.append(Part("refresh", side, Want(ids, tower_of(side), gradient=False)))
+        return parts
 
     def fill(self, loss_fn: ContrastiveLoss, encode: Encodes, chunk: int) -> None:
         """Encode every key once, `chunk` at a time; ranks share the work."""

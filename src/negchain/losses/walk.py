@@ -48,16 +48,17 @@ class Sampler:
     backend: Backend
     seed: int
     step: Tensor  # []
+    rows: Tensor  # [N] numbers of the rows in the whole batch
     keep_keys: bool = False  # whether embeddings of final states are wanted
+    direction: int = 0
 
     def coin(self, num_items: int) -> Tensor:  # [B] bool
         """Whether rows of the first view are offered z_a's copy of each item, or z_b's."""
-        row = torch.zeros(1, dtype=torch.int64, device=self.step.device)
-        return self.draw(rng.coins, rng.FOR_COPY, row, num_items)[0]
+        return self.draw(rng.coins, rng.FOR_COPY, self.rows.new_zeros(1), num_items)[0]
 
     def draw(self, kind: Callable[..., Tensor], use: int, rows: Tensor, *more: Any) -> Tensor:
-        """Random numbers of this step; see `negchain.rng`."""
-        return rng.ahead(kind, self.seed, self.step, use, rows, *more)
+        """Random numbers of this step and direction; see `negchain.rng`."""
+        return rng.ahead(kind, self.seed, self.step, use + 16 * self.direction, rows, *more)
 
 
 @dataclass(frozen=True)
@@ -129,8 +130,6 @@ def walk_chains(
     logits: Tensor,
     slots: tuple[Tensor, ...],
     sampler: Sampler,
-    side_number: int,
-    rows: Tensor,
 ) -> Walk:
     """Move the chains of a side; pure.
 
@@ -142,23 +141,20 @@ def walk_chains(
         logits: [N, K] corrected by the mixture of all kinds, -inf = excluded.
         slots: the chains: one [B] for all views, or one [B] for each.
         sampler: how to move.
-        side_number: which direction, for the random draws.
-        rows: [N] numbers of the rows in the whole batch, for their draws.
     """
-    offset = 16 * side_number
     if len(side.kinds) > 1:
-        scan, num_steps = _sweeps(side, similarity, start, beta, sampler, offset, rows)
+        scan, num_steps = _sweeps(side, similarity, start, beta, sampler)
     else:
         num_steps = _num_steps(logits, sampler)
         held = _corrected(start, side.kinds[0])
         skipped = _skipped(sampler, num_steps)
-        scan = _sweep(side, 0, logits, start.ids, held, skipped, sampler, offset, rows)
+        scan = _sweep(side, 0, logits, start.ids, held, skipped, sampler)
     # A chain that had nowhere to go may still sit on an excluded state: that has no weight.
     mass, weights = torch.where(start.logit > -math.inf, scan.start_weight, 0.0), scan.weights
     if sampler.kernel.count_every > 1:  # it may also have counted there before its first proposal
         rest = 1 - (scan.start_weight - mass)[:, None]
         weights = weights / torch.where(rest > 0, rest, 1.0)
-    arrival = _arrival(side, start, scan.last, slots, sampler, offset, rows)
+    arrival = _arrival(side, start, scan.last, slots, sampler)
     return Walk(weights, mass, scan.accepts, num_steps, arrival)
 
 
@@ -193,8 +189,6 @@ def _sweep(
     start: Tensor,
     skipped: Tensor,
     sampler: Sampler,
-    offset: int,
-    rows: Tensor,
 ) -> Scan:
     """Move over the columns of one kind: a scan in a random order, or an i-SIR step.
 
@@ -205,29 +199,22 @@ def _sweep(
         ids: [N] of the states the chains are in.
         start: [N] their logits, corrected likewise.
         skipped: [N] steps that are not counted.
-        sampler, offset, rows: of the random numbers.
+        sampler: how to move.
     """
-    kernel, kind, num_columns = sampler.kernel, side.kinds[number], logits.shape[1]
+    kernel, rows, num_columns = sampler.kernel, sampler.rows, logits.shape[1]
     if isinstance(kernel, ISIR):
-        if number == 0 and kind.log_q is None and len(side.key_ids[0]) >= kind.last:
-            start, logits = _as_set(side, kind, ids, start, logits)
-        stays = start == math.inf  # this kind never proposes the held state, so it never leaves it
-        start, logits = start.masked_fill(stays, 0.0), logits.masked_fill(stays[:, None], -math.inf)
-        key, first = rng.FOR_GUMBEL + offset, kind.first + number
-        noise = sampler.draw(rng.gumbel, key, rows, num_columns + 1, logits.dtype, first)
-        return isir_weights(logits, start, noise, kernel.count_every)
-    key = rng.FOR_ACCEPT + offset
-    log_u = sampler.draw(rng.log_uniform, key, rows, num_columns, logits.dtype, kind.first)
+        return _resample(side, number, logits, ids, start, sampler, kernel.count_every)
+    at = num_columns, logits.dtype, side.kinds[number].first
+    log_u = sampler.draw(rng.log_uniform, rng.FOR_ACCEPT, rows, *at)
     burn_in: int | Tensor = skipped
     if kernel.count_every > 1:
         share, total = kernel.burn_in, side.kinds[-1].last
         burn_in = int(share if share >= 1 else total * share + 1e-3)
-        burn_in -= total - kind.last  # columns of the sweeps before
+        burn_in -= total - side.kinds[number].last  # columns of the sweeps before
         burn_in = max(0, min(burn_in, num_columns - 1))  # then the final state counts at least
     if number > 0:  # draws come in a random order as they are
         return mh_scan(logits, start, log_u, burn_in, sampler.backend, kernel.count_every)
-    key = rng.FOR_ORDER + offset
-    order = rng.permutation(sampler.seed, sampler.step, key, num_columns)
+    order = sampler.draw(rng.orders, rng.FOR_ORDER, rows.new_zeros(1), num_columns)[0]
     met = logits.index_select(1, order)
     scan = mh_scan(met, start, log_u, burn_in, sampler.backend, kernel.count_every)
     weights = scan.weights.index_select(1, torch.argsort(order))  # back into place
@@ -235,14 +222,28 @@ def _sweep(
     return scan._replace(weights=weights, last=last)
 
 
-def _sweeps(
+def _resample(
     side: Side,
-    similarity: Tensor,
-    start: Start,
-    beta: float | Tensor,
+    number: int,
+    logits: Tensor,
+    ids: Tensor,
+    start: Tensor,
     sampler: Sampler,
-    offset: int,
-    rows: Tensor,
+    count_every: int,
+) -> Scan:
+    """An i-SIR step over the columns of one kind; arguments as of `_sweep`."""
+    kind = side.kinds[number]
+    if number == 0 and kind.log_q is None and len(side.key_ids[0]) >= kind.last:
+        start, logits = _as_set(side, kind, ids, start, logits)
+    stays = start == math.inf  # this kind never proposes the held state, so it never leaves it
+    start, logits = start.masked_fill(stays, 0.0), logits.masked_fill(stays[:, None], -math.inf)
+    at = logits.shape[1] + 1, logits.dtype, kind.first + number
+    noise = sampler.draw(rng.gumbel, rng.FOR_GUMBEL, sampler.rows, *at)
+    return isir_weights(logits, start, noise, count_every)
+
+
+def _sweeps(
+    side: Side, similarity: Tensor, start: Start, beta: float | Tensor, sampler: Sampler
 ) -> tuple[Scan, Tensor]:
     """A sweep per kind of columns, each with its own q, the batch's last.
 
@@ -265,7 +266,7 @@ def _sweeps(
             part = part.masked_fill(~torch.isfinite(part), -math.inf)
         skipped = torch.minimum(left, num_steps)
         first = _corrected(held, kind)
-        scan = _sweep(side, number, part, held.ids, first, skipped, sampler, offset, rows)
+        scan = _sweep(side, number, part, held.ids, first, skipped, sampler)
         counted = (kind.count if isir else num_steps - skipped).to(plain.dtype)[:, None]
         visits[:, kind.first : kind.last] += scan.weights * counted
         visits[here, at] += scan.start_weight * counted[:, 0]
@@ -317,19 +318,12 @@ def _repeated(side: Side, kind: Kind) -> Tensor:  # [N,K] bool
 
 
 def _arrival(
-    side: Side,
-    start: Start,
-    last: Tensor,
-    slots: tuple[Tensor, ...],
-    sampler: Sampler,
-    offset: int,
-    rows: Tensor,
+    side: Side, start: Start, last: Tensor, slots: tuple[Tensor, ...], sampler: Sampler
 ) -> Arrival:
     """Where the chains ended: where their row did, or one of their two rows, by a coin."""
     size, row = len(slots[0]), torch.arange(len(last), device=last.device)
     if len(last) > size:
-        key = rng.FOR_VIEW + offset
-        coin = sampler.draw(rng.coins, key, rows[:size], 1)[:, 0]
+        coin = sampler.draw(rng.coins, rng.FOR_VIEW, sampler.rows[:size], 1)[:, 0]
         first, second = row.view(2, size)
         row = torch.where(coin, first, second)
         if len(slots) == 2:  # a chain per view, unless both views are of one augmentation

@@ -12,7 +12,7 @@ from functools import partial
 from torch import Tensor
 
 from negchain.losses.base import ContrastiveLoss
-from negchain.losses.batch import Batch, Call
+from negchain.losses.batch import Batch, Call, check_batch
 from negchain.losses.request import Request
 from negchain.losses.state import Report
 from negchain.objective import (
@@ -92,7 +92,7 @@ class WeightedLoss(ContrastiveLoss):
         return estimate, lambda batch: self.commit(logits, side.anchor_ids)
 
     def _loss(self, call: Call, requests: Sequence[Request]) -> Tensor:
-        batch = self._checked(call)
+        batch = check_batch(self, call)
         sides = self._begin(batch, call, requests)
         self._count_faults(batch)
         values: list[Tensor] = []

@@ -10,8 +10,9 @@ Bias        zero at stationarity with i.i.d. proposals (tests/weights/test_kerne
             drift that grows with R / m_neg.
 
 Three implementations of one signature: `reference` reads like Algorithm 1, `torch` is an
-associative scan over all columns at once, `triton` runs one program per chain. All compare
-`logit - log u > current`, in this form and order, so that they agree to the last bit.
+associative scan over all columns at once (in numpy where a CPU can), `triton` runs one program per
+chain. All compare `logit - log u > current`, in this form and order, so that they agree to the last
+bit.
 
 Shapes: `N` chains, `K` proposals (columns).
 """
@@ -89,6 +90,9 @@ def mh_scan(
     if backend == "reference":
         return scan_reference(logits, start_logit, log_u, burn_in, count_every)
     if backend == "torch":
+        graph = logits.requires_grad or start_logit.requires_grad
+        if count_every == 1 and not graph and fit_for_numpy(logits) and fit_for_numpy(start_logit):
+            return _scan_numpy(logits, start_logit, log_u, burn_in)
         return scan_torch(logits, start_logit, log_u, burn_in, count_every)
     if backend == "triton":
         reason = triton_error(logits)
@@ -160,9 +164,6 @@ def scan_torch(
     elementwise operations on the [N, K] matrix. Only comparisons are made, so results equal the
     loop's to the bit, whatever the acceptance rate, and the host never looks at a value.
     """
-    graph = logits.requires_grad or start_logit.requires_grad
-    if count_every == 1 and not graph and fit_for_numpy(logits) and fit_for_numpy(start_logit):
-        return _scan_numpy(logits, start_logit, log_u, burn_in)
     num_chains, num_columns = logits.shape
     threshold = logits - log_u
     states = _state_logits(threshold, logits, start_logit)  # [N,K+1], after 0 .. K steps
@@ -212,7 +213,7 @@ def _state_logits(threshold: Tensor, logits: Tensor, start_logit: Tensor) -> Ten
 
 
 def _scan_numpy(logits: Tensor, start_logit: Tensor, log_u: Tensor, burn_in: int | Tensor) -> Scan:
-    """The same on a CPU, in place: numpy takes a fraction of torch's time over small arrays."""
+    """`scan_torch` on a CPU, in place: numpy takes a fraction of torch's time over small arrays."""
     num_chains, num_columns = logits.shape
     columns = logits.numpy().T  # [K,N]: what a step does to all chains lies together
     level = np.concatenate([start_logit.numpy()[None], columns])
