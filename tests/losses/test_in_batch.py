@@ -231,7 +231,7 @@ def test_sogclr_is_libaucs_on_a_first_visit_only() -> None:
 def test_sogclr_of_shared_views_is_libaucs() -> None:
     """`GCLoss_v1` in loops: equal at every visit, up to its factor 2 tau and float32 averages.
 
-    (LibAUC's own classes gave these numbers where they were installed: 2026-11-18, version 1.4.)
+    (LibAUC's own classes gave these numbers where they were installed: 2026-11-18, version 2.0.1.)
 
     u_i <- (1 - gamma) u_i + gamma mean_j exp(s_ij / tau) for each view, their mean is kept
     L = mean over items, sum over views of sum_j [exp(s_ij / tau) / (K u_i)] s_ij - s_i+
