@@ -548,6 +548,19 @@ def add(folder: Path, name: str, *lines: dict | str) -> None:
         file.writelines((x if isinstance(x, str) else json.dumps(x)) + "\n" for x in lines)
 
 
+def test_an_empty_document_is_no_positive(folder: Path, tmp_path: Path) -> None:
+    """It was trained on, and nothing was said."""
+    shutil.copytree(folder / "beir", tmp_path / "beir")
+    with gzip.open(tmp_path / "beir/corpus.jsonl.gz", "ab") as corpus:
+        corpus.write(b'{"_id": "blank", "title": " ", "text": ""}\n')
+    with open(tmp_path / "beir/qrels/train.tsv", "a") as qrels:
+        qrels.write("q1\tblank\t1\nq2\tblank\t1\n")
+    with_it, without = (read_beir(f / "beir", 0.2) for f in (tmp_path, folder))
+    said = "2 positives of train.tsv are documents with no title and no text: left out"
+    assert said in with_it.notes and with_it.documents[-1] == ""
+    assert (with_it.train, with_it.validation) == (without.train, without.validation)  # not q2
+
+
 def test_no_query_is_in_two_splits(folder: Path, tmp_path: Path) -> None:
     """By id or word for word: test before validation before training."""
     copy = shutil.copytree(folder / "beir", tmp_path / "beir")
