@@ -16,7 +16,7 @@ from rich.table import Table
 
 from .measures import GLOBAL_LOSS, THROUGHPUT, TIME, Metric
 from .runs import Group, Run, group_runs, load_run
-from .statistics import LEVEL, Estimate, beyond_chance, estimates, over_start, winner
+from .statistics import LEVEL, Estimate, beyond_chance, bounds, estimates, over_start, winner
 
 _COLUMNS = (GLOBAL_LOSS, TIME, THROUGHPUT)  # after the task's own
 
@@ -72,9 +72,8 @@ def _cell(estimate: Estimate | None, values: np.ndarray, metric: Metric, wins: b
     if estimate is None:
         return Cell("–")
     spread = ""
-    if metric.unit == "percent" and estimate.images and estimate.interval is not None:
-        low, high = (100 * min(max(end, 0.0), 1.0) for end in estimate.interval)
-        spread = f"[{low:.1f}, {high:.1f}]"
+    if metric.unit == "percent" and estimate.items and estimate.interval is not None:
+        spread = bounds(estimate.interval)
     elif estimate.seeds > 1:
         sd = float(values.std(ddof=1))
         rounded = metric.text(float(f"{sd:.2g}"))
