@@ -237,7 +237,7 @@ def test_what_belongs_to_texts_is_no_riddle_beside_a_misspelt_path(folder: Path)
     encoder = {"max_length": 16, "encoder": "resnet18"}
     with pytest.raises(ConfigError, match="'/nowhere' is neither a folder nor one of"):
         resolve(None, {**encoder, "data": "/nowhere"})
-    with pytest.raises(ConfigError, match="or give --task retrieval, which says what --data lacks"):
+    with pytest.raises(ConfigError, match="what --task retrieval needs: a folder of corpus"):
         resolve(None, {**encoder, "data": "digits"})
     with pytest.raises(ConfigError, match="leave out --max-length or change --task"):
         resolve(None, {**encoder, "data": "digits", "task": "images"})
