@@ -158,6 +158,17 @@ def test_a_winner_is_marked_only_where_there_is_one(tmp_path: Path) -> None:
     assert not found["single"][0] and "no winner is named" in found["single"][1]
 
 
+def test_no_winner_is_named_across_states_of_the_data(tmp_path: Path) -> None:
+    paths = duel(tmp_path, [0.97, 0.975, 0.97], [0.90, 0.905, 0.90])
+    for path in paths:
+        config = json.loads((path / "config.json").read_text())
+        config["data_info"] |= {"fingerprint": config["method"]}
+        (path / "config.json").write_text(json.dumps(config))
+    text = page_of(paths, tmp_path / "page.html").text
+    assert "No winner is named: the runs were made on different data" in text
+    assert "is best by" not in text and "Recommended" not in text
+
+
 def test_a_seed_run_again_is_no_other_seed(tmp_path: Path) -> None:
     """Its numbers are the same, and would make the noise of seeds nothing."""
     paths = [finished(tmp_path, f"{method}-again{nth}", value, 0)

@@ -56,14 +56,17 @@ def compare(groups: Sequence[Group]) -> Results:
     )
     rows: list[list[Cell]] = [[] for _ in groups]
     winners = dict[str, int | None]()
+    apart = sorted({run.data_state for group in groups for run in group.counted} - {""})[1:]
     for metric in columns:
         found = estimates(groups, metric.key)
-        winners[metric.key] = winner(found, higher=metric.higher)
+        winners[metric.key] = None if apart else winner(found, higher=metric.higher)
         for i, estimate in enumerate(found):
             values = groups[i].finals(metric.key)
             rows[i].append(_cell(estimate, values, metric, winners[metric.key] == i))
     notes = _notes(groups, lead, winners.get(lead.key))
-    if (advised := recommendation(groups, lead)) is not None:
+    if apart:
+        notes = ["No winner is named: the runs were made on different data, or states of it."]
+    elif (advised := recommendation(groups, lead)) is not None:
         notes.insert(0, advised)
     return Results(columns, order, rows, _baselines(groups, columns), lead, notes)
 
