@@ -38,7 +38,8 @@ from negchain.exact import global_loss
 from negchain.methods import METHODS, LossSettings, Method, named, register
 from negchain.reproduce.common import Options, Row, append, provenance, read_rows
 from negchain.reproduce.pages import markdown, where
-from negchain.reproduce.stationarity import CHUNK, COLLAPSED, OPTIONS, exact, powers, work
+from negchain.reproduce.stationarity import CHUNK, OPTIONS, exact, powers, work
+from negchain.tasks import COLLAPSED
 
 BURN_IN = OPTIONS["burn_in"]  # P
 DEVIATIONS = ("count", "last-column", "stale", "order", "first", "sequence")

@@ -54,8 +54,11 @@ def naming(path: Path) -> Iterator[None]:
         number = getattr(error, "errno", errno.ENOSPC if str(why) in str(error) else None)
         if number not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
+        rule, remedy = "the disk is full", "free some space"
+        if number == errno.EFBIG:
+            rule, remedy = "a file may not be so large here", "raise the limit (ulimit -f)"
         raise DiskFull(
-            f"the disk is full: {path} could not be written ({why}); free some space "
+            f"{rule}: {path} could not be written ({why}); {remedy} "
             "and try again (a training run goes on with --resume)"
         ) from error
 
@@ -161,11 +164,14 @@ def read_text(path: Path) -> str:
         raise FileRefused(f"{path} must hold text (UTF-8), but {error}; restore the file") from None
 
 
-def read_table(path: Path, needed: Sequence[str]) -> list[tuple[int, dict[str, str]]]:
+def read_table(
+    path: Path, needed: Sequence[str], otherwise: str = ""
+) -> list[tuple[int, dict[str, str]]]:
     """The rows of a CSV file in UTF-8, each with its line, by the columns its first line names.
 
     Column names become small letters, cells are text. Cells are separated by commas, semicolons or
-    tabs, as spreadsheets write them. A file without the columns `needed` is refused.
+    tabs, as spreadsheets write them. A file without the columns `needed` is refused; `otherwise`
+    names others that would do elsewhere.
     """
     shown = printable(path.name)
     try:
@@ -180,8 +186,8 @@ def read_table(path: Path, needed: Sequence[str]) -> list[tuple[int, dict[str, s
         ) from error
     if not set(needed) <= set(names):
         raise ValueError(
-            f"{shown} must begin with a line that names the columns {' and '.join(needed)}, got "
-            f"{printable(', '.join(names)[:80]) or 'nothing'}; name them so"
+            f"{shown} must begin with a line that names the columns {' and '.join(needed)}"
+            f"{otherwise}, got {printable(', '.join(names)[:80]) or 'nothing'}; name them so"
         )
     for line, row in rows:
         if any(row[len(names) :]):

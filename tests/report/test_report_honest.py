@@ -28,7 +28,7 @@ from negchain.report.embedding_map import class_colours
 from negchain.report.measures import TIME
 from negchain.report.results import held_against
 from negchain.report.runs import group_runs
-from negchain.report.statistics import estimates, winner
+from negchain.report.statistics import bounds, estimates, over_start, winner
 
 
 def finished(root: Path, name: str, knn1: float, seed: int = 0, **answered: Any) -> Path:
@@ -98,6 +98,30 @@ def test_an_interval_over_test_images_is_that_of_the_binomial(tmp_path: Path) ->
     assert found.interval == pytest.approx((0.9 - 1.96 * error, 0.9 + 1.96 * error), abs=0.005)
 
 
+@pytest.mark.parametrize(("share", "ends"), [(1.0, "[94.0, 100.0]"), (0.0, "[0.0, 6.0]")])
+@pytest.mark.parametrize("seeds", [1, 3])
+def test_all_right_or_all_wrong_is_not_certain(
+    tmp_path: Path, share: float, ends: str, seeds: int
+) -> None:
+    """The bootstrap has no spread there; Wilson's bound over 60 items is 60 / (60 + 1.96²)."""
+    art = {"test_labels": np.arange(60), "right_knn1": np.full(60, share)}
+    paths = [finished(tmp_path, f"emc2-{n}", share, n, **art) for n in range(seeds)]
+    (found,) = estimates(group_runs([load_run(path) for path in paths]), "knn1")
+    assert found is not None and found.interval is not None and bounds(found.interval) == ends
+    assert ends in page_of(paths, tmp_path / "a.html").text
+
+
+def test_no_interval_goes_beyond_what_is_possible(tmp_path: Path) -> None:
+    """Of three items a gain was [-99.9, 134.7] points, and an accuracy above 100 %."""
+    art = {"test_labels": np.arange(3), "right_knn1": np.array([1, 1, 0]),
+           "before_knn1": np.array([0, 1, 1])}  # fmt: skip
+    path = finished(tmp_path, "emc2", 2 / 3, 0, **art)
+    text = page_of([path], tmp_path / "a.html").text
+    (gain,) = over_start(group_runs([load_run(path)]), "knn1")
+    assert gain is not None and gain.in_points() == "0.0 points [-100.0, 100.0]"
+    assert "[0.0, 100.0]" in text
+
+
 def test_seeds_widen_an_interval_as_students_t_does(tmp_path: Path) -> None:
     values = (0.90, 0.92, 0.94)
     labels = np.zeros(10**6, dtype=int)  # so many test images that only seeds are uncertain
@@ -132,6 +156,17 @@ def test_a_winner_is_marked_only_where_there_is_one(tmp_path: Path) -> None:
     assert found["clear"][0] and "EMC² is best by 1-NN accuracy" in found["clear"][1]
     assert not found["close"][0] and "No winner by 1-NN accuracy" in found["close"][1]
     assert not found["single"][0] and "no winner is named" in found["single"][1]
+
+
+def test_no_winner_is_named_across_states_of_the_data(tmp_path: Path) -> None:
+    paths = duel(tmp_path, [0.97, 0.975, 0.97], [0.90, 0.905, 0.90])
+    for path in paths:
+        config = json.loads((path / "config.json").read_text())
+        config["data_info"] |= {"fingerprint": config["method"]}
+        (path / "config.json").write_text(json.dumps(config))
+    text = page_of(paths, tmp_path / "page.html").text
+    assert "No winner is named: the runs were made on different data" in text
+    assert "is best by" not in text and "Recommended" not in text
 
 
 def test_a_seed_run_again_is_no_other_seed(tmp_path: Path) -> None:

@@ -151,6 +151,16 @@ def test_unfinished_seeds_stay_out_of_means_where_another_has_finished(tmp_path:
     assert group.finals("knn1").tolist() == [0.1]
 
 
+def test_a_curve_of_one_point_is_a_dot_with_its_value() -> None:
+    """A run shorter than --log-every has one line of metrics; its dot looked like a speck."""
+    one = Curve(np.array([320.0]), np.array([1.0]), np.array([0.234]))
+    drawn = draw(
+        Chart("k", "Acceptance", "", "percent", [Series("a", one, None, "red")]), "samples"
+    )
+    assert drawn is not None
+    assert drawn[0].count("<circle") == 1 and 'r="5"' in drawn[0] and ">23.4 %</text>" in drawn[0]
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_labels_never_overlap_leave_the_box_or_change_order(seed: int) -> None:
     draws = np.random.default_rng(seed)

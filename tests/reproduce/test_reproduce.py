@@ -27,6 +27,7 @@ from negchain.losses import walk
 from negchain.methods import METHODS, LossSettings, named
 from negchain.reproduce import accuracy, common, pages, stationarity, theory
 from negchain.reproduce.runs import config_of, train
+from negchain.tasks import COLLAPSED
 from negchain.tasks.images import ImageTask, load_images
 from negchain.train.resolve import resolve
 from negchain.train.step import build_loss as trainers_loss
@@ -208,6 +209,18 @@ def test_collapse_is_no_convergence() -> None:
     end = {"exact_loss": math.log(998), "gradient": 1e-12, "variance": 1e-6, "weights": 1.0}
     table = stationarity.table([{"job": job, "curve": [end, end]}])
     assert "| DCL | 1 of 1 | – | – |" in table
+
+
+def test_collapse_is_one_variance_in_all_tables() -> None:
+    """It was 0.05 in one table, 0.01 in another, and 0.02 in the advice of a run's page."""
+    assert COLLAPSED == 0.02
+    for variance, said in ((0.015, 1), (0.03, 0)):
+        point = {"embedding_variance": variance, "variance": variance, "weights": 1.0}
+        point |= {"exact_loss": 6.0, "gradient": 1e-6}
+        job = {"encoder": "mlp", "beta": 5.0, "lr": 0.1, "method": "dcl", "setting": "b32-none"}
+        row = {"job": job, "config": {"epochs": 2}, "curve": [point, point]}
+        assert f"| {said} of 1 |" in stationarity.table([row])
+        assert accuracy.table("method", [row]).rstrip("| \n").endswith("1") == bool(said)
 
 
 def test_lemma_1_holds_for_few_steps_and_not_for_many() -> None:

@@ -9,7 +9,10 @@ import pytest
 from pairs_data import table
 
 from negchain import tasks
+from negchain.data.folder import list_table
 from negchain.tasks.captions import find_tables, read_pairs
+from negchain.train.config import ConfigError
+from negchain.train.resolve import resolve
 
 HEAD = ("image", "caption")
 
@@ -100,6 +103,24 @@ def test_refusals(rows: list[tuple[str, ...]], said: str, tmp_path: Path) -> Non
     with pytest.raises(ValueError, match=said) as error:
         read_pairs(str(tmp_path))
     assert ";" in str(error.value)  # and what to do about it
+
+
+@pytest.mark.parametrize("there", ["X.JPG", "x.jpeg", "x"])
+def test_a_name_in_other_letters_is_named(there: str, tmp_path: Path) -> None:
+    """A file system without case took x.jpg for X.JPG; the refusal did not say what is there."""
+    table(folder(tmp_path, f"images/{there}", "y.jpg") / "a.csv", [HEAD, ("x.jpg", "a dog")])
+    with pytest.raises(ValueError, match=rf"images/; did you mean '{there}'\? If so, correct"):
+        read_pairs(str(tmp_path))
+
+
+def test_other_columns_are_told_all_at_once(tmp_path: Path) -> None:
+    """It took a refusal that named other columns, and one that named another option."""
+    file = folder(tmp_path, "a.png") / "captions.csv"
+    table(file, [("picture", "text"), ("a.png", "a dog")])
+    with pytest.raises(ValueError, match=r"path and label \(or image and caption, .*got picture"):
+        list_table(file)
+    with pytest.raises(ConfigError, match=r"image-text needs: .* the columns image and caption"):
+        resolve(None, {"data": str(tmp_path), "text_encoder": "bert"})
 
 
 def test_more_refusals(tmp_path: Path) -> None:

@@ -237,7 +237,7 @@ def test_what_belongs_to_texts_is_no_riddle_beside_a_misspelt_path(folder: Path)
     encoder = {"max_length": 16, "encoder": "resnet18"}
     with pytest.raises(ConfigError, match="'/nowhere' is neither a folder nor one of"):
         resolve(None, {**encoder, "data": "/nowhere"})
-    with pytest.raises(ConfigError, match="or give --task retrieval, which says what --data lacks"):
+    with pytest.raises(ConfigError, match="what --task retrieval needs: a folder of corpus"):
         resolve(None, {**encoder, "data": "digits"})
     with pytest.raises(ConfigError, match="leave out --max-length or change --task"):
         resolve(None, {**encoder, "data": "digits", "task": "images"})
@@ -546,6 +546,19 @@ def test_queries_without_words_are_left_out(folder: Path, tmp_path: Path) -> Non
 def add(folder: Path, name: str, *lines: dict | str) -> None:
     with open(folder / name, "a") as file:
         file.writelines((x if isinstance(x, str) else json.dumps(x)) + "\n" for x in lines)
+
+
+def test_an_empty_document_is_no_positive(folder: Path, tmp_path: Path) -> None:
+    """It was trained on, and nothing was said."""
+    shutil.copytree(folder / "beir", tmp_path / "beir")
+    with gzip.open(tmp_path / "beir/corpus.jsonl.gz", "ab") as corpus:
+        corpus.write(b'{"_id": "blank", "title": " ", "text": ""}\n')
+    with open(tmp_path / "beir/qrels/train.tsv", "a") as qrels:
+        qrels.write("q1\tblank\t1\nq2\tblank\t1\n")
+    with_it, without = (read_beir(f / "beir", 0.2) for f in (tmp_path, folder))
+    said = "2 positives of train.tsv are documents with no title and no text: left out"
+    assert said in with_it.notes and with_it.documents[-1] == ""
+    assert (with_it.train, with_it.validation) == (without.train, without.validation)  # not q2
 
 
 def test_no_query_is_in_two_splits(folder: Path, tmp_path: Path) -> None:

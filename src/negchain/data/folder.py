@@ -251,7 +251,8 @@ def list_table(path: str | Path, holdout: float = 0.2) -> Listing:
     folder = os.path.dirname(table)
     names, unreadable = set[str](), list[tuple[str, str]]()
     splits: dict[str, list[ImageFile]] = {split: [] for split in SPLITS}
-    for _, row in read_table(Path(path), ("path", "label")):
+    captioned = " (or image and caption, for pictures with captions)"
+    for _, row in read_table(Path(path), ("path", "label"), captioned):
         written, split = row["path"].strip(), row.get("split", "").strip().lower() or "train"
         name, where = printable(os.path.normpath(written)), os.path.join(folder, written)
         if split not in SPLITS:

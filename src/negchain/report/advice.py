@@ -8,14 +8,12 @@ from __future__ import annotations
 import math
 
 from negchain.methods import METHODS
-from negchain.tasks import EXACT
+from negchain.tasks import COLLAPSED, EXACT
 
 from .measures import number
 from .runs import Group, Run
 from .statistics import interval_of, over_start
 
-COLLAPSED = 0.02
-"""Embedding variance below this: all images within a few degrees of one direction."""
 IDLE = 0.01
 """Carried mass below this: chains add nothing."""
 STUCK, RESTLESS = 0.02, 0.95

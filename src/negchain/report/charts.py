@@ -120,6 +120,11 @@ def draw(chart: Chart, axis: Axis) -> tuple[str, dict[str, Any]] | None:
         f'aria-label="{escape(chart.title)} against {escape(x_name)}">',
         _frame(scale, y_ticks, _y_text(chart.unit, y_ticks), x_ticks, x_text, x_name),
         *(_line(s, scale.x(x), y, spread, scale, len(drawn) <= 3) for s, x, y, spread in drawn),
+        *(
+            _lone(s, scale.x(x)[0], scale.y(y)[0], number(y[0], chart.unit) * (len(drawn) == 1))
+            for s, x, y, _ in drawn
+            if len(x) == 1
+        ),
         _direct_labels(labels, drawn, scale),
         '<g class="cursor"></g></svg>',
     ]
@@ -250,9 +255,19 @@ def _line(
         parts.append(f'<path class="band" d="{outline}Z"/>')
     if len(x) > 1:
         parts.append(f'<path class="line" d="{_path(x, y)}"{dash(series.variant)}/>')
-    if len(x) == 1 or (dots and len(x) <= 24):
+    if len(x) > 1 and dots and len(x) <= 24:
         parts += [f'<circle cx="{a:.1f}" cy="{b:.1f}" r="2.6"/>' for a, b in zip(x, y, strict=True)]
     return "".join(parts) + "</g>"
+
+
+def _lone(series: Series, x: float, y: float, value: str) -> str:
+    """The one point of a curve, with its value: a small dot alone looks like a speck."""
+    place, anchor = (x - 9, "end") if x > 100 else (x + 9, "start")
+    return (
+        f'<g class="series" data-series="{series.index}" style="--c:{series.colour}">'
+        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5"/>'
+        f'<text x="{place:.1f}" y="{y + 1:.1f}" text-anchor="{anchor}">{value}</text></g>'
+    )
 
 
 def _direct_labels(labels: Sequence[str], drawn: Sequence[tuple[Any, ...]], scale: _Scale) -> str:

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from .measures import GLOBAL_LOSS, THROUGHPUT, TIME, Metric
 from .runs import Group, Run, group_runs, load_run
-from .statistics import LEVEL, Estimate, beyond_chance, estimates, over_start, winner
+from .statistics import LEVEL, Estimate, beyond_chance, bounds, estimates, over_start, winner
 
 _COLUMNS = (GLOBAL_LOSS, TIME, THROUGHPUT)  # after the task's own
 
@@ -56,14 +56,17 @@ def compare(groups: Sequence[Group]) -> Results:
     )
     rows: list[list[Cell]] = [[] for _ in groups]
     winners = dict[str, int | None]()
+    apart = sorted({run.data_state for group in groups for run in group.counted} - {""})[1:]
     for metric in columns:
         found = estimates(groups, metric.key)
-        winners[metric.key] = winner(found, higher=metric.higher)
+        winners[metric.key] = None if apart else winner(found, higher=metric.higher)
         for i, estimate in enumerate(found):
             values = groups[i].finals(metric.key)
             rows[i].append(_cell(estimate, values, metric, winners[metric.key] == i))
     notes = _notes(groups, lead, winners.get(lead.key))
-    if (advised := recommendation(groups, lead)) is not None:
+    if apart:
+        notes = ["No winner is named: the runs were made on different data, or states of it."]
+    elif (advised := recommendation(groups, lead)) is not None:
         notes.insert(0, advised)
     return Results(columns, order, rows, _baselines(groups, columns), lead, notes)
 
@@ -72,9 +75,8 @@ def _cell(estimate: Estimate | None, values: np.ndarray, metric: Metric, wins: b
     if estimate is None:
         return Cell("–")
     spread = ""
-    if metric.unit == "percent" and estimate.images and estimate.interval is not None:
-        low, high = (100 * min(max(end, 0.0), 1.0) for end in estimate.interval)
-        spread = f"[{low:.1f}, {high:.1f}]"
+    if metric.unit == "percent" and estimate.items and estimate.interval is not None:
+        spread = bounds(estimate.interval)
     elif estimate.seeds > 1:
         sd = float(values.std(ddof=1))
         rounded = metric.text(float(f"{sd:.2g}"))

@@ -32,7 +32,7 @@ from .measures import (
 )
 from .page import POINTS, Page
 from .runs import Run, thinned
-from .statistics import interval_of
+from .statistics import bounds, interval_of
 
 _SKIPPED_SHOWN = 200
 
@@ -142,7 +142,7 @@ def standing(run: Run) -> str:
         if value is None:
             continue
         interval = interval_of(run, metric.key)
-        sure = "[{:.1f}, {:.1f}]".format(*(100 * end for end in interval)) if interval else ""
+        sure = bounds(interval) if interval else ""
         own = run.method if run.finished else f"{run.method}, so far"
         held, base = run.shown.baselines, run.baseline(metric.key)
         bars = [_bar(own, value, sure, "own", metric)]

@@ -9,7 +9,8 @@ with s the standard deviation over S seeds: a bootstrap over images, the same im
 mean with unknown variance, as a bootstrap of two or three seeds is far too sure. So is one of a few
 images: what resampling moves a mean by is multiplied by sqrt(Q / c), c ~ chi squared(Q - 1), which
 makes Student's distribution of a normal one and is 1 where Q is large. One seed says
-nothing about other seeds: its interval covers test images only, and it cannot win.
+nothing about other seeds: its interval covers test images only, and it cannot win. If all Q answers
+are right, or all wrong, resampling moves nothing: the interval is then Wilson's.
 
 Shapes: S seeds, Q test images, N resampled means.
 """
@@ -19,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import NormalDist
 
 import numpy as np
 
@@ -35,13 +37,16 @@ class Estimate:
     mean: float
     seeds: int
     means: FloatArray
-    images: bool = True  # whether they are over other test images too
+    items: int = 0  # test images that they are resampled over; 0: over seeds alone
 
     @property
     def interval(self) -> tuple[float, float] | None:
         """The central 95 % of what the mean might have been."""
         if not len(self.means):
             return None
+        if self.items and self.mean in (0.0, 1.0) and not np.ptp(self.means):
+            beyond = 1 / (1 + self.items / NormalDist().inv_cdf((1 + LEVEL) / 2) ** 2)
+            return (0.0, beyond) if self.mean == 0 else (1 - beyond, 1.0)
         low, high = np.quantile(self.means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
         return float(low), float(high)
 
@@ -51,9 +56,18 @@ class Estimate:
         >>> Estimate(0.014, 1, np.linspace(-0.01, 0.03, 99)).in_points()
         '1.4 points [-0.9, 2.9]'
         """
-        ends = self.interval
-        sure = "" if ends is None else f" [{100 * ends[0]:.1f}, {100 * ends[1]:.1f}]"
+        sure = "" if self.interval is None else f" {bounds(self.interval, -1.0)}"
         return f"{100 * self.mean:.1f} points{sure}"
+
+
+def bounds(interval: tuple[float, float], least: float = 0.0) -> str:
+    """The ends of an interval in percent, none of them beyond what a share can be.
+
+    >>> bounds((0.914, 1.02)), bounds((-1.2, 0.3), least=-1.0)
+    ('[91.4, 100.0]', '[-100.0, 30.0]')
+    """
+    low, high = (100 * min(max(end, least), 1.0) for end in interval)
+    return f"[{low:.1f}, {high:.1f}]"
 
 
 def estimates(groups: Sequence[Group], key: str) -> list[Estimate | None]:
@@ -67,11 +81,12 @@ def estimates(groups: Sequence[Group], key: str) -> list[Estimate | None]:
             found.append(None)
             continue
         mean, seeds = float(values.mean()), len(values)
-        means = resampled.get(i, np.full(RESAMPLED, mean) if seeds > 1 else np.empty(0))
+        alone = np.full(RESAMPLED, mean) if seeds > 1 else np.empty(0)
+        means, items = resampled.get(i, (alone, 0))
         if seeds > 1:
             spread = float(values.std(ddof=1)) / math.sqrt(seeds)
             means = means + spread * generator.standard_t(seeds - 1, RESAMPLED)
-        found.append(Estimate(mean, seeds, means, i in resampled))
+        found.append(Estimate(mean, seeds, means, items))
     return found
 
 
@@ -155,8 +170,8 @@ def beyond_chance(gains: Sequence[Estimate]) -> bool:
     return bool(gains[largest].mean > max(sure, 1.0) * alone[largest])
 
 
-def _over_images(groups: Sequence[Group], key: str) -> dict[int, FloatArray]:
-    """Means [N] of each group with test images resampled, by place; none where unknown.
+def _over_images(groups: Sequence[Group], key: str) -> dict[int, tuple[FloatArray, int]]:
+    """Means [N] of each group with its Q test images resampled, and Q; none where unknown.
 
     Groups with equal test images share the resampled images.
     """
@@ -179,5 +194,5 @@ def _over_images(groups: Sequence[Group], key: str) -> dict[int, FloatArray]:
         means, mean = drawn @ kinds / len(rows), rows.mean(0)
         few = np.sqrt(len(rows) / generator.chisquare(len(rows) - 1, RESAMPLED))
         means = mean + few[:, None] * (means - mean)
-        found.update({i: means[:, place] for place, (i, _) in enumerate(members)})
+        found.update({i: (means[:, place], len(rows)) for place, (i, _) in enumerate(members)})
     return found

@@ -40,6 +40,7 @@ from negchain.reproduce import pages
 from negchain.reproduce.common import Experiment, Options, Row
 from negchain.reproduce.pages import colour, distinct, spread, where
 from negchain.reproduce.runs import train
+from negchain.tasks import COLLAPSED
 
 METHODS = reproduced()
 SETTINGS: dict[str, Row] = {
@@ -158,7 +159,7 @@ def table(label: str, rows: list[Row]) -> str:
     for case in dict.fromkeys(cases):
         setting, epochs, name = case
         last = [r["curve"][-1] for r, its in zip(ended, cases, strict=True) if its == case]
-        collapsed = sum(point["embedding_variance"] < 0.05 for point in last)
+        collapsed = sum(point["embedding_variance"] < COLLAPSED for point in last)
         keys = ("probe", "knn1", "global_loss", "probe_paper")
         means = [spread(p.get(key) for p in last) for key in keys]
         lines.append([setting, title_of(name), epochs, len(last), *means, collapsed or ""])

@@ -32,12 +32,12 @@ from negchain.methods import LossSettings, named, reproduced, title_of
 from negchain.reproduce import pages
 from negchain.reproduce.common import FULL, Experiment, Options, Row
 from negchain.reproduce.pages import colour, distinct, spread, where
+from negchain.tasks import COLLAPSED
 from negchain.train.order import DataOrder
 from negchain.train.presets import choose
 
 METHODS = (*reproduced(), FULL)
 OPTIONS = {"burn_in": 3, "augmentations": 2, "gamma": 0.9, "refresh": 0.1}  # the paper's P and rho
-COLLAPSED = 0.01  # variance of unit embeddings
 CHUNK = 250  # views encoded at a time for exact gradients
 
 SETTINGS = {"paper": (5.0, 1e-3), "larger": (5.0, 1e-2), "sharp": (14.28, 1e-2)}  # β, step size

@@ -29,6 +29,8 @@ if TYPE_CHECKING:  # the command line reads names and options, and torch takes s
 
 EXACT = "global_loss"
 """The name of the exact loss, which decides where a task has no validation data."""
+COLLAPSED = 0.02
+"""Variance of unit embeddings below this: all within a few degrees of one direction."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class Kind:
         claims: whether the value of --data belongs to this task.
         check: returns settings with absolute paths; refuses what this machine does not have.
         defaults: settings that suit the value of --data.
+        needs: what --data must be for this task, in words.
         options: settings of this task that not all tasks have; tasks without them refuse them.
         fits: refuses an `encoder_config` whose weights cannot be in a file of so many bytes, before
             anything is built: somebody else may have written the file.
@@ -60,6 +63,7 @@ class Kind:
     claims: Callable[[str], bool]
     check: Callable[[TrainConfig], TrainConfig]
     defaults: Callable[[str], Mapping[str, presets.Value]] = lambda data: {}
+    needs: str = "data of its own"
     options: tuple[str, ...] = ()
     fits: Callable[[Mapping[str, Any], int], None] = lambda described, num_bytes: None
     start: Callable[[TrainConfig, Mapping[str, Any]], nn.Module | None] | None = None
@@ -137,6 +141,7 @@ for _kind in (
         claims=lambda data: True,  # and says what is wrong with it
         check=_later("tasks.checks", "check_images"),
         defaults=lambda data: presets.DATA_DEFAULTS.get(data, presets.FOLDER_DEFAULTS),
+        needs="pictures",
         options=(*_PICTURES, "augmentations"),
         fits=_later("encoders", "refuse_larger"),
     ),
@@ -149,6 +154,7 @@ for _kind in (
         claims=_later("tasks.beir", "claims"),
         check=_later("tasks.checks", "check_texts"),
         defaults=lambda data: presets.TEXT_DEFAULTS,
+        needs="a folder of corpus.jsonl, queries.jsonl and qrels/",
         options=("max_length", "draws"),
         fits=_later("tasks.text", "TextEncoder.refuse_larger"),
     ),
@@ -161,6 +167,7 @@ for _kind in (
         claims=lambda data: bool(_later("tasks.captions", "find_tables")(data)),
         check=_later("tasks.checks", "check_captioned"),
         defaults=lambda data: presets.CAPTION_DEFAULTS,
+        needs="a folder with a .csv whose first line names the columns image and caption",
         options=(*_PICTURES, "text_encoder"),
         fits=_later("tasks.image_text_towers", "refuse_larger"),
         start=_later("tasks.image_text_towers", "at_start"),

@@ -153,7 +153,7 @@ def _read(table: Path, root: str, splits: dict[str, _Split], into: str = "train"
         raise ValueError(
             f"every image of {printable(table.name)} must be there, and {len(missing):,} are not: "
             f"{printable(image)} (line {line}) is neither beside the table nor in {table.stem}/ or "
-            "images/; correct the names, or remove the rows"
+            f"images/; {_alike(image, bases)}correct the names, or remove the rows"
         )
 
 
@@ -163,6 +163,20 @@ def _locate(image: str, bases: list[Path], root: str) -> tuple[str, str] | None:
         if "\0" not in path and os.path.isfile(path):
             return printable(os.path.relpath(path, root).replace(os.sep, "/")), path
     return None
+
+
+def _alike(image: str, bases: list[Path]) -> str:
+    """The question whether another file is meant, whose name differs in case or in its ending."""
+    for folder, name in (os.path.split(base / image) for base in bases):
+        try:
+            there = sorted(os.listdir(folder))
+        except (OSError, ValueError):  # no folder; a null in its name
+            continue
+        for change in (str.casefold, lambda name: os.path.splitext(name)[0].casefold()):
+            for near in there:
+                if change(near) == change(name):
+                    return f"did you mean {printable(near)!r}? If so, "
+    return ""
 
 
 def _split_of(row: dict[str, str], line: int, table: Path) -> str | None:

@@ -206,11 +206,13 @@ def _refuse_contradictions(config: TrainConfig, given: Mapping[str, object]) -> 
             _refuse(name, f"{flag(decider)} {owners}", decider, actual, reason)
     for name in sorted(tasks.options() & given.keys()):
         if name not in tasks.named(config.task).options:
-            having = " or ".join(n for n, kind in tasks.TASKS.items() if name in kind.options)
+            kinds = [kind for kind in tasks.TASKS.values() if name in kind.options]
+            having = " or ".join(kind.name for kind in kinds)
             change = "change --task"
             if "task" not in given:  # it was told from the data, which may be misspelt
                 tasks.named(config.task).check(config)
-                change = f"give --task {having}, which says what --data lacks for it"
+                needed = ", or ".join(kind.needs for kind in kinds)
+                change = f"give --data what --task {having} needs: {needed}"
             reason = "the other tasks have none"
             _refuse(name, f"--task {having}", "task", config.task, reason, change)
     method = methods.named(config.method)
