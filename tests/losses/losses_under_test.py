@@ -64,6 +64,11 @@ def extras(
     return call
 
 
+def towers(loss_fn: ContrastiveLoss, encode: Callable[[Tensor], Tensor]) -> Any:
+    """`encode=` of a loss where one function encodes everything."""
+    return (encode, encode) if loss_fn.num_sides == 2 else encode
+
+
 def run(
     loss_fn: ContrastiveLoss,
     net: nn.Module,
@@ -81,7 +86,7 @@ def run(
 
     more = extras(loss_fn, encode, index)
     z_a, z_b = net(items[first]), net(items[second] + 0.05)
-    return loss_fn(z_a, z_b, index, encode=encode, known=known, **more)
+    return loss_fn(z_a, z_b, index, encode=towers(loss_fn, encode), known=known, **more)
 
 
 def _emc2(takes: tuple[str, ...] = ("views", "denominator"), **options: Any) -> Method:

@@ -17,6 +17,7 @@ from losses_under_test import (
     run,
     same_state,
     snapshot,
+    towers,
 )
 
 from negchain import SogCLRLoss, rng
@@ -83,13 +84,15 @@ def test_both_devices_run_the_same_chains(case) -> None:
     for device in ("cpu", "cuda"):
         loss_fn = METHODS[case[0]].build(5.0, **case[1]).to(device)
         there = table.to(device)
-        loss_fn.fill(lambda ids, t=there: t[ids])  # in an empty table all keys are equally near
+        # in an empty table all keys are equally near
+        loss_fn.fill(towers(loss_fn, lambda ids, t=there: t[ids]))
         seen = []
         for step in range(6):
             index = torch.randperm(M, generator=torch.Generator().manual_seed(step))[:6].to(device)
             z_a, z_b = there[index], there[index].roll(1, 1)
             more = extras(loss_fn, lambda ids, t=there: t[ids], index)
-            value = loss_fn(z_a, z_b, index, encode=lambda ids, t=there: t[ids], **more)
+            encode = towers(loss_fn, lambda ids, t=there: t[ids])
+            value = loss_fn(z_a, z_b, index, encode=encode, **more)
             seen.append(value.item())
         values.append(seen)
         states.append({k: v.cpu() for k, v in snapshot(loss_fn).items()})
@@ -112,7 +115,8 @@ def calls_on_gpu(case, *, index=None, poison=False):
         z_a[2] = math.nan
     there = good if index is None else index.cuda()
     more = extras(loss_fn, lambda ids: table[ids], good)
-    value = loss_fn(z_a, z_b, there, encode=lambda ids: table[ids], **more)
+    encode = towers(loss_fn, lambda ids: table[ids])
+    value = loss_fn(z_a, z_b, there, encode=encode, **more)
     return loss_fn, value
 
 

@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import torch
+from losses_under_test import towers
 from torch import Tensor
 
 from negchain import Draw, Given, ImportanceLoss, InBatch, Informed, TopKLoss, Uniform
@@ -148,10 +149,11 @@ def test_one_step_by_hand(views, denominator, per_row) -> None:
     )
     z, old, gone = embeddings().requires_grad_(), embeddings(3), embeddings(7)
     index = torch.tensor([0, 4])
-    loss_fn(gone[index], gone[index], index, encode=lambda ids: gone[ids])  # is not remembered
-    loss_fn.fill(lambda ids: old[ids])
+    encode = towers(loss_fn, lambda ids: gone[ids])
+    loss_fn(gone[index], gone[index], index, encode=encode)  # is not remembered
+    loss_fn.fill(towers(loss_fn, lambda ids: old[ids]))
     z_a, z_b = z[index], z[index].roll(1, 1)
-    second = loss_fn.request(index, z_a, z_b).encode(lambda ids: z[ids])
+    second = loss_fn.request(index, z_a, z_b).encode(towers(loss_fn, lambda ids: z[ids]))
     drawn = [part.draw.ids.clone() for part in second.parts]
     total = loss_fn(z_a, z_b, index, loss_fn.request(index), second)
 

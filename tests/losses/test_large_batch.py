@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from losses_under_test import same_state, snapshot
+from losses_under_test import same_state, snapshot, towers
 from torch import Tensor, nn
 
 from negchain import ISIR, MH, EMC2Loss, InBatch, LargeBatchEMC2Loss, rng
@@ -123,7 +123,7 @@ def gradient_of(large: bool, make, **options) -> Tensor:
     z_a, z_b, encode = make(leaf)
     loss_fn = build(large, learned=False, **options)
     index = torch.arange(B)
-    loss_fn(z_a[index], z_b[index], index, encode=encode(leaf)).backward()
+    loss_fn(z_a[index], z_b[index], index, encode=towers(loss_fn, encode(leaf))).backward()
     return leaf.grad
 
 
@@ -174,7 +174,8 @@ def test_panels_reach_an_encoder(small_panels) -> None:
         items = torch.randn(M, 7, dtype=torch.float64)
         loss_fn = build(large, learned=False, views="paired")
         index = torch.arange(B)
-        value = loss_fn(net(x[0]), net(x[1]), index, encode=lambda i, n=net, t=items: n(t[i]))
+        encode = towers(loss_fn, lambda i, n=net, t=items: n(t[i]))
+        value = loss_fn(net(x[0]), net(x[1]), index, encode=encode)
         value.backward(retain_graph=True)
         value.backward()
         grads.append(net.weight.grad)

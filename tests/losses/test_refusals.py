@@ -18,6 +18,7 @@ from losses_under_test import (
     extras,
     same_state,
     snapshot,
+    towers,
 )
 
 from negchain import (
@@ -54,7 +55,7 @@ def prepared(case):
     """A loss in the middle of a run, and a call it would accept."""
     loss_fn = METHODS[case[0]].build(5.0, **case[1])
     z = torch.randn(2, 5, DIM, generator=torch.Generator().manual_seed(1))
-    call = {"z_a": z[0], "z_b": z[1], "index": INDEX, "encode": encode}
+    call = {"z_a": z[0], "z_b": z[1], "index": INDEX, "encode": towers(loss_fn, encode)}
     call |= extras(loss_fn, encode, INDEX)
     loss_fn(**call)
     return loss_fn, call
@@ -130,7 +131,7 @@ def test_wrong_draws(views) -> None:
         refused(loss_fn, {**call, "draw": call["draw"][0]}, "draw= must be a pair")
         call = {name: value[:4] for name, value in call.items() if name in ("z_a", "z_b", "index")}
         half = Draw(torch.zeros(2, 3, dtype=torch.int64))  # once repeated for the other two rows
-        call |= {"draw": (half,) * 2, "drawn": (encode(half.ids),) * 2, "encode": encode}
+        call |= {"draw": (half,) * 2, "drawn": (encode(half.ids),) * 2, "encode": (encode,) * 2}
         refused(loss_fn, call, "batch's 4 rows, got .2, 3.; pass one for each")
     other, call = prepared(("mh", {"views": views}))
     refused(other, {**call, "draw": Draw(INDEX), "drawn": call["z_a"]}, "proposals=Given")

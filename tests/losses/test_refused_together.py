@@ -89,7 +89,7 @@ WRONG: dict[str, Callable[[int], Any]] = {
     "another width": lambda r: DCLLoss(M)(z(4, 5 - r), z(4, 5 - r), positions(r)),
     "another size": lambda r: DCLLoss(M + r)(z(), z(), positions(r)),
     "another layout": lambda r: EMC2Loss(M, views=["shared", "paired"][r])(
-        z(), z(), positions(r), encode=encode
+        z(), z(), positions(r), encode=[encode, (encode, encode)][r]
     ),
     "answers of another width": lambda r: EMC2Loss(M)(
         z(), z(), positions(r), encode=lambda ids: z(len(ids), 5 - r)

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from losses_under_test import DIM, METHODS, M, battery, case_name, extras, same_state, snapshot
+from losses_under_test import (
+    DIM,
+    METHODS,
+    M,
+    battery,
+    case_name,
+    extras,
+    same_state,
+    snapshot,
+    towers,
+)
 
 from negchain import DCLLoss, EMC2Loss, ImportanceLoss, Informed, NegativeCacheLoss, Uniform
 
@@ -39,7 +49,8 @@ def test_the_explicit_form_is_the_simple_one(case) -> None:
                 second.answer([table[want.ids] for want in second.wants])
                 value = loss_fn(z_a, z_b, INDEX, first, second, **more)
             else:
-                value = loss_fn(z_a, z_b, INDEX, encode=lambda ids, t=table: t[ids], **more)
+                encode = towers(loss_fn, lambda ids, t=table: t[ids])
+                value = loss_fn(z_a, z_b, INDEX, encode=encode, **more)
         (gradient,) = torch.autograd.grad(value, table)
         results.append((value.item(), gradient, snapshot(loss_fn)))
     assert results[0][0] == results[1][0]
@@ -97,9 +108,34 @@ def test_two_encoders() -> None:
     loss_fn(z, z, INDEX, encode=(encoder("anchors"), encoder("keys")))
     # carried states and draws in one pass, a share of the table (without gradient) in another
     assert seen["anchors"] == seen["keys"] and sorted(seen["keys"]) == [False, True]
-    seen["keys"].clear()
-    loss_fn(z, z, INDEX, encode=encoder("keys"))  # one encoder: both directions together
-    assert sorted(seen["keys"]) == [False, True]
+
+
+@pytest.mark.parametrize("name", ["mh", "mh-informed", "negcache", "dcl-uniform"])
+def test_one_encoder_of_two_is_refused(name) -> None:
+    """It encoded the anchors' negatives as keys, and the anchors' table with them."""
+    loss_fn, z = METHODS[name].build(views="paired"), table_of()[INDEX]
+    before = snapshot(loss_fn)
+
+    def encode(ids):
+        return table_of()[ids]
+
+    for wrong in (encode, (encode,)):
+        with pytest.raises(ValueError, match="keys and for anchors; pass encode=.anchors', keys'"):
+            loss_fn(z, z, INDEX, encode=wrong)
+        with pytest.raises(ValueError, match="or build the loss with symmetric=False"):
+            loss_fn.request(INDEX).encode(wrong, loss_fn.request(INDEX, z, z))
+        if loss_fn.tables:
+            with pytest.raises(ValueError, match="keys and for anchors"):
+                loss_fn.fill(wrong)
+    with pytest.raises(ValueError, match="or a pair of them, got tuple"):
+        loss_fn(z, z, INDEX, encode=(encode, encode, encode))
+    assert same_state(before, snapshot(loss_fn))
+    METHODS[name].build(views="paired", symmetric=False)(z, z, INDEX, encode=encode)
+
+
+def test_in_the_batch_one_encoder_is_never_asked() -> None:
+    z = table_of()[INDEX]
+    DCLLoss(M, views="paired")(z, z, INDEX, encode=lambda ids: table_of()[ids])
 
 
 # ---------------------------------------------------------------- refusals
@@ -213,6 +249,46 @@ def test_wrong_answers() -> None:
             request.answer(answer)
     refused("answer must hold embeddings|drawn must", loss_fn, request.answer(good[:, :4]))
     refused("finite", loss_fn, request.answer(good / 0.0))
+
+
+TABLES = [n for n, method in METHODS.items() if method.build().tables]
+
+
+@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize(
+    "spoil", [lambda z: z[:, :4], lambda z: z.repeat(1, 2), lambda z: z.long()]
+)  # fmt: skip
+def test_a_wrong_refresh_has_written_nothing(name, spoil) -> None:
+    """A table's share is a pass of its own, and was looked at after other rows were written."""
+    loss_fn, z = METHODS[name].build(), table_of()[INDEX]
+
+    def encode(ids):
+        return table_of()[ids] if torch.is_grad_enabled() else spoil(table_of()[ids])
+
+    before = snapshot(loss_fn)
+    with pytest.raises(ValueError, match="answer must hold embeddings .* D = 5 in floating point"):
+        loss_fn(z, z.roll(1, 1), INDEX, encode=encode)
+    assert same_state(before, snapshot(loss_fn))
+
+
+@pytest.mark.parametrize("name", ["mh", "isir", "mh-uniform", "dcl-uniform", "negcache", "topk"])
+def test_an_encoder_that_calls_its_loss_is_refused(name) -> None:
+    """Its call moved the chains, and took the draws, that the outer one had asked for."""
+    loss_fn, z = METHODS[name].build(), table_of()[INDEX]
+    called = []
+
+    def encode(ids):
+        if not called:
+            called.append(True)
+            loss_fn(z, z.roll(1, 1), INDEX, encode=encode)
+            called.append(snapshot(loss_fn))
+        return table_of()[ids]
+
+    with pytest.raises(
+        ValueError, match="chains of this batch have moved|made for call 0.*encode="
+    ):
+        loss_fn(z, z.roll(1, 1), INDEX, encode=encode)
+    assert same_state(called[1], snapshot(loss_fn))
 
 
 def test_informed_draws_need_the_second_request() -> None:

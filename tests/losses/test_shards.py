@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from losses_under_test import M
+from losses_under_test import M, towers
 from test_distributed import batches, built, same, steps, whole_state
 from test_table import side_of
 from torch import Tensor
@@ -84,7 +84,7 @@ def rows_of(rank: int, world: int) -> dict[str, Any]:
 def filled(name: str, rank: int, world: int, **more: Any) -> list[dict[str, Tensor]]:
     """Steps that begin with full tables: among equal similarities the nearest is anybody."""
     loss_fn, net, items = built(name, dim=5, **more)
-    loss_fn.fill(lambda ids: net(items[ids]))
+    loss_fn.fill(towers(loss_fn, lambda ids: net(items[ids])))
     return steps(loss_fn, net, items, batches(rank, world))
 
 

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from losses_under_test import METHODS, battery, case_name, data, run, same_state, snapshot
+from losses_under_test import METHODS, battery, case_name, data, run, same_state, snapshot, towers
 from torch import Tensor
 
 from negchain import (
@@ -118,7 +118,7 @@ def test_emc2_value_over_all_columns_walk_over_one_copy_each(pair, monkeypatch) 
 @pytest.mark.parametrize("kernel", ["mh", "isir"])
 def test_the_lower_end_is_exact_when_the_batch_is_the_data_set(pair, views, kernel) -> None:
     loss_fn = EMC2Loss(6, 3.0, kernel, views=views)
-    loss_fn(*pair, torch.arange(6), encode=lambda ids: pair[0][ids])
+    loss_fn(*pair, torch.arange(6), encode=towers(loss_fn, lambda ids: pair[0][ids]))
     exact = global_loss(*pair, 3.0, views=views)
     assert loss_fn.info["global_loss_low"] == pytest.approx(exact.item(), abs=1e-12)
 

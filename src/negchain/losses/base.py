@@ -283,9 +283,8 @@ class ContrastiveLoss(Reporting):
         with without_autocast(z_a):
             ranks = self.ranks()
             if ranks is None:
-                if encode is None:
-                    check_requests(self, self._turn, call, requests)
-                    check_held(self, self._turn, call, requests)
+                check_requests(self, self._turn, call, requests)
+                check_held(self, self._turn, call, requests)
                 total = self._loss(call, requests)
             else:
                 with distributed.over_ranks(ranks, call, requests) as (whole, answers):

@@ -314,9 +314,10 @@ def per_side(name: str, value: object, num_sides: int) -> list[object]:
 
 def check_width(z: Tensor, dim: int) -> Tensor:
     """Embeddings [R, D] that answer a request, if D is the batch's."""
-    if z.dim() != 2 or z.shape[1] != dim:
+    if z.dim() != 2 or z.shape[1] != dim or not z.is_floating_point():
         raise ValueError(
-            f"an answer must hold embeddings [R, D] with D = {dim}, got {tuple(z.shape)}"
+            f"an answer must hold embeddings [R, D] with D = {dim} in floating point, got "
+            f"{z.dtype} {tuple(z.shape)}"
         )
     return z
 

@@ -15,7 +15,7 @@ Shapes: `R` positions, `D` embedding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -136,14 +136,10 @@ class Request:
         Args:
             encode: positions [R] to embeddings [R, D]; a pair (anchors', keys') for two encoders.
         """
-        encoders = encode if isinstance(encode, tuple) else (encode,)
-        if not all(callable(each) for each in encoders):
-            raise ValueError(
-                "encode must be a function from positions [R] to embeddings [R, D], or a pair of "
-                f"them, got {type(encode).__name__}"
-            )
+        asked = [part for request in (self, *others) for part in request.parts]
+        encoders = encoders_of(encode, {part.want.tower for part in asked})
         passes: dict[tuple[int, bool], list[Part]] = {}
-        for part in (part for request in (self, *others) for part in request.parts):
+        for part in asked:
             number = len(encoders) - 1 if part.want.tower == "keys" else 0
             passes.setdefault((number, part.want.gradient), []).append(part)
         for (number, gradient), parts in passes.items():
@@ -161,6 +157,22 @@ class Request:
         """The part for one purpose and side, if it was asked for."""
         found = (p for p in self.parts if (p.purpose, p.side) == (purpose, side))
         return next(found, None)
+
+
+def encoders_of(encode: Encodes, towers: Collection[Tower]) -> tuple[Encode, ...]:
+    """One encoder, or the anchors' and the keys', if they can make what is asked for."""
+    encoders = encode if isinstance(encode, tuple) else (encode,)
+    if len(encoders) not in (1, 2) or not all(callable(each) for each in encoders):
+        raise ValueError(
+            "encode must be a function from positions [R] to embeddings [R, D], or a pair of "
+            f"them, got {type(encode).__name__}"
+        )
+    if len(encoders) == 1 and "anchors" in towers:
+        raise ValueError(
+            "views='paired' in both directions asks for keys and for anchors; pass "
+            "encode=(anchors', keys'), or build the loss with symmetric=False"
+        )
+    return encoders
 
 
 def _embeddings(z: object, count: int) -> Tensor:  # [count, D]
@@ -211,7 +223,8 @@ def check_requests(owner: Any, turn: int, call: Call, requests: Sequence[Request
         if drawn and request.turn != turn:
             raise ValueError(
                 f"this request was made for call {request.turn} of the loss and this is call "
-                f"{turn}: its draws are of another step; ask anew before every call"
+                f"{turn}: its draws are of another step; ask anew before every call (and no "
+                "encode= may call the loss that it answers)"
             )
 
 

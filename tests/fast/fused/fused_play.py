@@ -273,14 +273,19 @@ def invalid_row(case: Case, fault: str, device: str = "cpu") -> list[str]:
                 loss_fn.chains.keys.fill_(0.2)
     before = {n: v.cpu().clone() for n, v in bad.state_dict().items()}
     known = index[BAD_ROW].expand(case.size, 1)
-    good(z_a, z_b, index, known=known, encode=lambda ids: held.repeat(len(ids) // case.size, 1))
+
+    def encode(ids: Tensor) -> Tensor:
+        return held.repeat(len(ids) // case.size, 1).to(ids.device)
+
+    towers: Any = (encode, encode) if good.num_sides == 2 else encode
+    good(z_a, z_b, index, known=known, encode=towers)
     wrong_z, wrong_index = z_a.clone(), index.clone()
     if fault == "nan":
         wrong_z[BAD_ROW, 1] = float("nan")
     else:
         wrong_index[BAD_ROW] = case.num_samples + 3 if fault == "too large" else -2
     there = wrong_z.to(device), z_b.to(device), wrong_index.to(device)
-    bad(*there, encode=lambda ids: held.repeat(len(ids) // case.size, 1).to(device))
+    bad(*there, encode=towers)
     return list(_consequences(case, fault, good, bad, before, index))
 
 

@@ -115,7 +115,9 @@ class Trainer:
         self.z = torch.randn(2, case.size, case.dim, generator=generator).cuda().requires_grad_()
 
     def step(self) -> tuple[Tensor, Tensor]:
-        value = self.loss_fn(self.z[0], self.z[1], self.index, encode=lambda ids: self.table[ids])
+        encode = self.table.__getitem__
+        towers = (encode, encode) if self.loss_fn.num_sides == 2 else encode
+        value = self.loss_fn(self.z[0], self.z[1], self.index, encode=towers)
         grad = torch.autograd.grad(value, self.z)[0]
         return value.detach(), grad  # a graph that is kept alive would be replayed on two streams
 
