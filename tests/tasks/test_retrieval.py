@@ -555,7 +555,11 @@ def test_an_empty_document_is_no_positive(folder: Path, tmp_path: Path) -> None:
         corpus.write(b'{"_id": "blank", "title": " ", "text": ""}\n')
     with open(tmp_path / "beir/qrels/train.tsv", "a") as qrels:
         qrels.write("q1\tblank\t1\nq2\tblank\t1\n")
+    with open(tmp_path / "beir/qrels/test.tsv", "a") as qrels:
+        qrels.write(f"{read_beir(folder / 'beir', 0.2).test.ids[0]}\tblank\t1\n")
     with_it, without = (read_beir(f / "beir", 0.2) for f in (tmp_path, folder))
+    relevant = [sum(map(len, data.test.relevant)) for data in (with_it, without)]
+    assert relevant[0] == relevant[1] + 1  # a test stays as it was published
     said = "2 positives of train.tsv are documents with no title and no text: left out"
     assert said in with_it.notes and with_it.documents[-1] == ""
     assert (with_it.train, with_it.validation) == (without.train, without.validation)  # not q2
