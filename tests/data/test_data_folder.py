@@ -402,7 +402,10 @@ def test_damage_to_a_held_out_class_stops_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "names the columns path and label, got nothing"),
+        (
+            "",
+            "columns path and label .or image and caption, .*, got nothing",
+        ),
         ("file,class\na.png,cat\n", "got file, class; name them so"),
         ("path,label\na.png,cat\n./a.png,dog\n", "a.png is there twice"),
         (
