@@ -253,6 +253,16 @@ def test_odd_numbers_come_with_a_sentence_and_a_remedy(
     assert said in page_of([path], tmp_path / "page.html").text
 
 
+@pytest.mark.parametrize("norm", ["batch", "none"])
+def test_after_a_collapse_advice_is_of_it_alone(tmp_path: Path, norm: str) -> None:
+    """It told a run with --norm batch to try --norm batch, and to raise --beta as to lower it."""
+    odd = {"embedding_variance": 0.003, "carried_mass": 0.0}
+    lines = [{"step": s, "samples": s, **odd} for s in range(1, 13)]
+    path = write_run(tmp_path / "run", {**make_config("emc2"), "norm": norm}, lines)
+    (sentence,) = advice(load_run(path))
+    assert "a smaller --beta" in sentence and ("--norm batch" in sentence) == (norm == "none")
+
+
 def test_estimates_from_batches_are_not_drawn(tmp_path: Path) -> None:
     """With small batches they are nats below the exact loss, and so was the upper one."""
     lines = [{"step": s, "samples": s, "seconds": s, "global_loss": 3.0,

@@ -26,19 +26,20 @@ def advice(run: Run) -> list[str]:
     variance = run.final("embedding_variance")
     collapsed = variance is not None and variance < COLLAPSED
     if collapsed:
+        layers = (
+            "" if run.config.get("norm") == "batch" else "normalisation layers (--norm batch), "
+        )
         said.append(
             f"The embeddings have collapsed: their variance is {number(variance)} (1 when they "
             "spread over the sphere), so nearly all images look alike to the encoder. Try a longer "
-            "warm-up (--warmup-epochs), a smaller --lr, normalisation layers (--norm batch), or a "
-            "smaller --beta."
+            f"warm-up (--warmup-epochs), a smaller --lr, {layers}or a smaller --beta."
         )
     carried, accepted = late(run, "carried_mass"), late(run, "acceptance_rate")
-    if carried is not None and carried < IDLE:
+    if carried is not None and carried < IDLE and not collapsed:
         said.append(
             f"The carried negatives have {number(carried, 'percent')} of the weight: the chains "
             "add next to nothing to the batch, and DCL would give the same gradient at less cost. "
-            "This happens while embeddings are alike, or when a batch already holds the hardest "
-            "negatives. "
+            "This happens when a batch already holds the hardest negatives. "
             "Try a smaller --batch-size, a larger --beta or a smaller --burn-in; or --method dcl."
         )
     if accepted is not None and accepted < STUCK:

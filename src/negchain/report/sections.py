@@ -158,7 +158,7 @@ def standing(run: Run) -> str:
     ]
     if rows:
         blocks.append(
-            '<article class="card"><h3>Other measures</h3><p>Of the same encoder</p>'
+            '<article class="card measures"><h3>Other measures</h3><p>Of the same encoder</p>'
             f"{table(rows)}</article>"
         )
     sentences = against_baselines(run)
