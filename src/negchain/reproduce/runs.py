@@ -82,8 +82,8 @@ def peak_memory(job: Row) -> Row:
     if torch.cuda.is_available() and config.device != "cpu":
         gc.collect()  # the run before refers to itself
         held = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()  # here: a graph allocates while it is captured only
         with prepared(job) as (run, _):
-            torch.cuda.reset_peak_memory_stats()
             _steps(run)
             peak = torch.cuda.max_memory_allocated() - held
         return {"peak_bytes": peak, "device": torch.cuda.get_device_name()}
