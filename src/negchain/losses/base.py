@@ -109,8 +109,7 @@ class ContrastiveLoss(Reporting):
         self._turn = 0
         self.gather = settings.check_gather(gather, shard_state)
         self.bytes_sent = 0  # to other ranks, so far
-        ranks, size = self.ranks() if shard_state else None, num_samples or 0
-        self.rows = Rows(size) if ranks is None else ranks.rows(size)
+        self.rows = Rows.of(num_samples or 0, self.ranks() if shard_state else None)
         self.add_state("step", torch.zeros((), dtype=torch.int64))
         sizes = [num_samples or 0, num_keys or 0, ids_per_item]
         self.add_state("sizes", torch.tensor(sizes, dtype=torch.int64))

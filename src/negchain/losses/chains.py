@@ -100,7 +100,7 @@ class ChainTable(Stateful):
         self.own = own
         self.seed = seed
         states = torch.full((1, 1), NOT_MOVED, dtype=state_dtype(num_states))
-        self.rows = Rows(num_chains) if ranks is None else ranks.rows(num_chains)
+        self.rows = Rows.of(num_chains, ranks)
         states = states.expand(num_sides, self.rows.count)  # no memory yet: a file may hold it
         states = states if file is not None else states.contiguous()
         self.add_state("states", states, rows=self.rows, dim=1)

@@ -48,6 +48,11 @@ class Rows:
     total: int  # M
     ranks: Ranks | None = None  # among whom they are shared out
 
+    @staticmethod
+    def of(total: int, ranks: Ranks | None) -> Rows:
+        """All rows, or this rank's block of them."""
+        return Rows(total) if ranks is None else ranks.rows(total)
+
     @property
     def first(self) -> int:
         """Position of the first row here."""
