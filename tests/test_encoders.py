@@ -43,6 +43,7 @@ def test_batch_norm_resnet_is_torchvisions() -> None:
     reference = torchvision.models.resnet18(weights=None)
     reference.fc = nn.Sequential(nn.Linear(512, 512), nn.ReLU())
     reference.load_state_dict(encoder.backbone.state_dict())
+    reference.to(memory_format=torch.channels_last)  # sums in the same order
     x = images(2, 96)
     with torch.no_grad():
         assert torch.equal(reference.eval()(x), encoder.features(x))

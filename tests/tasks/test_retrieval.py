@@ -417,7 +417,7 @@ def test_prompts_are_the_models_own_and_texts_are_cut(folder: Path, tmp_path: Pa
     model = tasks.named("retrieval").rebuild(described).model
     model.prompts = {"query": "text ", "document": "ice "}
     model.save(str(tmp_path / "model"), create_model_card=False)
-    given = settings(folder, encoder=str(tmp_path / "model"), max_length=6)
+    given = settings(folder, encoder=str(tmp_path / "model"), max_length=6, precision="float32")
     loaded = tasks.load(resolve(None, given))
     loaded.place(torch.device("cpu"))
     model = loaded.encoder.eval().model

@@ -28,7 +28,8 @@ def same_backbone(a: Encoder, b: Encoder) -> bool:
 
 def test_a_link_is_read_and_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     source, target = encoder(1), encoder(2)
-    save_file({**source.backbone.state_dict(), "more": torch.zeros(9)}, tmp_path / "w.safetensors")
+    weights = {name: value.contiguous() for name, value in source.backbone.state_dict().items()}
+    save_file({**weights, "more": torch.zeros(9)}, tmp_path / "w.safetensors")
     os.symlink(tmp_path / "w.safetensors", tmp_path / "link.safetensors")  # as in a cache
     start_from(target, str(tmp_path / "link.safetensors"))
     assert same_backbone(source, target)
@@ -60,7 +61,7 @@ def test_files_as_people_have_them(kind: str, tmp_path: Path) -> None:
         export_encoder(path, source, TrainConfig(), {}, "safetensors")
     else:
         path = tmp_path / "weights.safetensors"
-        save_file(dict(weights), path)
+        save_file({name: value.contiguous() for name, value in weights.items()}, path)
     assert not same_backbone(source, target)
     note = start_from(target, str(path))
     assert same_backbone(source, target) and str(path) in note and "fresh" not in note

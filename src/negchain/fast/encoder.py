@@ -100,7 +100,7 @@ class PlainEncoder:
 
     def __call__(self, pixels: Tensor) -> Tensor:  # [R,C,H,W] -> [R,D]
         """Embeddings, with a graph where gradients are enabled."""
-        if self.device.type == "cuda" and isinstance(pixels, Tensor) and pixels.ndim == 4:
+        if isinstance(pixels, Tensor) and pixels.ndim == 4:  # convolutions are faster so
             pixels = pixels.contiguous(memory_format=torch.channels_last)
         with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
             return self._run(pixels)

@@ -124,7 +124,6 @@ class ImageTextTask(Task):
                     try_out(encoder.text, tokens)
         encoder = encoder.to(self.device)
         if self.device.type == "cuda":
-            encoder.image.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
             torch.backends.cudnn.benchmark = True
         return encoder, notes
 

@@ -111,7 +111,8 @@ def rebuild(described: Mapping[str, Any]) -> ImageText:
         torch.manual_seed(described["seed"])
         if "open_clip" in described:
             model = _clip(described["open_clip"])
-            return ImageText(model.visual, ClipText(model.text), described)
+            image = encoders.in_channels_last(model.visual)
+            return ImageText(image, ClipText(model.text), described)
         image = rebuild_encoder(described["image"])
         words: nn.Module = Absent()
         if os.path.isdir(described["text"]["folder"]):

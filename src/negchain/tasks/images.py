@@ -117,7 +117,6 @@ class ImageTask(Task):
         if labels is not None and len(set(labels[labels >= 0].tolist())) > 1:
             self._probe = OnlineProbe(labels.to(self.device), encoder.embedding_dim)
         if self.device.type == "cuda":
-            encoder = encoder.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
             torch.backends.cudnn.benchmark = True
         notes = small_stem(self.config, self.data)[1]
         if "." in self.config.encoder and self.config.pretrained is None:

@@ -83,7 +83,8 @@ class TrainConfig:
     device: Literal["auto", "cpu", "cuda"] = setting("auto", RUN, free=True,
         help="Where to train; auto takes a GPU if there is one.")
     precision: Literal["auto", "float32", "bf16", "float64"] = setting("auto", RUN,
-        help="Precision of the encoder; auto is bf16 on a GPU and float32 on a CPU.")
+        help="Precision of the encoder; auto is bf16 where that is fast (a GPU, some CPUs), else "
+        "float32.")
     graph: bool = setting(True, RUN, free=True,
         help="On a GPU, replay the whole step as a CUDA graph; --no-graph is for debugging.")
     epochs: int = setting(60, RUN, rule=between(1),

@@ -44,6 +44,8 @@ class Shards:
         self.parts, self.team, self.device = encoder, team, device
         self.whole = copy.deepcopy(encoder).cpu() if team.leads else encoder
         self.moments: dict[str, Any] = {}  # `state_dict` of the optimizer, whole, on rank 0
+        # FSDP2 takes weights in their plain layout alone
+        encoder.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
         mesh = init_device_mesh(device.type, (team.world,))
         for tower in dict.fromkeys(towers):
             lists = [m for m in tower.modules() if isinstance(m, nn.Sequential | nn.ModuleList)]
