@@ -98,3 +98,19 @@ def test_what_a_library_does_not_have_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=words):
             export_encoder(tmp_path / "m", trained(name, norm, size), TrainConfig(), {}, form)
     assert not (tmp_path / "m").exists()
+
+
+def test_an_exporter_that_fails_is_a_refusal_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch 2.8 beside an onnx-ir of a year later: seen with the lowest versions we allow."""
+    pytest.importorskip("onnxscript")
+
+    def fails(*args: Any, **more: Any) -> None:
+        raise RuntimeError("An error occurred when running a pass\nof many lines")
+
+    monkeypatch.setattr(torch.onnx, "export", fails)
+    encoder = build_encoder("small-cnn", image_size=8, channels=1)
+    with pytest.raises(ConfigError, match=r"running a pass\); upgrade torch and onnxscript"):
+        export_encoder(tmp_path / "model", encoder, TrainConfig(), {}, "onnx")
+    assert not (tmp_path / "model").exists()

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from negchain.encoders import Encoder, timm_arguments
 from negchain.files import replacing
+from negchain.printable import reason
 from negchain.tasks.images import recipe_for
 from negchain.train.config import ConfigError, TrainConfig
 from negchain.train.loggers import for_others
@@ -183,15 +184,21 @@ def _onnx(encoder: Encoder, normalize: Any) -> bytes:
         raise ConfigError("--format onnx needs: pip install onnx onnxscript") from error
     described = encoder.encoder_config
     side = described["image_size"]
-    program = torch.onnx.export(
-        _FromPixels(encoder, normalize).eval(),
-        (torch.zeros(2, described["channels"], side, side),),
-        dynamo=True,
-        verbose=False,
-        input_names=["images"],
-        output_names=["features"],
-        dynamic_shapes=({0: torch.export.Dim("batch")},),
-    )
+    try:
+        program = torch.onnx.export(
+            _FromPixels(encoder, normalize).eval(),
+            (torch.zeros(2, described["channels"], side, side),),
+            dynamo=True,
+            verbose=False,
+            input_names=["images"],
+            output_names=["features"],
+            dynamic_shapes=({0: torch.export.Dim("batch")},),
+        )
+    except Exception as error:  # torch, onnxscript and onnx-ir of different years do not fit
+        raise ConfigError(
+            f"torch {torch.__version__} could not export {described['name']} to ONNX "
+            f"({reason(error)}); upgrade torch and onnxscript together, or use another --format"
+        ) from error
     assert program is not None
     model = program.model_proto
     for node in model.graph.node:  # the exporter notes where in our files each one came from

@@ -26,7 +26,7 @@ from PIL import ExifTags, Image, UnidentifiedImageError, features
 
 from negchain.data.places import Place, opened
 
-_AVIF = bool(features.check("avif"))
+_AVIF = "avif" in features.modules and features.check("avif")  # Pillow 11.3 and newer
 IMAGE_SUFFIXES = frozenset(
     ".jpg .jpeg .jfif .png .webp .bmp .gif .tif .tiff .ppm .pgm .pbm".split()
     + ([".avif"] if _AVIF else [])
