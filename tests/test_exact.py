@@ -103,6 +103,17 @@ def _net(dropout: float) -> nn.Module:
     return nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Dropout(dropout), nn.Linear(6, 4)).double()
 
 
+def test_autocast_changes_nothing(pair) -> None:
+    """Products of the encoder's kind would be off by beta / 256: it is the exact loss."""
+    z_a, z_b = (z.float().requires_grad_() for z in pair)
+    beta, found = torch.tensor(100.0, requires_grad=True), []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            value = global_loss(z_a, z_b, beta)
+        found.append([value, *torch.autograd.grad(value, [z_a, z_b, beta])])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_backward_through_an_encoder_in_chunks(dropout) -> None:
     data, chunked, at_once = _items(), _net(dropout), _net(dropout)

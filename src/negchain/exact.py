@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from negchain.losses.batch import Views, as_embedding, as_ids
+from negchain.losses.batch import Views, as_embedding, as_ids, without_autocast
 from negchain.losses.settings import check_count, one_of
 from negchain.objective import Denominator
 
@@ -144,7 +144,8 @@ def global_loss(
     for queries, positives, keys in sides:
         step = chunk or max(1, CHUNK_ELEMENTS // keys.shape[0])
         mask = _exclusion(ids, known, queries.shape[0], keys.shape[0])
-        part = _SideLoss.apply(queries, positives, keys, beta_tensor, mask, denominator, step)
+        with without_autocast(z_a):
+            part = _SideLoss.apply(queries, positives, keys, beta_tensor, mask, denominator, step)
         total = total + part / queries.shape[0]
     return total / len(sides)
 
