@@ -386,5 +386,5 @@ class ContrastiveLoss(Reporting):
 
     def extra_repr(self) -> str:
         """The settings, for `print(loss)`."""
-        beta = self.beta if isinstance(self.beta, float) else f"{self.beta.item():g} (learned)"
+        beta = f"{self.beta.item():g} (learned)" if isinstance(self.beta, Tensor) else self.beta
         return f"beta={beta}, views={self.views!r}, denominator={self.denominator!r}"
