@@ -15,7 +15,7 @@ from negchain import EMC2Loss
 from negchain.emc2_plain import PlainEMC2
 
 
-@pytest.mark.parametrize(("batch_size", "beta"), [(2, 5.0), (7, 14.28), (16, 50.0)])
+@pytest.mark.parametrize(("batch_size", "beta"), [(1, 5.0), (2, 5.0), (7, 14.28), (16, 50.0)])
 def test_gradients_and_chains_are_the_library_s(batch_size: int, beta: float) -> None:
     generator = torch.Generator().manual_seed(1)
     plain, loss_fn = PlainEMC2(40, beta, seed=3), EMC2Loss(40, beta, seed=3)
@@ -36,7 +36,7 @@ def test_gradients_and_chains_are_the_library_s(batch_size: int, beta: float) ->
         assert torch.allclose(found, expected, rtol=0, atol=1e-6 * float(expected.abs().max()))
         moved += int((plain.carried(index) != held).sum())
     assert torch.equal(plain.states, loss_fn.held(torch.arange(40))[0])
-    assert moved > 0  # the comparison was of chains that do something
+    assert moved > 0 or batch_size == 1  # the comparison was of chains that do something
 
 
 def test_a_call_on_a_cpu_stays_within_twelve_files() -> None:

@@ -94,6 +94,21 @@ def test_unnormalised_and_large_beta(pair) -> None:
     assert torch.isfinite(global_loss(z_a.float(), z_b.float(), 100.0))
 
 
+def test_solved_pairs_stay_precise() -> None:
+    """Where a loss is 1e-5, float32 still has five digits of it, and of its gradient."""
+    generator, found = torch.Generator().manual_seed(4), []
+    z = torch.randn(40, 16, generator=generator, dtype=torch.float64)
+    z_b = z + 0.4 * torch.randn(40, 16, generator=generator, dtype=torch.float64)
+    for kind in (torch.float64, torch.float32):
+        a, b = (one.to(kind).requires_grad_() for one in (z, z_b))
+        value = global_loss(a, b, 60.0, denominator="all")
+        grads = torch.autograd.grad(value, [a, b])
+        found.append([one.detach().double() for one in (value, *grads)])
+    assert found[0][0] < 2e-5
+    for exact, single in zip(*found, strict=True):
+        assert float((single - exact).norm() / exact.norm()) < 1e-4
+
+
 def _items() -> Tensor:
     return torch.randn(11, 2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
@@ -101,6 +116,17 @@ def _items() -> Tensor:
 def _net(dropout: float) -> nn.Module:
     torch.manual_seed(2)
     return nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Dropout(dropout), nn.Linear(6, 4)).double()
+
+
+def test_autocast_changes_nothing(pair) -> None:
+    """Products of the encoder's kind would be off by beta / 256: it is the exact loss."""
+    z_a, z_b = (z.float().requires_grad_() for z in pair)
+    beta, found = torch.tensor(100.0, requires_grad=True), []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            value = global_loss(z_a, z_b, beta)
+        found.append([value, *torch.autograd.grad(value, [z_a, z_b, beta])])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])

@@ -27,7 +27,7 @@ from negchain import rng
 
 
 class PlainEMC2:
-    """EMC² for two views of one encoder; a batch holds every sample at most once.
+    """EMC² for two views of one encoder.
 
     Example:
         >>> items, encoder, emc2 = torch.randn(50, 3), torch.nn.Linear(3, 8), PlainEMC2(50)
@@ -95,6 +95,7 @@ class PlainEMC2:
             is_step = proposal > -math.inf
             visits[rows, state] += (is_step & (step >= burn_in)).to(visits.dtype)
             step += is_step
+        visits[:, size] += num_steps == 0  # a last batch of one offers nothing: the chain stays
         return visits / visits.sum(1, keepdim=True), state
 
     def _bits(self, use: int, rows: Tensor, num_columns: int) -> Tensor:

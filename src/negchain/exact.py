@@ -16,10 +16,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from negchain.losses.batch import Views, as_embedding, as_ids
+from negchain.losses.batch import Views, as_embedding, as_ids, without_autocast
 from negchain.losses.settings import check_count, one_of
 from negchain.objective import Denominator
 
@@ -52,16 +53,15 @@ class _SideLoss(torch.autograd.Function):
             logits = (beta * similarity).masked_fill_(excluded(rows), -math.inf)
             positive = torch.linalg.vecdot(query, positive_key)
             log_sum = torch.logsumexp(logits, 1)
+            value = log_sum - beta * positive
             pull = (log_sum > -math.inf).to(positive.dtype)  # 0: an anchor without negatives
-            log_sum = torch.where(pull > 0, log_sum, beta * positive)
-            if denominator == "all":
-                log_sum = torch.logaddexp(log_sum, beta * positive)
-            total += (pull * (log_sum - beta * positive)).sum()
+            if denominator == "all":  # of the gap, which stays precise where a pair is solved
+                value, pull = F.softplus(value), torch.sigmoid(value)
+            total += torch.where(log_sum > -math.inf, value, 0.0).sum()
             if not needs:
                 continue
-            weights = torch.exp(logits - log_sum[:, None])
-            if denominator == "all":
-                pull = pull * -torch.expm1(beta * positive - log_sum)
+            log_sum = log_sum.clamp(min=torch.finfo(log_sum.dtype).min)
+            weights = torch.exp(logits - log_sum[:, None]) * pull[:, None]
             d_query, d_positive, d_keys, d_beta = gradients
             assert d_query is not None and d_positive is not None
             assert d_keys is not None and d_beta is not None
@@ -144,7 +144,8 @@ def global_loss(
     for queries, positives, keys in sides:
         step = chunk or max(1, CHUNK_ELEMENTS // keys.shape[0])
         mask = _exclusion(ids, known, queries.shape[0], keys.shape[0])
-        part = _SideLoss.apply(queries, positives, keys, beta_tensor, mask, denominator, step)
+        with without_autocast(z_a):
+            part = _SideLoss.apply(queries, positives, keys, beta_tensor, mask, denominator, step)
         total = total + part / queries.shape[0]
     return total / len(sides)
 

@@ -100,6 +100,22 @@ def test_panels_of_one_direction(small_panels, kernel) -> None:
     assert_equal_steps(whole, parts)
 
 
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
+def test_half_precision_takes_a_scaled_gradient(small_panels, kind) -> None:
+    """A gradient is rounded once, after GradScaler's 65,536 (float16 ends at 65,504)."""
+    generator = torch.Generator().manual_seed(3)
+    table, z = torch.randn(M, DIM, generator=generator), torch.randn(2, B, DIM, generator=generator)
+    index, grads = torch.arange(B), []
+    for large in (False, True):
+        z_a, z_b = (one.to(kind).requires_grad_() for one in z)
+        loss_fn = build(large, ISIR(), learned=False, views="paired")
+        value = loss_fn(z_a, z_b, index, encode=towers(loss_fn, lambda ids: table[ids].to(kind)))
+        grads += torch.autograd.grad(65536 * value, [z_a, z_b])
+    for whole, panels in zip(grads[:2], grads[2:], strict=True):
+        assert panels.isfinite().all()
+        torch.testing.assert_close(panels, whole, rtol=2 * torch.finfo(kind).eps, atol=1e-2)
+
+
 @every_kernel
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_shared_views_have_the_same_gradient(small_panels, kernel, symmetric) -> None:

@@ -308,3 +308,6 @@ def test_only_a_beta_with_a_gradient_is_learned() -> None:
     given = torch.tensor(3.0)
     assert "beta=3.0," in repr(DCLLoss(beta=given)) and not list(DCLLoss(beta=given).parameters())
     assert "beta=3 (learned)" in repr(DCLLoss(beta=torch.nn.Parameter(given)))
+    loss_fn = DCLLoss(beta=given)
+    loss_fn.beta = 5  # by a schedule
+    assert "beta=5," in repr(loss_fn)

@@ -296,6 +296,16 @@ def test_informed_draws_need_the_second_request() -> None:
     refused("needs its draw negatives encoded", loss_fn, answered(loss_fn))
 
 
+@pytest.mark.parametrize("views", ["shared", "paired"])
+def test_what_the_other_view_draws_needs_its_embeddings(views) -> None:
+    z, other = table_of()[INDEX], table_of()[INDEX].flip(1)
+    one_way = NegativeCacheLoss(M, 5.0, views=views, symmetric=False)
+    alone, both = one_way.request(INDEX, z), one_way.request(INDEX, z, other)
+    assert torch.equal(alone.ids, both.ids)
+    with pytest.raises(ValueError, match="z_b's rows are anchors"):
+        NegativeCacheLoss(M, 5.0, views=views).request(INDEX, z)
+
+
 def test_positions_may_be_a_list() -> None:
     z, index = table_of()[INDEX], INDEX.tolist()
     values = []

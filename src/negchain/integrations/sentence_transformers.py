@@ -1,7 +1,9 @@
 """negchain's losses in `SentenceTransformerTrainer` (sentence-transformers 6).
 
     pairs = index_pairs(dataset, corpus=texts)
-    loss_fn = ImportanceLoss(len(pairs.anchors), 20.0, views="paired", num_keys=len(pairs.keys))
+    loss_fn = ImportanceLoss(
+        len(pairs.anchors), 20.0, views="paired", denominator="all", num_keys=len(pairs.keys)
+    )
     loss = PairLoss(model, loss_fn, pairs)
     NegchainTrainer(model=model, args=args, train_dataset=pairs.dataset, loss=loss).train()
 

@@ -169,7 +169,8 @@ class ContrastiveLoss(Reporting):
         Args:
             index: [B] data set positions of the batch.
             z_a, z_b: [B, D] its embeddings. Without them: what is known before the batch is
-                encoded. With them: what depends on them.
+                encoded. With them: what depends on them. z_a alone, where only its rows are anchors
+                (symmetric=False, or a corpus).
             key_index, known, augmentation: as in the call.
             ahead: calls that come before the one this is for (a loader that prefetches).
         """
@@ -181,6 +182,11 @@ class ContrastiveLoss(Reporting):
             if z_a is None:
                 parts = self._parts(index, augmentation, step)
             else:
+                if z_b is None and self.symmetric and self.tables:
+                    raise ValueError(
+                        "z_b's rows are anchors as well, and draw by it: pass z_b too, or build "
+                        "the loss with symmetric=False"
+                    )
                 call = Call(z_a, z_a if z_b is None else z_b, index, key_index, known, augmentation)
                 if ranks is not None and len(self.tables):
                     call = distributed.asked_together(ranks, call)
@@ -386,5 +392,5 @@ class ContrastiveLoss(Reporting):
 
     def extra_repr(self) -> str:
         """The settings, for `print(loss)`."""
-        beta = self.beta if isinstance(self.beta, float) else f"{self.beta.item():g} (learned)"
+        beta = f"{self.beta.item():g} (learned)" if isinstance(self.beta, Tensor) else self.beta
         return f"beta={beta}, views={self.views!r}, denominator={self.denominator!r}"

@@ -50,8 +50,8 @@ class ImportanceLoss(WeightedLoss):
             partition by O(1/B): which keys a stale table proposes depends on who is in the batch.
         views, symmetric, num_keys, key_counts, dim, normalize, seed, gather, shard_state: as for
             `InfoNCELoss`.
-        denominator: "all" (the positive kept in, against the estimate of the *global* partition, so
-            that solved pairs stop pulling) or "negatives" (eq. (1)).
+        denominator: "negatives" (eq. (1)), or for labelled pairs "all": the positive kept in,
+            against the estimate of the *global* partition, so that solved pairs stop pulling.
 
     Example:
         >>> import torch

@@ -20,7 +20,7 @@ from typing import Literal, Unpack
 import torch
 from torch import Tensor
 
-from negchain.losses.batch import Call, is_traced
+from negchain.losses.batch import Call, as_embedding, is_traced
 from negchain.losses.chains import Arrival, Carried
 from negchain.losses.emc2 import EMC2Loss
 from negchain.losses.request import Part, Request
@@ -82,8 +82,8 @@ class LargeBatchEMC2Loss(EMC2Loss):
         def cut(z: Tensor) -> Tensor:
             if not (z.requires_grad and tracks):
                 return z
-            given.append(z)
-            leaves.append(z.detach().requires_grad_())
+            given.append(as_embedding(z, False))  # half precision cannot add up panels
+            leaves.append(given[-1].detach().requires_grad_())
             return leaves[-1]
 
         inner = dataclasses.replace(call, z_a=cut(call.z_a), z_b=cut(call.z_b))

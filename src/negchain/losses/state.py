@@ -292,9 +292,9 @@ class Reporting(Stateful):
     def info(self) -> dict[str, float]:
         """Numbers about the last call as Python floats; reading them waits for the device.
 
-        Every loss reports `effective_negatives` (mean over rows of 1 / sum of squared weights) and,
-        since it was built, `nonfinite_rows` and `rows_without_negatives` (these train nothing).
-        Where the size of the data set is known also an estimate of the global loss, eq. (1):
+        Every loss reports `effective_negatives` (mean over rows of (sum W)^2 / sum W^2) and, since
+        it was built, `nonfinite_rows` and `rows_without_negatives` (these train nothing). Where the
+        size of the data set is known also an estimate of the global loss, eq. (1):
         `global_loss_low` lies below it on average (the logarithm of a noisy mean); see each loss.
 
         Raises:
