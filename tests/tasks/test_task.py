@@ -122,6 +122,15 @@ def test_compare_gives_its_runs_what_it_imported(tmp_path: Path, capsys, monkeyp
     assert "--soft: #123456;" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
+def test_a_later_command_imports_what_a_run_was_made_with(tmp_path: Path, capsys) -> None:
+    folder = train.run(**SETTINGS, method="soft", out=str(tmp_path / "run"))
+    for words in (["evaluate"], ["report", "--out", str(tmp_path / "page.html")]):
+        forget_words()  # as a new process begins
+        assert command_line([*words, str(folder), "--import", str(WORDS)]) == 0
+    assert "Recall at 1" in capsys.readouterr().out
+    assert "Some words" in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize("path", ["nowhere.py", "."])
 def test_what_cannot_be_imported_is_refused(path: str, tmp_path: Path, capsys) -> None:
     assert command_line(["train", "--import", str(tmp_path / path)]) == 2

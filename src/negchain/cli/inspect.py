@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from negchain import tasks
+from negchain.cli.options import Import
 from negchain.cli.terminal import result, say
 from negchain.files import read_object, replacing, table_columns
 from negchain.train.config import ConfigError
@@ -41,6 +42,7 @@ def evaluate(
     checkpoint: Checkpoint = "kept",
     root: Root = "data",
     device: Device = "auto",
+    import_: Import = None,
 ) -> int:
     """Judge a run's encoder, or another checkpoint, beside the encoder it started from.
 
@@ -97,6 +99,7 @@ def embed(
     checkpoint: Checkpoint = "kept",
     root: Root = "data",
     device: Device = "auto",
+    import_: Import = None,
 ) -> int:
     """Write embeddings of images with file and class names.
 
@@ -131,6 +134,7 @@ def export(
         ),
     ] = "safetensors",
     checkpoint: Checkpoint = "kept",
+    import_: Import = None,
 ) -> int:
     """Write a run's encoder for other libraries, with a card whose code loads it.
 
@@ -161,6 +165,7 @@ def export(
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="One or more run folders.")],
     out: Annotated[Path, typer.Option(help="The HTML file to write.")],
+    import_: Import = None,
 ) -> int:
     """Write one HTML page about a run, or comparing several; it needs no network.
 
@@ -210,6 +215,7 @@ def duplicates(
     above: Annotated[float, typer.Option(help="Least cosine similarity of a pair.")] = 0.98,
     checkpoint: Checkpoint = "kept",
     device: Device = "auto",
+    import_: Import = None,
 ) -> int:
     """Find near-duplicates: pairs of images whose embeddings are more similar than --above.
 
