@@ -169,8 +169,8 @@ def _fit(config: TrainConfig, base: dict[str, Any], given: dict[str, Any]) -> Tr
     if "lr" not in given and "lr" in base and base["preset"] is None:
         changed["lr"] = float(f"{config.lr * method.lr_share:.3g}")
     if "lr" not in given and config.optimizer != base.get("optimizer", TrainConfig.optimizer):
-        lars = round(0.075 * math.sqrt(config.batch_size), 6)
-        changed["lr"] = presets.OPTIMIZER_LR.get(config.optimizer, lars)
+        growth = math.sqrt(config.batch_size) if config.optimizer == "lars" else 1.0
+        changed["lr"] = round(presets.OPTIMIZER_LR[config.optimizer] * growth, 6)
     if "warmup_epochs" not in given:
         changed["warmup_epochs"] = min(config.warmup_epochs, config.epochs / 10)
     if "denominator" not in given and method.denominator is not None:
