@@ -19,7 +19,7 @@ from negchain.train.config import ConfigError
 from negchain.train.run_folder import load_run_config
 
 if TYPE_CHECKING:  # what brings torch is imported by the commands, so that --help is quick
-    from negchain.tasks.task import Arrays, Task
+    from negchain.tasks.task import Task
 
 RunFolderArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
 Device = Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where to encode.")]
@@ -58,13 +58,9 @@ def evaluate(
     if data is not None and task.unjudged is not None:
         raise ConfigError(f"{data} cannot be probed: {task.unjudged}; give data with labels")
     judge, numbers = task.judge(), {"step": step, "data": task.config.data}
-    kind, described = tasks.named(task.config.task), encoder.encoder_config
-    start = kind.start(task.config, described) if kind.start else kind.rebuild(described)
-    known = load_run(run)
-    before: Arrays = {}
-    if start is not None:
-        first, answers = judge.before(start.to(task.device))
-        numbers, before = numbers | judge.baselines(first), at_start(answers)
+    start, known = tasks.named(task.config.task).rebuild(encoder.encoder_config), load_run(run)
+    first, answers = judge.before(start.to(task.device))
+    numbers, before = numbers | judge.baselines(first), at_start(answers)
     if task.config.pretrained is not None:  # the run began with other weights than these
         numbers = {n: v for n, v in numbers.items() if not n.startswith("untrained_")}
         before = {}

@@ -100,11 +100,6 @@ def build(config: TrainConfig, image_size: int, small_stem: bool) -> ImageText:
     return rebuild(described)
 
 
-def at_start(config: TrainConfig, described: Mapping[str, Any]) -> ImageText | None:
-    """The towers of a run before its first step; None where --pretrained brought weights."""
-    return None if config.pretrained is not None else rebuild(described)
-
-
 def rebuild(described: Mapping[str, Any]) -> ImageText:
     """The towers of an `encoder_config`: the text encoder from its folder, the rest fresh."""
     with torch.random.fork_rng(devices=[]):
