@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -149,6 +150,12 @@ def test_a_task_is_chosen_by_the_data_or_named() -> None:
         ConfigError, match="--recipe belongs to --task images or image-text .* is 'words'"
     ):
         resolve(None, {"data": "dictionary", "recipe": "none"})
+
+
+def test_two_fresh_views_of_a_task_are_both_offered(monkeypatch) -> None:
+    assert resolve(None, {"data": "dictionary", "method": "emc2"}).proposal == "batch"
+    monkeypatch.setitem(tasks.TASKS, "words", replace(tasks.TASKS["words"], two_views=True))
+    assert resolve(None, {"data": "dictionary", "method": "emc2"}).proposal == "both"
 
 
 def test_filling_a_table_is_shown_and_can_be_stopped(tmp_path: Path, capsys) -> None:

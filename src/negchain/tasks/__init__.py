@@ -50,6 +50,8 @@ class Kind:
         defaults: settings that suit the value of --data.
         needs: what --data must be for this task, in words.
         options: settings of this task that not all tasks have; tasks without them refuse them.
+        two_views: whether an item comes in two views that are made anew in every step: chains are
+            then offered both of other items (`Method.proposal`).
         fits: refuses an `encoder_config` whose weights cannot be in a file of so many bytes, before
             anything is built: somebody else may have written the file.
     """
@@ -60,10 +62,11 @@ class Kind:
     rebuild: Callable[[Mapping[str, Any]], nn.Module]
     shown: Callable[[], Shown]
     claims: Callable[[str], bool]
-    check: Callable[[TrainConfig], TrainConfig]
+    check: Callable[[TrainConfig], TrainConfig] = lambda config: config
     defaults: Callable[[str], Mapping[str, presets.Value]] = lambda data: {}
     needs: str = "data of its own"
     options: tuple[str, ...] = ()
+    two_views: bool = False
     fits: Callable[[Mapping[str, Any], int], None] = lambda described, num_bytes: None
 
 
@@ -141,6 +144,7 @@ for _kind in (
         defaults=lambda data: presets.DATA_DEFAULTS.get(data, presets.FOLDER_DEFAULTS),
         needs="pictures",
         options=(*_PICTURES, "augmentations"),
+        two_views=True,
         fits=_later("encoders", "refuse_larger"),
     ),
     Kind(

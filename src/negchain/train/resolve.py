@@ -194,8 +194,8 @@ def _keeps_proposal(saved: TrainConfig, config: TrainConfig) -> bool:
 
 
 def _has_fresh_views(config: TrainConfig) -> bool:
-    """Whether an item comes in two views that are made anew: images, none of them stored."""
-    return "augmentations" in tasks.named(config.task).options and not config.augmentations
+    """Whether an item comes in two views that are made anew, none of them stored."""
+    return tasks.named(config.task).two_views and not config.augmentations
 
 
 def _refuse_contradictions(config: TrainConfig, given: Mapping[str, object]) -> None:
