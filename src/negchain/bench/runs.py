@@ -1,7 +1,5 @@
 """Training runs to measure: the trainer's own, on synthetic pictures, in temporary folders."""
 
-from __future__ import annotations
-
 import itertools
 import tempfile
 from collections.abc import Callable, Iterator

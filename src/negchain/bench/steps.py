@@ -1,7 +1,5 @@
 """The trainer's step of every method against its InfoNCE step, and what the augmentation takes."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 
 import torch

@@ -6,8 +6,6 @@ writes. Where there was a choice, the faster was taken: crops on bytes, the rest
 fastest of six orders, PIL included, on one CPU core), workers that stay, pinned memory, fused Adam.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import os

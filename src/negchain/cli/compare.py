@@ -4,8 +4,6 @@ Every run is a process of its own (`negchain train`): one that fails does not ta
 it. Several on one GPU get it in turns, and evaluate or compile while others train.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import os

@@ -1,7 +1,5 @@
 """Command-line options made from `TrainConfig`: one per field."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Collection
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Training runs through the trainer, evaluated on the way: the only file here that uses it."""
 
-from __future__ import annotations
-
 import gc
 import os
 import time

@@ -11,8 +11,6 @@ as the table, then in `images/` or `Images/`. Pictures have the order of their n
 This module imports no torch: the command line asks it whether a folder is its own.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
