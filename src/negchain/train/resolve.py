@@ -204,23 +204,20 @@ def _refuse_contradictions(config: TrainConfig, given: Mapping[str, object]) -> 
         if name in given and given[name] is not False and actual not in values:
             owners = " or ".join(value or "0" for value in values)
             _refuse(name, f"{flag(decider)} {owners}", decider, actual, reason)
-    for name in sorted(tasks.options() & given.keys()):
-        if name not in tasks.named(config.task).options:
-            kinds = [kind for kind in tasks.TASKS.values() if name in kind.options]
-            having = " or ".join(kind.name for kind in kinds)
-            change = "change --task"
-            if "task" not in given:  # it was told from the data, which may be misspelt
-                tasks.named(config.task).check(config)
-                needed = ", or ".join(kind.needs for kind in kinds)
-                change = f"give --data what --task {having} needs: {needed}"
-            reason = "the other tasks have none"
-            _refuse(name, f"--task {having}", "task", config.task, reason, change)
-    method = methods.named(config.method)
-    for name in sorted(_method_options() & given.keys()):
-        if name not in method.options:
-            offered = [n for n in methods.trained() if name in methods.METHODS[n].options]
-            owners = f"--method {' or '.join(offered)}"
-            _refuse(name, owners, "method", config.method, "the other methods have none")
+    task, method = tasks.named(config.task), methods.named(config.method)
+    for name in sorted((tasks.options() - set(task.options)) & given.keys()):
+        kinds = [kind for kind in tasks.TASKS.values() if name in kind.options]
+        having = " or ".join(kind.name for kind in kinds)
+        change = "change --task"
+        if "task" not in given:  # it was told from the data, which may be misspelt
+            task.check(config)
+            needed = ", or ".join(kind.needs for kind in kinds)
+            change = f"give --data what --task {having} needs: {needed}"
+        _refuse(name, f"--task {having}", "task", task.name, "the other tasks have none", change)
+    for name in sorted((_method_options() - set(method.options)) & given.keys()):
+        offered = [n for n in methods.trained() if name in methods.METHODS[n].options]
+        owners = f"--method {' or '.join(offered)}"
+        _refuse(name, owners, "method", config.method, "the other methods have none")
     if "refresh" in given and "proposal" in method.options and config.proposal != "informed":
         owners = "--proposal informed"
         _refuse("refresh", owners, "proposal", config.proposal, "only this keeps a table")
