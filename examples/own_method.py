@@ -48,7 +48,7 @@ class HardLoss(negchain.WeightedLoss):
 
 def build(settings: methods.LossSettings) -> HardLoss:
     """From the settings of a run to the loss."""
-    return HardLoss(settings.num_samples, settings.beta, normalize=settings.normalize)
+    return HardLoss(settings.num_samples, settings.beta, **settings.common)
 
 
 methods.register(

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -29,6 +29,9 @@ from threadpoolctl import threadpool_limits
 from torch import Tensor, nn
 
 from negchain.neighbours import accuracy, check_rows, in_top
+
+if TYPE_CHECKING:
+    from negchain.data import ImageSet
 
 L2_GRID = tuple(10.0**e for e in range(1, -6, -1))
 """Strengths the probe tries, strong to weak, in mean cross-entropy + l2/2 |W|^2."""
@@ -44,18 +47,6 @@ other on products this small."""
 
 MANY_PRODUCTS = 100_000_000
 """Rows times features times classes from which a fit goes to the GPU the features are on."""
-
-
-class ImageSource(Protocol):
-    """Images by position, as uint8."""
-
-    def __len__(self) -> int:
-        """How many images there are."""
-        ...
-
-    def fetch(self, positions: Tensor) -> Tensor:
-        """Images at `positions`, [B] int64 on the CPU -> [B,C,H,W] uint8."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +69,7 @@ class ProbeResult:
 
 def embed_all(
     encode: Callable[[Tensor], Tensor],
-    images: Tensor | ImageSource,
+    images: Tensor | ImageSet,
     *,
     plain: Callable[[Tensor], Tensor],
     batch_size: int,
@@ -88,7 +79,7 @@ def embed_all(
 
     Args:
         encode: e.g. `encoder.features`, of an encoder in `eval()` mode.
-        images: [M,C,H,W] uint8, or anything with `len` and `fetch(positions)`.
+        images: [M,C,H,W] uint8, or a set of them.
         plain: the un-augmented transform, uint8 batch -> float batch.
         batch_size: images encoded at a time.
         device: where images are moved before `plain`, and where the result is.

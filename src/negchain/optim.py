@@ -110,6 +110,7 @@ def build_optimizer(
         return torch.optim.Adam(groups, lr=rate, fused=fused, capturable=capturable)
     if name == "adamw":
         return torch.optim.AdamW(groups, lr=rate, fused=fused, capturable=capturable)
+    assert name == "lars"
     lars: type[Lars] = CapturableLars if capturable else Lars
     # kernels are adapted even at weight decay 0, where timm's default would be plain SGD; norms and
     # biases are neither decayed nor adapted (the authors' code's recipe)

@@ -28,12 +28,11 @@ from negchain.report.runs import group_runs, load_run
 from negchain.report.statistics import estimates, over_start
 from negchain.tasks.image_text import ImageTextTask, shared_captions
 from negchain.tasks.image_text_judge import distinct, nearest
-from negchain.tasks.image_text_towers import at_start
 from negchain.tasks.text import TextEncoder, read_tokenizer, tokenise
 from negchain.train import start, trainer
 from negchain.train.config import ConfigError
 from negchain.train.resolve import resolve
-from negchain.train.run_folder import RunFolder, load_run_config, read_metrics
+from negchain.train.run_folder import RunFolder, read_metrics
 from negchain.train.trained import Trained
 
 pytest.importorskip("transformers")
@@ -157,7 +156,7 @@ def test_the_page_shows_pictures_beside_captions(run: Path) -> None:
     assert page.count("<img") > 60
 
 
-def test_evaluate_and_encode(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluate_and_encode(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command_line(["evaluate", str(run), "--device", "cpu"]) == 0
     judged = json.loads((run / "evaluation.json").read_text())
     recalls = [name for name in judged if name.endswith(("_r1", "_r5", "_r10"))]
@@ -169,8 +168,13 @@ def test_evaluate_and_encode(run: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert now["test_i2t_r1"] == then["test_i2t_r1"]
     begun = [name for name in then if name.startswith("untrained_")]
     assert begun and {n: now[n] for n in begun} == pytest.approx({n: then[n] for n in begun})
-    other = replace(load_run_config(run), pretrained="weights.pt")
-    assert at_start(other, {}) is None  # what it began from is not known here
+    other = shutil.copytree(run, tmp_path / "other")  # of weights that are not known here
+    (other / "config.json").write_text(
+        json.dumps(json.loads((run / "config.json").read_text()) | {"pretrained": "weights.pt"})
+    )
+    data = str(run.parent / "data")
+    assert command_line(["evaluate", str(other), "--device", "cpu", "--data", data]) == 0
+    assert "untrained_" not in (other / "evaluation.json").read_text()
     trained = negchain.load(run, device="cpu")
     images = trained.encode(run.parent / "data" / "test" / "004.png")
     texts = trained.encode_text(["red on yellow", "blue on black"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -122,6 +123,15 @@ def test_compare_gives_its_runs_what_it_imported(tmp_path: Path, capsys, monkeyp
     assert "--soft: #123456;" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
+def test_a_later_command_imports_what_a_run_was_made_with(tmp_path: Path, capsys) -> None:
+    folder = train.run(**SETTINGS, method="soft", out=str(tmp_path / "run"))
+    for words in (["evaluate"], ["report", "--out", str(tmp_path / "page.html")]):
+        forget_words()  # as a new process begins
+        assert command_line([*words, str(folder), "--import", str(WORDS)]) == 0
+    assert "Recall at 1" in capsys.readouterr().out
+    assert "Some words" in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize("path", ["nowhere.py", "."])
 def test_what_cannot_be_imported_is_refused(path: str, tmp_path: Path, capsys) -> None:
     assert command_line(["train", "--import", str(tmp_path / path)]) == 2
@@ -140,6 +150,12 @@ def test_a_task_is_chosen_by_the_data_or_named() -> None:
         ConfigError, match="--recipe belongs to --task images or image-text .* is 'words'"
     ):
         resolve(None, {"data": "dictionary", "recipe": "none"})
+
+
+def test_two_fresh_views_of_a_task_are_both_offered(monkeypatch) -> None:
+    assert resolve(None, {"data": "dictionary", "method": "emc2"}).proposal == "batch"
+    monkeypatch.setitem(tasks.TASKS, "words", replace(tasks.TASKS["words"], two_views=True))
+    assert resolve(None, {"data": "dictionary", "method": "emc2"}).proposal == "both"
 
 
 def test_filling_a_table_is_shown_and_can_be_stopped(tmp_path: Path, capsys) -> None:

@@ -21,7 +21,7 @@ from negchain.train.config import (
     same_run,
     setting_of,
 )
-from negchain.train.presets import PRESETS
+from negchain.train.presets import OPTIMIZER_LR, PRESETS
 from negchain.train.resolve import continued, resolve
 from negchain.train.run_folder import load_run_config
 
@@ -88,6 +88,7 @@ def test_defaults_that_depend_on_other_choices() -> None:
     assert resolve(None, {"optimizer": "lars", "batch_size": 256}).lr == 1.2  # the paper's rate
     assert resolve(None, {"optimizer": "sgd", "lr": 0.3}).lr == 0.3
     assert resolve("stl10-b32", {"optimizer": "adam"}).lr == 1e-4
+    assert set(OPTIMIZER_LR) == set(get_args(get_type_hints(TrainConfig)["optimizer"]))
     photographs = {"data": "stl10", "method": "negcache"}
     assert resolve(None, photographs).lr == 1e-4  # a third of the others'
     assert resolve(None, {**photographs, "method": "dcl"}).lr == 3e-4

@@ -6,8 +6,6 @@ a fast path and its readable twin may differ in the order of sums and in nothing
 Shapes: `B` batch, `D` embedding.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

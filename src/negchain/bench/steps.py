@@ -1,7 +1,5 @@
 """The trainer's step of every method against its InfoNCE step, and what the augmentation takes."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 
 import torch
@@ -55,7 +53,7 @@ def _measured(
                 continue
             settings.say(f"{where}: preparing {name}")
             chosen = runs.config(settings, batch, variant, runs.encoders(settings)[encoder])
-            run = stack.enter_context(runs.prepared(chosen, data))
+            run = stack.enter_context(runs.vanishing(ImageTask(chosen, data)))
             if settings.on_gpu:
                 run.step.capture()
             timed[name] = Timed(runs.stepper(run), settings.device)

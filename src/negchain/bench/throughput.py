@@ -6,8 +6,6 @@ writes. Where there was a choice, the faster was taken: crops on bytes, the rest
 fastest of six orders, PIL included, on one CPU core), workers that stay, pinned memory, fused Adam.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import os
@@ -30,7 +28,7 @@ from negchain.bench.record import Row, Settings, Table
 from negchain.bench.timing import release
 from negchain.data import DataBundle
 from negchain.progress import Progress
-from negchain.tasks.images import build_run_encoder, run_augmentation
+from negchain.tasks.images import ImageTask, build_run_encoder, run_augmentation
 from negchain.train import trainer
 from negchain.train.config import TrainConfig
 
@@ -54,7 +52,8 @@ def table(settings: Settings) -> Table:
             for name in OURS:
                 settings.say(f"b = {batch}: preparing {name}")
                 chosen = runs.config(settings, batch, runs.variants()[name], encoder)
-                loops[name] = _loop(stack.enter_context(runs.prepared(chosen, data)))
+                run = stack.enter_context(runs.vanishing(ImageTask(chosen, data)))
+                loops[name] = _loop(run)
             ours = _rates(settings, loops, batch)
         release()
         settings.say(f"b = {batch}: {USUAL}")

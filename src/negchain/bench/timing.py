@@ -4,8 +4,6 @@ What is compared runs in one process, round by round, so that a machine that is 
 while slows all of it alike. Ratios are formed within a round.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 import time

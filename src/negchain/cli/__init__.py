@@ -12,8 +12,6 @@ Exit status: 0 done, 1 failed, 2 refused before starting, 130 interrupted.
 Nothing here imports torch: a command does when it runs, so that help and refusals are quick.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import os

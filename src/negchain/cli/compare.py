@@ -4,8 +4,6 @@ Every run is a process of its own (`negchain train`): one that fails does not ta
 it. Several on one GPU get it in turns, and evaluate or compile while others train.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import os
@@ -21,7 +19,7 @@ from rich.console import Console
 from negchain.cli.options import IMPORT, option, with_config_options
 from negchain.cli.terminal import Stopped, result, say
 from negchain.files import open_plain, read_object, real_folder
-from negchain.methods import import_file, trained
+from negchain.methods import trained
 from negchain.printable import show
 from negchain.progress import Progress
 from negchain.tasks import EXACT
@@ -75,10 +73,7 @@ def command(
     **settings: Any,
 ) -> int:
     """See `HELP`."""
-    first: list[str] = []  # arguments of every run
-    if import_ is not None:
-        import_file(import_)
-        first = ["--import", str(import_.absolute())]
+    first = [] if import_ is None else ["--import", str(import_.absolute())]  # of every run
     chosen = [method_named("--methods", name.strip()) for name in methods.split(",")]
     if len(set(chosen)) < len(chosen):
         twice = max(chosen, key=chosen.count)

@@ -12,13 +12,14 @@ import typer
 from rich.console import Console
 
 from negchain import tasks
+from negchain.cli.options import Import
 from negchain.cli.terminal import result, say
 from negchain.files import read_object, replacing, table_columns
 from negchain.train.config import ConfigError
 from negchain.train.run_folder import load_run_config
 
 if TYPE_CHECKING:  # what brings torch is imported by the commands, so that --help is quick
-    from negchain.tasks.task import Arrays, Task
+    from negchain.tasks.task import Task
 
 RunFolderArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
 Device = Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where to encode.")]
@@ -41,6 +42,7 @@ def evaluate(
     checkpoint: Checkpoint = "kept",
     root: Root = "data",
     device: Device = "auto",
+    import_: Import = None,
 ) -> int:
     """Judge a run's encoder, or another checkpoint, beside the encoder it started from.
 
@@ -56,13 +58,9 @@ def evaluate(
     if data is not None and task.unjudged is not None:
         raise ConfigError(f"{data} cannot be probed: {task.unjudged}; give data with labels")
     judge, numbers = task.judge(), {"step": step, "data": task.config.data}
-    kind, described = tasks.named(task.config.task), encoder.encoder_config
-    start = kind.start(task.config, described) if kind.start else kind.rebuild(described)
-    known = load_run(run)
-    before: Arrays = {}
-    if start is not None:
-        first, answers = judge.before(start.to(task.device))
-        numbers, before = numbers | judge.baselines(first), at_start(answers)
+    start, known = tasks.named(task.config.task).rebuild(encoder.encoder_config), load_run(run)
+    first, answers = judge.before(start.to(task.device))
+    numbers, before = numbers | judge.baselines(first), at_start(answers)
     if task.config.pretrained is not None:  # the run began with other weights than these
         numbers = {n: v for n, v in numbers.items() if not n.startswith("untrained_")}
         before = {}
@@ -97,6 +95,7 @@ def embed(
     checkpoint: Checkpoint = "kept",
     root: Root = "data",
     device: Device = "auto",
+    import_: Import = None,
 ) -> int:
     """Write embeddings of images with file and class names.
 
@@ -131,6 +130,7 @@ def export(
         ),
     ] = "safetensors",
     checkpoint: Checkpoint = "kept",
+    import_: Import = None,
 ) -> int:
     """Write a run's encoder for other libraries, with a card whose code loads it.
 
@@ -161,6 +161,7 @@ def export(
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="One or more run folders.")],
     out: Annotated[Path, typer.Option(help="The HTML file to write.")],
+    import_: Import = None,
 ) -> int:
     """Write one HTML page about a run, or comparing several; it needs no network.
 
@@ -210,6 +211,7 @@ def duplicates(
     above: Annotated[float, typer.Option(help="Least cosine similarity of a pair.")] = 0.98,
     checkpoint: Checkpoint = "kept",
     device: Device = "auto",
+    import_: Import = None,
 ) -> int:
     """Find near-duplicates: pairs of images whose embeddings are more similar than --above.
 

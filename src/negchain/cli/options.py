@@ -1,7 +1,5 @@
 """Command-line options made from `TrainConfig`: one per field."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -10,6 +8,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
+from negchain.methods import import_file
 from negchain.train.config import Setting, TrainConfig, flag, hints, setting_of
 from negchain.train.presets import FOLDER_DEFAULTS, PRESET_HELP
 
@@ -49,10 +48,23 @@ def option(
     )
 
 
-IMPORT = option(
-    "import_", Path | None, None, "--import",
-    help="A Python file to run first, which registers methods or tasks of your own.",
-)  # fmt: skip
+def _imported(path: Path | None) -> Path | None:
+    if path is not None:
+        import_file(path)
+    return path
+
+
+Import = Annotated[
+    Path | None,
+    typer.Option(
+        "--import",
+        callback=_imported,
+        help="A Python file to run first, which registers methods or tasks of your own.",
+    ),
+]
+IMPORT = inspect.Parameter(
+    "import_", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Import
+)
 _TEMPERATURE = option(
     "temperature", float | None, None, help="1/beta: instead of --beta.",
     panel="Negatives",

@@ -1,7 +1,5 @@
 """`negchain reproduce`: the paper's experiments, rerun and recorded."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

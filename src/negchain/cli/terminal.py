@@ -4,8 +4,6 @@ Names of files and classes come from other people: what a terminal would take fo
 sequences) or rich for markup (`[/]`) is shown as text.
 """
 
-from __future__ import annotations
-
 from rich.text import Text
 
 from negchain.printable import printable

@@ -14,7 +14,6 @@ from negchain import tasks
 from negchain.cli.options import IMPORT, option, with_config_options
 from negchain.cli.terminal import Failed, Stopped, result, say
 from negchain.files import FileRefused, read_object
-from negchain.methods import import_file
 from negchain.progress import Progress
 from negchain.train.config import ConfigError, TrainConfig, from_saved, same_run
 from negchain.train.presets import PRESET_HELP
@@ -71,8 +70,6 @@ def command(
     **settings: Any,
 ) -> int:
     """See `HELP`."""
-    if import_ is not None:
-        import_file(import_)
     if resume_ and config_ is not None:
         raise ConfigError("--resume reads the config of the run in --out; leave out --config")
     if not rank_timeout > 0:

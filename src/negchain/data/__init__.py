@@ -15,8 +15,6 @@ A folder of photographs takes this way:
 `negchain[train]` installs. So every name here is imported when it is first used.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING, Any
 

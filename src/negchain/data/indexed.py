@@ -8,8 +8,6 @@ fetched in the main process, and the numbers equal those of a loop without worke
 Shapes: `B` batch, `R` positions a loss wants encoded.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 

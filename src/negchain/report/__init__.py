@@ -13,8 +13,6 @@ duplicates.py    the page of near-duplicates
 page.py          the HTML document around all of it
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Curves are judged by their last quarter: a bad start that was overcome does not count.
 """
 
-from __future__ import annotations
-
 import math
 
 from negchain.methods import METHODS

@@ -6,8 +6,6 @@ narrow screens), pointing at a line reads its values, and a chart takes about 10
     Chart -> draw(chart, axis) -> (svg, hover)      axis: "samples" | "seconds"
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Runs that differ only by seed are one line and one table row.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from html import escape

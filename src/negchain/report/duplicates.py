@@ -1,7 +1,5 @@
 """Near-duplicates: a page of pairs side by side, most similar first, and a table of all."""
 
-from __future__ import annotations
-
 import csv
 import io
 from collections.abc import Callable, Sequence

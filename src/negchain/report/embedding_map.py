@@ -1,7 +1,5 @@
 """The map of the embeddings: a dot per image, names where there is room, a legend."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from html import escape
 from typing import Any

@@ -4,8 +4,6 @@ Every picture travels inside the page as a data URI: PNG for tiny images (shown 
 JPEG for photographs. Limits keep a typical page under 3 MB.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """What the report shows of pictures with captions: recall both ways, and what is retrieved."""
 
-from __future__ import annotations
-
 from html import escape
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the report shows of runs on images: probes, neighbours, what is mistaken, a map."""
 
-from __future__ import annotations
-
 from html import escape
 from typing import Any
 

@@ -5,8 +5,6 @@ policy in the page forbids all network access and every script but that one, so 
 holds markup stays text even if escaping were to fail.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

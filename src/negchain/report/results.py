@@ -5,8 +5,6 @@ Groups come best first, then the baselines. A cell is the mean over seeds with i
 than every other with 97.5 % probability (see `statistics`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the report shows of retrievers: rankings of held-out queries, and what is proposed."""
 
-from __future__ import annotations
-
 from html import escape
 from typing import Any
 

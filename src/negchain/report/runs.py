@@ -6,8 +6,6 @@ Reading accepts what an interrupted run leaves behind (half-written lines of met
 non-finite numbers, steps logged twice around a resume) and refuses other damaged files.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

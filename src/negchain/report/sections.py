@@ -4,8 +4,6 @@ A section is HTML text. Those with charts or a map take the `Page`, which also g
 that the page's script needs.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

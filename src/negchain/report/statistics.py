@@ -15,8 +15,6 @@ are right, or all wrong, resampling moves nothing: the interval is then Wilson's
 Shapes: S seeds, Q test images, N resampled means.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

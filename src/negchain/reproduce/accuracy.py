@@ -27,8 +27,6 @@ imagenet100 (Fig. 6)
     Ours    any image folder; here Tiny-ImageNet-100 (35,000 images) at 64 px, few epochs.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from functools import partial

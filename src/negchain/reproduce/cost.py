@@ -14,8 +14,6 @@ time
             their record times the milliseconds that `cost` measured alone.
 """
 
-from __future__ import annotations
-
 import statistics
 from typing import Any
 

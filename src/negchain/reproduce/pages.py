@@ -71,10 +71,8 @@ def markdown(heads: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
         |---|---|
         | 1 | x |
     """
-    grid = [list(map(str, heads)), ["---"] * len(heads), *[list(map(str, line)) for line in lines]]
-    return "\n".join(
-        f"|{'|'.join(line)}|" if line[0] == "---" else f"| {' | '.join(line)} |" for line in grid
-    )
+    head, *rows = (f"| {' | '.join(map(str, line))} |" for line in (heads, *lines))
+    return "\n".join([head, f"|{'---|' * len(heads)}", *rows])
 
 
 def filled(pattern: str, rows: Sequence[Row]) -> str:

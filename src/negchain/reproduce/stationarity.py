@@ -11,8 +11,6 @@ Ours    eq. (1) as written, on the stored views. Full-gradient descent as the fl
         log m_neg: such runs are counted as collapsed, not as converged.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import statistics

@@ -9,8 +9,6 @@ bias        bias and variance of every estimator over batch size and beta, on fr
 in-batch    proposals without replacement: how far from p do chains end?
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics

@@ -42,17 +42,18 @@ class Kind:
         noun: what its samples are, in plural.
         load: the task with its data, from settings, whether to show progress, and the
             `encoder_config` that the data has to suit, or None.
-        rebuild: an encoder from its `encoder_config`, to load a checkpoint's weights into.
+        rebuild: an encoder from its `encoder_config`, as it was before its first step (unless
+            --pretrained brought weights), to load a checkpoint's into.
         shown: what the report shows of its runs.
         claims: whether the value of --data belongs to this task.
         check: returns settings with absolute paths; refuses what this machine does not have.
         defaults: settings that suit the value of --data.
         needs: what --data must be for this task, in words.
         options: settings of this task that not all tasks have; tasks without them refuse them.
+        two_views: whether an item comes in two views that are made anew in every step: chains are
+            then offered both of other items (`Method.proposal`).
         fits: refuses an `encoder_config` whose weights cannot be in a file of so many bytes, before
             anything is built: somebody else may have written the file.
-        start: the encoder before the first step, from settings and an `encoder_config`; None where
-            its weights are not at hand. By default what `rebuild` makes.
     """
 
     name: str
@@ -61,12 +62,12 @@ class Kind:
     rebuild: Callable[[Mapping[str, Any]], nn.Module]
     shown: Callable[[], Shown]
     claims: Callable[[str], bool]
-    check: Callable[[TrainConfig], TrainConfig]
+    check: Callable[[TrainConfig], TrainConfig] = lambda config: config
     defaults: Callable[[str], Mapping[str, presets.Value]] = lambda data: {}
     needs: str = "data of its own"
     options: tuple[str, ...] = ()
+    two_views: bool = False
     fits: Callable[[Mapping[str, Any], int], None] = lambda described, num_bytes: None
-    start: Callable[[TrainConfig, Mapping[str, Any]], nn.Module | None] | None = None
 
 
 TASKS: dict[str, Kind] = {}
@@ -143,6 +144,7 @@ for _kind in (
         defaults=lambda data: presets.DATA_DEFAULTS.get(data, presets.FOLDER_DEFAULTS),
         needs="pictures",
         options=(*_PICTURES, "augmentations"),
+        two_views=True,
         fits=_later("encoders", "refuse_larger"),
     ),
     Kind(
@@ -170,7 +172,6 @@ for _kind in (
         needs="a folder with a .csv whose first line names the columns image and caption",
         options=(*_PICTURES, "text_encoder"),
         fits=_later("tasks.image_text_towers", "refuse_larger"),
-        start=_later("tasks.image_text_towers", "at_start"),
     ),
 ):
     register(_kind)

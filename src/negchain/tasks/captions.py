@@ -11,10 +11,8 @@ as the table, then in `images/` or `Images/`. Pictures have the order of their n
 This module imports no torch: the command line asks it whether a folder is its own.
 """
 
-from __future__ import annotations
-
 import os
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from negchain.data.listing import lowest
@@ -24,6 +22,7 @@ from negchain.printable import printable
 COLUMNS = ("image", "caption")
 _HELD = {"test": "test", **dict.fromkeys(("val", "valid", "validation", "dev"), "validation")}
 _SPLITS = {"train": "train", "restval": "train", **_HELD}
+_Split = dict[str, tuple[str, dict[str, None]]]  # path and distinct captions of a picture, by name
 
 
 @dataclass(frozen=True)
@@ -77,26 +76,17 @@ def read_pairs(data: str, holdout: float = 0.2) -> Pairs:
     tables = find_tables(data)
     main = _main_table(data, tables)
     root = str(Path(data) if Path(data).is_dir() else Path(data).parent)
-    splits = {"train": _Split(), "validation": _Split(), "test": _Split()}
+    splits: dict[str, _Split] = {"train": {}, "validation": {}, "test": {}}
     _read(main, root, splits)
     for name, split in _HELD.items():
-        if name in tables and tables[name] != main and not splits[split].captions:
+        if name in tables and tables[name] != main and not splits[split]:
             _read(tables[name], root, splits, into=split)
-    train, validation, test = (split.pictures() for split in splits.values())
+    train, validation, test = (
+        tuple(Captioned(name, path, tuple(texts)) for name, (path, texts) in sorted(split.items()))
+        for split in splits.values()
+    )
     pairs = Pairs(root, train, validation, test)
     return pairs if pairs.validation else _hold_out(pairs, holdout)
-
-
-@dataclass
-class _Split:
-    captions: dict[str, list[str]] = field(default_factory=dict)
-    paths: dict[str, str] = field(default_factory=dict)
-
-    def pictures(self) -> tuple[Captioned, ...]:
-        return tuple(
-            Captioned(name, self.paths[name], tuple(dict.fromkeys(texts)))
-            for name, texts in sorted(self.captions.items())
-        )
 
 
 def _main_table(data: str, tables: dict[str, Path]) -> Path:
@@ -122,7 +112,7 @@ def _read(table: Path, root: str, splits: dict[str, _Split], into: str = "train"
     """Add the rows of a table to the splits they name, or to `into`."""
     bases = [table.parent, *(table.parent / name for name in (table.stem, "images", "Images"))]
     where: dict[str, tuple[str, str] | None] = {}
-    home = {name: split for split, part in splits.items() for name in part.captions}
+    home = {name: split for split, part in splits.items() for name in part}
     missing: dict[str, int] = {}  # the line that names it first
     for line, row in read_table(table, COLUMNS):
         image, caption = row["image"].strip(), " ".join(row["caption"].split())
@@ -146,8 +136,7 @@ def _read(table: Path, root: str, splits: dict[str, _Split], into: str = "train"
                 f"an image must be in one split, and {printable(image)} is in {home[name]} and in "
                 f"{split} (line {line} of {printable(table.name)}); remove it from one"
             )
-        splits[split].paths[name] = path
-        splits[split].captions.setdefault(name, []).append(caption)
+        splits[split].setdefault(name, (path, {}))[1][caption] = None
     if missing:
         image, line = next(iter(missing.items()))
         raise ValueError(

@@ -1,20 +1,15 @@
 """What this machine must have for a run of each task: refused before torch is imported."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from negchain import methods
 from negchain.data.named import named_sources
 from negchain.printable import show
-from negchain.train.presets import DATA_DEFAULTS, ConfigError, choose
-
-if TYPE_CHECKING:
-    from negchain.train.config import TrainConfig
+from negchain.train.config import ConfigError, TrainConfig
+from negchain.train.presets import DATA_DEFAULTS, choose
 
 LARGEST_BETA = 100.0
 """A learned inverse temperature is kept below this, as CLIP's is."""

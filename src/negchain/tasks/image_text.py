@@ -7,21 +7,19 @@ share a caption, word for word, are known positives of each other.
 Shapes: `M` pictures, `C` captions, `B` batch, `R` rows of a pass, `L` tokens, `K` known positives.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from negchain import rng
 from negchain.augment import Images
-from negchain.data import DataBundle, ImageSet, load_data
+from negchain.data import DataBundle, ImageSet
 from negchain.data.listing import ImageFile, Listing
 from negchain.data.places import whole_file
 from negchain.losses.request import Want
@@ -34,12 +32,10 @@ from negchain.tasks.image_text_towers import (
     start_from,
     tokens_of,
 )
-from negchain.tasks.images import ImageTask, small_stem
+from negchain.tasks.images import ImageTask, load_images, small_stem
 from negchain.tasks.task import Batch, Task
 from negchain.tasks.text import explained, try_out
-
-if TYPE_CHECKING:
-    from negchain.train.config import TrainConfig
+from negchain.train.config import TrainConfig
 
 MOST_KNOWN = 64
 """Known positives a picture has at most: a caption that thousands share says little."""
@@ -186,14 +182,8 @@ def load(
     splits |= {"validation": pairs.validation, "test": pairs.test}
     everything = [picture for split in splits.values() for picture in split]
     files = [ImageFile(p.name, whole_file(p.path, os.stat(p.path))) for p in everything]
-    bundle = load_data(
-        Listing(pairs.root, tuple(files), notes=pairs.notes),
-        image_size=side,
-        strict=config.strict,
-        resident_bytes=int(config.resident_gb * 2**30),
-        num_workers=config.workers,
-        progress=progress,
-    )
+    listed = Listing(pairs.root, tuple(files), notes=pairs.notes)
+    bundle = load_images(replace(config, subset=None), progress, listed)
     captions = {p.name: p.captions for p in everything}
     home = {p.name: split for split, pictures in splits.items() for p in pictures}
     parts = {split: _part(bundle.pretrain, captions, home, split) for split in splits}

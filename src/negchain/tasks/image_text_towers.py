@@ -6,13 +6,11 @@ common dimension, or both towers of an open_clip model built from its config.
 Shapes: `R` rows of a pass, `L` tokens, `D` embedding.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +20,7 @@ from negchain.encoders import EncoderConfig, rebuild_encoder
 from negchain.files import read_object
 from negchain.tasks import text
 from negchain.tasks.checks import LARGEST_BETA, is_open_clip
-from negchain.train.presets import ConfigError
-
-if TYPE_CHECKING:
-    from negchain.train.config import TrainConfig
+from negchain.train.config import ConfigError, TrainConfig
 
 DIM = 512  # of the common space, unless --embedding-dim says otherwise
 CLIP_VOCABULARY = 49408  # of open_clip's own tokenizer
@@ -98,11 +93,6 @@ def build(config: TrainConfig, image_size: int, small_stem: bool) -> ImageText:
         described = {"image": dict(image), "text": words}
     described |= {"image_size": image_size, "seed": config.seed, "beta": config.beta}
     return rebuild(described)
-
-
-def at_start(config: TrainConfig, described: Mapping[str, Any]) -> ImageText | None:
-    """The towers of a run before its first step; None where --pretrained brought weights."""
-    return None if config.pretrained is not None else rebuild(described)
 
 
 def rebuild(described: Mapping[str, Any]) -> ImageText:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,16 +15,14 @@ from torch import Tensor
 from negchain import methods, rng
 from negchain.augment import Augmentation, Images, Uniforms, augmentation, finite_views, joined
 from negchain.data import DataBundle, load_batches, load_data
+from negchain.data.listing import Listing
 from negchain.encoders import SMALL_IMAGE, Encoder, build_encoder
 from negchain.losses.request import Want
 from negchain.tasks.image_judge import ImageJudge
 from negchain.tasks.online_probe import OnlineProbe
 from negchain.tasks.own_augmentation import OwnAugmentation
 from negchain.tasks.task import Batch, Task
-from negchain.train.presets import ConfigError
-
-if TYPE_CHECKING:
-    from negchain.train.config import TrainConfig
+from negchain.train.config import ConfigError, TrainConfig
 
 FEWEST = 48  # px; below, torchvision's stem leaves a single position in the last block
 
@@ -217,10 +215,12 @@ class ImageTask(Task):
         return ImageJudge(self)
 
 
-def load_images(config: TrainConfig, progress: bool = False) -> DataBundle:
-    """The data a config names, cut to its subset."""
+def load_images(
+    config: TrainConfig, progress: bool = False, listed: Listing | None = None
+) -> DataBundle:
+    """The data a config names, or files that are listed already, cut to its subset."""
     data = load_data(
-        config.data,
+        config.data if listed is None else listed,
         image_size=config.image_size,
         root=config.root,
         download=config.download,

@@ -3,8 +3,6 @@
 Shapes: B batch, D embedding, C classes.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

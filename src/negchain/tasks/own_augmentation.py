@@ -1,7 +1,5 @@
 """An augmentation of the user's own: any function on a batch of uint8 images."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

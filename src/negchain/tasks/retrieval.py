@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,10 +31,7 @@ from negchain.tasks.checks import keeps_table
 from negchain.tasks.retrieval_judge import RetrievalJudge
 from negchain.tasks.task import Batch, Task, judged
 from negchain.tasks.text import TextEncoder, Texts, explained
-from negchain.train.presets import ConfigError
-
-if TYPE_CHECKING:
-    from negchain.train.config import TrainConfig
+from negchain.train.config import ConfigError, TrainConfig
 
 INFORMED = {"share": 0.9, "sharpness": 0.5}
 """Of proposals from the stale table, as measured best (records/2026-11-16_scifact_h200)."""

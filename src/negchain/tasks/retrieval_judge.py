@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from negchain.losses import ContrastiveLoss
+from negchain.tasks.beir import Graded
 from negchain.tasks.task import SPLITS, Arrays, Judge, Numbers, evenly
 from negchain.tasks.text import PASS, TextEncoder, Texts
 
 if TYPE_CHECKING:
-    from negchain.tasks.beir import Graded
     from negchain.tasks.retrieval import RetrievalTask
 
 SHOWN, PROPOSED, LETTERS = 12, 4, 400  # training queries in the report, texts of each, their length

@@ -10,14 +10,12 @@ The trainer's step with a task, in which `Want(ids, tower)` names what to encode
 A sample keeps its position for ever: chains, tables, data order and checkpoints refer to it.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from numpy.typing import NDArray
@@ -26,11 +24,8 @@ from torch import Tensor, nn
 from negchain.losses import ContrastiveLoss
 from negchain.losses.request import Want
 from negchain.tasks import EXACT
+from negchain.train.config import ConfigError, TrainConfig
 from negchain.train.device import autocast_dtype
-from negchain.train.presets import ConfigError
-
-if TYPE_CHECKING:
-    from negchain.train.config import TrainConfig
 
 Numbers = dict[str, float]
 Arrays = dict[str, NDArray[Any]]

@@ -1,7 +1,5 @@
 """Where an encoder computes, and how precisely."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping
 from typing import Any

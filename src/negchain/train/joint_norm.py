@@ -7,8 +7,6 @@ and their names stay those of the layer.
 Shapes: `R` rows of a rank, `C` channels.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

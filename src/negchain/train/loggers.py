@@ -6,8 +6,6 @@ MLflow are used through their own packages, and read their own environment varia
 they gave a run is kept in its folder, so that a resumed run goes on in the same place.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

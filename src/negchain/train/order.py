@@ -4,8 +4,6 @@ Each epoch is a fresh permutation of all positions; what is left after the last 
 out of that epoch.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch

@@ -180,5 +180,5 @@ TEXT_DEFAULTS: dict[str, Value] = {
 }
 
 # Learning rates of one optimizer mean nothing to another: used when --optimizer is given alone.
-# LARS is missing because its rate grows with the batch: 0.075 * sqrt(b), as in SimCLR.
-OPTIMIZER_LR: dict[str, float] = {"sgd": 0.05, "adam": 1e-3, "adamw": 1e-3}
+# That of LARS is times sqrt(b), as in SimCLR.
+OPTIMIZER_LR = {"sgd": 0.05, "adam": 1e-3, "adamw": 1e-3, "lars": 0.075}

@@ -4,8 +4,6 @@ Tensors are matched by name and shape; what does not match keeps its fresh weigh
 Nothing is unpickled but tensors.
 """
 
-from __future__ import annotations
-
 import mmap
 from collections.abc import Mapping
 from pathlib import Path

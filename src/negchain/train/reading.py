@@ -1,7 +1,5 @@
 """Numbers of a step on their way from the device to the log, and the time they took."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 

@@ -169,8 +169,8 @@ def _fit(config: TrainConfig, base: dict[str, Any], given: dict[str, Any]) -> Tr
     if "lr" not in given and "lr" in base and base["preset"] is None:
         changed["lr"] = float(f"{config.lr * method.lr_share:.3g}")
     if "lr" not in given and config.optimizer != base.get("optimizer", TrainConfig.optimizer):
-        lars = round(0.075 * math.sqrt(config.batch_size), 6)
-        changed["lr"] = presets.OPTIMIZER_LR.get(config.optimizer, lars)
+        growth = math.sqrt(config.batch_size) if config.optimizer == "lars" else 1.0
+        changed["lr"] = round(presets.OPTIMIZER_LR[config.optimizer] * growth, 6)
     if "warmup_epochs" not in given:
         changed["warmup_epochs"] = min(config.warmup_epochs, config.epochs / 10)
     if "denominator" not in given and method.denominator is not None:
@@ -194,8 +194,8 @@ def _keeps_proposal(saved: TrainConfig, config: TrainConfig) -> bool:
 
 
 def _has_fresh_views(config: TrainConfig) -> bool:
-    """Whether an item comes in two views that are made anew: images, none of them stored."""
-    return "augmentations" in tasks.named(config.task).options and not config.augmentations
+    """Whether an item comes in two views that are made anew, none of them stored."""
+    return tasks.named(config.task).two_views and not config.augmentations
 
 
 def _refuse_contradictions(config: TrainConfig, given: Mapping[str, object]) -> None:
@@ -204,23 +204,20 @@ def _refuse_contradictions(config: TrainConfig, given: Mapping[str, object]) -> 
         if name in given and given[name] is not False and actual not in values:
             owners = " or ".join(value or "0" for value in values)
             _refuse(name, f"{flag(decider)} {owners}", decider, actual, reason)
-    for name in sorted(tasks.options() & given.keys()):
-        if name not in tasks.named(config.task).options:
-            kinds = [kind for kind in tasks.TASKS.values() if name in kind.options]
-            having = " or ".join(kind.name for kind in kinds)
-            change = "change --task"
-            if "task" not in given:  # it was told from the data, which may be misspelt
-                tasks.named(config.task).check(config)
-                needed = ", or ".join(kind.needs for kind in kinds)
-                change = f"give --data what --task {having} needs: {needed}"
-            reason = "the other tasks have none"
-            _refuse(name, f"--task {having}", "task", config.task, reason, change)
-    method = methods.named(config.method)
-    for name in sorted(_method_options() & given.keys()):
-        if name not in method.options:
-            offered = [n for n in methods.trained() if name in methods.METHODS[n].options]
-            owners = f"--method {' or '.join(offered)}"
-            _refuse(name, owners, "method", config.method, "the other methods have none")
+    task, method = tasks.named(config.task), methods.named(config.method)
+    for name in sorted((tasks.options() - set(task.options)) & given.keys()):
+        kinds = [kind for kind in tasks.TASKS.values() if name in kind.options]
+        having = " or ".join(kind.name for kind in kinds)
+        change = "change --task"
+        if "task" not in given:  # it was told from the data, which may be misspelt
+            task.check(config)
+            needed = ", or ".join(kind.needs for kind in kinds)
+            change = f"give --data what --task {having} needs: {needed}"
+        _refuse(name, f"--task {having}", "task", task.name, "the other tasks have none", change)
+    for name in sorted((_method_options() - set(method.options)) & given.keys()):
+        offered = [n for n in methods.trained() if name in methods.METHODS[n].options]
+        owners = f"--method {' or '.join(offered)}"
+        _refuse(name, owners, "method", config.method, "the other methods have none")
     if "refresh" in given and "proposal" in method.options and config.proposal != "informed":
         owners = "--proposal informed"
         _refuse("refresh", owners, "proposal", config.proposal, "only this keeps a table")

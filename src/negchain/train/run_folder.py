@@ -157,15 +157,10 @@ class RunFolder:
         path = Path(path)
         if not is_run(path):
             raise ConfigError(f"{path} holds no run to resume; leave out --resume to start one")
-        run = cls(path, _locked(path))
-        try:
-            for name in ("checkpoints", "tensorboard"):
-                if os.path.lexists(path / name):
-                    real_folder(path / name)
-        except BaseException:
-            run.close()
-            raise
-        return run
+        for name in ("checkpoints", "tensorboard"):
+            if os.path.lexists(path / name):
+                real_folder(path / name)
+        return cls(path, _locked(path))
 
     def rewrite_config(self, text: str) -> None:
         """Write config.json, when a run begins or is extended."""

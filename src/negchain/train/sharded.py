@@ -5,8 +5,6 @@ gradient of its own part. Rank 0, which evaluates and writes, has a whole copy i
 ranks bring it up to date together. Checkpoints are those of any other run.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable
 from typing import Any

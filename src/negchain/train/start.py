@@ -3,8 +3,6 @@
 Both end in a `trainer.Run` that is ready for its next step; its `notes` are for the user.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import asdict

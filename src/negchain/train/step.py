@@ -18,8 +18,6 @@ DDP's hooks do not fit, while all gradients are in `.grad` here whatever made th
 Shapes: `B` batch of all ranks, `D` embedding.
 """
 
-from __future__ import annotations
-
 import itertools
 import warnings
 from collections.abc import Callable, Sequence

@@ -3,8 +3,6 @@
 `_answered` sets the signal handlers, in a run and in the command that starts runs.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Iterator

@@ -3,8 +3,6 @@
 Shapes: N images, C channels, S the encoder's side, F features.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 from collections.abc import Sequence

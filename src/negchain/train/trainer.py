@@ -6,8 +6,6 @@ Under torchrun every rank runs this loop. Rank 0 alone evaluates and writes (`te
 decides how the loop goes on is known to all ranks.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
