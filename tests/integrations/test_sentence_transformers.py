@@ -449,6 +449,27 @@ def test_a_question_is_no_negative_of_any_of_its_answers(folder, views, rows) ->
     assert found.item() == pytest.approx(total / (2 * count), rel=1e-4, abs=1e-6)
 
 
+def test_an_anchors_own_text_is_no_negative_of_it(folder) -> None:
+    """Questions that are each other's duplicates: a table proposed the anchor itself, at cosine 1.
+
+    In either direction, and where it stands as a hard negative.
+    """
+    rows = [("w1", "w2", "w5"), ("w2", "w3", "w2"), ("w4", "w5", "w1")]
+    columns = dict(zip("qan", (list(column) for column in zip(*rows, strict=True)), strict=True))
+    pairs = index_pairs(Dataset.from_dict(columns), corpus=["w4"])
+    model = SentenceTransformer(str(folder), device="cpu").eval()
+    loss = PairLoss(model, InfoNCELoss(None, 10.0, views="paired"), pairs)
+    labels = torch.tensor(pairs.dataset["label"][:])
+    found = loss([model.preprocess(column) for column in columns.values()], labels)
+    encoded = (model.encode(column, convert_to_tensor=True).double() for column in columns.values())
+    q, a, n = (torch.nn.functional.normalize(z, dim=1) for z in encoded)
+    forth = by_hand(q, a, lambda i, j: i == j or rows[i][0] == rows[j][1])
+    back = by_hand(a, q, lambda i, j: i == j or rows[j][0] == rows[i][1])
+    assert found["contrastive"].item() == pytest.approx((forth + back) / 2, rel=1e-4)
+    hard = [math.log1p(math.exp(10 * float(q[i] @ (n[i] - a[i])))) for i in (0, 2)]
+    assert found["hard_negatives"].item() == pytest.approx(sum(hard) / 3, rel=1e-4)
+
+
 def other_columns(own, pairs):
     return own.train_dataset.select_columns(["answer", "query", "label"])
 

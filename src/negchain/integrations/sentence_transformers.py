@@ -100,9 +100,10 @@ class PairLoss(nn.Module):
             )
         keys = torch.tensor([key for _, key in pairs.positions()])
         loss_fn.give_key_counts(torch.bincount(keys, minlength=len(pairs.keys)))
-        self.anchors_of: dict[int, set[int]] = {}  # of each key that is a positive
-        for anchor, key in pairs.positions():
-            self.anchors_of.setdefault(key, set()).add(anchor)
+        self.anchors_of: dict[int, set[int]] = {}  # that a key is no negative of; -1: padding
+        for anchor, own in enumerate([] if pairs.known is None else pairs.known.tolist()):
+            for key in own:
+                self.anchors_of.setdefault(key, set()).add(anchor)
         self.model = model  # the trainer puts the wrapped one here
         self.loss_fn = loss_fn
         self.pairs = pairs

@@ -29,7 +29,7 @@ class Pairs:
     dataset: Dataset  # with a label column [anchor, key, hard negatives' keys ...]
     anchors: list[str]  # text of every anchor position
     keys: list[str]  # text of every key position: the corpus
-    known: Tensor | None  # [anchors, L] all positives of each anchor, padded with -1
+    known: Tensor | None  # [anchors, L] positives and equals of each anchor, padded with -1
 
     def positions(self) -> list[list[int]]:
         """(anchor, key) of every row."""
@@ -58,7 +58,8 @@ class Pairs:
 def index_pairs(dataset: Dataset, corpus: Iterable[str] = ()) -> Pairs:
     """Give every text a position: of anchors (first column), or of keys (all other columns).
 
-    The second column holds positives, the others hard negatives.
+    The second column holds positives, the others hard negatives. A key that is an anchor's own text
+    (in pairs of equal questions, say) is known to be no negative of it, as its positives are.
 
     Args:
         dataset: of texts, one pair a row; rows with the same anchor are its several positives.
@@ -106,6 +107,9 @@ def index_pairs(dataset: Dataset, corpus: Iterable[str] = ()) -> Pairs:
         positives += [{}] if anchor == len(positives) else []
         positives[anchor][label[1]] = None
         labels.append(label)
+    for text, own in zip(anchors, positives, strict=True):
+        if text in keys:
+            own[keys[text]] = None
     known = padded(positives) if max(map(len, positives)) > 1 else None
     return Pairs(dataset.add_column(LABEL, labels), list(anchors), list(keys), known)
 
