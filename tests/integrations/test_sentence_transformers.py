@@ -470,6 +470,40 @@ def test_an_anchors_own_text_is_no_negative_of_it(folder) -> None:
     assert found["hard_negatives"].item() == pytest.approx(sum(hard) / 3, rel=1e-4)
 
 
+def lazy_texts() -> Dataset:
+    """Rows of ids; texts are looked up when they are read, as by their `resolve_ids`."""
+    queries, answers = texts()["query"], texts()["answer"]
+
+    def look_up(rows: dict) -> dict:
+        found = {"query": [queries[i] for i in rows["query_id"]]}
+        found["answer"] = [answers[i] for i in rows["answer_id"]]
+        return {**found, **{name: rows[name] for name in rows if name == "label"}}
+
+    ids = list(range(NUM))
+    return Dataset.from_dict({"query_id": ids, "answer_id": ids}).with_transform(look_up)
+
+
+def test_texts_that_are_looked_up_when_they_are_read(folder, tmp_path) -> None:
+    """The columns are those a row has, not those that are stored."""
+    pairs = index_pairs(lazy_texts())
+    assert pairs.keys == texts()["answer"][:NUM] and pairs.positions()[3] == [3, 3]
+    args = trainer(folder, tmp_path, max_steps=2, save_strategy="no").args
+    args.prompts = {"query": "w70", "answer": "w71"}
+    model = SentenceTransformer(str(folder), device="cpu")
+    loss = PairLoss(model, importance(pairs), pairs)
+    NegchainTrainer(model=model, args=args, train_dataset=pairs.dataset, loss=loss).train()
+    assert int(loss.loss_fn.step) == 2 and loss.inputs == ({"prompt": "w70"}, {"prompt": "w71"})
+
+
+def test_prompts_are_those_of_the_columns_that_are_trained_on(folder, tmp_path) -> None:
+    """Renamed after `index_pairs`: what is drawn had none."""
+    own = trainer(folder, tmp_path, prompts={"anchor": "w70", "positive": "w71"})
+    assert own.loss.inputs == ({}, {})
+    named = own.train_dataset.rename_columns({"query": "anchor", "answer": "positive"})
+    NegchainTrainer(model=own.model, args=own.args, train_dataset=named, loss=own.loss)
+    assert own.loss.inputs == ({"prompt": "w70"}, {"prompt": "w71"})
+
+
 def other_columns(own, pairs):
     return own.train_dataset.select_columns(["answer", "query", "label"])
 

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from negchain.files import replacing
-from negchain.integrations.text_pairs import LABEL, Pairs, index_pairs, padded
+from negchain.integrations.text_pairs import LABEL, Pairs, index_pairs, padded, text_columns
 from negchain.losses import ContrastiveLoss, InfoNCELoss
 from negchain.losses.batch import as_embedding
 
@@ -243,13 +243,15 @@ class NegchainTrainer(SentenceTransformerTrainer):  # type: ignore[misc]
                     "and each gets batches of its own; set accelerator_config={'split_batches': "
                     "True}, and per_device_train_batch_size to the rows of all processes together"
                 )
+        given = self.train_dataset
+        sets = given if isinstance(given, dict) else {"": given}
         for name, loss in self._losses().items():
             if isinstance(loss, PairLoss):
-                loss.inputs = self._inputs(name, loss.pairs.dataset.column_names[:2])
-                sets = () if self.train_dataset is None else self.train_dataset
-                for key, rows in (sets if isinstance(sets, dict) else {name: sets}).items():
-                    if name in ("", key):
-                        loss.pairs.check(rows)
+                own = {k: rows for k, rows in sets.items() if rows is not None and name in ("", k)}
+                own = own or {name: loss.pairs.dataset}
+                for rows in own.values():
+                    loss.pairs.check(rows)
+                loss.inputs = self._inputs(own)
                 if self.args.batch_sampler in BY_LABEL:
                     raise ValueError(
                         f"batch_sampler='group_by_label' groups rows by the column '{LABEL}', "
@@ -291,26 +293,27 @@ class NegchainTrainer(SentenceTransformerTrainer):  # type: ignore[misc]
                         weight.grad = self.accelerator.reduce(weight.grad, "mean")
         return value
 
-    def _inputs(self, name: str, columns: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Prompt and route of anchors and of keys, as the collator has them for these columns."""
-        own, sets = self.data_collator, self.train_dataset
+    def _inputs(self, sets: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Prompt and route of anchors and of keys, as the collator has them for these data sets."""
+        own = self.data_collator
         if not isinstance(own, BaseDataCollator):  # the user's: theirs has the rules of prompts
             own = self.get_data_collator(self.model, self.args)
-        names = [name] if name or not isinstance(sets, dict) else list(sets)
         found = []
-        for batch in ({"dataset_name": each} if each else {} for each in names):
+        for name, rows in sets.items():
+            batch = {"dataset_name": name} if name else {}
             prompts, routes = own._resolve_prompts(batch), own._resolve_router_mapping(batch)
+            columns = text_columns(next(iter(rows)))
             pair = [
                 {
                     "prompt": own._get_prompt_for_column(prompts, column),
                     "task": own._get_task_for_column(column, number, routes),
                 }
-                for number, column in enumerate(columns)
+                for number, column in enumerate(columns[:2])
             ]
             found.append([{k: v for k, v in each.items() if v is not None} for each in pair])
         if any(pair != found[0] for pair in found):
             raise ValueError(
-                f"one PairLoss serves the data sets {', '.join(names)}, whose prompts or routes "
+                f"one PairLoss serves the data sets {', '.join(sets)}, whose prompts or routes "
                 "differ, and cannot tell which a drawn text belongs to; give each a loss of its own"
             )
         return found[0][0], found[0][1]

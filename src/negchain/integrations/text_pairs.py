@@ -33,12 +33,12 @@ class Pairs:
 
     def positions(self) -> list[list[int]]:
         """(anchor, key) of every row."""
-        return [label[:2] for label in self.dataset[LABEL][:]]
+        return [label[:2] for label in self.dataset.with_format(None)[LABEL][:]]
 
     def check(self, dataset: Iterable[dict[str, Any]]) -> None:
         """Refuse a data set whose first rows hold other texts than their positions name."""
         for number, row in enumerate(islice(dataset, CHECKED)):
-            texts = [text for name, text in row.items() if name not in (LABEL, "dataset_name")]
+            texts = [row[name] for name in text_columns(row)]
             label = row.get(LABEL, ())  # anything, where it is somebody else's
             label = np.ravel(label.cpu() if isinstance(label, Tensor) else label).tolist()
             towers = [self.anchors, *[self.keys] * len(label)]
@@ -80,14 +80,14 @@ def index_pairs(dataset: Dataset, corpus: Iterable[str] = ()) -> Pairs:
             f"got {type(dataset).__name__}; load an iterable one whole (Dataset.from_list), index "
             "each set of a DatasetDict by itself"
         )
-    if LABEL in dataset.column_names or len(dataset.column_names) < 2:
-        raise ValueError(
-            "the data set must hold texts: an anchor, a positive and maybe hard negatives, and no "
-            f"'{LABEL}' (positions go there), got {dataset.column_names}; remove or rename columns"
-        )
     if len(dataset) == 0:
         raise ValueError("the data set must hold at least one pair, got none")
-    columns = {name: dataset[name][:] for name in dataset.column_names}
+    columns = dataset[:]  # not one by one: a transform may need them all, and rename them
+    if LABEL in dataset.column_names or len(columns) < 2:
+        raise ValueError(
+            "the data set must hold texts: an anchor, a positive and maybe hard negatives, and no "
+            f"'{LABEL}' (positions go there), got {list(columns)}; remove or rename columns"
+        )
     for name, texts in columns.items():
         wrong = next(
             (number for number, text in enumerate(texts) if not isinstance(text, str)), None
@@ -112,6 +112,15 @@ def index_pairs(dataset: Dataset, corpus: Iterable[str] = ()) -> Pairs:
             own[keys[text]] = None
     known = padded(positives) if max(map(len, positives)) > 1 else None
     return Pairs(dataset.add_column(LABEL, labels), list(anchors), list(keys), known)
+
+
+def text_columns(row: dict[str, Any]) -> list[str]:
+    """Names of a row's texts, as the collator sees them: a transform may have made them.
+
+    >>> text_columns({"query": "a", "answer": "A", "label": [0, 0], "dataset_name": "one"})
+    ['query', 'answer']
+    """
+    return [name for name in row if name not in (LABEL, "dataset_name")]
 
 
 def padded(rows: Sequence[Collection[int]]) -> Tensor:  # [B, L]
