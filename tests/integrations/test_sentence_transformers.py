@@ -602,10 +602,12 @@ def test_lengths_count_where_the_loss_does_not_normalize(folder) -> None:
         assert found["hard_negatives"].item() == pytest.approx(hard, rel=1e-5)
 
 
-def test_a_rows_own_positive_is_none_of_its_hard_negatives(folder) -> None:
-    """Even where no anchor has a second positive; and while evaluating."""
+@pytest.mark.parametrize("left_out", [False, True])
+def test_a_rows_own_positive_is_none_of_its_hard_negatives(folder, left_out) -> None:
+    """Even where no anchor has a second positive, or a later column is left out; evaluating too."""
     columns = {"q": ["w1", "w2"], "a": ["w5", "w6"], "n": ["w5", "w9"]}
-    pairs = index_pairs(Dataset.from_dict(columns))
+    more = {"m": ["w3", "w4"]} if left_out else {}
+    pairs = index_pairs(Dataset.from_dict({**columns, **more}))
     assert pairs.known is None
     model = SentenceTransformer(str(folder), device="cpu").eval()
     loss = PairLoss(model, InfoNCELoss(None, 10.0, views="paired"), pairs)

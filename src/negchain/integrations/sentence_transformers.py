@@ -199,11 +199,12 @@ class PairLoss(nn.Module):
         """Cross-entropy of the first of each row's keys [B, 1 + H, D]; its positives left out."""
         anchors, keys = (as_embedding(z, self.loss_fn.normalize) for z in (anchors, keys))
         logits = torch.einsum("bd,bhd->bh", anchors, keys) * self.loss_fn.beta
-        if labels is not None and labels.shape == (len(keys), 1 + keys.shape[1]):
+        width = 1 + keys.shape[1]  # a column that was left out still has its position
+        if labels is not None and labels.dim() == 2 and labels.shape[1] >= width:
             positives = labels[:, 1:2]
             if training and self.pairs.known is not None:
                 positives = self.pairs.known.to(labels.device)[labels[:, 0]]
-            taken = (labels[:, 2:, None] == positives[:, None]).any(2)
+            taken = (labels[:, 2:width, None] == positives[:, None]).any(2)
             logits[:, 1:] = logits[:, 1:].masked_fill(taken, -torch.inf)
         return cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long).to(logits.device))
 
