@@ -757,7 +757,7 @@ def test_a_checkpoint_is_of_the_texts_its_positions_name(folder, tmp_path) -> No
         index_pairs(texts().shuffle(seed=1), corpus=corpus),
     ):
         assert len(pairs.keys) == len(before.keys) and len(pairs.anchors) == len(before.anchors)
-        with pytest.raises(ValueError, match="positions name other texts"):
+        with pytest.raises(ValueError, match="name other texts.*; or start on other data"):
             go_on(pairs)
     assert int(go_on(index_pairs(texts(), corpus=corpus)).loss_fn.step) == 2
     with pytest.raises(ValueError, match="none of 'a'; name the data sets as they were"):
@@ -768,10 +768,13 @@ def test_examples_in_docstrings() -> None:
     assert all(doctest.testmod(module).failed == 0 for module in (ours, text_pairs))
 
 
-def test_the_example(tmp_path, capsys) -> None:
+def test_the_example(folder, tmp_path, capsys) -> None:
     example = load("with_sentence_transformers")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the trainer pins memory without a GPU
         example.main(example.tiny_model(), str(tmp_path), 20, resume=False)
         trainer = example.main(example.tiny_model(), str(tmp_path), 21, resume=True)
+        given = SentenceTransformer(str(folder), device="cpu")
+        other = example.main(given, str(tmp_path / "given"), 1, resume=False)
     assert int(trainer.loss.loss_fn.step) == 21
+    assert other.args.learning_rate < 1e-4 < trainer.args.learning_rate  # it collapsed MiniLM

@@ -124,7 +124,8 @@ class PairLoss(nn.Module):
         if not torch.equal(state.cpu(), self.get_extra_state()):
             raise ValueError(
                 "the checkpoint's positions name other texts, or the same in another order; call "
-                "index_pairs with the data set and the corpus as they were (a set has no order)"
+                "index_pairs with the data set and the corpus as they were (a set has no order); "
+                "or start on other data from its weights, SentenceTransformer(checkpoint)"
             )
 
     def forward(
