@@ -39,8 +39,9 @@ def main(model: SentenceTransformer, folder: str, steps: int, resume: bool) -> N
         views="paired", denominator="all", num_keys=len(pairs.keys),  # (*)
     )  # fmt: skip
     loss = PairLoss(model, loss_fn, pairs)  # (*) was: MultipleNegativesRankingLoss(model)
+    rate = 0.02 if isinstance(model[0], StaticEmbedding) else 5e-5  # 0.02 collapses a transformer
     args = SentenceTransformerTrainingArguments(
-        folder, max_steps=steps, save_steps=20, per_device_train_batch_size=8, learning_rate=0.02,
+        folder, max_steps=steps, save_steps=20, per_device_train_batch_size=8, learning_rate=rate,
         logging_steps=20, report_to="none", disable_tqdm=True,
     )  # fmt: skip
     trainer = NegchainTrainer(  # (*) was: SentenceTransformerTrainer; keeps the loss's state

@@ -449,6 +449,61 @@ def test_a_question_is_no_negative_of_any_of_its_answers(folder, views, rows) ->
     assert found.item() == pytest.approx(total / (2 * count), rel=1e-4, abs=1e-6)
 
 
+def test_an_anchors_own_text_is_no_negative_of_it(folder) -> None:
+    """Questions that are each other's duplicates: a table proposed the anchor itself, at cosine 1.
+
+    In either direction, and where it stands as a hard negative.
+    """
+    rows = [("w1", "w2", "w5"), ("w2", "w3", "w2"), ("w4", "w5", "w1")]
+    columns = dict(zip("qan", (list(column) for column in zip(*rows, strict=True)), strict=True))
+    pairs = index_pairs(Dataset.from_dict(columns), corpus=["w4"])
+    model = SentenceTransformer(str(folder), device="cpu").eval()
+    loss = PairLoss(model, InfoNCELoss(None, 10.0, views="paired"), pairs)
+    labels = torch.tensor(pairs.dataset["label"][:])
+    found = loss([model.preprocess(column) for column in columns.values()], labels)
+    encoded = (model.encode(column, convert_to_tensor=True).double() for column in columns.values())
+    q, a, n = (torch.nn.functional.normalize(z, dim=1) for z in encoded)
+    forth = by_hand(q, a, lambda i, j: i == j or rows[i][0] == rows[j][1])
+    back = by_hand(a, q, lambda i, j: i == j or rows[j][0] == rows[i][1])
+    assert found["contrastive"].item() == pytest.approx((forth + back) / 2, rel=1e-4)
+    hard = [math.log1p(math.exp(10 * float(q[i] @ (n[i] - a[i])))) for i in (0, 2)]
+    assert found["hard_negatives"].item() == pytest.approx(sum(hard) / 3, rel=1e-4)
+
+
+def lazy_texts() -> Dataset:
+    """Rows of ids; texts are looked up when they are read, as by their `resolve_ids`."""
+    queries, answers = texts()["query"], texts()["answer"]
+
+    def look_up(rows: dict) -> dict:
+        found = {"query": [queries[i] for i in rows["query_id"]]}
+        found["answer"] = [answers[i] for i in rows["answer_id"]]
+        return {**found, **{name: rows[name] for name in rows if name == "label"}}
+
+    ids = list(range(NUM))
+    return Dataset.from_dict({"query_id": ids, "answer_id": ids}).with_transform(look_up)
+
+
+def test_texts_that_are_looked_up_when_they_are_read(folder, tmp_path) -> None:
+    """The columns are those a row has, not those that are stored."""
+    pairs = index_pairs(lazy_texts())
+    assert pairs.keys == texts()["answer"][:NUM] and pairs.positions()[3] == [3, 3]
+    args = trainer(folder, tmp_path, max_steps=2, save_strategy="no").args
+    args.prompts = {"query": "w70", "answer": "w71"}
+    model = SentenceTransformer(str(folder), device="cpu")
+    loss = PairLoss(model, importance(pairs), pairs)
+    NegchainTrainer(model=model, args=args, train_dataset=pairs.dataset, loss=loss).train()
+    assert int(loss.loss_fn.step) == 2 and loss.inputs == ({"prompt": "w70"}, {"prompt": "w71"})
+
+
+def test_prompts_are_those_of_the_columns_that_are_trained_on(folder, tmp_path) -> None:
+    """Renamed after `index_pairs`: what is drawn had none."""
+    own = trainer(folder, tmp_path, prompts={"anchor": "w70", "positive": "w71"})
+    assert own.loss.inputs == ({}, {})
+    named = own.train_dataset.rename_columns({"query": "anchor", "answer": "positive"})
+    NegchainTrainer(model=own.model, args=own.args, train_dataset=named, loss=own.loss)
+    assert own.loss.inputs == ({"prompt": "w70"}, {"prompt": "w71"})
+
+
 def other_columns(own, pairs):
     return own.train_dataset.select_columns(["answer", "query", "label"])
 
@@ -547,10 +602,12 @@ def test_lengths_count_where_the_loss_does_not_normalize(folder) -> None:
         assert found["hard_negatives"].item() == pytest.approx(hard, rel=1e-5)
 
 
-def test_a_rows_own_positive_is_none_of_its_hard_negatives(folder) -> None:
-    """Even where no anchor has a second positive; and while evaluating."""
+@pytest.mark.parametrize("left_out", [False, True])
+def test_a_rows_own_positive_is_none_of_its_hard_negatives(folder, left_out) -> None:
+    """Even where no anchor has a second positive, or a later column is left out; evaluating too."""
     columns = {"q": ["w1", "w2"], "a": ["w5", "w6"], "n": ["w5", "w9"]}
-    pairs = index_pairs(Dataset.from_dict(columns))
+    more = {"m": ["w3", "w4"]} if left_out else {}
+    pairs = index_pairs(Dataset.from_dict({**columns, **more}))
     assert pairs.known is None
     model = SentenceTransformer(str(folder), device="cpu").eval()
     loss = PairLoss(model, InfoNCELoss(None, 10.0, views="paired"), pairs)
@@ -700,7 +757,7 @@ def test_a_checkpoint_is_of_the_texts_its_positions_name(folder, tmp_path) -> No
         index_pairs(texts().shuffle(seed=1), corpus=corpus),
     ):
         assert len(pairs.keys) == len(before.keys) and len(pairs.anchors) == len(before.anchors)
-        with pytest.raises(ValueError, match="positions name other texts"):
+        with pytest.raises(ValueError, match="name other texts.*; or start on other data"):
             go_on(pairs)
     assert int(go_on(index_pairs(texts(), corpus=corpus)).loss_fn.step) == 2
     with pytest.raises(ValueError, match="none of 'a'; name the data sets as they were"):
@@ -711,10 +768,13 @@ def test_examples_in_docstrings() -> None:
     assert all(doctest.testmod(module).failed == 0 for module in (ours, text_pairs))
 
 
-def test_the_example(tmp_path, capsys) -> None:
+def test_the_example(folder, tmp_path, capsys) -> None:
     example = load("with_sentence_transformers")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the trainer pins memory without a GPU
         example.main(example.tiny_model(), str(tmp_path), 20, resume=False)
         trainer = example.main(example.tiny_model(), str(tmp_path), 21, resume=True)
+        given = SentenceTransformer(str(folder), device="cpu")
+        other = example.main(given, str(tmp_path / "given"), 1, resume=False)
     assert int(trainer.loss.loss_fn.step) == 21
+    assert other.args.learning_rate < 1e-4 < trainer.args.learning_rate  # it collapsed MiniLM

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from negchain.files import replacing
-from negchain.integrations.text_pairs import LABEL, Pairs, index_pairs, padded
+from negchain.integrations.text_pairs import LABEL, Pairs, index_pairs, padded, text_columns
 from negchain.losses import ContrastiveLoss, InfoNCELoss
 from negchain.losses.batch import as_embedding
 
@@ -102,9 +102,10 @@ class PairLoss(nn.Module):
             )
         keys = torch.tensor([key for _, key in pairs.positions()])
         loss_fn.give_key_counts(torch.bincount(keys, minlength=len(pairs.keys)))
-        self.anchors_of: dict[int, set[int]] = {}  # of each key that is a positive
-        for anchor, key in pairs.positions():
-            self.anchors_of.setdefault(key, set()).add(anchor)
+        self.anchors_of: dict[int, set[int]] = {}  # that a key is no negative of; -1: padding
+        for anchor, own in enumerate([] if pairs.known is None else pairs.known.tolist()):
+            for key in own:
+                self.anchors_of.setdefault(key, set()).add(anchor)
         self.model = model  # the trainer puts the wrapped one here
         self.loss_fn = loss_fn
         self.pairs = pairs
@@ -125,7 +126,8 @@ class PairLoss(nn.Module):
         if not torch.equal(state.cpu(), self.get_extra_state()):
             raise ValueError(
                 "the checkpoint's positions name other texts, or the same in another order; call "
-                "index_pairs with the data set and the corpus as they were (a set has no order)"
+                "index_pairs with the data set and the corpus as they were (a set has no order); "
+                "or start on other data from its weights, SentenceTransformer(checkpoint)"
             )
 
     def forward(
@@ -200,11 +202,12 @@ class PairLoss(nn.Module):
         """Cross-entropy of the first of each row's keys [B, 1 + H, D]; its positives left out."""
         anchors, keys = (as_embedding(z, self.loss_fn.normalize) for z in (anchors, keys))
         logits = torch.einsum("bd,bhd->bh", anchors, keys) * self.loss_fn.beta
-        if labels is not None and labels.shape == (len(keys), 1 + keys.shape[1]):
+        width = 1 + keys.shape[1]  # a column that was left out still has its position
+        if labels is not None and labels.dim() == 2 and labels.shape[1] >= width:
             positives = labels[:, 1:2]
             if training and self.pairs.known is not None:
                 positives = self.pairs.known.to(labels.device)[labels[:, 0]]
-            taken = (labels[:, 2:, None] == positives[:, None]).any(2)
+            taken = (labels[:, 2:width, None] == positives[:, None]).any(2)
             logits[:, 1:] = logits[:, 1:].masked_fill(taken, -torch.inf)
         return cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long).to(logits.device))
 
@@ -244,13 +247,15 @@ class NegchainTrainer(SentenceTransformerTrainer):  # type: ignore[misc]
                     "and each gets batches of its own; set accelerator_config={'split_batches': "
                     "True}, and per_device_train_batch_size to the rows of all processes together"
                 )
+        given = self.train_dataset
+        sets = given if isinstance(given, dict) else {"": given}
         for name, loss in self._losses().items():
             if isinstance(loss, PairLoss):
-                loss.inputs = self._inputs(name, loss.pairs.dataset.column_names[:2])
-                sets = () if self.train_dataset is None else self.train_dataset
-                for key, rows in (sets if isinstance(sets, dict) else {name: sets}).items():
-                    if name in ("", key):
-                        loss.pairs.check(rows)
+                own = {k: rows for k, rows in sets.items() if rows is not None and name in ("", k)}
+                own = own or {name: loss.pairs.dataset}
+                for rows in own.values():
+                    loss.pairs.check(rows)
+                loss.inputs = self._inputs(own)
                 if self.args.batch_sampler in BY_LABEL:
                     raise ValueError(
                         f"batch_sampler='group_by_label' groups rows by the column '{LABEL}', "
@@ -292,26 +297,27 @@ class NegchainTrainer(SentenceTransformerTrainer):  # type: ignore[misc]
                         weight.grad = self.accelerator.reduce(weight.grad, "mean")
         return value
 
-    def _inputs(self, name: str, columns: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Prompt and route of anchors and of keys, as the collator has them for these columns."""
-        own, sets = self.data_collator, self.train_dataset
+    def _inputs(self, sets: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Prompt and route of anchors and of keys, as the collator has them for these data sets."""
+        own = self.data_collator
         if not isinstance(own, BaseDataCollator):  # the user's: theirs has the rules of prompts
             own = self.get_data_collator(self.model, self.args)
-        names = [name] if name or not isinstance(sets, dict) else list(sets)
         found = []
-        for batch in ({"dataset_name": each} if each else {} for each in names):
+        for name, rows in sets.items():
+            batch = {"dataset_name": name} if name else {}
             prompts, routes = own._resolve_prompts(batch), own._resolve_router_mapping(batch)
+            columns = text_columns(next(iter(rows)))
             pair = [
                 {
                     "prompt": own._get_prompt_for_column(prompts, column),
                     "task": own._get_task_for_column(column, number, routes),
                 }
-                for number, column in enumerate(columns)
+                for number, column in enumerate(columns[:2])
             ]
             found.append([{k: v for k, v in each.items() if v is not None} for each in pair])
         if any(pair != found[0] for pair in found):
             raise ValueError(
-                f"one PairLoss serves the data sets {', '.join(names)}, whose prompts or routes "
+                f"one PairLoss serves the data sets {', '.join(sets)}, whose prompts or routes "
                 "differ, and cannot tell which a drawn text belongs to; give each a loss of its own"
             )
         return found[0][0], found[0][1]

@@ -29,16 +29,16 @@ class Pairs:
     dataset: Dataset  # with a label column [anchor, key, hard negatives' keys ...]
     anchors: list[str]  # text of every anchor position
     keys: list[str]  # text of every key position: the corpus
-    known: Tensor | None  # [anchors, L] all positives of each anchor, padded with -1
+    known: Tensor | None  # [anchors, L] positives and equals of each anchor, padded with -1
 
     def positions(self) -> list[list[int]]:
         """(anchor, key) of every row."""
-        return [label[:2] for label in self.dataset[LABEL][:]]
+        return [label[:2] for label in self.dataset.with_format(None)[LABEL][:]]
 
     def check(self, dataset: Iterable[dict[str, Any]]) -> None:
         """Refuse a data set whose first rows hold other texts than their positions name."""
         for number, row in enumerate(islice(dataset, CHECKED)):
-            texts = [text for name, text in row.items() if name not in (LABEL, "dataset_name")]
+            texts = [row[name] for name in text_columns(row)]
             label = row.get(LABEL, ())  # anything, where it is somebody else's
             label = np.ravel(label.cpu() if isinstance(label, Tensor) else label).tolist()
             towers = [self.anchors, *[self.keys] * len(label)]
@@ -58,7 +58,8 @@ class Pairs:
 def index_pairs(dataset: Dataset, corpus: Iterable[str] = ()) -> Pairs:
     """Give every text a position: of anchors (first column), or of keys (all other columns).
 
-    The second column holds positives, the others hard negatives.
+    The second column holds positives, the others hard negatives. A key that is an anchor's own text
+    (in pairs of equal questions, say) is known to be no negative of it, as its positives are.
 
     Args:
         dataset: of texts, one pair a row; rows with the same anchor are its several positives.
@@ -79,14 +80,14 @@ def index_pairs(dataset: Dataset, corpus: Iterable[str] = ()) -> Pairs:
             f"got {type(dataset).__name__}; load an iterable one whole (Dataset.from_list), index "
             "each set of a DatasetDict by itself"
         )
-    if LABEL in dataset.column_names or len(dataset.column_names) < 2:
-        raise ValueError(
-            "the data set must hold texts: an anchor, a positive and maybe hard negatives, and no "
-            f"'{LABEL}' (positions go there), got {dataset.column_names}; remove or rename columns"
-        )
     if len(dataset) == 0:
         raise ValueError("the data set must hold at least one pair, got none")
-    columns = {name: dataset[name][:] for name in dataset.column_names}
+    columns = dataset[:]  # not one by one: a transform may need them all, and rename them
+    if LABEL in dataset.column_names or len(columns) < 2:
+        raise ValueError(
+            "the data set must hold texts: an anchor, a positive and maybe hard negatives, and no "
+            f"'{LABEL}' (positions go there), got {list(columns)}; remove or rename columns"
+        )
     for name, texts in columns.items():
         wrong = next(
             (number for number, text in enumerate(texts) if not isinstance(text, str)), None
@@ -106,8 +107,20 @@ def index_pairs(dataset: Dataset, corpus: Iterable[str] = ()) -> Pairs:
         positives += [{}] if anchor == len(positives) else []
         positives[anchor][label[1]] = None
         labels.append(label)
+    for text, own in zip(anchors, positives, strict=True):
+        if text in keys:
+            own[keys[text]] = None
     known = padded(positives) if max(map(len, positives)) > 1 else None
     return Pairs(dataset.add_column(LABEL, labels), list(anchors), list(keys), known)
+
+
+def text_columns(row: dict[str, Any]) -> list[str]:
+    """Names of a row's texts, as the collator sees them: a transform may have made them.
+
+    >>> text_columns({"query": "a", "answer": "A", "label": [0, 0], "dataset_name": "one"})
+    ['query', 'answer']
+    """
+    return [name for name in row if name not in (LABEL, "dataset_name")]
 
 
 def padded(rows: Sequence[Collection[int]]) -> Tensor:  # [B, L]
