@@ -307,6 +307,46 @@ def test_hard_negatives_samplers_accumulation_and_bf16(folder, tmp_path) -> None
     assert int(made.loss.loss_fn.step) == 4  # every micro-batch is a step
 
 
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_beta_forgets_the_gradient_of_the_step_before(folder, tmp_path, accumulated) -> None:
+    """Before 6.2 theirs clears the model's gradients alone, and beta's grew from step to step."""
+    found = []
+    for old in (False, True):
+        made = trainer(
+            folder, tmp_path, max_steps=3, save_strategy="no",
+            gradient_accumulation_steps=accumulated,
+        )  # fmt: skip
+        kept = made.callback_handler.callbacks
+        if old:
+            kept[:] = [c for c in kept if type(c).__name__ != "_OptimizerZeroGradCallback"]
+        made.train()
+        found.append(snapshot(made.loss))
+    assert_same(*found)
+
+
+def test_a_table_is_filled_in_sight(folder, tmp_path, monkeypatch) -> None:
+    """A corpus takes minutes before the first step; it looked like a hang."""
+    seen = []
+
+    class Bar:
+        def __init__(self, total, **words) -> None:
+            seen.append(total)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error) -> None:
+            pass
+
+        def update(self, count) -> None:
+            seen.append(-count)
+
+    monkeypatch.setattr("negchain.integrations.sentence_transformers.tqdm", Bar)
+    made = trainer(folder, tmp_path, max_steps=1, save_strategy="no")
+    made.train()
+    assert seen[0] == len(made.loss.pairs.keys) and sum(seen) == 0
+
+
 @pytest.mark.parametrize("sampler", ["batch_sampler", "no_duplicates"])
 def test_positions_are_those_of_the_texts(folder, tmp_path, sampler) -> None:
     """Whatever the order: anchors, keys, all positives of each; and the table is full."""

@@ -30,6 +30,7 @@ from sentence_transformers.base.sampler import BatchSamplers, GroupByLabelBatchS
 from sentence_transformers.util import batch_to_device
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
 from negchain.files import replacing
 from negchain.integrations.text_pairs import LABEL, Pairs, index_pairs, padded, text_columns
@@ -158,7 +159,7 @@ class PairLoss(nn.Module):
         towers = partial(self._encode, 0), partial(self._encode, 1)
         encode = towers if self.loss_fn.views == "paired" else towers[1]
         if len(self.loss_fn.tables) and not int(self.loss_fn.step):
-            self.loss_fn.fill(encode, self.chunk)
+            self._fill()
         index, keys = labels[:, 0], labels[:, 1]
         call = {} if self.loss_fn.num_keys is None else {"key_index": keys}
         if self.pairs.known is not None:
@@ -169,6 +170,18 @@ class PairLoss(nn.Module):
             index = keys  # a loss without a size excludes by one id alone: the key's
         loss: Tensor = self.loss_fn(anchors, positives, index, encode=encode, **call)
         return loss
+
+    def _fill(self) -> None:
+        """Encode everything once into the tables, in sight of whoever waits."""
+        total = sum(table.size for table in self.loss_fn.tables)
+        with tqdm(total=total, desc="filling the table of old embeddings", disable=None) as bar:
+
+            def encode(tower: int, ids: Tensor) -> Tensor:
+                bar.update(len(ids))
+                return self._encode(tower, ids)
+
+            towers = partial(encode, 0), partial(encode, 1)
+            self.loss_fn.fill(towers if self.loss_fn.views == "paired" else towers[1], self.chunk)
 
     def _both_ways(
         self, anchors: Tensor, positives: Tensor, labels: Tensor, known: Tensor
@@ -236,6 +249,7 @@ class NegchainTrainer(SentenceTransformerTrainer):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         self._first: dict[str, dict[str, Tensor]] = {}  # states of the losses, for model_init
+        self._stepped = True  # gradients of the losses' own parameters are used up
         super().__init__(*args, **settings)
         if self.model_init is not None:
             self._first = deepcopy(self._states())
@@ -288,13 +302,26 @@ class NegchainTrainer(SentenceTransformerTrainer):  # type: ignore[misc]
         return model
 
     def training_step(self, *args: Any, **settings: Any) -> Tensor:
-        """Theirs; then ranks average the gradient of a learned beta, which DDP does not see."""
+        """Theirs; the gradient of a learned beta is no part of the model, for which both care.
+
+        Before sentence-transformers 6.2 nobody sets it to zero after a step. DDP does not see it:
+        ranks average it here.
+        """
+        own = [
+            weight
+            for loss in self._losses().values()
+            for name, weight in loss.named_parameters()
+            if not name.startswith("model.")
+        ]
+        if self._stepped:
+            for weight in own:
+                weight.grad = None
         value: Tensor = super().training_step(*args, **settings)
+        self._stepped = self.accelerator.sync_gradients
         if self.args.world_size > 1:
-            for loss in self._losses().values():
-                for name, weight in loss.named_parameters():
-                    if not name.startswith("model.") and weight.grad is not None:
-                        weight.grad = self.accelerator.reduce(weight.grad, "mean")
+            for weight in own:
+                if weight.grad is not None:
+                    weight.grad = self.accelerator.reduce(weight.grad, "mean")
         return value
 
     def _inputs(self, sets: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
