@@ -2,7 +2,8 @@
 
     data = open_clip_train.data.get_data(args, ...)
     positions = CsvPositions(data["train"].dataloader.dataset)        # or ShardPositions(urls)
-    loss = IndexedClipLoss(EMC2Loss(len(positions), views="paired", denominator="all"))
+    loss_fn = EMC2Loss(len(positions), views="paired", denominator="all")
+    loss = IndexedClipLoss(loss_fn).to(args.device)                   # state, unlike ClipLoss
     data["train"] = loss.watch(data["train"], positions, model)
     train_one_epoch(model, data, loss, ...)                           # open_clip's own
 
