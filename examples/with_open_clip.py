@@ -40,7 +40,7 @@ def main(folder: Path, epochs: int = 2, resume: bool = False) -> IndexedClipLoss
     data = {"train": get_csv_dataset(args, open_clip.image_transform(32, True), True, 0, tokenizer)}
     positions = CsvPositions(data["train"].dataloader.dataset)  # (*)
     loss_fn = EMC2Loss(len(positions), views="paired", denominator="all")  # (*)
-    loss = IndexedClipLoss(loss_fn)  # (*) was: open_clip.create_loss(args)
+    loss = IndexedClipLoss(loss_fn).to(args.device)  # (*) was: open_clip.create_loss(args)
     data["train"] = loss.watch(data["train"], positions, model)  # (*)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     parts = {"model": model, "optimizer": optimizer, "loss": loss}  # (*) the loss is new here

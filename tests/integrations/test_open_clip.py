@@ -183,6 +183,35 @@ def test_accumulated_batches_are_one_step_of_the_whole(table, build, monkeypatch
         assert_same(whole, parts, atol=1e-4)
 
 
+@pytest.mark.parametrize("build", [emc2, importance])
+def test_accumulation_fetches_once_and_encodes_batch_by_batch(table, build, monkeypatch) -> None:
+    """Whoever accumulates has no memory for a pass of all batches, nor time to fetch in each."""
+    fetched, passes = [], []
+    images, encode = CsvPositions.images, open_clip.CLIP.encode_image
+
+    def fetch(self, ids):
+        fetched.extend(ids.tolist())
+        return images(self, ids)
+
+    def encoded(self, pictures, *more, **options):
+        passes.append(len(pictures))
+        return encode(self, pictures, *more, **options)
+
+    args = arguments(table, batch_size=4, accum_freq=3)
+    info, net = csv_data(args), model()
+    positions = CsvPositions(info.dataloader.dataset)
+    loss = IndexedClipLoss(build(len(positions)))
+    loss.loss_fn.fill((lambda ids: torch.zeros(len(ids), 8),) * 2)
+    loss.loss_fn.step += 1  # its tables are filled
+    watched = loss.watch(info, positions, net)
+    monkeypatch.setattr(CsvPositions, "images", fetch)
+    monkeypatch.setattr(open_clip.CLIP, "encode_image", encoded)
+    run(net, watched, loss, args)
+    asked = 12 if build is emc2 else 4 + 1  # carried states; draws, and a row of the table
+    assert len(fetched) <= asked and max(passes) <= 4
+    assert not loss._kept
+
+
 def test_batches_left_over_by_an_epoch_are_forgotten(table) -> None:
     args = arguments(table, accum_freq=2)  # three batches
     info, net = csv_data(args), model()

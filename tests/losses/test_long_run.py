@@ -258,6 +258,30 @@ def test_draws_that_are_not_corrected_for_are_caught(explicit, monkeypatch) -> N
 # ---------------------------------------------------------------- the issue's grid, in full
 
 
+@pytest.mark.statistical
+@pytest.mark.parametrize("proposals", ["batch", Uniform(4, alone=True)])
+def test_a_weighted_sampler_weighs_the_batchs_proposals(proposals) -> None:
+    """Chains that are offered the batch then hold z by w(z) p(z); those that draw do not.
+
+    In total variation, and w(z) p(z) and p(z) are 0.2 apart.
+    """
+    generator = torch.Generator().manual_seed(0)
+    z = torch.nn.functional.normalize(torch.randn(8, 3, generator=generator), dim=1).double()
+    weights = torch.tensor([0.05, 0.3, 0.05, 0.2, 0.05, 0.2, 0.05, 0.1], dtype=torch.float64)
+    loss_fn, everyone, held = EMC2Loss(8, 3.0, proposals=proposals), torch.arange(8), []
+    with torch.no_grad():
+        for _ in range(3000):
+            index = torch.multinomial(weights, 4, replacement=True, generator=generator)
+            loss_fn(z[index], z[index], index, encode=lambda ids: z[ids])
+            held.append(loss_fn.held(everyone)[0])
+    seen = torch.nn.functional.one_hot(torch.stack(held[500:]), 8).double().mean(0)
+    logits = (3.0 * z @ z.T).fill_diagonal_(-math.inf)
+    plain, weighed = (torch.softmax(logits + w, 1) for w in (0.0, weights.log()))
+    far = [float((seen - p).abs().sum(1).mean() / 2) for p in (plain, weighed)]
+    near, other = far if proposals != "batch" else far[::-1]
+    assert near < 0.08 and other > 0.15
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("denominator", ["negatives", "all"])
 @pytest.mark.parametrize("batch_size", [8, 32])

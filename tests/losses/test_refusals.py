@@ -81,6 +81,7 @@ WRONG_BATCHES = {
     "index negative": (lambda c: {"index": INDEX - 1}, "index must"),
     "index too short": (lambda c: {"index": INDEX[:4]}, "(index|augmentation) must"),
     "index of floats": (lambda c: {"index": INDEX.float()}, "index must"),
+    "index of a batch": (lambda c: {"index": 3}, "index must"),
     "index as a mask": (lambda c: {"index": INDEX > 0}, "index must"),
     "z_b of another size": (lambda c: {"z_b": c["z_b"][:4]}, "one shape"),
     "z_b of another width": (lambda c: {"z_b": c["z_b"][:, :4]}, "one shape"),
@@ -287,7 +288,8 @@ def test_large_batches_are_offered_the_batch_alone() -> None:
     [
         (EMC2Loss, "bta", "; did you mean 'beta'?"),
         (LargeBatchEMC2Loss, "view", "; did you mean 'views'?"),
-        (DCLLoss, "temperature", ""),
+        (DCLLoss, "temperature", "; pass beta=, 1 / temperature"),
+        (DCLLoss, "queue", ""),
     ],
 )
 def test_an_unknown_argument_is_said_of_the_class_that_was_called(build, name, remedy) -> None:

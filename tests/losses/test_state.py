@@ -107,10 +107,27 @@ def test_a_state_of_another_corpus_is_refused(loss_class) -> None:
 def test_a_state_that_lacks_something_is_refused() -> None:
     state = EMC2Loss(M).state_dict()
     del state["chains.states"]
-    with pytest.raises(RuntimeError, match="(?s)Missing.*chains.states: .*build the loss as"):
+    with pytest.raises(RuntimeError, match="Missing.*chains.states"):
         EMC2Loss(M).load_state_dict(state)
     with pytest.raises(RuntimeError, match="(?s)Unexpected.*log_u: .*build the loss as"):
         EMC2Loss(M).load_state_dict(EMC2Loss(M).state_dict() | SogCLRLoss(M).state_dict())
+
+
+@pytest.mark.parametrize("loss_fn", [EMC2Loss(M), EMC2Loss(M, carried="cached"), SogCLRLoss(M)])
+def test_weights_without_a_state_are_loaded_where_strict_is_false(loss_fn) -> None:
+    """A pretrained encoder, into a model that holds its loss."""
+    model = torch.nn.ModuleDict({"net": torch.nn.Linear(3, 2), "loss": loss_fn})
+    pretrained = torch.nn.ModuleDict({"net": torch.nn.Linear(3, 2)}).state_dict()
+    before = snapshot(loss_fn)
+    with pytest.raises(RuntimeError, match='Missing key.*"loss.step"'):
+        model.load_state_dict(pretrained)
+    missing = model.load_state_dict(pretrained, strict=False).missing_keys
+    assert torch.equal(model["net"].weight, pretrained["net.weight"])
+    assert missing == [f"loss.{name}" for name in loss_fn.state_dict()]
+    assert same_state(before, snapshot(loss_fn))
+    with pytest.raises(RuntimeError, match="another data set"):  # as weights of another shape are
+        other = torch.nn.ModuleDict({"loss": EMC2Loss(M + 1)})
+        model.load_state_dict(other.state_dict(), strict=False)
 
 
 # ---------------------------------------------------------------- wrappers and modes

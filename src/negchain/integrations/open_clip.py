@@ -2,7 +2,8 @@
 
     data = open_clip_train.data.get_data(args, ...)
     positions = CsvPositions(data["train"].dataloader.dataset)        # or ShardPositions(urls)
-    loss = IndexedClipLoss(EMC2Loss(len(positions), views="paired", denominator="all"))
+    loss_fn = EMC2Loss(len(positions), views="paired", denominator="all")
+    loss = IndexedClipLoss(loss_fn).to(args.device)                   # state, unlike ClipLoss
     data["train"] = loss.watch(data["train"], positions, model)
     train_one_epoch(model, data, loss, ...)                           # open_clip's own
 
@@ -16,8 +17,9 @@ Shapes: `B` batch, `D` embedding, `R` positions to encode.
 from __future__ import annotations
 
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from io import BufferedReader
 from typing import Any
 
@@ -25,7 +27,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from negchain.chunked import Chunked
 from negchain.losses import ContrastiveLoss
+
+Fetch = Callable[[Tensor], Tensor]
+Kept = dict[tuple[object, ...], Tensor]
 
 
 class IndexedClipLoss(nn.Module):
@@ -57,6 +63,7 @@ class IndexedClipLoss(nn.Module):
         self._encode: Any = None
         self._recent: list[Tensor] = []  # positions of the batches of this step
         self._calls = 0  # with them
+        self._kept: Kept = {}  # what was fetched and encoded for them
 
     def watch(
         self, info: Any, positions: CsvPositions | ShardPositions, model: nn.Module | None = None
@@ -77,9 +84,11 @@ class IndexedClipLoss(nn.Module):
             towers: Any = getattr(model, "module", model)
             # as --precision bf16 has its pictures: in the type of the layers that see them
             sees = next(m for m in towers.visual.modules() if isinstance(m, (nn.Conv2d, nn.Linear)))
+            images: Fetch = lambda ids: positions.images(ids).to(sees.weight)  # noqa: E731
+            texts: Fetch = lambda ids: positions.texts(ids).to(ids.device)  # noqa: E731
             self._encode = (
-                lambda ids: towers.encode_image(positions.images(ids).to(sees.weight)),
-                lambda ids: towers.encode_text(positions.texts(ids).to(ids.device)),
+                partial(_encoded, images, _Tower(towers, "encode_image")),
+                partial(_encoded, texts, _Tower(towers, "encode_text")),
             )
         return replace(info, dataloader=_Watched(positions.loader(info.dataloader), self, info))
 
@@ -92,6 +101,7 @@ class IndexedClipLoss(nn.Module):
     def forget(self) -> None:
         """Begin a new step. With `accum_freq` an epoch may end within one."""
         self._recent.clear()
+        self._kept.clear()
         self._calls = 0
 
     def forward(
@@ -106,7 +116,7 @@ class IndexedClipLoss(nn.Module):
 
         Their loop then calls once per batch with the features of all of them, of which one batch
         has a gradient. These calls are one step: only the last changes the state and trains what
-        the loss asked for.
+        the loss asked for. That is fetched once, and encoded in chunks of a batch's size.
 
         Args:
             image_features, text_features: [B, D].
@@ -125,15 +135,46 @@ class IndexedClipLoss(nn.Module):
         index = torch.cat(self._recent).to(image_features.device, torch.int64)
         encode, self._calls = self._encode, self._calls + 1
         last = self._calls == len(self._recent)
-        if encode and not last:
-            encode = tuple(map(torch.no_grad(), encode))
         if len(self.loss_fn.tables) and encode and self._calls == 1 and not int(self.loss_fn.step):
             self.loss_fn.fill(encode)
+        if encode and len(self._recent) > 1:
+            size = max(map(len, self._recent))
+            encode = tuple(partial(each, kept=self._kept, size=size) for each in encode)
+            encode = encode if last else tuple(map(torch.no_grad(), encode))
         self.loss_fn.beta = logit_scale
         self.loss_fn.train(self.training and last)
         value: Tensor = self.loss_fn(image_features, text_features, index, encode=encode)
         self.loss_fn.beta = logit_scale.detach()  # not its graph
+        if last:
+            self._kept.clear()
         return {"contrastive_loss": value} if output_dict else value
+
+
+class _Tower(nn.Module):
+    """One encoder of a CLIP model."""
+
+    def __init__(self, model: nn.Module, name: str) -> None:
+        super().__init__()
+        self.model, self.name = model, name
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return getattr(self.model, self.name)(inputs)  # type: ignore[no-any-return]
+
+
+def _encoded(
+    fetch: Fetch, tower: _Tower, ids: Tensor, kept: Kept | None = None, size: int = 0
+) -> Tensor:  # [R] -> [R,D]
+    """What a loss asks for; with `kept` in several calls, `size` samples at a time."""
+    if kept is None:
+        return tower(fetch(ids))  # type: ignore[no-any-return]
+    name = (tower.name, *ids.tolist())
+    if name not in kept:
+        kept[name] = fetch(ids)
+    if torch.is_grad_enabled():
+        return Chunked(tower, size)(kept[name])  # type: ignore[no-any-return]
+    if ("z", *name) not in kept:
+        kept["z", *name] = Chunked(tower, size)(kept[name])
+    return kept["z", *name]
 
 
 class _Watched:

@@ -174,7 +174,7 @@ class ContrastiveLoss(Reporting):
             key_index, known, augmentation: as in the call.
             ahead: calls that come before the one this is for (a loader that prefetches).
         """
-        index = as_ids("index", index, len(index), self.step.device)
+        index = as_ids("index", index, None, self.step.device)
         ranks, step = self.ranks(), self.step + ahead if ahead else self.step
         if ranks is not None and not ranks.join:  # ranks with pools of their own draw differently
             step = self.step + (ahead * ranks.world + ranks.rank)

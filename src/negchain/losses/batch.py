@@ -273,16 +273,20 @@ def is_traced(z: Tensor) -> bool:
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(z))
 
 
-def as_ids(name: str, ids: Ids | None, rows: int, device: torch.device, dims: int = 1) -> Tensor:
-    """Integer ids as int64 on the embeddings' device."""
+def as_ids(
+    name: str, ids: Ids | None, rows: int | None, device: torch.device, dims: int = 1
+) -> Tensor:
+    """Integer ids as int64 on the embeddings' device; `rows` of them, None: any number."""
     if ids is None:
         raise ValueError(f"{name}= is missing: pass the data set positions of the batch, [B]")
-    shape = f"[{rows}]" if dims == 1 else f"[{rows}, L], padded with -1"
+    size = "B" if rows is None else rows
+    shape = f"[{size}]" if dims == 1 else f"[{size}, L], padded with -1"
     try:
         ids = ids if isinstance(ids, Tensor) else torch.as_tensor(ids)
     except (TypeError, ValueError) as reason:
         raise ValueError(f"{name} must be integers {shape}, got {ids!r:.99}") from reason
-    if ids.dim() != dims or ids.shape[0] != rows or ids.dtype not in INTEGERS:
+    fits = ids.dim() == dims and rows in (None, ids.shape[0])
+    if not fits or ids.dtype not in INTEGERS:
         raise ValueError(f"{name} must be integers {shape}, got {ids.dtype} {tuple(ids.shape)}")
     # contiguous: kernels read them one after another
     return ids.to(device=device, dtype=torch.int64, non_blocking=True).contiguous()

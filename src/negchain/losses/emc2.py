@@ -168,7 +168,7 @@ class EMC2Loss(ContrastiveLoss):
             One [B] per table of chains (two for paired views in both directions), or with stored
             augmentations one per view.
         """
-        index = as_ids("index", index, len(index), self.step.device)
+        index = as_ids("index", index, None, self.step.device)
         if augmentation is None and self._fuses(index):
             return tuple(fused.carried_ids(self, side, index) for side in range(self.num_sides))
         slots = self._slots(index, augmentation)

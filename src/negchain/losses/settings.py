@@ -304,6 +304,7 @@ def refuse_unknown(kind: type, arguments: Iterable[str]) -> None:
         known = sorted({p.name for p in takes if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)})
         near = difflib.get_close_matches(name, known, n=1)
         remedy = f"; did you mean {near[0]!r}?" if near else ""
+        remedy = "; pass beta=, 1 / temperature" if name == "temperature" else remedy
         raise TypeError(f"{kind.__name__}() got an unexpected keyword argument {name!r}{remedy}")
 
 

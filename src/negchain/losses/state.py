@@ -234,9 +234,9 @@ class Stateful(nn.Module):
         super()._load_from_state_dict(
             rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        missing_keys += [prefix + name for name in self._saved() if name not in found and strict]
+        missing_keys += [prefix + name for name in self._saved() if name not in found]
         wrong = [prefix + name for name, value in found.items() if not self._fits(name, value)]
-        if strict:  # torch names these alone, and not what to do
+        if found:  # another loss's state; where there is none, strict= decides (it is True here)
             wrong += missing_keys[before[0] :] + unexpected_keys[before[1] :]
         if wrong:
             error_msgs.append(f"{', '.join(wrong)}: {OTHER_STATE}")
