@@ -197,7 +197,7 @@ def test_a_run_killed_before_its_start_is_kept_judges_it_again(
 
 def test_the_report_shows_proposals_beside_the_positive(finished: Path) -> None:
     page = (finished / "report.html").read_text(encoding="utf-8")
-    for text in ("What is proposed as negatives", "the stale table proposes most", "nDCG@10"):
+    for text in ("The hardest negatives", "that the encoder ranks highest", "nDCG@10"):
         assert text in page
     art = load_run(finished).artifacts
     own = art["proposal_positives"]
@@ -205,6 +205,28 @@ def test_the_report_shows_proposals_beside_the_positive(finished: Path) -> None:
         assert own[row] not in texts  # copies of the positive are none of its negatives
     body = page.split("<body>")[1].split("<footer>")[0]
     assert "image" not in body and "pixels" not in body
+
+
+def test_the_negatives_shown_are_those_of_the_encoder_that_was_kept(
+    folder: Path, tmp_path: Path
+) -> None:
+    """They were its queries' among the table's documents, which later encoders had encoded."""
+    from sentence_transformers import SentenceTransformer
+
+    given = settings(folder, out=str(tmp_path / "run"), lr=1.0, patience=1, precision="float32")
+    path = train.run(**given)
+    summary = json.loads((path / "summary.json").read_text())
+    assert summary["best_step"] < summary["step"]
+    art = load_run(path).artifacts
+    model = SentenceTransformer(str(path / "model"), device="cpu", local_files_only=True)
+    asked, others = (
+        model.encode(texts, normalize_embeddings=True)
+        for texts in (art["proposal_queries"].tolist(), art["proposal_texts"].ravel().tolist())
+    )
+    others = others.reshape(*art["proposal_texts"].shape, -1)
+    cosines = np.einsum("qd,qpd->qp", asked, others)
+    known = art["proposal_scores"] < -1.5
+    assert cosines[~known] == pytest.approx(art["proposal_scores"][~known], abs=1e-5)
 
 
 def test_evaluate_takes_other_texts_without_training_queries(
