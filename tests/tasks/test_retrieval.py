@@ -52,7 +52,8 @@ def settings(folder: Path, **more) -> dict:
 
 @pytest.fixture(scope="module")
 def finished(folder: Path) -> Path:
-    return train.run(**settings(folder, out=str(folder / "run"), epochs=6))
+    given = settings(folder, out=str(folder / "run"), epochs=6, precision="float32")
+    return train.run(**given)
 
 
 @pytest.fixture(scope="module")
@@ -193,6 +194,14 @@ def test_a_run_killed_before_its_start_is_kept_judges_it_again(
         run.train(Progress(show=False))
     assert command_line(["train", "--out", str(out), "--resume", "--quiet"]) == 0
     assert "before_ndcg10" in load_run(out).artifacts
+
+
+def test_the_card_says_that_its_numbers_are_of_bf16(folder: Path, tmp_path: Path) -> None:
+    """Who loads the model finds others, in float32."""
+    for precision, said in (("bf16", True), ("float32", False)):
+        given = settings(folder, out=str(tmp_path / precision), epochs=1, precision=precision)
+        card = (train.run(**given) / "model" / "README.md").read_text()
+        assert ("embeddings were computed in bf16" in card) == said
 
 
 def test_the_report_shows_proposals_beside_the_positive(finished: Path) -> None:
