@@ -97,6 +97,8 @@ def test_the_model_is_sentence_transformers_own_and_as_good(finished: Path, fold
     card = (finished / "model" / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: sentence-transformers")
     assert f"| test ndcg10 | {summary['untrained_test_ndcg10']:.4f} |" in card
+    recorded = json.loads((finished / "config.json").read_text())["versions"]
+    assert {"transformers", "sentence-transformers"} <= set(recorded)  # they compute it
 
 
 def test_the_model_is_not_written_through_a_link(finished: Path, task, tmp_path: Path) -> None:
