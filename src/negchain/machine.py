@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-PACKAGES = ("negchain", "torch", "torchvision", "timm", "triton", "numpy", "scikit-learn")
+PACKAGES = ("negchain", "torch", "torchvision", "timm", "transformers", "sentence-transformers",
+            "open_clip_torch", "triton", "numpy", "scikit-learn")  # fmt: skip
 
 
 def provenance(device: torch.device) -> dict[str, Any]:

@@ -52,7 +52,8 @@ def settings(folder: Path, **more) -> dict:
 
 @pytest.fixture(scope="module")
 def finished(folder: Path) -> Path:
-    return train.run(**settings(folder, out=str(folder / "run"), epochs=6))
+    given = settings(folder, out=str(folder / "run"), epochs=6, precision="float32")
+    return train.run(**given)
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +97,8 @@ def test_the_model_is_sentence_transformers_own_and_as_good(finished: Path, fold
     card = (finished / "model" / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: sentence-transformers")
     assert f"| test ndcg10 | {summary['untrained_test_ndcg10']:.4f} |" in card
+    recorded = json.loads((finished / "config.json").read_text())["versions"]
+    assert {"transformers", "sentence-transformers"} <= set(recorded)  # they compute it
 
 
 def test_the_model_is_not_written_through_a_link(finished: Path, task, tmp_path: Path) -> None:
@@ -195,9 +198,17 @@ def test_a_run_killed_before_its_start_is_kept_judges_it_again(
     assert "before_ndcg10" in load_run(out).artifacts
 
 
+def test_the_card_says_that_its_numbers_are_of_bf16(folder: Path, tmp_path: Path) -> None:
+    """Who loads the model finds others, in float32."""
+    for precision, said in (("bf16", True), ("float32", False)):
+        given = settings(folder, out=str(tmp_path / precision), epochs=1, precision=precision)
+        card = (train.run(**given) / "model" / "README.md").read_text()
+        assert ("embeddings were computed in bf16" in card) == said
+
+
 def test_the_report_shows_proposals_beside_the_positive(finished: Path) -> None:
     page = (finished / "report.html").read_text(encoding="utf-8")
-    for text in ("What is proposed as negatives", "the stale table proposes most", "nDCG@10"):
+    for text in ("The hardest negatives", "that the encoder ranks highest", "nDCG@10"):
         assert text in page
     art = load_run(finished).artifacts
     own = art["proposal_positives"]
@@ -205,6 +216,28 @@ def test_the_report_shows_proposals_beside_the_positive(finished: Path) -> None:
         assert own[row] not in texts  # copies of the positive are none of its negatives
     body = page.split("<body>")[1].split("<footer>")[0]
     assert "image" not in body and "pixels" not in body
+
+
+def test_the_negatives_shown_are_those_of_the_encoder_that_was_kept(
+    folder: Path, tmp_path: Path
+) -> None:
+    """They were its queries' among the table's documents, which later encoders had encoded."""
+    from sentence_transformers import SentenceTransformer
+
+    given = settings(folder, out=str(tmp_path / "run"), lr=1.0, patience=1, precision="float32")
+    path = train.run(**given)
+    summary = json.loads((path / "summary.json").read_text())
+    assert summary["best_step"] < summary["step"]
+    art = load_run(path).artifacts
+    model = SentenceTransformer(str(path / "model"), device="cpu", local_files_only=True)
+    asked, others = (
+        model.encode(texts, normalize_embeddings=True)
+        for texts in (art["proposal_queries"].tolist(), art["proposal_texts"].ravel().tolist())
+    )
+    others = others.reshape(*art["proposal_texts"].shape, -1)
+    cosines = np.einsum("qd,qpd->qp", asked, others)
+    known = art["proposal_scores"] < -1.5
+    assert cosines[~known] == pytest.approx(art["proposal_scores"][~known], abs=1e-5)
 
 
 def test_evaluate_takes_other_texts_without_training_queries(

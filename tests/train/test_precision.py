@@ -11,6 +11,7 @@ from negchain.fast.encoder import PlainEncoder
 from negchain.train import device
 from negchain.train.config import TrainConfig
 from negchain.train.resolve import resolve
+from negchain.train.start import record
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -66,3 +67,10 @@ def test_a_run_on_a_cpu_trains_in_bf16_where_that_is_fast(monkeypatch: pytest.Mo
     task = tasks.load(resolve(None, {"encoder": "resnet18", "subset": 64, "image_size": 8}))
     task.place(CPU)
     assert task.autocast == torch.bfloat16
+
+
+@pytest.mark.parametrize("able", [True, False])
+def test_the_record_says_what_auto_came_to(able: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "multiplies_bf16", lambda: able)
+    asked = {"encoder": "resnet18", "subset": 64, "image_size": 8, "device": "cpu"}
+    assert record(tasks.load(resolve(None, asked)))["hardware"].endswith(", in bf16") == able

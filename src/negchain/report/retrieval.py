@@ -46,13 +46,12 @@ def proposals(run: Run, *, rows: int) -> str:
             '<table class="settings proposals"><tbody>'
             f"{own}{''.join(others)}</tbody></table></article>"
         )
-    by_table = str(art.get("proposal_of", "")) == "table"
-    who = "the stale table proposes most" if by_table else "the encoder ranks highest now"
     return block(
-        f"Training queries, the positive of each (✓), and what {who} as negatives, with the "
-        "cosine. Read them: a text that answers the query is a false negative, and where many do, "
-        f"hard negatives gain nothing or harm. ↑ marks those above the positive: {count} of the "
-        f"{len(above)} queries looked at have one, and come first.",
+        "Training queries, the positive of each (✓), and the other documents that the encoder "
+        "ranks highest, with the cosine: the hardest negatives there are. Read them: a text that "
+        "answers the query is a false negative, and where many do, hard negatives gain nothing or "
+        f"harm. ↑ marks those above the positive: {count} of the {len(above)} queries looked at "
+        "have one, and come first.",
         blocks,
         "grid wide",
     )
@@ -74,6 +73,6 @@ SHOWN = Shown(
     explained="Settings and epoch are chosen on validation queries; test queries only report. "
     "Zero-shot encoder: as it was before the first step.",
     pictures=lambda run, small: [
-        ("What is proposed as negatives", proposals(run, rows=3 if small else 12), None)
+        ("The hardest negatives", proposals(run, rows=3 if small else 12), None)
     ],
 )

@@ -217,6 +217,7 @@ def _card(task: RetrievalTask, encoder: TextEncoder, summary: Mapping[str, Any])
         f"{summary['untrained_' + name]:.4f} | {summary[name]:.4f} |"
         for name in names
     )
+    in_bf16 = "" if task.autocast is None else ", embeddings were computed in bf16"
     return f"""---
 library_name: sentence-transformers
 pipeline_tag: sentence-similarity
@@ -241,7 +242,7 @@ scores = model.similarity(model.encode_query(["a question"]), model.encode_docum
 ## Results
 
 On {len(task.data.validation):,} validation queries, by which settings and epoch were chosen, and
-{len(task.data.test):,} test queries; relevance counts as yes or no.
+{len(task.data.test):,} test queries; relevance counts as yes or no{in_bf16}.
 
 | number | before | after |
 |---|---|---|

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from negchain.losses import ContrastiveLoss
 from negchain.tasks.beir import Graded
 from negchain.tasks.task import SPLITS, Arrays, Judge, Numbers, evenly
 from negchain.tasks.text import PASS, TextEncoder, Texts
@@ -40,14 +39,19 @@ class RetrievalJudge(Judge):
 
     def quick(self, encoder: TextEncoder) -> Numbers:
         """Of validation queries: `ndcg10`, `mrr10`, `recall10`, `recall100`."""
-        return _means(self._answers(encoder, ["validation"]))
+        documents = self.embed(encoder, self.task.documents)
+        return _means(self._answers(encoder, documents, ["validation"]))
 
     def thorough(self, encoder: TextEncoder) -> tuple[Numbers, Arrays]:
-        """The same, and of test queries with `test_` before the name; what each query got."""
-        answers = self._answers(encoder, list(SPLITS))
+        """The same, and of test queries with `test_` before the name; what each query got.
+
+        And what a few training queries would be offered as negatives.
+        """
+        documents = self.embed(encoder, self.task.documents)
+        answers = self._answers(encoder, documents, list(SPLITS))
         arrays: Arrays = {f"right_{name}": values for name, values in answers.items()}
-        labels = np.array(self.task.data.validation.ids)
-        return _means(answers), {**arrays, "test_labels": labels}
+        arrays["test_labels"] = np.array(self.task.data.validation.ids)
+        return _means(answers), arrays | self._proposals(encoder, documents)
 
     def baselines(self, line: Mapping[str, Any]) -> Numbers:
         """The numbers of the encoder before its first step."""
@@ -68,16 +72,19 @@ class RetrievalJudge(Judge):
         unit[order.to(device)] = torch.nn.functional.normalize(z, dim=-1)
         return unit
 
-    def artifacts(self, encoder: TextEncoder, loss_fn: ContrastiveLoss) -> Arrays:
-        """What a few training queries are offered as negatives: by the loss's table, if any."""
+    def _proposals(self, encoder: TextEncoder, documents: Tensor) -> Arrays:
+        """What this encoder ranks highest for a few training queries, beside known positives.
+
+        Not by the loss's table: the encoder that is kept may be older than what the table holds.
+        """
         task, data = self.task, self.task.data
         if not len(data.train):
             return {}
-        tables = loss_fn.tables
-        table = tables[0].embeddings if tables else self.embed(encoder, task.documents)
-        chosen = evenly(len(data.train), SHOWN).tolist()
-        z = self.embed(encoder, task.queries["train"])[chosen]
-        scores = (z @ table.T.to(z.dtype)).cpu()
+        places = evenly(len(data.train), SHOWN)
+        chosen = places.tolist()
+        with self.judged(encoder):
+            z = encoder(task.queries["train"].tokens(places, task.device)).float()
+        scores = (torch.nn.functional.normalize(z, dim=-1) @ documents.T).cpu()
         best = [max(data.train.relevant[n].items(), key=lambda pair: pair[1])[0] for n in chosen]
         positive = scores[range(len(chosen)), best]
         known = task.known[chosen].cpu()
@@ -91,13 +98,11 @@ class RetrievalJudge(Judge):
             "proposal_positive_scores": positive.numpy(),
             "proposal_texts": np.array(texts),  # [Q, P]
             "proposal_scores": top.values.numpy(),
-            "proposal_of": np.array("table" if tables else "encoder"),
         }
 
-    def _answers(self, encoder: TextEncoder, splits: Sequence[str]) -> Arrays:
+    def _answers(self, encoder: TextEncoder, documents: Tensor, splits: Sequence[str]) -> Arrays:
         """Every measure of every query, [Q] each."""
         task = self.task
-        documents = self.embed(encoder, task.documents)
         found: Arrays = {}
         for split in splits:
             queries = getattr(task.data, split)

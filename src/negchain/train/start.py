@@ -19,7 +19,7 @@ from negchain.optim import build_optimizer
 from negchain.tasks.task import Task
 from negchain.train import checkpoint, loggers, trainer
 from negchain.train.config import ConfigError, TrainConfig
-from negchain.train.device import check_ranks, choose_device, in_double
+from negchain.train.device import autocast_dtype, check_ranks, choose_device, in_double
 from negchain.train.joint_norm import join_norms
 from negchain.train.order import DataOrder
 from negchain.train.run_folder import (
@@ -188,8 +188,8 @@ def record(task: Task) -> dict[str, Any]:
         "fingerprint": task.fingerprint,
         "notes": list(task.notes),
     }
-    return {
-        **asdict(task.config),
-        **provenance(choose_device(task.config.device)),
-        "data_info": data,
-    }
+    device = choose_device(task.config.device)
+    ran = provenance(device)
+    if autocast_dtype(task.config, device) is not None:  # --precision auto does not say
+        ran["hardware"] += ", in bf16"
+    return {**asdict(task.config), **ran, "data_info": data}
