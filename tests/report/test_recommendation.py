@@ -36,6 +36,7 @@ def test_the_best_is_recommended_with_its_interval(seeds: int) -> None:
     said = recommendation(groups, LEAD)
     assert said is not None and said.startswith("Recommended: good, ")
     assert "points [" in said and "Within the noise" not in said
+    assert ("--seeds 3 would make sure" in said) == (seeds == 1)  # its queries also chose it
     groups.append(group("other", 0.2, seeds=seeds, noise=0.12))
     assert "Within the noise of it: " in str(recommendation(groups, LEAD))
 

@@ -193,4 +193,6 @@ def recommendation(groups: Sequence[Group], lead: Metric) -> str | None:
         if group is not best and np.quantile(gain.means - other.means, (1 - LEVEL) / 2) <= 0
     ]
     more = f" Within the noise of it: {', '.join(alike)}." if alike else ""
+    if gain.seeds == 1:
+        more += f" That is one seed, chosen by the same {noun}: --seeds 3 would make sure of it."
     return f"Recommended: {best.label}, {gained}.{more}"
