@@ -35,7 +35,6 @@ from negchain.bench import runs
 from negchain.bench.timing import Timed, interleaved
 from negchain.pool import Side
 from negchain.reproduce.pages import markdown
-from negchain.tasks.images import ImageTask
 
 
 def change(loss_fn: Any, case: str) -> None:
@@ -76,7 +75,7 @@ def measure(method: str, batch: int, case: str, encoder: str) -> dict[str, Any]:
     with ExitStack() as stack:
         for name in ("fused", case):
             counters.clear()
-            run = stack.enter_context(runs.vanishing(ImageTask(chosen, data)))
+            run = stack.enter_context(runs.prepared(chosen, data))
             change(run.step.loss_fn, name)
             if HERE.on_gpu:
                 run.step.capture()

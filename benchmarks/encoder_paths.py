@@ -33,7 +33,6 @@ from negchain.bench.timing import Timed, interleaved, release
 from negchain.data import DataBundle
 from negchain.fast import encoder as fast_encoder
 from negchain.reproduce.pages import markdown
-from negchain.tasks.images import ImageTask
 from negchain.train import trainer
 from negchain.train.config import TrainConfig
 
@@ -82,9 +81,7 @@ def measured(
         for name in names:
             begin = time.perf_counter()
             try:
-                run = stack.enter_context(
-                    runs.vanishing(ImageTask(config(encoder, batch, loss), data))
-                )
+                run = stack.enter_context(runs.prepared(config(encoder, batch, loss), data))
                 captured(run, name)
                 advance = runs.stepper(run)
                 advance()
@@ -124,7 +121,7 @@ def compile_only(jobs: list[tuple[str, int, str, str]]) -> None:
     data = runs.shared_pictures(HERE)
     for encoder, batch, loss, name in jobs:
         try:
-            with runs.vanishing(ImageTask(config(encoder, batch, loss), data)) as run:
+            with runs.prepared(config(encoder, batch, loss), data) as run:
                 captured(run, name)
                 runs.stepper(run)()
         except Exception as error:  # told when it is measured

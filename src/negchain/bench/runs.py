@@ -3,7 +3,7 @@
 import itertools
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import torch
@@ -14,7 +14,7 @@ from negchain.bench.record import Settings
 from negchain.data import DataBundle, ImageSet
 from negchain.methods import METHODS, trained
 from negchain.optim import set_lr
-from negchain.tasks.images import load_images
+from negchain.tasks.images import ImageTask, load_images
 from negchain.tasks.task import Task
 from negchain.train import start, trainer
 from negchain.train.config import TrainConfig
@@ -127,6 +127,11 @@ def vanishing(task: Task) -> Iterator[trainer.Run]:
         run = start.prepare(task, lambda: RunFolder.create(path, config="{}\n"))
         with run.folder:
             yield run
+
+
+def prepared(settings: TrainConfig, data: DataBundle) -> AbstractContextManager[trainer.Run]:
+    """`vanishing` for images."""
+    return vanishing(ImageTask(settings, data))
 
 
 def stepper(run: trainer.Run) -> Callable[[], None]:

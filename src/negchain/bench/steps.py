@@ -53,7 +53,7 @@ def _measured(
                 continue
             settings.say(f"{where}: preparing {name}")
             chosen = runs.config(settings, batch, variant, runs.encoders(settings)[encoder])
-            run = stack.enter_context(runs.vanishing(ImageTask(chosen, data)))
+            run = stack.enter_context(runs.prepared(chosen, data))
             if settings.on_gpu:
                 run.step.capture()
             timed[name] = Timed(runs.stepper(run), settings.device)

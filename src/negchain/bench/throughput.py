@@ -28,7 +28,7 @@ from negchain.bench.record import Row, Settings, Table
 from negchain.bench.timing import release
 from negchain.data import DataBundle
 from negchain.progress import Progress
-from negchain.tasks.images import ImageTask, build_run_encoder, run_augmentation
+from negchain.tasks.images import build_run_encoder, run_augmentation
 from negchain.train import trainer
 from negchain.train.config import TrainConfig
 
@@ -52,8 +52,7 @@ def table(settings: Settings) -> Table:
             for name in OURS:
                 settings.say(f"b = {batch}: preparing {name}")
                 chosen = runs.config(settings, batch, runs.variants()[name], encoder)
-                run = stack.enter_context(runs.vanishing(ImageTask(chosen, data)))
-                loops[name] = _loop(run)
+                loops[name] = _loop(stack.enter_context(runs.prepared(chosen, data)))
             ours = _rates(settings, loops, batch)
         release()
         settings.say(f"b = {batch}: {USUAL}")

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from negchain.bench.runs import vanishing
+from negchain.bench.runs import prepared as vanishing
 from negchain.reproduce.common import Row
-from negchain.tasks.images import ImageTask, load_images
+from negchain.tasks.images import load_images
 from negchain.train import trainer
 from negchain.train.config import TrainConfig
 from negchain.train.resolve import for_method, resolve
@@ -114,7 +114,7 @@ def prepared(job: Row) -> Iterator[tuple[Any, bool]]:
     if torch.cuda.is_available():
         torch.compiler.reset()  # else the compiler takes each run's encoder for a variant
         gc.collect()
-    with vanishing(ImageTask(config, loaded)) as run:
+    with vanishing(config, loaded) as run:
         graph = run.capture()
         run.step.fill()
         yield run, graph
