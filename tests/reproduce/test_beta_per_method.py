@@ -54,5 +54,5 @@ def test_beta_is_chosen_by_validation_pictures(code: ModuleType) -> None:
 
 def test_the_page_shows_what_the_record_says(code: ModuleType) -> None:
     rows = read_rows(ROOT / "records" / "2026-11-16_beta-per-method_cpu.jsonl")
-    page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "better_estimate.md").read_text(encoding="utf-8")
     assert rows and code.table(rows) in page

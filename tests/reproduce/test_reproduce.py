@@ -379,6 +379,7 @@ def test_unknown_experiments_are_refused(capsys: pytest.CaptureFixture[str]) -> 
 ROOT = Path(__file__).parents[2]
 RECORDS = ROOT / "records" / "reproduce"
 PAGE = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+WHY = (ROOT / "docs" / "better_estimate.md").read_text(encoding="utf-8")
 
 
 def reproduce_rows(name: str) -> list[dict[str, Any]]:
@@ -427,7 +428,8 @@ def lines_of(record: str) -> list[dict[str, Any]]:
 
 
 def cells_under(head: str) -> list[list[str]]:
-    table = PAGE[PAGE.index(head) :].split("\n\n")[0].splitlines()[2:]
+    page = PAGE if head in PAGE else WHY
+    table = page[page.index(head) :].split("\n\n")[0].splitlines()[2:]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
 
 
