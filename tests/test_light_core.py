@@ -130,3 +130,7 @@ def test_the_names_of_the_package() -> None:
     with pytest.raises(AttributeError, match="no attribute 'EMC3Loss'"):
         negchain.EMC3Loss  # noqa: B018
     assert negchain.losses.EMC2Loss is negchain.EMC2Loss
+
+
+def test_type_checkers_of_users_see_our_types() -> None:
+    assert (ROOT / "src/negchain/py.typed").exists()  # else mypy takes every name for Any
