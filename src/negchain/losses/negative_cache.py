@@ -10,6 +10,7 @@ Bias        staleness of the table (tests/losses/test_planted.py); none if nothi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Unpack
 
@@ -91,7 +92,6 @@ class NegativeCacheLoss(ContrastiveLoss):
         sides = self._sides(batch, use_batch=False)
         total: list[Tensor] = []
         report: Report = {"global_loss": [], "effective_negatives": []}
-        drawn: list[tuple[Tensor, Tensor]] = []
         for number, side in enumerate(sides):
             part = answered(requests, "draw", number)
             assert part.embeddings is not None and part.log_partition is not None
@@ -103,14 +103,9 @@ class NegativeCacheLoss(ContrastiveLoss):
             total.append(self._value(side, similarity, estimate))
             report["global_loss"].append(keep(total[-1]))
             report["effective_negatives"].append(partial(effective_negatives, weights))
-            drawn.append((part.want.ids, keys))
+            drawn = part.want.ids[:, None]
+            sides[number] = replace(side, private_ids=drawn, private_keys=keys[:, None])
         if self.training:
-            for number, (table, (ids, keys)) in enumerate(zip(self.tables, drawn, strict=True)):
-                table.write(batch.index if number else batch.key_index, batch.both[1 - number])
-                table.write(ids, keys)
-                for request in requests:
-                    due = request.part("refresh", number)
-                    if due is not None and due.embeddings is not None:
-                        table.refresh(due.want.ids, due.embeddings, normalize=self.normalize)
+            self._remember(batch, sides, requests)
             self.step += 1
         return self._finish(total, report)
