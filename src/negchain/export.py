@@ -22,6 +22,7 @@ import timm
 import torch
 from safetensors.torch import save
 from torch import Tensor, nn
+from torchvision.transforms import v2  # type: ignore[import-untyped]
 
 from negchain.encoders import Encoder, timm_arguments
 from negchain.files import replacing
@@ -160,23 +161,6 @@ session = onnxruntime.InferenceSession("model.onnx")
 (features,) = session.run(["features"], {"images": images.numpy()})"""
 
 
-class _FromPixels(nn.Module):
-    """Pixels in [0, 1] to features, a recipe's normalisation included."""
-
-    def __init__(self, encoder: Encoder, normalize: Any) -> None:
-        super().__init__()
-        self.backbone = encoder.backbone
-        self.shift: Tensor
-        self.scale: Tensor
-        shift, scale = normalize or ((0.0,), (1.0,))
-        self.register_buffer("shift", torch.tensor(shift)[:, None, None])
-        self.register_buffer("scale", torch.tensor(scale)[:, None, None])
-
-    def forward(self, images: Tensor) -> Tensor:
-        features: Tensor = self.backbone((images - self.shift) / self.scale)
-        return features
-
-
 def _onnx(encoder: Encoder, normalize: Any) -> bytes:
     try:
         import onnxscript  # noqa: F401 - what torch's exporter is made of
@@ -184,9 +168,12 @@ def _onnx(encoder: Encoder, normalize: Any) -> bytes:
         raise ConfigError("--format onnx needs: pip install onnx onnxscript") from error
     described = encoder.encoder_config
     side = described["image_size"]
+    model = encoder.backbone
+    if normalize is not None:
+        model = nn.Sequential(v2.Normalize(*normalize), model)
     try:
         program = torch.onnx.export(
-            _FromPixels(encoder, normalize).eval(),
+            model.eval(),
             (torch.zeros(2, described["channels"], side, side),),
             dynamo=True,
             verbose=False,
@@ -200,10 +187,10 @@ def _onnx(encoder: Encoder, normalize: Any) -> bytes:
             f"({reason(error)}); upgrade torch and onnxscript together, or use another --format"
         ) from error
     assert program is not None
-    model = program.model_proto
-    for node in model.graph.node:  # the exporter notes where in our files each one came from
+    graph = program.model_proto
+    for node in graph.graph.node:  # the exporter notes where in our files each one came from
         del node.metadata_props[:]
-    return bytes(model.SerializeToString())
+    return bytes(graph.SerializeToString())
 
 
 def _card(
