@@ -13,7 +13,6 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -161,17 +160,11 @@ class Run:
         mark, count = (self.data_info.get(key) for key in ("fingerprint", "num_samples"))
         return f"{count} samples ({str(mark)[:6]})" if mark else ""
 
-    @cached_property
-    def _curves(self) -> dict[str, Curve]:
-        return {}
-
     def curve(self, key: str) -> Curve:
         """The finite values of one metric, in order of samples seen (empty if never recorded)."""
-        if key not in self._curves:
-            rows = [line for line in self.metrics if key in line and "samples" in line]
-            columns = [[r.get(k, math.nan) for r in rows] for k in ("samples", "seconds", key)]
-            self._curves[key] = Curve(*(np.array(c, dtype=np.float64) for c in columns))
-        return self._curves[key]
+        rows = [line for line in self.metrics if key in line and "samples" in line]
+        columns = [[r.get(k, math.nan) for r in rows] for k in ("samples", "seconds", key)]
+        return Curve(*(np.array(column, dtype=np.float64) for column in columns))
 
     def final(self, key: str) -> float | None:
         """The summary's number; without one, the last recorded (for throughput, the median)."""
@@ -327,24 +320,11 @@ def mean_curve(runs: Sequence[Run], key: str, points: int) -> tuple[Curve, Float
     grid = np.unique(np.concatenate([curve.samples for curve in curves]))
     if len(grid) > points:
         grid = np.linspace(grid[0], grid[-1], points)
-    inside = [(grid >= c.samples[0]) & (grid <= c.samples[-1]) for c in curves]
-    grid = grid[np.any(inside, axis=0)]
-    values, seconds = (
-        np.array(
-            [
-                np.interp(grid, c.samples, row, left=math.nan, right=math.nan)
-                for c, row in zip(curves, rows, strict=True)
-            ]
-        )
-        for rows in ([c.values for c in curves], [c.seconds for c in curves])
-    )
-    present = np.isfinite(values)
-    count = present.sum(axis=0)
-    mean = np.nansum(values, axis=0) / count
-    squares = np.where(present, (values - mean) ** 2, 0.0).sum(axis=0)
-    timed = np.isfinite(seconds).sum(axis=0)
-    mean_seconds = np.where(timed > 0, np.nansum(seconds, axis=0) / np.maximum(timed, 1), math.nan)
-    return Curve(grid, mean_seconds, mean), np.sqrt(squares / np.maximum(count - 1, 1))
+    ends = {"left": math.nan, "right": math.nan}
+    values = np.ma.masked_invalid([np.interp(grid, c.samples, c.values, **ends) for c in curves])
+    seconds = np.ma.masked_invalid([np.interp(grid, c.samples, c.seconds, **ends) for c in curves])
+    mean = Curve(grid, *(rows.mean(axis=0).filled(math.nan) for rows in (seconds, values)))
+    return mean, values.std(axis=0, ddof=1).filled(0.0)
 
 
 def thinned(curve: Curve, points: int) -> Curve:

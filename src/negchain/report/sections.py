@@ -216,19 +216,18 @@ def curves(page: Page, run: Run) -> None:
         [(metric, metric.short or metric.name) for metric in run.shown.lead],
     )
     for title, note, lines in (results, *_RUN_CHARTS):
-        present = [(metric, label) for metric, label in lines if len(run.curve(metric.key))]
-        longest = max((len(run.curve(metric.key)) for metric, _ in present), default=0)
-        if longest > 1:  # a metric with a single point is measured at the start and the end only
-            present = [(m, label) for m, label in present if len(run.curve(m.key)) > 1]
+        present = [(m, label, curve) for m, label in lines if len(curve := run.curve(m.key))]
+        # a metric with a single point is measured at the start and the end only
+        present = [line for line in present if len(line[2]) > 1] or present
         if not present:
             probed = title != "Global loss" or "probe_samples" not in run.foreign  # a task may not
             if (title in _EXPECTED and probed) or (title == results[0] and run.classes):
                 missing.append(title.lower())
             continue
         series = [
-            Series(label, thinned(run.curve(metric.key), POINTS), None,
+            Series(label, thinned(curve, POINTS), None,
                    colour if i == 0 else "var(--second)", max(i - 1, 0), i)
-            for i, (metric, label) in enumerate(present)
+            for i, (_, label, curve) in enumerate(present)
         ]  # fmt: skip
         first = present[0][0]
         drawn.append(Chart(f"run-{first.key}", title, note, first.unit, series))
