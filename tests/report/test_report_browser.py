@@ -55,6 +55,8 @@ root.dataset.dimmed = document.querySelectorAll(".dim").length;
 button.click();
 root.dataset.again = document.querySelectorAll(".dim").length;
 root.dataset.wide = root.scrollWidth > root.clientWidth;
+root.dataset.clipped = [...document.querySelectorAll(".tile b")]
+  .filter((value) => value.scrollWidth > value.clientWidth).map((value) => value.innerText);
 const names = [...document.querySelectorAll(".confusion .name[text-anchor]")];
 root.dataset.name = Math.min(...names.map((name) => name.getBoundingClientRect().height));
 document.body.style.width = "390px";  // a phone: the window itself is 500 at least
@@ -68,7 +70,7 @@ root.dataset.cut = [...document.querySelectorAll(".wide .frame text")].filter((t
 </script></body>"""
 
 
-def dom(page: Path, profile: Path, *, read: bool) -> str:
+def dom(page: Path, profile: Path, *, read: bool, width: int = 500) -> str:
     text = page.read_text(encoding="utf-8")
     if read:  # the page's own policy would, rightly, refuse the reader's script
         text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", text)
@@ -78,7 +80,7 @@ def dom(page: Path, profile: Path, *, read: bool) -> str:
     done = subprocess.run(
         [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic",
          "--no-first-run", "--disable-background-networking", "--disable-component-update",
-         "--disable-sync", f"--user-data-dir={profile}", "--window-size=500,900", "--dump-dom",
+         "--disable-sync", f"--user-data-dir={profile}", f"--window-size={width},900", "--dump-dom",
          page.resolve().as_uri()],
         capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
@@ -118,6 +120,17 @@ def test_reading_a_run_page(tmp_path: Path) -> None:
     assert outcome(text, "before") == outcome(text, "after") == "true"
     assert int(outcome(text, "dimmed") or 0) >= 2 * 9 and outcome(text, "again") == "0"
     assert outcome(text, "wide") == "false"
+
+
+@pytest.mark.parametrize("width", [500, 1050, 1200])
+def test_no_headline_number_is_cut(tmp_path: Path, width: int) -> None:
+    config = make_config("emc2")
+    metrics = [*make_metrics(config), {"step": 901, "samples": 28832, "seconds": 59 * 60 + 59.0}]
+    run = write_run(tmp_path / "r", config, metrics, artifacts=digit_artifacts())
+    page = write_report([run], tmp_path / "one.html")
+    assert "<b>59 min 59 s</b>" in page.read_text(encoding="utf-8")
+    text = dom(page, tmp_path / "profile", read=True, width=width)
+    assert outcome(text, "clipped") == ""
 
 
 def test_reading_a_comparison(tmp_path: Path) -> None:
