@@ -66,6 +66,8 @@ def test_any_chunk_gives_the_same(monkeypatch, chunk) -> None:
     assert torch.allclose(joined, logits, atol=1e-6)
     ids, log_sum = table.winners(side, BETA, key)
     assert torch.equal(ids, whole[0][0]) and torch.allclose(log_sum, whole[0][1], atol=1e-6)
+    nearest = logits.topk(7, 1).indices.sort(1).values
+    assert torch.equal(table.top(7, side), nearest)
     drawn, log_q = table.informed(40, side, BETA, settings, key)
     assert torch.equal(drawn, whole[1][0]) and torch.allclose(log_q, whole[1][1], atol=1e-6)
     sharp = (0.5 * logits).softmax(1).mean(0)
@@ -117,6 +119,8 @@ def largest(size: int, what: str) -> int:
     with Largest() as seen:
         if what == "winners":
             table.winners(side_of(queries), BETA, key)
+        elif what == "top":
+            table.top(16, side_of(queries))
         else:
             table.informed(16, side_of(queries), BETA, Informed(), key)
     return seen.bytes
@@ -126,6 +130,7 @@ def test_memory_does_not_grow_with_the_table(monkeypatch) -> None:
     """Beyond the table: a chunk of logits; informed draws also a probability per key."""
     monkeypatch.setattr(module, "CHUNK_ELEMENTS", 1 << 12)
     assert largest(20_000, "winners") == largest(80_000, "winners") <= 8 << 12
+    assert largest(80_000, "top") <= 4 << 12  # the logits of a chunk, no id beside each
     assert (
         largest(80_000, "informed") <= 80_000 * 8
     )  # float64, once per key; ROWS times that before

@@ -222,10 +222,10 @@ class StaleTable(Stateful):
         best = side.queries.new_full((side.num_rows, 0), -math.inf)
         ids = torch.zeros_like(best, dtype=torch.int64)
         for keys, logits in self.logits(side, 1.0):
-            names = torch.arange(keys.start, keys.stop, device=ids.device).expand_as(logits)
-            joined = torch.cat([best, logits], 1)
-            best, at = joined.topk(min(count, joined.shape[1]), 1, sorted=False)
-            ids = torch.cat([ids, names], 1).gather(1, at)
+            top, at = logits.topk(min(count, logits.shape[1]), 1, sorted=False)
+            best, ids = torch.cat([best, top], 1), torch.cat([ids, at + keys.start], 1)
+            best, at = best.topk(min(count, best.shape[1]), 1, sorted=False)
+            ids = ids.gather(1, at)
         if not isinstance(self.rows, Shards):
             return ids.sort(1).values
         width = min(count, self.rows.block)  # the last ranks may have fewer rows
