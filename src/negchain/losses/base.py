@@ -181,6 +181,7 @@ class ContrastiveLoss(Reporting):
         with torch.no_grad():
             if z_a is None:
                 parts = self._parts(index, augmentation, step)
+                parts += self.tables.due(self.refresh_fraction, ahead) if self.tables else []
             else:
                 if z_b is None and self.symmetric and self.tables:
                     raise ValueError(
@@ -199,10 +200,9 @@ class ContrastiveLoss(Reporting):
     def _parts(
         self, index: Tensor, augmentation: tuple[Tensor, Tensor] | None, step: Tensor
     ) -> list[Part]:
-        """Before the batch is encoded: uniform draws, and the share of the tables that is due."""
+        """Before the batch is encoded: uniform draws."""
         drawn = isinstance(self.proposals, Uniform)
-        parts = columns.uniform_parts(self, index, step) if drawn else []
-        return parts + (self.tables.due(self.refresh_fraction) if self.tables else [])
+        return columns.uniform_parts(self, index, step) if drawn else []
 
     def _parts_given(self, call: Call, step: Tensor) -> list[Part]:
         """Once the batch is encoded: informed draws."""

@@ -275,9 +275,10 @@ class StaleTable(Stateful):
         finite = torch.isfinite(embeddings).all(1)
         self.rows.write(self.embeddings, ids, embeddings.detach(), finite)
 
-    def next_ids(self, count: int) -> Tensor:
-        """The next `count` keys due for re-encoding, [count]."""
-        return self.order.ids(self.cursor + torch.arange(count, device=self.cursor.device))
+    def next_ids(self, count: int, ahead: int = 0) -> Tensor:
+        """The next `count` keys due for re-encoding, [count]; those of `ahead` steps from now."""
+        first = self.cursor + ahead * count
+        return self.order.ids(first + torch.arange(count, device=self.cursor.device))
 
     def refresh(self, ids: Tensor, embeddings: Tensor, *, normalize: bool) -> None:
         """Write re-encoded keys and move the cursor past them."""
@@ -314,11 +315,11 @@ class Tables(nn.ModuleList):
         for table in self:
             table.embeddings = table.embeddings.to(dtype)
 
-    def due(self, share: float) -> list[Part]:
+    def due(self, share: float, ahead: int = 0) -> list[Part]:
         """The share of every table that a step encodes anew."""
         parts = []
         for side, table in enumerate(self):
-            ids = table.next_ids(math.ceil(share * table.size))
+            ids = table.next_ids(math.ceil(share * table.size), ahead)
             if len(ids):
                 parts.append(Part("refresh", side, Want(ids, tower_of(side), gradient=False)))
         return parts
