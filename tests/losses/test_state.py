@@ -149,6 +149,18 @@ def test_state_keeps_its_type_and_is_no_buffer(case) -> None:
     assert all(t.device.type == "meta" for t in copy.deepcopy(loss_fn).to("meta").state_tensors())
 
 
+def test_a_loss_whose_beta_was_computed_can_be_copied() -> None:
+    """The FAQ's learned logarithm: weights averaged from some step on copy the loss there."""
+    net, items = data()
+    loss_fn, log_beta = EMC2Loss(M, 5.0), torch.nn.Parameter(torch.tensor(2.0))
+    loss_fn.beta = log_beta.exp()
+    run(loss_fn, net, items, torch.arange(6)).backward()
+    assert log_beta.grad is not None
+    for copied in (copy.deepcopy(loss_fn), pickle.loads(pickle.dumps(loss_fn))):
+        assert torch.equal(copied.beta, loss_fn.beta) and not copied.beta.requires_grad
+        assert same_state(snapshot(loss_fn), snapshot(copied))
+
+
 def test_an_average_moves_on_after_a_cast() -> None:
     net, items = data()
     loss_fn = SogCLRLoss(M, 5.0, gamma=0.001).to(torch.bfloat16)

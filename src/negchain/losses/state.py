@@ -280,7 +280,9 @@ class Reporting(Stateful):
 
     def __getstate__(self) -> dict[str, object]:
         """All but the numbers of the last call, which no copy has made."""
-        return self.__dict__ | {"_info": {}}
+        beta = self.__dict__.get("beta")  # a tensor here was computed (`log_beta.exp()`)
+        plain = {"beta": beta.detach()} if isinstance(beta, Tensor) else {}
+        return self.__dict__ | {"_info": {}} | plain
 
     def _finish(self, total: list[Tensor], report: Report) -> Tensor:
         """The mean loss over sides; the other numbers stay on the device for `info`."""
