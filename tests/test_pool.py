@@ -92,12 +92,15 @@ def test_write_view_mean() -> None:
 # ---------------------------------------------------------------- who is excluded
 
 
-def test_matches_by_loops(rng) -> None:
-    ids, own = torch.randint(0, 6, (9,), generator=rng), torch.randint(0, 6, (5,), generator=rng)
-    known = torch.randint(-1, 6, (5, 3), generator=rng)
+@pytest.mark.parametrize(("columns", "width"), [(9, 3), (9, 0), (9, 40), (1, 3), (0, 3)])
+def test_matches_by_loops(rng, columns: int, width: int) -> None:
+    ids = torch.randint(0, 6, (columns,), generator=rng)
+    own = torch.randint(0, 6, (5,), generator=rng)
+    known = torch.randint(-1, 9, (5, width), generator=rng)
     mask, alone = matches(ids, own, known), matches(ids, own, None)
+    assert mask.shape == alone.shape == (5, columns)
     for row in range(5):
-        for column in range(9):
+        for column in range(columns):
             same = bool(ids[column] == own[row])
             assert bool(alone[row, column]) == same
             assert bool(mask[row, column]) == (same or int(ids[column]) in known[row].tolist())

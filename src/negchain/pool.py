@@ -213,10 +213,16 @@ def num_distinct(known: Tensor, own: Tensor) -> Tensor:  # [N,L] [N] -> [N] int6
 def matches(ids: Tensor, own: Tensor, known: Tensor | None) -> Tensor:  # [K] [N] -> [N,K] bool
     """Which columns are a row's own positive or one of its known positives."""
     mask = ids[None, :] == own[:, None]
-    if known is not None:
-        for column in known.unbind(1):  # L is small; this keeps memory at N x K
-            mask |= ids[None, :] == column[:, None]
-    return mask
+    num_columns = len(ids)
+    if known is None or num_columns == 0:
+        return mask
+    # looked up, not compared: L may be a whole class, and memory stays at N x (K + L)
+    ordered = ids.sort().values
+    place = torch.searchsorted(ordered, known)
+    there = ordered[place.clamp(max=num_columns - 1)] == known
+    place = torch.where(there, place, num_columns)  # one column more, for what is not there
+    found = torch.zeros(len(known), num_columns + 1, dtype=torch.bool, device=ids.device)
+    return mask | found.scatter_(1, place, True)[:, torch.searchsorted(ordered, ids)]
 
 
 def first_writer(slots: Tensor, allowed: Tensor) -> Tensor:  # [N] [N] bool -> [N] int64

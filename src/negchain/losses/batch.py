@@ -335,7 +335,10 @@ def check_answer(z: Tensor, like: Tensor, normalize: bool) -> Tensor:
 
 
 def _refuse(ids: Tensor, name: str, size: int | None) -> None:
-    bad = [] if size is None else [i for i in ids.tolist() if not 0 <= i < size]
+    if size is None:
+        return
+    values = ids.numpy()
+    bad = values[(values < 0) | (values >= size)].tolist()
     if bad:
         raise ValueError(
             f"{name} must hold data set positions in [0, {size}), got {bad[:5]}; "
