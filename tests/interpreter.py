@@ -63,6 +63,8 @@ def hurry() -> None:
         if langs in done:
             return None
         scope = patch_lang(fn)
+        # as Triton 3.7 has it: numpy 2.4 makes no number of an array of one, Triton 3.6 asks for it
+        tl.core.tensor.__index__ = lambda self: int(self.handle.data.squeeze())
         done.add(langs)
         if scope is not None:
             restore = scope.restore

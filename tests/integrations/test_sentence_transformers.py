@@ -412,7 +412,8 @@ def test_in_batch_is_their_ranking_loss(folder, symmetric, cached) -> None:
         value.backward()
         gradient = [p.grad.clone() for p in model.parameters() if p.grad is not None]
         found.append((value.detach(), gradient))
-    torch.testing.assert_close(*found)
+    tolerance = {"rtol": 1e-5, "atol": 1e-6} if cached else {}  # 6.0 caches in float32
+    torch.testing.assert_close(*found, **tolerance)
 
 
 def test_hard_negatives_by_hand(folder) -> None:

@@ -87,7 +87,8 @@ def peak_memory(job: Row) -> Row:
         return {"peak_bytes": peak, "device": torch.cuda.get_device_name()}
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it writes about itself
     cpu = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=cpu, profile_memory=True) as profile:
+    profiler = torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True)
+    with profiler as profile:
         with prepared(job) as (run, _), torch.profiler.record_function("first steps"):
             _steps(run)
     events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
