@@ -36,5 +36,5 @@ docs: $(VENV)/.installed  ## the pages as a site, build/site; broken links and u
 	$(BIN)/python -m pytest -q tests/test_docs.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-faults: $(VENV)/.installed  ## try every fault of docs/reliability.md and write its table (half an hour)
+faults: $(VENV)/.installed  ## try every fault of docs/reliability.md and write its table (some minutes)
 	$(BIN)/python benchmarks/faults.py

@@ -113,7 +113,7 @@ def full(top: Path, rng: random.Random) -> Row:
     disk, log, stopped = top / "disk", top / "log", dict[str, int]()
     disk.mkdir()
     tried, example = 0, ""
-    pages = {1, 2, 3, 4, 6, 10, 16, 30, *(int(size / 4096 * s) for s in (0.2, 0.5, 0.7, 0.9, 1))}
+    pages = {*range(1, 11), 16, 30, *(int(size / 4096 * s) for s in (0.2, 0.5, 0.7, 0.9, 1))}
     for room in sorted(4096 * page for page in pages):
         subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={room}", "none", disk], check=True)
         try:

@@ -221,6 +221,7 @@ def weights(top: Path, rng: random.Random) -> Iterator[tuple[list[object], Path,
 
     data = finished(top).parent / "data"
     state = build_encoder("small-cnn", image_size=8, norm="batch").state_dict()
+    state = {name: value.contiguous() for name, value in state.items()}  # safetensors' rule
     file, legacy, evil = io.BytesIO(), io.BytesIO(), io.BytesIO()
     torch.save(state, file)
     torch.save(state, legacy, _use_new_zipfile_serialization=False)

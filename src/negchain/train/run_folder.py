@@ -110,7 +110,8 @@ def _writing_in(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ConfigError(f"cannot write in {folder} ({error}); choose another --out") from error
+        why = error.strerror or error  # not the name of a file that was only tried
+        raise ConfigError(f"cannot write in {folder} ({why}); choose another --out") from error
 
 
 class RunFolder:
