@@ -222,7 +222,7 @@ def matches(ids: Tensor, own: Tensor, known: Tensor | None) -> Tensor:  # [K] [N
     there = ordered[place.clamp(max=num_columns - 1)] == known
     place = torch.where(there, place, num_columns)  # one column more, for what is not there
     found = torch.zeros(len(known), num_columns + 1, dtype=torch.bool, device=ids.device)
-    return mask | found.scatter_(1, place, True)[:, torch.searchsorted(ordered, ids)]
+    return mask | found.scatter(1, place, True)[:, torch.searchsorted(ordered, ids)]
 
 
 def first_writer(slots: Tensor, allowed: Tensor) -> Tensor:  # [N] [N] bool -> [N] int64

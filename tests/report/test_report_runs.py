@@ -134,6 +134,15 @@ def test_mean_curve_of_seeds_read_at_other_places_interpolates_between_them(
     assert np.isnan(curve.seconds).all()
 
 
+def test_mean_curve_has_no_points_where_no_run_has_any(tmp_path: Path) -> None:
+    lines = [[{"step": s, "samples": s, "loss": 1.0} for s in span] for span in ((0, 2), (98, 100))]
+    loaded = [load_run(write_run(tmp_path / str(n), make_config(), own))
+              for n, own in enumerate(lines)]  # fmt: skip
+    curve, spread = mean_curve(loaded, "loss", 3)  # the grid has 0, 50 and 100
+    assert curve.samples.tolist() == [0, 100] and curve.values.tolist() == [1, 1]
+    assert spread.tolist() == [0, 0]
+
+
 def test_thinning_keeps_the_mean_and_the_end() -> None:
     x, y = np.arange(1000.0), np.random.default_rng(0).standard_normal(1000)
     small = thinned(Curve(x, x / 10, y), 200)

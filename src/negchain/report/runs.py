@@ -323,8 +323,9 @@ def mean_curve(runs: Sequence[Run], key: str, points: int) -> tuple[Curve, Float
     ends = {"left": math.nan, "right": math.nan}
     values = np.ma.masked_invalid([np.interp(grid, c.samples, c.values, **ends) for c in curves])
     seconds = np.ma.masked_invalid([np.interp(grid, c.samples, c.seconds, **ends) for c in curves])
-    mean = Curve(grid, *(rows.mean(axis=0).filled(math.nan) for rows in (seconds, values)))
-    return mean, values.std(axis=0, ddof=1).filled(0.0)
+    here = ~np.ma.getmaskarray(values).all(axis=0)  # two curves may leave a gap between them
+    means = (rows[:, here].mean(axis=0).filled(math.nan) for rows in (seconds, values))
+    return Curve(grid[here], *means), values[:, here].std(axis=0, ddof=1).filled(0.0)
 
 
 def thinned(curve: Curve, points: int) -> Curve:
