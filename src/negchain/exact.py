@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 from negchain.losses.batch import Views, as_embedding, as_ids, without_autocast
 from negchain.losses.settings import check_count, one_of
 from negchain.objective import Denominator
+from negchain.pool import matches
 
 CHUNK_ELEMENTS = 1 << 25  # logits held at a time when no chunk is given: 128 MiB in float32
 
@@ -158,10 +159,7 @@ def _exclusion(
 
     def excluded(rows: slice) -> Tensor:  # [c,K] bool
         item = torch.arange(num_rows, device=ids.device)[rows] % size
-        mask = ids[item][:, None] == ids[None, :]
-        if known is not None:
-            for column in known.unbind(1):
-                mask |= ids[None, :] == column[item][:, None]
+        mask = matches(ids, ids[item], None if known is None else known[item])
         return mask.repeat(1, num_keys // size)
 
     return excluded
