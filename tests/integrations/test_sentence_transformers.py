@@ -21,7 +21,11 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a test forks
 
 from datasets import Dataset, DatasetDict  # noqa: E402
 from framework_play import assert_same, load, snapshot  # noqa: E402
-from sentence_transformers import SentenceTransformer, SentenceTransformerTrainingArguments  # noqa: E402
+from sentence_transformers import (  # noqa: E402
+    SentenceTransformer,
+    SentenceTransformerTrainingArguments,
+    __version__,
+)
 from sentence_transformers.base.sampler import GroupByLabelBatchSampler  # noqa: E402
 from sentence_transformers.sentence_transformer import losses as st_losses  # noqa: E402
 from sentence_transformers.sentence_transformer.data_collator import (  # noqa: E402
@@ -412,7 +416,8 @@ def test_in_batch_is_their_ranking_loss(folder, symmetric, cached) -> None:
         value.backward()
         gradient = [p.grad.clone() for p in model.parameters() if p.grad is not None]
         found.append((value.detach(), gradient))
-    tolerance = {"rtol": 1e-5, "atol": 1e-6} if cached else {}  # 6.0 caches in float32
+    loose = cached and __version__.startswith("6.0.")  # by 2e-6; 6.2 is not
+    tolerance = {"rtol": 1e-5, "atol": 1e-6} if loose else {}
     torch.testing.assert_close(*found, **tolerance)
 
 
