@@ -50,6 +50,14 @@ SETTINGS: dict[str, Row] = {
     "b256-batch": {"preset": "stl10-b256", "norm": "batch"},
     "b16-batch": {"preset": "stl10-b32", "norm": "batch", "lr": 3e-4, "batch_size": 16},
     "b8-batch": {"preset": "stl10-b32", "norm": "batch", "lr": 3e-4, "batch_size": 8},
+    "b8-batch-both": {
+        "preset": "stl10-b32",
+        "norm": "batch",
+        "lr": 3e-4,
+        "batch_size": 8,
+        "proposal": "both",
+    },
+    "b256-batch-both": {"preset": "stl10-b256", "norm": "batch", "proposal": "both"},
     "b8-none": {"preset": "stl10-b32", "batch_size": 8},
 }
 _SMALL: Row = {"preset": "imagenet100-b256", "image_size": 64, "stem": "large"}
