@@ -99,7 +99,7 @@ def test_a_fit_on_the_device_is_scikit_learns(digits: Split) -> None:
     """Coefficients, then the next strength from there; a probe by it; planted: another penalty."""
     x = ((digits[0] - digits[0].mean(0)) / 5).double().numpy()
     y = digits[1].numpy() + 3  # labels are no positions
-    both = [kind(C=1.0, tol=1e-6, max_iter=2000, warm_start=True)
+    both = [kind(C=1.0, tol=1e-8, max_iter=2000, warm_start=True)
             for kind in (LogisticRegression, OnDevice)]  # fmt: skip
     for strength in (0.1, 1e-3):
         theirs, ours = (m.set_params(C=1 / (strength * len(x))).fit(x, y) for m in both)

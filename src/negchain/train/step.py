@@ -157,9 +157,12 @@ class TrainStep:
         """
         kept = {id(tensor): (tensor, tensor.detach().clone()) for tensor in self._state()}
         dropout = torch.cuda.get_rng_state(self.device)
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        spare = generator.clone_state()  # type: ignore[no-untyped-call]
         try:
             self._graph = self._recorded(fast)
         except RuntimeError:
+            generator.graphsafe_set_state(spare)  # its own believes that it is being recorded
             self.embed = self.plain
             raise
         finally:
