@@ -260,7 +260,7 @@ class OnDevice(LogisticRegression):  # type: ignore[misc]
             fit = F.cross_entropy(F.linear(x, w[:, :-1], w[:, -1]), targets)
             total = fit + w[:, :-1].square().sum() / (2 * self.C * len(x))
             (w.grad,) = torch.autograd.grad(total, w)
-            return float(total)
+            return float(total.detach())
 
         solver.step(loss)  # type: ignore[no-untyped-call]
         weights = w.detach().double().cpu().numpy()
