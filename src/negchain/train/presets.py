@@ -150,7 +150,7 @@ DATA_DEFAULTS: dict[str, dict[str, Value]] = {
 
 CAPTION_DEFAULTS: dict[str, Value] = {
     **_PICTURES,
-    "method": "infonce",  # the best at equal encodes (records/2026-11-16_flickr8k_h200)
+    "method": "infonce",  # none is better at equal encodes (records/2026-11-16_flickr8k_h200)
     "denominator": "all",  # CLIP's, and what was measured there
     "recipe": "mild",
     "image_size": 112,  # half of ImageNet's
