@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from rich.markup import escape  # else "[96.1, 98.4]" is a style
 from rich.table import Table
 
 from .measures import GLOBAL_LOSS, THROUGHPUT, TIME, Metric
@@ -133,7 +134,7 @@ def comparison_table(paths: Sequence[Path]) -> Table:
         seeds = len(groups[place].runs) - groups[place].repeated
         name = f"{groups[place].label} ({seeds} seed{'s' * (seeds > 1)})"
         table.add_row(
-            _plain(name), *(f"{'*' * c.wins}{c.text}\n{_plain(c.spread)}".rstrip() for c in cells)
+            escape(name), *(f"{'*' * c.wins}{c.text}\n{escape(c.spread)}".rstrip() for c in cells)
         )
     for name, texts in found.baselines:
         table.add_row(name, *(texts[i] for i in shown), style="dim")
@@ -162,10 +163,6 @@ def held_against(run: Run, metric: Metric) -> dict[str, float]:
     """What a result must beat, by the baseline's prefix; chance is that of the leading ones."""
     found = {} if metric in (TIME, THROUGHPUT) else run.baseline(metric.key)
     return {k: v for k, v in found.items() if k != "chance" or metric in run.shown.lead}
-
-
-def _plain(text: str) -> str:
-    return text.replace("[", "\\[")  # else rich takes "[96.1, 98.4]" for a style
 
 
 def recommendation(groups: Sequence[Group], lead: Metric) -> str | None:

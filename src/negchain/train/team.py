@@ -31,10 +31,6 @@ BEAT = 1.0  # seconds between two signs of life
 PATIENCE = 300.0  # seconds a rank waits for another
 
 
-class Lost(RuntimeError):
-    """Another rank is gone or does not answer."""
-
-
 class Silent(Exception):
     """The run has failed, and another rank has said why."""
 
@@ -174,7 +170,7 @@ def joined(patience: float = PATIENCE) -> Iterator[Team]:
         if not _speaks(store):
             raise Silent from error
         if cause is not None:
-            raise Lost(
+            raise RuntimeError(
                 f"rank {rank} of {world} lost another one, which ended or did not answer for "
                 f"{patience:g} s ({_last_words(cause)}); start the same command with --resume "
                 "to go on after the last checkpoint; --rank-timeout sets the time"
