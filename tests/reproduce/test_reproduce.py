@@ -601,3 +601,26 @@ def test_two_orders_of_magnitude_are_collapses_only() -> None:
     higher = {m: sum(ends[m, s]["exact_loss"] > ends["emc2", s]["exact_loss"] for s in range(5))
               for m in ("infonce", "sogclr", "dcl", "isir")}  # fmt: skip
     assert higher == {"infonce": 0, "sogclr": 0, "dcl": 5, "isir": 4}
+
+
+def test_the_pairs_of_imagenet100_are_those_of_its_record() -> None:
+    rows = reproduce_rows("imagenet100")
+    ends = {(r["job"]["method"], r["job"]["seed"]): r["curve"][-1] for r in rows}
+    assert len(ends) == 8
+    shown = cells_under("| EMC² minus | probe | 1-NN")
+    keys = ("probe", "knn1", "probe_paper", "global_loss")
+    for other, (_, *cells) in zip(("infonce", "sogclr", "dcl"), shown, strict=True):
+        for key, cell in zip(keys, cells, strict=True):
+            gaps = [ends["emc2", seed][key] - ends[other, seed][key] for seed in (0, 1)]
+            told = [float(number) for number in cell.replace("−", "-").split(", ")]
+            assert told == pytest.approx(gaps, abs=0.0051 if key == "global_loss" else 6e-4)
+    probes = [end["probe"] for end in ends.values()]
+    assert (round(min(probes), 3), round(max(probes), 3)) == (0.12, 0.15)
+    advice = " ".join((ROOT / "docs" / "which_method.md").read_text(encoding="utf-8").split())
+    means = {m: statistics.mean(ends[m, seed]["probe"] for seed in (0, 1)) for m, _ in ends}
+    told = (
+        f"{title} {means[name]:.3f}".replace("0.", ".")
+        for name, title in (("emc2", "EMC²"), ("infonce", "InfoNCE"), ("sogclr", "SogCLR"))
+    )
+    dcl = f"{means['dcl']:.3f}".lstrip("0")
+    assert f"the highest of four too: {dcl}; {', '.join(told)}" in advice
