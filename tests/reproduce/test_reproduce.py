@@ -559,6 +559,9 @@ def test_the_table_of_resnet_at_a_large_step_is_that_of_its_record() -> None:
         told = [float(number) for number in re.findall(r"[\d.]+", norm)]
         found = [statistics.geometric_mean(ratios), min(ratios), max(ratios)]
         assert told == [float(f"{value:.2g}") for value in found]
+        logs = [math.log(ratio) for ratio in ratios]
+        beyond = statistics.mean(logs) > 2 * statistics.stdev(logs) / math.sqrt(5)
+        assert beyond == (other == "infonce")
         gaps = [a["exact_loss"] - b["exact_loss"] for a, b in pairs]
         mean, error = (float(part) for part in loss.replace("−", "-").split(" ± "))
         assert mean == pytest.approx(statistics.mean(gaps), abs=6e-3)
