@@ -208,7 +208,26 @@ def test_collapse_is_no_convergence() -> None:
     job = {"encoder": "mlp", "beta": 5.0, "lr": 0.1, "method": "dcl"}
     end = {"exact_loss": math.log(998), "gradient": 1e-12, "variance": 1e-6, "weights": 1.0}
     table = stationarity.table([{"job": job, "curve": [end, end]}])
-    assert "| DCL | 1 of 1 | – | – |" in table
+    assert "| DCL | 1 of 1 | – | – | – |" in table
+
+
+def test_a_norm_on_the_way_through_collapse_is_not_the_least() -> None:
+    """Runs fall into collapse and leave it again; the table said its norm, .0005, as the least."""
+    job = {"encoder": "mlp", "beta": 5.0, "lr": 0.1, "method": "dcl"}
+    way = [(3.0, 0.5), (5e-4, 1e-3), (2.0, 0.4), (7.0, 0.6)]
+    curve = [{"step": n, "exact_loss": 6.0, "gradient": g, "variance": v, "weights": 1.0}
+             for n, (g, v) in enumerate(way)]  # fmt: skip
+    assert "| 0 of 1 | 6.00 | 7 | 2 |" in stationarity.table([{"job": job, "curve": curve}])
+    fallen = {"job": job | {"seed": 1}, "curve": curve[:2]}
+    both = [{"job": job, "curve": curve}, fallen]
+    assert "| 1 of 2 | 6.00 | 7 | 2 |" in stationarity.table(both)
+    loss, norm = stationarity.draw(both)["stationarity"].axes[:2]
+    for axis, end in ((loss, 6.0), (norm, 7.0)):
+        dotted, mean = axis.lines
+        assert dotted.get_linestyle() == ":" and len(dotted.get_xdata()) == 2
+        assert mean.get_ydata()[-1] == end and mean.get_label() == "DCL"
+    (legend,) = loss.figure.legends
+    assert [text.get_text() for text in legend.texts] == ["DCL", "a run that ends collapsed"]
 
 
 def test_collapse_is_one_variance_in_all_tables() -> None:
@@ -520,3 +539,91 @@ def test_the_paired_table_of_stationarity_is_that_of_its_record() -> None:
             mean, error = (float(part) for part in cell.replace("−", "-").split(" ± "))
             assert mean == pytest.approx(statistics.mean(gaps), abs=6e-4)
             assert error == pytest.approx(statistics.stdev(gaps) / math.sqrt(5), abs=6e-4)
+
+
+def ends_of_resnet(rows: list[common.Row]) -> dict[tuple[str, int], common.Row]:
+    """Of ResNet-18 at β = 14.28, by method and seed: the last measurement."""
+    return {(r["job"]["method"], r["job"]["seed"]): r["curve"][-1]
+            for r in pages.where(rows, encoder="resnet18", beta=14.28)}  # fmt: skip
+
+
+def test_the_table_of_resnet_at_a_large_step_is_that_of_its_record() -> None:
+    ends = ends_of_resnet(reproduce_rows("stationarity"))
+    assert len(ends) == 30
+    norms, losses = cells_under("| over EMC²'s | InfoNCE")
+    for other, norm, loss in zip(
+        ("infonce", "dcl", "sogclr", "isir"), norms[1:5], losses[1:5], strict=True
+    ):
+        pairs = [(ends[other, seed], ends["emc2", seed]) for seed in range(5)]
+        ratios = [a["gradient"] / b["gradient"] for a, b in pairs]
+        told = [float(number) for number in re.findall(r"[\d.]+", norm)]
+        found = [statistics.geometric_mean(ratios), min(ratios), max(ratios)]
+        assert told == [float(f"{value:.2g}") for value in found]
+        logs = [math.log(ratio) for ratio in ratios]
+        beyond = statistics.mean(logs) > 2 * statistics.stdev(logs) / math.sqrt(5)
+        assert beyond == (other == "infonce")
+        gaps = [a["exact_loss"] - b["exact_loss"] for a, b in pairs]
+        mean, error = (float(part) for part in loss.replace("−", "-").split(" ± "))
+        assert mean == pytest.approx(statistics.mean(gaps), abs=6e-3)
+        assert error == pytest.approx(statistics.stdev(gaps) / math.sqrt(5), abs=6e-3)
+    kept = [seed for seed in range(5) if not stationarity.collapsed(ends["negcache", seed])]
+    ratios = [ends["negcache", s]["gradient"] / ends["emc2", s]["gradient"] for s in kept]
+    assert norms[5] == f"{len(kept)} of 5 left: {min(ratios):.2f} and {max(ratios):.1f}"
+
+
+def test_two_orders_of_magnitude_are_collapses_only() -> None:
+    """The verdict on the paper's claim, over all settings and pairs of a seed with EMC²."""
+    page = " ".join(PAGE.split())
+    assert "These are the only pairs of a method with EMC² in all five settings" in page
+    assert "no method's norm is more than 18 times EMC²'s" in page
+    rows = [row for row in reproduce_rows("stationarity") if row.get("complete", True)]
+    found = {tuple(r["job"][key] for key in ("encoder", "beta", "lr", "method", "seed")):
+             r["curve"][-1] for r in rows}  # fmt: skip
+    ratios, fallen = [], []
+    for (*case, method, seed), end in found.items():
+        if method in ("emc2", common.FULL):
+            continue
+        ratio = end["gradient"] / found[(*case, "emc2", seed)]["gradient"]
+        if stationarity.collapsed(end):
+            assert (method, *case) == ("negcache", "resnet18", 14.28, 0.01)
+            fallen.append(1 / ratio)
+        else:
+            ratios.append(ratio)
+    assert max(ratios) == pytest.approx(18, abs=0.5) and min(ratios) > 0.1
+    assert [round(value, -1) for value in (min(fallen), max(fallen))] == pytest.approx(
+        [280, 31000], rel=0.02
+    )
+    rows = pages.where(rows, encoder="resnet18", beta=14.28)
+    ways = {row["job"]["method"]: 0 for row in rows}
+    for row in rows:
+        ways[row["job"]["method"]] += any(map(stationarity.collapsed, row["curve"][1:-1]))
+    told = {"infonce": 2, "isir": 3, "dcl": 4, "sogclr": 4, "emc2": 4, "negcache": 5}
+    assert ways == told and sum(ways.values()) == 22
+    assert "22 of the 30 runs were collapsed when measured on the way (InfoNCE 2," in page
+    ends = ends_of_resnet(rows)
+    higher = {m: sum(ends[m, s]["exact_loss"] > ends["emc2", s]["exact_loss"] for s in range(5))
+              for m in ("infonce", "sogclr", "dcl", "isir")}  # fmt: skip
+    assert higher == {"infonce": 0, "sogclr": 0, "dcl": 5, "isir": 4}
+
+
+def test_the_pairs_of_imagenet100_are_those_of_its_record() -> None:
+    rows = reproduce_rows("imagenet100")
+    ends = {(r["job"]["method"], r["job"]["seed"]): r["curve"][-1] for r in rows}
+    assert len(ends) == 8
+    shown = cells_under("| EMC² minus | probe | 1-NN")
+    keys = ("probe", "knn1", "probe_paper", "global_loss")
+    for other, (_, *cells) in zip(("infonce", "sogclr", "dcl"), shown, strict=True):
+        for key, cell in zip(keys, cells, strict=True):
+            gaps = [ends["emc2", seed][key] - ends[other, seed][key] for seed in (0, 1)]
+            told = [float(number) for number in cell.replace("−", "-").split(", ")]
+            assert told == pytest.approx(gaps, abs=0.0051 if key == "global_loss" else 6e-4)
+    probes = [end["probe"] for end in ends.values()]
+    assert (round(min(probes), 3), round(max(probes), 3)) == (0.12, 0.15)
+    advice = " ".join((ROOT / "docs" / "which_method.md").read_text(encoding="utf-8").split())
+    means = {m: statistics.mean(ends[m, seed]["probe"] for seed in (0, 1)) for m, _ in ends}
+    told = (
+        f"{title} {means[name]:.3f}".replace("0.", ".")
+        for name, title in (("emc2", "EMC²"), ("infonce", "InfoNCE"), ("sogclr", "SogCLR"))
+    )
+    dcl = f"{means['dcl']:.3f}".lstrip("0")
+    assert f"the highest of four too: {dcl}; {', '.join(told)}" in advice

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from negchain.reproduce import cost, runs
-from negchain.reproduce.common import Options
+from negchain.reproduce import cost, pages, runs
+from negchain.reproduce.common import Options, read_rows
 
 MIB = 2**20
 
@@ -47,3 +48,29 @@ def test_the_table_of_memory_is_beside_infonce() -> None:
     lines = [line.split(" | ") for line in cost.table(rows).splitlines()[2:]]
     assert [line[3] for line in lines[:7]] == [f"{k}.00" for k in range(1, 8)]
     assert [float(line[2]) for line in lines[:7]] == list(range(1, 8))
+
+
+def test_what_is_said_of_memory_is_in_the_record() -> None:
+    """By device: a CPU's rows are in float32 and of all images, the GPU's are neither."""
+    root = Path(__file__).parents[2]
+    page = " ".join((root / "docs" / "results.md").read_text(encoding="utf-8").split())
+    rows = pages.where(read_rows(root / "records/reproduce/cost.jsonl"), kind="memory")
+    peak = {(r["device"].split()[-1], r["job"]["setting"], r["job"]["method"]): r["peak_bytes"]
+            for r in rows}  # fmt: skip
+    assert len(peak) == len(rows) == 14 + 17
+
+    def ratio(device: str, setting: str, first: str = "emc2", second: str = "infonce") -> str:
+        return f"{peak[device, setting, first] / peak[device, setting, second]:.2f}"
+
+    found = [ratio("CPU", name) for name in ("b32-none", "b32-batch", "b256-none")]
+    assert "EMC²'s is {} times InfoNCE's at b = 32, {} times with".format(*found) in page
+    assert f"BatchNorm, and {found[2]} times at b = 256" in page
+    told = f"EMC² and i-SIR have {ratio('H200', 'b32-none')} times InfoNCE's at b = 32"
+    assert told in page and ratio("H200", "b32-none", "isir") == ratio("H200", "b32-none")
+    dcl, beside = ratio("H200", "b32-batch", second="dcl"), ratio("H200", "b32-batch")
+    assert f"EMC² is {dcl} times DCL's there, and {beside} times InfoNCE's row" in page
+    for name in ("b32-none", "b256-none"):
+        for method in ("dcl", "sogclr"):
+            assert abs(peak["H200", name, method] - peak["H200", name, "infonce"]) <= 2 * MIB
+    surplus = peak["H200", "b32-batch", "infonce"] - peak["H200", "b32-batch", "dcl"]
+    assert round(surplus / MIB) == 31

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import product
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -20,14 +21,20 @@ METHODS = ("infonce", "dcl", "sogclr", "emc2", "isir")
 Ends = dict[tuple[str, int], dict[str, Row]]  # by setting and seed: methods' last measurements
 
 
-@pytest.fixture(scope="module")
-def ends() -> Ends:
+def all_ends() -> Ends:
     found: Ends = {}
     for row in read_rows(ROOT / "records/reproduce/stl10.jsonl"):
         job = row["job"]
         if row.get("complete", True) and row["config"]["epochs"] == 20:
             case = found.setdefault((job["setting"], job["seed"]), {})
             case[job["method"]] = row["curve"][-1]
+    return found
+
+
+@pytest.fixture(scope="module")
+def ends() -> Ends:
+    """The seven settings: one view of every image proposed, all methods."""
+    found = {case: own for case, own in all_ends().items() if not case[0].endswith("-both")}
     return {case: own for case, own in found.items() if {"dcl", "emc2", "isir"} <= set(own)}
 
 
@@ -152,6 +159,49 @@ def test_what_is_beyond_the_noise_of_a_setting_is_told(ends: Ends) -> None:
     assert "at b = 256 with BatchNorm by .006 only" in PAGE
     own = {case: points for case, points in ends.items() if case[0] == "b256-batch"}
     assert fmean(paired(own, "emc2", "dcl", "global_loss")) == pytest.approx(0.006, abs=6e-4)
+
+
+def test_what_both_views_change_is_in_the_record() -> None:
+    """Two seeds of two settings, and told so."""
+    ends, gains = all_ends(), dict[str, list[float]]()
+    both = {case: own for case, own in ends.items() if case[0].endswith("-both")}
+    assert set(both) == {(f"b{b}-batch-both", seed) for b in (32, 256) for seed in (0, 1)}
+    for (setting, seed), own in sorted(both.items()):
+        one = ends[setting.removesuffix("-both"), seed]
+        for method, key in product(("emc2", "isir"), ("global_loss", "probe")):
+            name = f"{setting} {method} {key}"
+            gains.setdefault(name, []).append(own[method][key] - one[method][key])
+    told = {
+        "b32-batch-both emc2 global_loss": ("EMC²'s by .06 and .21", (-0.06, -0.21)),
+        "b32-batch-both isir global_loss": ("i-SIR's by .15 and .09", (-0.15, -0.09)),
+    }
+    for name, (words, numbers) in told.items():
+        assert words in PAGE
+        assert gains[name] == pytest.approx(numbers, abs=0.006)
+    by_size = {
+        (b, key): [g for name, pair in gains.items() for g in pair
+                   if name.startswith(f"b{b}-") and name.endswith(key)]
+        for b in (32, 256) for key in ("global_loss", "probe")
+    }  # fmt: skip
+    assert "they move by −.020 to +.011, and by −.006 on average" in PAGE
+    assert "the loss by −.08 to +.03, the probe by −.044 to +.014 and in three of four" in PAGE
+    for case, least, most in (
+        ((32, "probe"), -0.020, 0.011),
+        ((256, "global_loss"), -0.076, 0.031),
+        ((256, "probe"), -0.044, 0.014),
+    ):
+        found = by_size[case]
+        assert (min(found), max(found)) == pytest.approx((least, most), abs=6e-4)
+    assert fmean(by_size[32, "probe"]) == pytest.approx(-0.006, abs=6e-4)
+    assert fmean(by_size[32, "global_loss"]) == pytest.approx(-0.13, abs=0.006)
+    assert "the loss falls by .13 and the probe by .006" in WHY
+    for size, signs in ((32, [-1, 1]), (256, [1, -1])):
+        dcl = [ends[f"b{size}-batch", seed]["dcl"] for seed in (0, 1)]
+        isir = [both[f"b{size}-batch-both", seed]["isir"] for seed in (0, 1)]
+        pairs = list(zip(isir, dcl, strict=True))
+        assert [1 if a["global_loss"] > b["global_loss"] else -1 for a, b in pairs] == signs
+        if size == 32:
+            assert all(a["probe"] < b["probe"] for a, b in pairs)
 
 
 def test_how_far_seeds_of_a_burn_in_and_equal_runs_are_apart(ends: Ends) -> None:

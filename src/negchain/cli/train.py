@@ -35,7 +35,7 @@ With no options it trains EMC² on scikit-learn's digits, on a CPU in about a mi
 
 `--data` is a folder with `train/`, `test/` and optionally `unlabeled/` in class sub-folders, any
 folder of images, or texts in BEIR's layout (docs/retrieval.md). Presets hold the paper's
-settings; every value can be overridden:
+settings, and the authors' code's where it states none; every value can be overridden:
 
 """ + "\n".join(f"* `{name}`: {text}" for name, text in PRESET_HELP.items())  # fmt: skip
 

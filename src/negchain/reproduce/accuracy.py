@@ -7,7 +7,8 @@ stl10 (Fig. 5)
     Paper   b = 32, β = 14.28, Adam 1e-4 and b = 256, β = 5, Adam 1e-3; 100 epochs of 100,000
             images; ResNet-18. "EMC² consistently outperforms the other algorithms".
     Ours    i-SIR, informed importance; BatchNorm with Adam 3e-4; b = 8 and 16. EMC² with one copy
-            of every other image as proposals, R = b - 1 (the paper: 2b - 2), half discarded.
+            of every other image as proposals, R = b - 1 (the paper: 2b - 2), half discarded; with
+            both where a setting ends in "-both".
 burn-in (Fig. 4)
     Paper   P in {0, b/2, b, 3b/2} (printed as 3/(2b)): "the performance of EMC² improves by
             increasing P, and the improvement stops at a certain threshold of around P = b". At
@@ -48,6 +49,7 @@ SETTINGS: dict[str, Row] = {
     "b32-batch-both": {"preset": "stl10-b32", "norm": "batch", "lr": 3e-4, "proposal": "both"},
     "b256-none": {"preset": "stl10-b256"},
     "b256-batch": {"preset": "stl10-b256", "norm": "batch"},
+    "b256-batch-both": {"preset": "stl10-b256", "norm": "batch", "proposal": "both"},
     "b16-batch": {"preset": "stl10-b32", "norm": "batch", "lr": 3e-4, "batch_size": 16},
     "b8-batch": {"preset": "stl10-b32", "norm": "batch", "lr": 3e-4, "batch_size": 8},
     "b8-batch-both": {
@@ -57,7 +59,6 @@ SETTINGS: dict[str, Row] = {
         "batch_size": 8,
         "proposal": "both",
     },
-    "b256-batch-both": {"preset": "stl10-b256", "norm": "batch", "proposal": "both"},
     "b8-none": {"preset": "stl10-b32", "batch_size": 8},
 }
 _SMALL: Row = {"preset": "imagenet100-b256", "image_size": 64, "stem": "large"}

@@ -158,19 +158,25 @@ def work(job: Row, deadline: float) -> Row:
     return {"complete": not late, "curve": curve}
 
 
+def collapsed(point: Row) -> bool:
+    """Whether all embeddings are nearly equal, where the gradient vanishes at loss log m_neg."""
+    return bool(point["variance"] < COLLAPSED)
+
+
 def table(rows: list[Row]) -> str:
-    """Where every method ends: means over the seeds that did not collapse."""
+    """Where every method ends, and its least norm: of what was not collapsed, over seeds."""
     lines = []
     for encoder, beta, lr, method in distinct(rows, "encoder", "beta", "lr", "method"):
         found = where(rows, encoder=encoder, beta=beta, lr=lr, method=method)
         found = [row for row in found if row.get("complete", True)]
         if not found:
             continue
-        last = [row["curve"][-1] for row in found]
-        kept = [point for point in last if point["variance"] >= COLLAPSED]
-        best = [min(p["gradient"] for p in row["curve"][1:]) for row in found]
+        runs = [row for row in found if not collapsed(row["curve"][-1])]
+        kept = [row["curve"][-1] for row in runs]
+        ways = [[p["gradient"] for p in row["curve"][1:] if not collapsed(p)] for row in runs]
+        best = [min(way) for way in ways]
         case = [encoder, f"{beta:g}", f"{lr:g}", title_of(method)]
-        case += [f"{len(last) - len(kept)} of {len(last)}"]
+        case += [f"{len(found) - len(runs)} of {len(found)}"]
         ends = [spread((p["exact_loss"] for p in kept), 2), powers([p["gradient"] for p in kept])]
         rest = [powers(best), *(spread((p[k] for p in kept), 2) for k in ("variance", "weights"))]
         lines.append([*case, *ends, *rest])
@@ -189,7 +195,10 @@ def powers(values: list[float]) -> str:
 
 
 def draw(rows: list[Row]) -> dict[str, Any]:
-    """Loss above, squared gradient norm below, a column per β and step size."""
+    """Loss above, squared gradient norm below, a column per β and step size.
+
+    Runs whose end is collapsed have a dotted line each and are in no mean.
+    """
     from matplotlib.figure import Figure
 
     cases = sorted(distinct(rows, "encoder", "beta", "lr"))
@@ -199,13 +208,23 @@ def draw(rows: list[Row]) -> dict[str, Any]:
         for axis, key in zip(axes[:, column], ("exact_loss", "gradient"), strict=True):
             for method in distinct(rows, "method"):
                 found = where(rows, encoder=encoder, beta=beta, lr=lr, method=method)
-                pages.plot_curves(axis, found, "step", key, title_of(method), colour(method))
+                ended = [row for row in found if row.get("complete", True)]
+                fallen = [row for row in ended if collapsed(row["curve"][-1])]
+                for row in fallen:
+                    steps, values = ([p[name] for p in row["curve"]] for name in ("step", key))
+                    axis.plot(steps, values, ":", color=colour(method), linewidth=1)
+                kept = [row for row in found if row not in fallen]
+                pages.plot_curves(axis, kept, "step", key, title_of(method), colour(method))
             axis.set(xscale="symlog", xlabel="iterations")
         axes[1, column].set_yscale("log")
         axes[0, column].set_title(f"{encoder}, β = {beta:g}, step {lr:g}")
     axes[0, 0].set_ylabel("exact L")
     axes[1, 0].set_ylabel("‖∇L‖²")
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    lines, labels = axes[0, 0].get_legend_handles_labels()
+    dotted = [line for axis in axes.flat for line in axis.lines if line.get_linestyle() == ":"]
+    if dotted:
+        lines, labels = [*lines, dotted[0]], [*labels, "a run that ends collapsed"]
+    figure.legend(lines, labels, loc="outside lower center", ncols=-(-len(labels) // 2))
     return {"stationarity": figure}
 
 
