@@ -42,10 +42,10 @@ from negchain.losses.request import (
     Part,
     Request,
     Want,
-    check_held,
-    check_requests,
+    check_answers,
     tower_of,
 )
+from negchain.losses.returned import check_held, check_requests
 from negchain.losses.settings import Gather, Given, InBatch, Informed, Proposals, Uniform
 from negchain.losses.state import Reporting, Rows
 from negchain.losses.table import Tables
@@ -146,9 +146,13 @@ class ContrastiveLoss(Reporting):
 
     def ranks(self) -> Ranks | None:
         """The processes this loss works with; None where it is alone."""
-        settings.refuse_replica(self)
         grouped = dist.is_available() and dist.is_initialized()
         return distributed.ranks_of(self) if grouped else None
+
+    def _replicate_for_data_parallel(self) -> Any:
+        replica = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+        replica.ranks = settings.refuse_replica  # what every request and call begins with
+        return replica
 
     # ------------------------------------------------------------------ what to encode
 
@@ -176,26 +180,32 @@ class ContrastiveLoss(Reporting):
         """
         index = as_ids("index", index, None, self.step.device)
         ranks, step = self.ranks(), self.step + ahead if ahead else self.step
-        if ranks is not None and not ranks.join:  # ranks with pools of their own draw differently
-            step = self.step + (ahead * ranks.world + ranks.rank)
+        if ranks is not None:
+            step = ranks.step(ahead)
         with torch.no_grad():
-            if z_a is None:
+            if z_a is not None:
+                parts = self._parts_of(z_a, z_b, (index, key_index, known, augmentation), step)
+            else:
                 parts = self._parts(index, augmentation, step)
                 parts += self.tables.due(self.refresh_fraction, ahead) if self.tables else []
-            else:
-                if z_b is None and self.symmetric and self.tables:
-                    raise ValueError(
-                        "z_b's rows are anchors as well, and draw by it: pass z_b too, or build "
-                        "the loss with symmetric=False"
-                    )
-                call = Call(z_a, z_a if z_b is None else z_b, index, key_index, known, augmentation)
-                if ranks is not None and len(self.tables):
-                    call = distributed.asked_together(ranks, call)
-                with without_autocast(z_a):
-                    parts = self._parts_given(call, step)
         if ranks is not None:
             parts = [distributed.share_out(part, ranks) for part in parts]
         return Request(self, index, self._turn + ahead, parts, augmentation, ahead)
+
+    def _parts_of(
+        self, z_a: Tensor, z_b: Tensor | None, where: tuple[Any, ...], step: Tensor
+    ) -> list[Part]:
+        """`_parts_given` for a batch of which z_b may be missing, on all ranks."""
+        if z_b is None and self.symmetric and self.tables:
+            raise ValueError(
+                "z_b's rows are anchors as well, and draw by it: pass z_b too, or build "
+                "the loss with symmetric=False"
+            )
+        call, ranks = Call(z_a, z_a if z_b is None else z_b, *where), self.ranks()
+        if ranks is not None and len(self.tables):
+            call = distributed.asked_together(ranks, call)
+        with without_autocast(z_a):
+            return self._parts_given(call, step)
 
     def _parts(
         self, index: Tensor, augmentation: tuple[Tensor, Tensor] | None, step: Tensor
@@ -270,35 +280,49 @@ class ContrastiveLoss(Reporting):
             [] scalar with the value of an estimate of the global loss, and the method's gradient.
         """
         call = Call(z_a, z_b, index, key_index, known, augmentation, draw, drawn, one_way)
+        turn = self._turn
+        if encode is not None:
+            if requests:
+                raise ValueError("encode= stands instead of requests; pass one or the other")
+            requests = self._answered(encode, call)  # under the caller's autocast, as the batch
+        with without_autocast(z_a):
+            ranks = self.ranks()
+            if ranks is not None:
+                with distributed.over_ranks(ranks, call, requests) as (whole, answers):
+                    total = self._loss(whole, answers)
+            else:
+                if encode is None or self._turn != turn:  # or `encode` has called this loss
+                    check_requests(self, call, requests)
+                    check_held(self, call, requests)
+                check_answers(requests, z_a)
+                total = self._loss(call, requests)
+        if z_a.device.type == "cpu" and not is_traced(z_a) and self.faults[2]:
+            self._warn(self.faults[2].item())
+        if self.training:
+            self._turn += 1
+        return total
+
+    def _answered(self, encode: Encodes, call: Call) -> tuple[Request, ...]:
+        """All that a call wants encoded, encoded."""
         if isinstance(encode, tuple) and self.views == "shared":
             raise ValueError(
                 "views='shared' has one encoder, and encode= is a pair; pass one function, or "
                 "construct the loss with views='paired' if z_a and z_b come from two encoders"
             )
-        if encode is not None and requests:
-            raise ValueError("encode= stands instead of requests; pass one or the other")
-        if encode is not None and index is not None:  # under the caller's autocast, as the batch
-            requests = (self.request(index, augmentation=augmentation),)
-            if self.tables:  # then some of it depends on the embeddings
-                second = self.request(
-                    index, z_a, z_b, key_index=key_index, known=known, augmentation=augmentation
-                )
-                requests = (*requests, second)
-            requests[0].encode(encode, *requests[1:])
-        with without_autocast(z_a):
-            ranks = self.ranks()
-            if ranks is None:
-                check_requests(self, self._turn, call, requests)
-                check_held(self, self._turn, call, requests)
-                total = self._loss(call, requests)
-            else:
-                with distributed.over_ranks(ranks, call, requests) as (whole, answers):
-                    total = self._loss(whole, answers)
-        if z_a.device.type == "cpu" and not is_traced(z_a):
-            self._warn(self.faults[2].item())
-        if self.training:
-            self._turn += 1
-        return total
+        if call.index is None:
+            return ()
+        first = self.request(call.index, augmentation=call.augmentation)
+        if not self.tables:
+            return (first.encode(encode),)
+        second = self.request(  # what depends on the embeddings
+            call.index,
+            call.z_a,
+            call.z_b,
+            key_index=call.key_index,
+            known=call.known,
+            augmentation=call.augmentation,
+        )
+        return first.encode(encode, second), second
 
     def _loss(self, call: Call, requests: Sequence[Request]) -> Tensor:
         raise NotImplementedError

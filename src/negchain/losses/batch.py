@@ -316,19 +316,18 @@ def per_side(name: str, value: object, num_sides: int) -> list[object]:
     return list(value)
 
 
-def check_width(z: Tensor, dim: int) -> Tensor:
-    """Embeddings [R, D] that answer a request, if D is the batch's."""
+def check_width(z: Tensor, dim: int) -> None:
+    """Refuse embeddings [R, D] that answer a request if D is not the batch's."""
     if z.dim() != 2 or z.shape[1] != dim or not z.is_floating_point():
         raise ValueError(
             f"an answer must hold embeddings [R, D] with D = {dim} in floating point, got "
             f"{z.dtype} {tuple(z.shape)}"
         )
-    return z
 
 
 def check_answer(z: Tensor, like: Tensor, normalize: bool) -> Tensor:
-    """Embeddings [R, D] that answer a request, checked as the batch was."""
-    z = as_embedding(check_width(z, like.shape[-1]), normalize).to(like.dtype)
+    """Embeddings [R, D] that answer a request, brought to the batch's form and finite."""
+    z = as_embedding(z, normalize).to(like.dtype)
     if fit_for_numpy(z) and not all_finite(z):
         raise ValueError("embeddings that answer a request must be finite, got NaN or inf")
     return z

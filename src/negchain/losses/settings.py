@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, ClassVar, Literal, TypedDict
+from typing import TYPE_CHECKING, ClassVar, Literal, Never, TypedDict
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -288,13 +288,12 @@ def check_gather(gather: Gather, shard_state: bool) -> Gather:
     return gather
 
 
-def refuse_replica(loss_fn: nn.Module) -> None:
+def refuse_replica() -> Never:
     """Refuse to be a copy that nn.DataParallel made."""
-    if getattr(loss_fn, "_is_replica", False):
-        raise RuntimeError(
-            "nn.DataParallel calls copies of the loss and throws them away, and its chains "
-            "with them; use torchrun and DistributedDataParallel, or keep the loss outside"
-        )
+    raise RuntimeError(
+        "nn.DataParallel calls copies of the loss and throws them away, and its chains "
+        "with them; use torchrun and DistributedDataParallel, or keep the loss outside"
+    )
 
 
 def refuse_unknown(kind: type, arguments: Iterable[str]) -> None:
