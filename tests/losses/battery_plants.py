@@ -35,7 +35,7 @@ def held_state_keeps_its_old_q(patch) -> None:
         if now.get("loss") is not self:
             memory.clear()
             now.clear()
-        now["loss"], now["chains"] = self, torch.cat(slots).tolist()
+        now["loss"], now["chains"] = self, slots.tolist()
         return right(self, number, side, slots, *rest)
 
     def corrected(start, kind):
@@ -109,7 +109,7 @@ def answers_of_an_earlier_visit(patch) -> None:
         key = (id(self), number)
         old = last.setdefault(key, torch.full((self.num_samples,), math.nan, dtype=torch.float64))
         logit, similarity = start.logit.clone(), start.similarity
-        chains = torch.cat(slots).repeat(self._views_per_item // len(slots))
+        chains = slots.repeat(side.num_rows // len(slots))
         for row, chain in enumerate(chains.tolist()):
             if math.isfinite(old[chain]) and logit[row] > -math.inf:
                 logit[row] = old[chain]

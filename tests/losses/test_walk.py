@@ -68,7 +68,7 @@ def two_kinds(kernel) -> tuple[float, float]:
     start = walk.Start(start_ids, LOGITS[start_ids], LOGITS[start_ids])
     rows = torch.arange(ROWS)
     sampler = walk.Sampler(kernel, "torch", 0, torch.tensor(3), rows)
-    done = walk.walk_chains(side, similarity, start, 1.0, logits, (rows,), sampler)
+    done = walk.walk_chains(side, similarity, start, 1.0, logits, rows, sampler)
     ended = torch.where(done.arrival.moved, done.arrival.ids, start_ids)
     counts = torch.bincount(ended, minlength=5)
     assert counts[0] == 0 and (done.weights[ids == 0] == 0).all()

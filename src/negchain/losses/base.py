@@ -46,7 +46,7 @@ from negchain.losses.request import (
     tower_of,
 )
 from negchain.losses.returned import check_held, check_requests
-from negchain.losses.settings import Gather, Given, InBatch, Informed, Proposals, Uniform
+from negchain.losses.settings import Gather, InBatch, Informed, Proposals, Uniform
 from negchain.losses.state import Reporting, Rows
 from negchain.losses.table import Tables
 from negchain.objective import Denominator, Estimate, contrastive_objective
@@ -219,7 +219,7 @@ class ContrastiveLoss(Reporting):
         if not isinstance(self.proposals, Informed):
             return []
         parts = []
-        sides = self._sides(check_batch(self, call), use_batch=False)
+        sides = columns.rows_alone(self, check_batch(self, call))
         for number, (side, table) in enumerate(zip(sides, self.tables, strict=True)):
             beta = self._beta(side.queries)
             draw = table.informed_rows if self.proposals.per_row else table.informed
@@ -327,33 +327,14 @@ class ContrastiveLoss(Reporting):
     def _loss(self, call: Call, requests: Sequence[Request]) -> Tensor:
         raise NotImplementedError
 
-    def _sides(self, batch: Batch, use_batch: bool = True, **layout: Any) -> list[Side]:
-        sides = lay_out(self, batch, **layout)
-        if not use_batch:
-            return [columns.without_batch(side) for side in sides]
-        if self.num_keys is None:
-            return sides
-        log_q = columns.popularity(self.key_counts, batch, self.num_samples, self._counts_keys)
-        return [columns.by_popularity(side, batch, log_q, layout.get("items")) for side in sides]
-
     def _begin(
         self, batch: Batch, call: Call, requests: Sequence[Request], **layout: Any
     ) -> list[Side]:
-        """The sides of a batch, with drawn columns appended."""
-        sides = self._sides(batch, not self.proposals.alone, one_way=call.one_way, **layout)
-        if not isinstance(self.proposals, InBatch):
-            given = isinstance(self.proposals, Given)
-            drawn = columns.drawn_for(call, None if given else requests, len(sides))
-            sides = [
-                columns.with_draw(side, *pair, self.num_ids, self.normalize)
-                for side, pair in zip(sides, drawn, strict=True)
-            ]
-        return sides
-
-    def _count_faults(self, batch: Batch) -> None:
-        """Note the samples that are not finite or out of range, for `info`."""
-        if batch.faults is not None and not is_traced(batch.faults):
-            self.faults[:2] += batch.faults
+        """The sides of a batch: its own columns, or others beside or instead of them."""
+        sides = lay_out(self, batch, one_way=call.one_way, **layout)
+        if self.num_keys is None and isinstance(self.proposals, InBatch):
+            return sides
+        return columns.with_proposals(self, sides, batch, call, requests, layout.get("items"))
 
     def _count_lonely(self, log_partition: Tensor) -> None:  # [N]
         """Note the rows without any negative (-inf), for `info`."""

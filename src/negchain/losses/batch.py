@@ -143,7 +143,7 @@ def lay_out(
     batch: Batch,
     *,
     one_way: bool = False,
-    key_ids: tuple[Tensor, ...] | None = None,
+    key_ids: Tensor | None = None,
     coin: Tensor | None = None,
     items: slice = slice(None),
 ) -> list[Side]:
@@ -153,8 +153,8 @@ def lay_out(
         loss_fn: its settings say which sides there are.
         batch: what `check_batch` returned.
         one_way: z_a's rows alone are anchors.
-        key_ids: names of the columns of shared views ([B] for z_a, [B] for z_b), where the stored
-            augmentations of an item have ids of their own.
+        key_ids: [2, B] names of the columns of shared views, where the stored augmentations of an
+            item have ids of their own.
         coin: [B] bool: with shared views a row is offered one copy of every item, rows of the
             first view z_a's where the coin is True, rows of the second view the other.
         items: whose rows; all items are columns.
@@ -171,7 +171,7 @@ def lay_out(
     swapped = both.flip(0)
     pair = (both, swapped) if items == slice(None) else (both[:, items], swapped[:, items])
     rows, positives = (z.flatten(0, 1) if symmetric else z[0] for z in pair)
-    names = batch.index.expand(2, -1) if key_ids is None else torch.stack(key_ids)
+    names = batch.index.expand(2, -1) if key_ids is None else key_ids
     if coin is None:
         columns = both.flatten(0, 1)[None]
         return [side(rows, positives, columns, names.reshape(1, -1), own, copies=2)]

@@ -20,10 +20,11 @@ from negchain.losses.batch import (
     Call,
     check_answer,
     is_traced,
+    lay_out,
     per_side,
 )
 from negchain.losses.request import Part, Request, Want, answered, tower_of
-from negchain.losses.settings import Uniform
+from negchain.losses.settings import Given, InBatch, Uniform
 from negchain.pool import Draw, Kind, Side, matches
 
 if TYPE_CHECKING:
@@ -43,6 +44,36 @@ def without_batch(side: Side) -> Side:
         hidden_keys=None,
         kinds=(),
     )
+
+
+def rows_alone(loss_fn: ContrastiveLoss, batch: Batch) -> list[Side]:
+    """The sides of a batch, with no column yet."""
+    return [without_batch(side) for side in lay_out(loss_fn, batch)]
+
+
+def with_proposals(
+    loss_fn: ContrastiveLoss,
+    sides: list[Side],
+    batch: Batch,
+    call: Call,
+    requests: Sequence[Request],
+    items: slice | None,
+) -> list[Side]:
+    """The batch's columns as draws by popularity (a corpus) or none, and drawn ones appended."""
+    proposals = loss_fn.proposals
+    if proposals.alone:
+        sides = [without_batch(side) for side in sides]
+    elif loss_fn.num_keys is not None:
+        counts, counting = loss_fn.key_counts, loss_fn._counts_keys
+        log_q = popularity(counts, batch, loss_fn.num_samples, counting)
+        sides = [by_popularity(side, batch, log_q, items) for side in sides]
+    if isinstance(proposals, InBatch):
+        return sides
+    drawn = drawn_for(call, None if isinstance(proposals, Given) else requests, len(sides))
+    num_ids, normalize = loss_fn.num_ids, loss_fn.normalize
+    return [
+        with_draw(side, *pair, num_ids, normalize) for side, pair in zip(sides, drawn, strict=True)
+    ]
 
 
 def with_draw(side: Side, draw: Draw, drawn: Tensor, num_ids: int | None, normalize: bool) -> Side:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from negchain.losses.base import ContrastiveLoss
 from negchain.losses.batch import Call, check_answer, check_batch
+from negchain.losses.columns import rows_alone
 from negchain.losses.request import Part, Request, Want, answered, tower_of
 from negchain.losses.settings import Shared, check_refresh, require_samples
 from negchain.losses.state import Report, keep
@@ -78,7 +79,7 @@ class NegativeCacheLoss(ContrastiveLoss):
     def _parts_given(self, call: Call, step: Tensor) -> list[Part]:
         """One draw per row from its stale softmax."""
         parts = []
-        sides = self._sides(check_batch(self, call), use_batch=False)
+        sides = rows_alone(self, check_batch(self, call))
         for number, (side, table) in enumerate(zip(sides, self.tables, strict=True)):
             key = (self.seed, step, number)
             ids, log_partition = table.winners(side, self._beta(side.queries), key)
@@ -88,8 +89,7 @@ class NegativeCacheLoss(ContrastiveLoss):
 
     def _loss(self, call: Call, requests: Sequence[Request]) -> Tensor:
         batch = check_batch(self, call)
-        self._count_faults(batch)
-        sides = self._sides(batch, use_batch=False)
+        sides = rows_alone(self, batch)
         total: list[Tensor] = []
         report: Report = {"global_loss": [], "effective_negatives": []}
         for number, side in enumerate(sides):
@@ -108,4 +108,4 @@ class NegativeCacheLoss(ContrastiveLoss):
         if self.training:
             self._remember(batch, sides, requests)
             self.step += 1
-        return self._finish(total, report)
+        return self._finish(total, report, batch.faults)

@@ -284,9 +284,11 @@ class Reporting(Stateful):
         plain = {"beta": beta.detach()} if isinstance(beta, Tensor) else {}
         return self.__dict__ | {"_info": {}} | plain
 
-    def _finish(self, total: list[Tensor], report: Report) -> Tensor:
+    def _finish(self, total: list[Tensor], report: Report, faults: Tensor | None = None) -> Tensor:
         """The mean loss over sides; the other numbers stay on the device for `info`."""
         if not is_traced(total[0]):
+            if faults is not None:
+                self.faults[:2] += faults
             self._info = {n: v[0] if len(v) == 1 else _mean_of(v) for n, v in report.items() if v}
         return total[0] if len(total) == 1 else sum(total[1:], total[0]) / len(total)
 

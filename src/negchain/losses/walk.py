@@ -169,7 +169,7 @@ def walk_chains(
     start: Start,
     beta: float | Tensor,
     logits: Tensor,
-    slots: tuple[Tensor, ...],
+    slots: Tensor,
     sampler: Sampler,
 ) -> Walk:
     """Move the chains of a side; pure.
@@ -180,7 +180,7 @@ def walk_chains(
         start: where the chains stand.
         beta: inverse temperature.
         logits: [N, K] corrected by the mixture of all kinds, -inf = excluded.
-        slots: the chains: one [B] for all views, or one [B] for each.
+        slots: the chains: [B] of the items, or [N] of the rows.
         sampler: how to move.
     """
     if len(side.kinds) > 1:
@@ -198,20 +198,18 @@ def walk_chains(
     return Walk(weights, mass, scan.accepts, num_steps, arrival)
 
 
-def _arrival(
-    side: Side, start: Start, last: Tensor, slots: tuple[Tensor, ...], sampler: Sampler
-) -> Arrival:
+def _arrival(side: Side, start: Start, last: Tensor, slots: Tensor, sampler: Sampler) -> Arrival:
     """Where the chains ended: where their row did, or one of their two rows, by a coin."""
-    size, row = len(slots[0]), torch.arange(len(last), device=last.device)
-    if len(last) > size:
+    size, row = len(last) // side.views, torch.arange(len(last), device=last.device)
+    if side.views == 2:
         coin = sampler.draw(rng.coins, rng.FOR_VIEW, sampler.rows[:size], 1)[:, 0]
         first, second = row.view(2, size)
         row = torch.where(coin, first, second)
-        if len(slots) == 2:  # a chain per view, unless both views are of one augmentation
-            row = torch.cat([torch.where(slots[0] == slots[1], row, first), second])
-    column, chains = last[row], slots[0] if len(slots) == 1 else torch.cat(slots)
+        if len(slots) > size:  # a chain per view, unless both views are of one augmentation
+            row = torch.cat([torch.where(slots[:size] == slots[size:], row, first), second])
+    column = last[row]
     moved, column = column >= 0, column.clamp(min=0)
     if side.kinds[-1].last == 0:
-        return Arrival(chains, moved, start.ids[row], None)
+        return Arrival(slots, moved, start.ids[row], None)
     keys = side.keys_at(row, column).detach() if sampler.keep_keys else None
-    return Arrival(chains, moved, side.ids_at(row, column), keys)
+    return Arrival(slots, moved, side.ids_at(row, column), keys)

@@ -94,7 +94,6 @@ class WeightedLoss(ContrastiveLoss):
     def _loss(self, call: Call, requests: Sequence[Request]) -> Tensor:
         batch = check_batch(self, call)
         sides = self._begin(batch, call, requests)
-        self._count_faults(batch)
         values: list[Tensor] = []
         report: Report = {"global_loss_low": [], "effective_negatives": []}
         learned: list[Learn] = []
@@ -117,4 +116,4 @@ class WeightedLoss(ContrastiveLoss):
                 learn(batch)
             if self._counts_steps:
                 self.step += 1
-        return self._finish(values, report)
+        return self._finish(values, report, batch.faults)
