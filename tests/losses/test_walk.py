@@ -18,8 +18,9 @@ import negchain.losses.emc2 as emc2
 import negchain.losses.resample as resample
 import negchain.losses.walk as walk
 from negchain import Draw, EMC2Loss, Given, Uniform
+from negchain.losses.columns import PrivateSide
 from negchain.losses.settings import ISIR, MH
-from negchain.pool import Kind, Side
+from negchain.pool import Kind
 from negchain.weights import isir_weights, mh_scan
 from oracles import unit
 
@@ -44,7 +45,7 @@ def two_kinds(kernel) -> tuple[float, float]:
     ids = torch.cat([pick(torch.ones(4), BATCH) + 1, pick(Q, DRAWS)], 1)
     similarity = LOGITS[ids]
     log_m = math.log(4)
-    side = Side(
+    side = PrivateSide(
         queries=torch.zeros(ROWS, 1, dtype=torch.float64),
         positives=torch.zeros(ROWS, 1, dtype=torch.float64),
         anchor_ids=torch.arange(ROWS),

@@ -91,7 +91,8 @@ class ContrastiveLoss(Reporting):
         **unknown: Never,
     ) -> None:
         super().__init__()
-        settings.refuse_unknown(type(self), unknown)
+        if unknown:
+            settings.refuse_unknown(type(self), unknown)
         settings.one_of("views", views, ("shared", "paired"))
         settings.one_of("denominator", denominator, ("negatives", "all"))
         settings.check_sizes(num_samples, num_keys, views)
@@ -100,7 +101,9 @@ class ContrastiveLoss(Reporting):
         # A corpus of keys has no anchors of its own to run the other direction from.
         self.symmetric = symmetric and num_keys is None
         self.denominator: Denominator = denominator
-        self.proposals = settings.as_proposals(proposals, num_samples, views)
+        self.proposals: Proposals = InBatch()
+        if proposals is not None and proposals != "batch":
+            self.proposals = settings.checked_proposals(proposals, num_samples, views)
         self.num_samples = num_samples
         self.num_keys = num_keys
         self.normalize = normalize
@@ -312,9 +315,13 @@ class ContrastiveLoss(Reporting):
         if call.index is None:
             return ()
         first = self.request(call.index, augmentation=call.augmentation)
-        if not self.tables:
-            return (first.encode(encode),)
-        second = self.request(  # what depends on the embeddings
+        others = [self._second_request(call)] if self.tables else []
+        return first.encode(encode, *others), *others
+
+    def _second_request(self, call: Call) -> Request:
+        """What depends on the embeddings of a batch."""
+        assert call.index is not None
+        return self.request(
             call.index,
             call.z_a,
             call.z_b,
@@ -322,7 +329,6 @@ class ContrastiveLoss(Reporting):
             known=call.known,
             augmentation=call.augmentation,
         )
-        return first.encode(encode, second), second
 
     def _loss(self, call: Call, requests: Sequence[Request]) -> Tensor:
         raise NotImplementedError
@@ -335,13 +341,6 @@ class ContrastiveLoss(Reporting):
         if self.num_keys is None and isinstance(self.proposals, InBatch):
             return sides
         return columns.with_proposals(self, sides, batch, call, requests, layout.get("items"))
-
-    def _count_lonely(self, log_partition: Tensor) -> None:  # [N]
-        """Note the rows without any negative (-inf), for `info`."""
-        if not is_traced(log_partition):
-            lonely = log_partition == -math.inf
-            if not fit_for_numpy(lonely) or lonely.numpy().any():
-                self.faults[2] += lonely.sum()
 
     def _remember(self, batch: Batch, sides: Sequence[Side], requests: Sequence[Request]) -> None:
         """Change what any loss may keep: stale tables, and which keys were positives."""
@@ -390,7 +389,10 @@ class ContrastiveLoss(Reporting):
         estimate: Estimate,
         carried_similarity: Tensor | None = None,
     ) -> Tensor:
-        beta = self._beta(similarity)
+        """The loss of a side, []; notes its rows without any negative, for `info`."""
+        beta, lonely = self._beta(similarity), estimate.log_partition == -math.inf
+        if not is_traced(lonely) and (not fit_for_numpy(lonely) or lonely.numpy().any()):
+            self.faults[2] += lonely.sum()
         return contrastive_objective(
             side.to_positives, similarity, estimate, beta, self.denominator, carried_similarity
         )

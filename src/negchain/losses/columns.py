@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,6 +33,47 @@ if TYPE_CHECKING:
 
 Popularity = Callable[[Tensor], Tensor]  # key ids -> log-probability as somebody's positive
 Key = tuple[int, Tensor, int]  # seed, step, side number: what random draws are a function of
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivateSide(Side):
+    """A side with C more columns, other ones for each row; they come after the shared ones."""
+
+    private_ids: Tensor  # [N,C]
+    private_keys: Tensor  # [N,C,D]
+
+    def similarities(self) -> Tensor:
+        """[N, K+C], differentiable."""
+        shared = super().similarities()
+        private = torch.einsum("nd,ncd->nc", self.queries, self.private_keys)
+        return torch.cat([shared, private], 1)
+
+    def all_excluded(self) -> Tensor:
+        """[N, K+C] bool."""
+        return torch.cat([self.excluded, self.excludes(self.private_ids)], 1)
+
+    def column_ids(self) -> Tensor:
+        """[N, K+C]."""
+        return torch.cat([super().column_ids(), self.private_ids], 1)
+
+    def ids_at(self, row: Tensor, column: Tensor) -> Tensor:
+        """[B] [B] -> [B]."""
+        return self.column_ids()[row, column]
+
+    def keys_at(self, row: Tensor, column: Tensor) -> Tensor:
+        """[B] [B] -> [B,D]."""
+        num_shared = self.keys.shape[1]
+        own = self.private_keys[row, (column - num_shared).clamp(min=0)]
+        if num_shared == 0:
+            return own
+        shared = super().keys_at(row, column.clamp(max=num_shared - 1))
+        return torch.where((column < num_shared)[:, None], shared, own)
+
+
+def with_private(side: Side, ids: Tensor, keys: Tensor) -> PrivateSide:  # [N,C] [N,C,D]
+    """A side with private columns appended."""
+    own = {each.name: getattr(side, each.name) for each in dataclasses.fields(Side)}
+    return PrivateSide(**own, private_ids=ids, private_keys=keys)
 
 
 def without_batch(side: Side) -> Side:
@@ -88,12 +130,9 @@ def with_draw(side: Side, draw: Draw, drawn: Tensor, num_ids: int | None, normal
     kinds = (*side.kinds, Kind(first, first + columns, count, _log_q(side, draw, num_ids)))
     if ids.dim() == 2:
         repeat = side.num_rows // shape[0]
-        return dataclasses.replace(
-            side,
-            private_ids=ids.repeat(repeat, 1),
-            private_keys=drawn.view(*shape, dim).repeat(repeat, 1, 1),
-            kinds=kinds,
-        )
+        keys = drawn.view(*shape, dim).repeat(repeat, 1, 1)
+        side = dataclasses.replace(side, kinds=kinds)
+        return with_private(side, ids.repeat(repeat, 1), keys)
     excluded = matches(side.items_of(ids), side.positive_ids, side.known)
     excluded = excluded | ~torch.isfinite(drawn).all(1)[None, :]
     return dataclasses.replace(

@@ -29,12 +29,13 @@ from negchain.losses.batch import Batch, Call, Ids, as_ids, check_answer, check_
 from negchain.losses.chains import Carried, ChainTable
 from negchain.losses.request import Part, Request, Want, answered, tower_of
 from negchain.losses.settings import (
+    ISIR,
     InBatch,
     Kernel,
     Proposals,
     Shared,
     as_kernel,
-    chain_proposals,
+    corpus_proposals,
     one_of,
     require_samples,
 )
@@ -119,17 +120,15 @@ class EMC2Loss(ContrastiveLoss):
     ) -> None:
         require_samples(num_samples)
         kernel, views = as_kernel(kernel), shared.get("views", "shared")
-        reached = key_counts is not None and bool((torch.as_tensor(key_counts) > 0).all())
-        proposals = chain_proposals(
-            proposals,
-            kernel,
-            views=views,
-            augmentations=augmentations,
-            num_keys=shared.get("num_keys"),
-            reached=reached,
-        )
+        if shared.get("num_keys") is not None:
+            proposals = corpus_proposals(proposals, key_counts)
         if augmentations is not None:
             check_stored(augmentations, views, proposals)
+        elif proposals in (None, "batch") and views == "shared" and isinstance(kernel, ISIR):
+            # It weighs a set in which the carried item counts as often as the others, so both views
+            # leave p as it is where they are equal. A Metropolis-Hastings chain would meet an item
+            # twice; a stored view is a state of its own (records/2026-11-18_both-copies_cpu.md).
+            proposals = InBatch(copies=2)
         super().__init__(
             num_samples,
             beta,
@@ -246,7 +245,6 @@ class EMC2Loss(ContrastiveLoss):
         """The value of a side, with the bracket of the global loss its columns allow."""
         beta = self._beta(similarity)
         low, high, middle = bracket(side, logits, beta, start.ids, start.logit)
-        self._count_lonely(high)
         saturation = torch.where(low > -math.inf, low, high) if self.denominator == "all" else None
         estimate = Estimate(walk.weights, middle, saturation, walk.carried_weight)
         visit.total.append(self._value(side, similarity, estimate, start.similarity))
@@ -295,7 +293,8 @@ class EMC2Loss(ContrastiveLoss):
 
     def _store(self, visit: Visit, requests: Sequence[Request]) -> None:
         """Where the chains ended, and what else the next visit needs."""
-        self._remember(visit.batch, visit.sides, requests)
+        if self.tables or self._counts_keys:
+            self._remember(visit.batch, visit.sides, requests)
         for number, arrival in enumerate(visit.arrivals):
             self.chains.commit(number, arrival, visit.batch.valid)
 

@@ -10,7 +10,6 @@ Bias        staleness of the table (tests/losses/test_planted.py); none if nothi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Unpack
 
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from negchain.losses.base import ContrastiveLoss
 from negchain.losses.batch import Call, check_answer, check_batch
-from negchain.losses.columns import rows_alone
+from negchain.losses.columns import rows_alone, with_private
 from negchain.losses.request import Part, Request, Want, answered, tower_of
 from negchain.losses.settings import Shared, check_refresh, require_samples
 from negchain.losses.state import Report, keep
@@ -99,12 +98,11 @@ class NegativeCacheLoss(ContrastiveLoss):
             similarity = torch.linalg.vecdot(side.queries, keys)[:, None]
             weights = (~side.excludes(part.want.ids)).to(similarity.dtype)[:, None]
             estimate = Estimate(weights, part.log_partition)
-            self._count_lonely(part.log_partition)
             total.append(self._value(side, similarity, estimate))
             report["global_loss"].append(keep(total[-1]))
             report["effective_negatives"].append(partial(effective_negatives, weights))
             drawn = part.want.ids[:, None]
-            sides[number] = replace(side, private_ids=drawn, private_keys=keys[:, None])
+            sides[number] = with_private(side, drawn, keys[:, None])
         if self.training:
             self._remember(batch, sides, requests)
             self.step += 1

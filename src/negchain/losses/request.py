@@ -153,11 +153,6 @@ class Request:
                 part.embeddings = own
         return self
 
-    def part(self, purpose: Purpose, side: int) -> Part | None:
-        """The part for one purpose and side, if it was asked for."""
-        found = (p for p in self.parts if (p.purpose, p.side) == (purpose, side))
-        return next(found, None)
-
 
 def encoders_of(encode: Encodes, towers: Collection[Tower]) -> tuple[Encode, ...]:
     """One encoder, or the anchors' and the keys', if they can make what is asked for."""
@@ -185,9 +180,8 @@ def _embeddings(z: object, count: int) -> Tensor:  # [count, D]
 
 def answered(requests: Sequence[Request], purpose: Purpose, side: int) -> Part:
     """The part for a purpose and side; where there is none, the error says what to do."""
-    for request in requests:
-        part = request.part(purpose, side)
-        if part is not None:
+    for part in (part for request in requests for part in request.parts):
+        if (part.purpose, part.side) == (purpose, side):
             return part
     raise ValueError(
         f"this loss needs its {purpose} negatives encoded: call it with "

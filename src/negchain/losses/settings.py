@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, ClassVar, Literal, Never, TypedDict
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -212,56 +213,29 @@ def as_seed(seed: int) -> int:
     return int(seed)
 
 
-def chain_proposals(
-    proposals: Proposals | Literal["batch"] | None,
-    kernel: Kernel,
-    *,
-    views: str = "shared",
-    augmentations: int | None = None,
-    num_keys: int | None = None,
-    reached: bool = False,
-) -> Proposals:
-    """What a chain may move to: what is given, else the batch, else (a corpus) uniform draws.
+def corpus_proposals(
+    proposals: Proposals | Literal["batch"] | None, key_counts: Tensor | None
+) -> Proposals | Literal["batch"] | None:
+    """What chains over a corpus may move to: uniform draws, if nothing is said.
 
-    "batch" offers a row one view of every other item; with shared views it offers i-SIR both. i-SIR
-    weighs a set in which the carried item counts as often as the others, so that both views leave p
-    as it is where they are equal; a Metropolis-Hastings chain would meet an item twice, and a
-    stored view is a state of its own (records/2026-11-18_both-copies_cpu.md).
-
-    Args:
-        reached: every key of a corpus is somebody's positive, so batches reach them all.
+    The batch alone only where every key is somebody's positive, so that batches reach them all.
 
     Example:
-        >>> chain_proposals(None, ISIR()), chain_proposals("batch", MH())
-        (InBatch(copies=2), InBatch(copies=1))
-        >>> chain_proposals(None, MH(), views="paired", num_keys=9)
+        >>> corpus_proposals(None, None)
         Uniform(num=None, alone=False)
     """
-    unreached = num_keys is not None and not reached
-    if proposals is None and unreached:
-        return Uniform()
-    if proposals is None or proposals == "batch":
-        both = views == "shared" and isinstance(kernel, ISIR) and augmentations is None
-        proposals = InBatch(copies=2 if both else 1)
-    if unreached and isinstance(proposals, InBatch):
+    if key_counts is not None and bool((torch.as_tensor(key_counts) > 0).all()):
+        return proposals
+    if proposals == "batch" or isinstance(proposals, InBatch):
         raise ValueError(
             "proposals='batch' reaches only keys that are somebody's positive; with num_keys= "
             "use Uniform() or Informed(), or give key_counts= if every key is one"
         )
-    return proposals
+    return Uniform() if proposals is None else proposals
 
 
-def as_proposals(
-    proposals: Proposals | Literal["batch"] | None, num_samples: int | None, views: str
-) -> Proposals:
-    """Proposals by themselves or by their name, if they can be made here.
-
-    Example:
-        >>> as_proposals("batch", 100, "shared")
-        InBatch(copies=1)
-    """
-    if proposals is None or proposals == "batch":
-        return InBatch()
+def checked_proposals(proposals: Proposals, num_samples: int | None, views: str) -> Proposals:
+    """Proposals other than "batch", if they can be made here."""
     if not isinstance(proposals, (InBatch, Uniform, Informed, Given)):
         raise ValueError(
             "proposals must be 'batch', InBatch(...), Uniform(...), Informed(...) or Given(...), "

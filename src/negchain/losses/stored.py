@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from negchain.losses.batch import Views, as_ids
-from negchain.losses.settings import Informed, Proposals, check_count
+from negchain.losses.settings import InBatch, Informed, check_count
 
 
 def stored_ids(
@@ -29,11 +29,12 @@ def stored_ids(
     return torch.stack([index * per_item + a.clamp(0, per_item - 1) for a in chosen])
 
 
-def check_stored(augmentations: int, views: Views, proposals: Proposals) -> None:
+def check_stored(augmentations: int, views: Views, proposals: object) -> None:
     """Refuse numbers of stored augmentations, and combinations, that cannot be."""
     check_count("augmentations (stored per item)", augmentations)
+    offered = InBatch() if proposals in (None, "batch") else proposals
     if views != "shared" or isinstance(proposals, Informed):
         raise ValueError(
             "augmentations (stored per item) go with views='shared' and proposals other than "
-            f"Informed; got {augmentations}, {views!r}, {proposals}"
+            f"Informed; got {augmentations}, {views!r}, {offered}"
         )

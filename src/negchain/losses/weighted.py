@@ -101,7 +101,6 @@ class WeightedLoss(ContrastiveLoss):
             similarity = side.similarities()
             logits = detached_logits(side, similarity, self._beta(similarity))
             estimate, learn = self._estimate(number, side, logits)
-            self._count_lonely(estimate.log_partition)
             values.append(self._value(side, similarity, estimate))
             log_partition = global_log_partition(side, logits)
             if log_partition is not None:
