@@ -148,10 +148,7 @@ class Side:
 
     def counts(self) -> Tensor:
         """n, draws the partition estimate divides by, [N]."""
-        counts = self.kinds[0].count
-        for kind in self.kinds[1:]:
-            counts = counts + kind.count
-        return counts
+        return sum((kind.count for kind in self.kinds[1:]), self.kinds[0].count)
 
     def correction(self, ids: Tensor) -> Tensor | None:  # [N, ...] -> [N, ...]
         """log(q m_neg) of ids under the mixture of all kinds; None where all are uniform."""
@@ -168,7 +165,7 @@ def mixture(kinds: tuple[Kind, ...], ids: Tensor, dtype: torch.dtype) -> Tensor:
     for kind in kinds:
         weight = kind.count.to(dtype).log().view(shape).expand(ids.shape)
         terms.append(weight if kind.log_q is None else weight + kind.log_q(ids))
-    total = sum(kind.count for kind in kinds[1:]) + kinds[0].count
+    total = sum((kind.count for kind in kinds[1:]), kinds[0].count)
     return torch.logsumexp(torch.stack(terms), 0) - total.to(dtype).log().view(shape)
 
 
@@ -199,16 +196,21 @@ def num_distinct(known: Tensor, own: Tensor) -> Tensor:  # [N,L] [N] -> [N] int6
 def matches(ids: Tensor, own: Tensor, known: Tensor | None) -> Tensor:  # [K] [N] -> [N,K] bool
     """Which columns are a row's own positive or one of its known positives."""
     mask = ids[None, :] == own[:, None]
+    return mask if known is None or len(ids) == 0 else mask | among(ids, known)
+
+
+def among(ids: Tensor, known: Tensor) -> Tensor:  # [K] [N,L] -> [N,K] bool
+    """Which columns are one of a row's known positives.
+
+    Looked up, not compared: L may be a whole class, and memory stays at N x (K + L).
+    """
     num_columns = len(ids)
-    if known is None or num_columns == 0:
-        return mask
-    # looked up, not compared: L may be a whole class, and memory stays at N x (K + L)
     ordered = ids.sort().values
     place = torch.searchsorted(ordered, known)
     there = ordered[place.clamp(max=num_columns - 1)] == known
     place = torch.where(there, place, num_columns)  # one column more, for what is not there
     found = torch.zeros(len(known), num_columns + 1, dtype=torch.bool, device=ids.device)
-    return mask | found.scatter(1, place, True)[:, torch.searchsorted(ordered, ids)]
+    return found.scatter(1, place, True)[:, torch.searchsorted(ordered, ids)]
 
 
 def first_writer(slots: Tensor, allowed: Tensor) -> Tensor:  # [N] [N] bool -> [N] int64

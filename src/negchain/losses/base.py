@@ -41,16 +41,14 @@ from negchain.losses.request import (
     Encodes,
     Part,
     Request,
-    Want,
     check_answers,
-    tower_of,
 )
 from negchain.losses.returned import check_held, check_requests
 from negchain.losses.settings import Gather, InBatch, Informed, Proposals, Uniform
 from negchain.losses.state import Reporting, Rows
 from negchain.losses.table import Tables
 from negchain.objective import Denominator, Estimate, contrastive_objective
-from negchain.pool import Draw, Side
+from negchain.pool import Side
 from negchain.rng import fit_for_numpy
 
 
@@ -110,12 +108,15 @@ class ContrastiveLoss(Reporting):
         self.seed = settings.as_seed(seed)
         self.ids_per_item = ids_per_item
         self._turn = 0
-        self.gather = settings.check_gather(gather, shard_state)
+        if gather is not True:
+            settings.check_gather(gather, shard_state)
+        self.gather: Gather = gather
         self.bytes_sent = 0  # to other ranks, so far
         self.rows = Rows.of(num_samples or 0, self.ranks() if shard_state else None)
         self.add_state("step", torch.zeros((), dtype=torch.int64))
         sizes = [num_samples or 0, num_keys or 0, ids_per_item]
         self.add_state("sizes", torch.tensor(sizes, dtype=torch.int64))
+        self._counts_keys = num_keys is not None and key_counts is None  # on the way
         if num_keys is not None:
             counts = columns.first_counts(key_counts, num_keys)
             self.add_state("key_counts", counts, given=key_counts is not None)
@@ -219,18 +220,8 @@ class ContrastiveLoss(Reporting):
 
     def _parts_given(self, call: Call, step: Tensor) -> list[Part]:
         """Once the batch is encoded: informed draws."""
-        if not isinstance(self.proposals, Informed):
-            return []
-        parts = []
-        sides = columns.rows_alone(self, check_batch(self, call))
-        for number, (side, table) in enumerate(zip(sides, self.tables, strict=True)):
-            beta = self._beta(side.queries)
-            draw = table.informed_rows if self.proposals.per_row else table.informed
-            count = self.proposals.num or (1 if self.proposals.per_row else len(call.z_a))
-            ids, log_q = draw(count, side, beta, self.proposals, (self.seed, step, number))
-            wanted = Want(ids.flatten(), tower_of(number))
-            parts.append(Part("draw", number, wanted, Draw(ids, log_q)))
-        return parts
+        informed = isinstance(self.proposals, Informed)
+        return columns.informed_parts(self, check_batch(self, call), step) if informed else []
 
     def held(
         self, index: Ids, augmentation: tuple[Tensor, Tensor] | None = None
@@ -347,7 +338,7 @@ class ContrastiveLoss(Reporting):
         if self.tables:
             self.tables.remember(sides, requests, batch.both, self.normalize)
         if self._counts_keys:
-            self._count(batch.key_index, batch.valid)
+            columns.count_keys(self.key_counts, batch.key_index, batch.valid)
 
     def give_key_counts(self, key_counts: Tensor) -> None:  # [num_keys]
         """Say how many pairs of a pass have each key, where calls would have to count them.
@@ -355,19 +346,9 @@ class ContrastiveLoss(Reporting):
         Fractions are means: an anchor that takes one of k keys at random gives each 1/k.
         """
         if self._counts_keys:
+            self._counts_keys = False
             self._given.add("key_counts")
             self.key_counts.copy_(columns.first_counts(key_counts, len(self.key_counts) - 1))
-
-    @property
-    def _counts_keys(self) -> bool:
-        return self.num_keys is not None and "key_counts" not in self._given
-
-    def _count(self, keys: Tensor, valid: Tensor | None = None) -> None:  # [B]
-        """Remember which keys were positives; part of changing state."""
-        kind = self.key_counts.dtype
-        ones = torch.ones_like(keys, dtype=kind) if valid is None else valid.to(kind)
-        self.key_counts.index_add_(0, keys, ones)
-        self.key_counts[-1] += ones.sum()
 
     def _touched(
         self, call: Call, index: Tensor, requests: Sequence[Request]

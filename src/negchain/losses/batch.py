@@ -161,12 +161,12 @@ def lay_out(
     """
     side = partial(_side, loss_fn, batch, items, _positives(batch, items))
     symmetric = loss_fn.symmetric and not one_way
-    both, own = batch.both, batch.key_index
+    both = batch.both
     if loss_fn.views == "paired":
         z_a, z_b = both.unbind()
-        sides = [side(z_a[items], z_b[items], z_b[None], own[None], own)]
+        sides = [side(z_a[items], z_b[items], z_b[None], batch.key_index[None])]
         if symmetric:
-            sides.append(side(z_b[items], z_a[items], z_a[None], batch.index[None], batch.index))
+            sides.append(side(z_b[items], z_a[items], z_a[None], batch.index[None]))
         return sides
     swapped = both.flip(0)
     pair = (both, swapped) if items == slice(None) else (both[:, items], swapped[:, items])
@@ -174,13 +174,13 @@ def lay_out(
     names = batch.index.expand(2, -1) if key_ids is None else key_ids
     if coin is None:
         columns = both.flatten(0, 1)[None]
-        return [side(rows, positives, columns, names.reshape(1, -1), own, copies=2)]
+        return [side(rows, positives, columns, names.reshape(1, -1), copies=2)]
     keys = torch.where(coin[:, None], both, swapped)
     hidden = keys.detach().flip(0)
     ids = names if key_ids is None else torch.where(coin, names, names.flip(0))
     if not symmetric:
         keys, hidden, ids = keys[:1], hidden[:1], ids[:1]
-    return [side(rows, positives, keys, ids, own, hidden_keys=hidden)]
+    return [side(rows, positives, keys, ids, hidden_keys=hidden)]
 
 
 def _positives(batch: Batch, items: slice) -> Tensor:  # -> [rows of `items`, B] bool
@@ -201,11 +201,10 @@ def _side(
     positives: Tensor,
     keys: Tensor,
     ids: Tensor,
-    own: Tensor,
     **more: Any,
 ) -> Side:
     """A side whose rows and columns are one or more copies of what `excluded` is about."""
-    anchors = batch.index[items]
+    anchors, own = batch.index[items], batch.key_index
     copies = rows.shape[0] // anchors.shape[0]
     anchor_ids = repeated(anchors, copies)
     if excluded.shape != (rows.shape[0], keys.shape[1]):
@@ -302,18 +301,6 @@ def _clamped(ids: Tensor, size: int | None) -> tuple[Tensor, Tensor]:
     if size is None:
         return ids, torch.ones_like(ids, dtype=torch.bool)
     return ids.clamp(0, size - 1), (ids >= 0) & (ids < size)
-
-
-def per_side(name: str, value: object, num_sides: int) -> list[object]:
-    """One entry per side: a pair where there are two sides, the thing itself where there is one."""
-    if num_sides == 1:
-        return [value]
-    if not isinstance(value, (tuple, list)) or isinstance(value, Draw) or len(value) != 2:
-        raise ValueError(
-            f"{name}= must be a pair here, one entry per direction (views='paired' is symmetric); "
-            "pass two, or construct the loss with symmetric=False"
-        )
-    return list(value)
 
 
 def check_width(z: Tensor, dim: int) -> None:

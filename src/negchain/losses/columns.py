@@ -22,10 +22,9 @@ from negchain.losses.batch import (
     check_answer,
     is_traced,
     lay_out,
-    per_side,
 )
 from negchain.losses.request import Part, Request, Want, answered, tower_of
-from negchain.losses.settings import Given, InBatch, Uniform
+from negchain.losses.settings import Given, InBatch, Informed, Uniform
 from negchain.pool import Draw, Kind, Side, matches
 
 if TYPE_CHECKING:
@@ -161,6 +160,21 @@ def uniform_parts(loss_fn: ContrastiveLoss, index: Tensor, step: Tensor) -> list
     return parts
 
 
+def informed_parts(loss_fn: ContrastiveLoss, batch: Batch, step: Tensor) -> list[Part]:
+    """Draws of every side from its stale table, for the caller to encode."""
+    proposals, parts = loss_fn.proposals, []
+    assert isinstance(proposals, Informed)
+    tables = zip(rows_alone(loss_fn, batch), loss_fn.tables, strict=True)
+    for number, (side, table) in enumerate(tables):
+        beta, key = loss_fn._beta(side.queries), (loss_fn.seed, step, number)
+        draw = table.informed_rows if proposals.per_row else table.informed
+        count = proposals.num or (1 if proposals.per_row else len(batch.index))
+        ids, log_q = draw(count, side, beta, proposals, key)
+        wanted = Want(ids.flatten(), tower_of(number))
+        parts.append(Part("draw", number, wanted, Draw(ids, log_q)))
+    return parts
+
+
 def sample_rows(index: Tensor) -> Tensor:  # [B] -> [B]
     """Rows of draws by sample; one that a batch holds twice draws twice.
 
@@ -187,6 +201,18 @@ def drawn_for(
         )
     sides = per_side("draw", draw, num_sides), per_side("drawn", drawn, num_sides)
     return list(zip(*sides, strict=True))  # type: ignore[arg-type]
+
+
+def per_side(name: str, value: object, num_sides: int) -> list[object]:
+    """One entry per side: a pair where there are two sides, the thing itself where there is one."""
+    if num_sides == 1:
+        return [value]
+    if not isinstance(value, (tuple, list)) or isinstance(value, Draw) or len(value) != 2:
+        raise ValueError(
+            f"{name}= must be a pair here, one entry per direction (views='paired' is symmetric); "
+            "pass two, or construct the loss with symmetric=False"
+        )
+    return list(value)
 
 
 def check_draw(draw: Draw, drawn: Tensor, dim: int, rows: tuple[int, int]) -> None:
@@ -265,6 +291,14 @@ def first_counts(counts: Tensor | None, num_keys: int) -> Tensor:
             f"{counts.dtype} {tuple(counts.shape)}; pass torch.bincount(key_of, minlength=num_keys)"
         )
     return torch.cat([counts, counts.sum()[None]]).double()
+
+
+def count_keys(key_counts: Tensor, keys: Tensor, valid: Tensor | None = None) -> None:  # [B]
+    """Remember which keys were positives; part of changing state."""
+    kind = key_counts.dtype
+    ones = torch.ones_like(keys, dtype=kind) if valid is None else valid.to(kind)
+    key_counts.index_add_(0, keys, ones)
+    key_counts[-1] += ones.sum()
 
 
 def popularity(counts: Tensor, batch: Batch, num_samples: int | None, counting: bool) -> Popularity:

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from negchain.losses.agreement import Own, agreed, is_drawn, parts_of
 from negchain.losses.batch import Call, as_ids
-from negchain.losses.columns import drawn_for, sample_rows
+from negchain.losses.columns import count_keys, drawn_for, sample_rows
 from negchain.losses.request import Part, Request, check_answers
 from negchain.losses.returned import check_held, check_requests
 from negchain.losses.shards import Shards
@@ -309,4 +309,4 @@ def _tell(ranks: Ranks, call: Call, requests: Sequence[Request]) -> None:
     first = sum(sizes[: ranks.rank])
     others = torch.cat([slots["keys"][0][:first], slots["keys"][0][first + len(keys) :]])
     if loss_fn._counts_keys:
-        loss_fn._count(others)
+        count_keys(loss_fn.key_counts, others)

@@ -65,7 +65,7 @@ class NegativeCacheLoss(ContrastiveLoss):
     ) -> None:
         require_samples(num_samples)
         super().__init__(num_samples, beta, **shared)
-        self._given.add("key_counts")  # of no use: the batch is no column here
+        self._counts_keys = False  # of no use: the batch is no column here
         check_refresh(refresh)
         self.refresh_fraction = refresh
         self.tables = Tables(self.num_sides, self.num_ids or 0, shared.get("dim"), self.rows.ranks)

@@ -253,13 +253,12 @@ def checked_proposals(proposals: Proposals, num_samples: int | None, views: str)
     return proposals
 
 
-def check_gather(gather: Gather, shard_state: bool) -> Gather:
+def check_gather(gather: Gather, shard_state: bool) -> None:
     """Refuse what is not among the ways to gather."""
     if shard_state and gather is False:
         raise ValueError("shard_state=True needs gather=True: its ranks work on one batch")
     if not isinstance(gather, (bool, dist.ProcessGroup)) and gather != "even":
         raise ValueError(f"gather must be True, False, 'even' or a process group, got {gather!r}")
-    return gather
 
 
 def refuse_replica() -> Never:
@@ -296,7 +295,12 @@ def check_sizes(num_samples: int | None, num_keys: int | None, views: Views) -> 
         raise ValueError(
             f"num_samples must be at least 2, got {num_samples}: one sample has no negative"
         )
-    if num_keys is not None and (views != "paired" or num_keys < 2 or num_samples is None):
+    if num_keys is not None:
+        _check_corpus(num_samples, num_keys, views)
+
+
+def _check_corpus(num_samples: int | None, num_keys: int, views: Views) -> None:
+    if views != "paired" or num_keys < 2 or num_samples is None:
         raise ValueError(
             "num_keys (the size of a corpus of keys) needs num_samples, views='paired' and at "
             f"least 2 keys, got num_keys={num_keys}, num_samples={num_samples} and "
