@@ -263,33 +263,29 @@ class EMC2Loss(ContrastiveLoss):
     ) -> Start:
         """Where the chains of a side's rows stand."""
         if self.carried == "cached":
-            return self._cached_start(number, side, slots)
-        part = answered(requests, "carried", number)
-        assert part.embeddings is not None
-        keys = check_answer(part.embeddings, batch.both, self.normalize)
-        keys = keys.view(-1, *batch.both.shape[1:])[:, items]
-        # what was asked for, not the table again: on all ranks the state of the one that asked
-        ids = part.want.ids.view(-1, batch.both.shape[1])[:, items]
-        ids = ids.expand(self._views_per_item, -1).flatten()
-        return self._started(side, ids, keys, side.excludes(ids))
+            ids, keys, excluded = self._cached(number, side, slots)
+        else:
+            part, shape = answered(requests, "carried", number), batch.both.shape[1:]
+            assert part.embeddings is not None
+            keys = check_answer(part.embeddings, batch.both, self.normalize)
+            keys = keys.view(-1, *shape)[:, items]
+            # what was asked for, not the table again: on all ranks the state of the one that asked
+            ids = part.want.ids.view(-1, shape[0])[:, items].expand(side.views, -1).flatten()
+            excluded = side.excludes(ids)
+        rows = side.queries.view(side.views, *keys.shape[1:])
+        similarity = torch.linalg.vecdot(rows, keys).flatten()
+        logit = similarity.detach() * constant(self._beta(similarity))
+        return Start(ids, usable(logit, excluded), similarity)
 
-    def _cached_start(self, number: int, side: Side, slots: Tensor) -> Start:
-        """The same by the embeddings kept from the last visit; NaN before the first."""
+    def _cached(self, number: int, side: Side, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Ids, embeddings as of the last visit, and whether they are no negatives, or new."""
         slots = slots.repeat(side.num_rows // len(slots))
         ids = self.chains.ids(number, slots)
         keys = self.chains.cached_keys(number, slots, side.queries.shape[1])
         keys = keys.to(side.queries.dtype)
         unseen = ~torch.isfinite(keys).all(1)
         keys = keys.masked_fill(unseen[:, None], 0.0)  # 0 * NaN would spread
-        keys = keys.view(self._views_per_item, -1, keys.shape[1])
-        return self._started(side, ids, keys, side.excludes(ids) | unseen)
-
-    def _started(self, side: Side, ids: Tensor, keys: Tensor, excluded: Tensor) -> Start:
-        """Chains at some ids, whose embeddings [views or 1, b, D] rows are compared with."""
-        rows = side.queries.view(self._views_per_item, *keys.shape[-2:])
-        similarity = torch.linalg.vecdot(rows, keys).flatten()
-        logit = similarity.detach() * constant(self._beta(similarity))
-        return Start(ids, usable(logit, excluded), similarity)
+        return ids, keys.view(side.views, -1, keys.shape[1]), side.excludes(ids) | unseen
 
     def _store(self, visit: Visit, requests: Sequence[Request]) -> None:
         """Where the chains ended, and what else the next visit needs."""

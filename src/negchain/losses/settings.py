@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from negchain.objective import Denominator
 
 
+COUNT_EVERY = "count_every (every c-th state, or one column of every c)"
+
+
 @dataclass(frozen=True)
 class MH:
     """Metropolis-Hastings: weights are the shares of steps a chain spends at each negative.
@@ -40,7 +43,7 @@ class MH:
                 "burn_in must be a share in [0, 1) or a whole number of steps, got "
                 f"{self.burn_in!r:.50}"
             )
-        _check_count_every(self.count_every)
+        check_count(COUNT_EVERY, self.count_every)
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ class ISIR:
     """One column of every c speaks for all c: more variance, the same mean given the batch."""
 
     def __post_init__(self) -> None:
-        _check_count_every(self.count_every)
+        check_count(COUNT_EVERY, self.count_every)
 
 
 @dataclass(frozen=True)
@@ -326,10 +329,6 @@ def check_refresh(refresh: float) -> None:
 def _check_num(num: int | None) -> None:
     if num is not None:
         check_count("num (draws per step)", num)
-
-
-def _check_count_every(count_every: int) -> None:
-    check_count("count_every (every c-th state, or one column of every c)", count_every)
 
 
 def is_number(value: object, kind: type = Real) -> bool:
