@@ -37,6 +37,7 @@ from negchain.losses.batch import (
     without_autocast,
 )  # fmt: skip
 from negchain.losses.distributed import Ranks
+from negchain.losses.proposals import Informed, Proposals, Uniform, checked_proposals
 from negchain.losses.request import (
     Encodes,
     Part,
@@ -44,7 +45,7 @@ from negchain.losses.request import (
     check_answers,
 )
 from negchain.losses.returned import check_held, check_requests
-from negchain.losses.settings import Gather, InBatch, Informed, Proposals, Uniform
+from negchain.losses.settings import Gather, InBatch
 from negchain.losses.state import Reporting, Rows
 from negchain.losses.table import Tables
 from negchain.objective import Denominator, Estimate, contrastive_objective
@@ -101,7 +102,7 @@ class ContrastiveLoss(Reporting):
         self.denominator: Denominator = denominator
         self.proposals: Proposals = InBatch()
         if proposals is not None and proposals != "batch":
-            self.proposals = settings.checked_proposals(proposals, num_samples, views)
+            self.proposals = checked_proposals(proposals, num_samples, views)
         self.num_samples = num_samples
         self.num_keys = num_keys
         self.normalize = normalize

@@ -23,8 +23,9 @@ from negchain.losses.batch import (
     is_traced,
     lay_out,
 )
+from negchain.losses.proposals import Given, Informed, Uniform
 from negchain.losses.request import Part, Request, Want, answered, tower_of
-from negchain.losses.settings import Given, InBatch, Informed, Uniform
+from negchain.losses.settings import InBatch
 from negchain.pool import Draw, Kind, Side, matches
 
 if TYPE_CHECKING:

@@ -27,15 +27,14 @@ from negchain.losses import fused
 from negchain.losses.base import ContrastiveLoss
 from negchain.losses.batch import Batch, Call, Ids, as_ids, check_answer, check_batch
 from negchain.losses.chains import Carried, ChainTable
+from negchain.losses.proposals import Proposals, corpus_proposals
 from negchain.losses.request import Part, Request, Want, answered, tower_of
 from negchain.losses.settings import (
     ISIR,
     InBatch,
     Kernel,
-    Proposals,
     Shared,
     as_kernel,
-    corpus_proposals,
     one_of,
     require_samples,
 )

@@ -19,8 +19,9 @@ from torch import Tensor
 from negchain.losses.base import ContrastiveLoss
 from negchain.losses.batch import Call, check_answer, check_batch
 from negchain.losses.columns import rows_alone, with_private
+from negchain.losses.proposals import check_refresh
 from negchain.losses.request import Part, Request, Want, answered, tower_of
-from negchain.losses.settings import Shared, check_refresh, require_samples
+from negchain.losses.settings import Shared, require_samples
 from negchain.losses.state import Report, keep
 from negchain.losses.table import Tables
 from negchain.objective import Estimate, effective_negatives

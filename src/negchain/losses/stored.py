@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from negchain.losses.batch import Views, as_ids
-from negchain.losses.settings import InBatch, Informed, check_count
+from negchain.losses.proposals import Informed
+from negchain.losses.settings import InBatch, check_count
 
 
 def stored_ids(

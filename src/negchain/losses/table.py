@@ -27,8 +27,9 @@ from negchain import rng
 from negchain.losses.batch import as_embedding, check_answer
 from negchain.losses.columns import Key, PrivateSide
 from negchain.losses.distributed import Ranks, share_out, together
+from negchain.losses.proposals import Informed
 from negchain.losses.request import Encodes, Part, Request, Want, encoders_of, tower_of
-from negchain.losses.settings import Informed, check_dim
+from negchain.losses.settings import check_dim
 from negchain.losses.shards import Shards
 from negchain.losses.state import Rows, Stateful
 from negchain.objective import constant

@@ -21,8 +21,9 @@ from torch import Tensor
 from negchain import rng
 from negchain.losses.batch import Call, check_batch
 from negchain.losses.columns import rows_alone
+from negchain.losses.proposals import Informed
 from negchain.losses.request import Part, Want, tower_of
-from negchain.losses.settings import Informed, Shared, check_count
+from negchain.losses.settings import Shared, check_count
 from negchain.losses.softmax import without_probabilities
 from negchain.losses.weighted import WeightedLoss
 from negchain.pool import Draw, Side
