@@ -348,7 +348,7 @@ class ContrastiveLoss(Reporting):
         """
         if self._counts_keys:
             self._counts_keys = False
-            self._given.add("key_counts")
+            self._kept_as["key_counts"] = self._kept_as["key_counts"]._replace(given=True)
             self.key_counts.copy_(columns.first_counts(key_counts, len(self.key_counts) - 1))
 
     def _touched(

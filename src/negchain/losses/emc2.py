@@ -23,6 +23,7 @@ from typing import Any, Literal, Unpack
 import torch
 from torch import Tensor
 
+from negchain import rng
 from negchain.losses import fused
 from negchain.losses.base import ContrastiveLoss
 from negchain.losses.batch import Batch, Call, Ids, as_ids, check_answer, check_batch
@@ -216,7 +217,8 @@ class EMC2Loss(ContrastiveLoss):
         if call.augmentation is not None:
             key_ids = stored_ids(batch.index, call.augmentation, self.ids_per_item)
         if self.views == "shared" and self.proposals != InBatch(copies=2):
-            coin = sampler.coin(size)
+            # [B] whether rows of the first view are offered z_a's copy of each item, or z_b's
+            coin = sampler.draw(rng.coins, rng.FOR_COPY, slots.new_zeros(1), size)[0]
         sides = self._begin(batch, call, requests, key_ids=key_ids, coin=coin, items=items)
         visit = Visit(batch, sides)
         for number, side in enumerate(sides):

@@ -43,10 +43,6 @@ class Sampler:
     keep_keys: bool = False  # whether embeddings of final states are wanted
     direction: int = 0
 
-    def coin(self, num_items: int) -> Tensor:  # [B] bool
-        """Whether rows of the first view are offered z_a's copy of each item, or z_b's."""
-        return self.draw(rng.coins, rng.FOR_COPY, self.rows.new_zeros(1), num_items)[0]
-
     def draw(self, kind: Callable[..., Tensor], use: int, rows: Tensor, *more: Any) -> Tensor:
         """Random numbers of this step and direction; see `negchain.rng`."""
         return rng.ahead(kind, self.seed, self.step, use + 16 * self.direction, rows, *more)
