@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from negchain import pool
+from negchain.losses.sogclr import write_view_mean
 from negchain.pool import (
     Draw,
     Kind,
@@ -18,7 +19,6 @@ from negchain.pool import (
     matches,
     num_distinct,
     write_rows,
-    write_view_mean,
 )
 
 # ---------------------------------------------------------------- repeated slots

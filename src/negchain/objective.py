@@ -64,9 +64,7 @@ def contrastive_objective(
         True
     """
     log_partition = estimate.log_partition
-    positive_logit = beta * positive.detach()
-    if isinstance(beta, Tensor):
-        positive_logit = positive_logit.detach()
+    positive_logit = constant(beta) * positive.detach()
     has_negatives = log_partition > -math.inf
     value = log_partition - positive_logit
     pull = has_negatives.to(similarity.dtype)

@@ -74,7 +74,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Side:
-    """One direction: N anchors against K shared and C private columns."""
+    """One direction: N anchors against K columns; `losses.columns.PrivateSide` has more of them."""
 
     queries: Tensor  # [N,D]
     positives: Tensor  # [N,D]
@@ -88,8 +88,6 @@ class Side:
     ids_per_item: int  # ids an item goes by: k with k stored augmentations, else 1
     num_keys: int | None  # M, positions the key ids range over; None: unknown
     hidden_keys: Tensor | None = None  # [G,K',D] the other copies of the batch's items
-    private_keys: Tensor | None = None  # [N,C,D]
-    private_ids: Tensor | None = None  # [N,C]
     kinds: tuple[Kind, ...] = field(default=())
     copies: int = 1  # how often every item of the batch is among the columns of a row
     views: int = 1  # rows of every item
@@ -128,62 +126,47 @@ class Side:
         similarity: Tensor = torch.linalg.vecdot(self.queries, self.positives)
         return similarity
 
-    def similarities(self) -> Tensor:  # [N, K+C], differentiable
-        """Similarity of every row to every column, shared columns first."""
-        similarity = products(self.queries, self.keys)
-        if self.private_keys is None:
-            return similarity
-        private = torch.einsum("nd,ncd->nc", self.queries, self.private_keys)
-        return torch.cat([similarity, private], 1)
+    def similarities(self) -> Tensor:  # [N,K], differentiable
+        """Similarity of every row to every column."""
+        return products(self.queries, self.keys)
 
-    def all_excluded(self) -> Tensor:  # [N, K+C] bool
+    def all_excluded(self) -> Tensor:  # [N,K] bool
         """Columns each row may not use."""
-        if self.private_ids is None:
-            return self.excluded
-        return torch.cat([self.excluded, self.excludes(self.private_ids)], 1)
+        return self.excluded
 
-    def column_ids(self) -> Tensor:  # [N, K+C]
+    def column_ids(self) -> Tensor:  # [N,K]
         """The id of every column of every row."""
-        ids = self.key_ids.repeat_interleave(self.num_rows // len(self.key_ids), 0)
-        return ids if self.private_ids is None else torch.cat([ids, self.private_ids], 1)
+        return self.key_ids.repeat_interleave(self.num_rows // len(self.key_ids), 0)
 
     def ids_at(self, row: Tensor, column: Tensor) -> Tensor:  # [B] [B] -> [B]
         """Ids of given columns of given rows."""
-        if self.private_ids is not None:
-            return self.column_ids()[row, column]
         return self.key_ids[row // (self.num_rows // len(self.key_ids)), column]
 
     def keys_at(self, row: Tensor, column: Tensor) -> Tensor:  # [B] [B] -> [B,D]
         """Embeddings of given columns of given rows."""
-        group, num_shared = row // (self.num_rows // len(self.keys)), self.keys.shape[1]
-        if self.private_keys is None:
-            return self.keys[group, column]
-        own = self.private_keys[row, (column - num_shared).clamp(min=0)]
-        if num_shared == 0:
-            return own
-        shared = self.keys[group, column.clamp(max=num_shared - 1)]
-        return torch.where((column < num_shared)[:, None], shared, own)
+        return self.keys[row // (self.num_rows // len(self.keys)), column]
 
     def counts(self) -> Tensor:
         """n, draws the partition estimate divides by, [N]."""
-        counts = self.kinds[0].count
-        for kind in self.kinds[1:]:
-            counts = counts + kind.count
-        return counts
+        return sum((kind.count for kind in self.kinds[1:]), self.kinds[0].count)
 
     def correction(self, ids: Tensor) -> Tensor | None:  # [N, ...] -> [N, ...]
         """log(q m_neg) of ids under the mixture of all kinds; None where all are uniform."""
-        if all(kind.log_q is None for kind in self.kinds):
-            return None
-        if len(self.kinds) == 1:
-            return self.kinds[0].log_q(ids)  # type: ignore[misc]
-        shape = (-1, *[1] * (ids.dim() - 1))
-        terms = []
-        for kind in self.kinds:
-            weight = kind.count.to(self.queries.dtype).log().view(shape).expand(ids.shape)
-            terms.append(weight if kind.log_q is None else weight + kind.log_q(ids))
-        total = self.counts().to(self.queries.dtype).log().view(shape)
-        return torch.logsumexp(torch.stack(terms), 0) - total
+        plain = all(kind.log_q is None for kind in self.kinds)
+        return None if plain else mixture(self.kinds, ids, self.queries.dtype)
+
+
+def mixture(kinds: tuple[Kind, ...], ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """log( sum_k n_k q_k m_neg / n ) of ids [N, ...]."""
+    if len(kinds) == 1 and kinds[0].log_q is not None:
+        return kinds[0].log_q(ids)
+    shape = (-1, *[1] * (ids.dim() - 1))
+    terms = []
+    for kind in kinds:
+        weight = kind.count.to(dtype).log().view(shape).expand(ids.shape)
+        terms.append(weight if kind.log_q is None else weight + kind.log_q(ids))
+    total = sum((kind.count for kind in kinds[1:]), kinds[0].count)
+    return torch.logsumexp(torch.stack(terms), 0) - total.to(dtype).log().view(shape)
 
 
 def products(queries: Tensor, keys: Tensor) -> Tensor:  # [N,D] [G,K,D] -> [N,K]
@@ -213,16 +196,21 @@ def num_distinct(known: Tensor, own: Tensor) -> Tensor:  # [N,L] [N] -> [N] int6
 def matches(ids: Tensor, own: Tensor, known: Tensor | None) -> Tensor:  # [K] [N] -> [N,K] bool
     """Which columns are a row's own positive or one of its known positives."""
     mask = ids[None, :] == own[:, None]
+    return mask if known is None or len(ids) == 0 else mask | among(ids, known)
+
+
+def among(ids: Tensor, known: Tensor) -> Tensor:  # [K] [N,L] -> [N,K] bool
+    """Which columns are one of a row's known positives.
+
+    Looked up, not compared: L may be a whole class, and memory stays at N x (K + L).
+    """
     num_columns = len(ids)
-    if known is None or num_columns == 0:
-        return mask
-    # looked up, not compared: L may be a whole class, and memory stays at N x (K + L)
     ordered = ids.sort().values
     place = torch.searchsorted(ordered, known)
     there = ordered[place.clamp(max=num_columns - 1)] == known
     place = torch.where(there, place, num_columns)  # one column more, for what is not there
     found = torch.zeros(len(known), num_columns + 1, dtype=torch.bool, device=ids.device)
-    return mask | found.scatter(1, place, True)[:, torch.searchsorted(ordered, ids)]
+    return found.scatter(1, place, True)[:, torch.searchsorted(ordered, ids)]
 
 
 def first_writer(slots: Tensor, allowed: Tensor) -> Tensor:  # [N] [N] bool -> [N] int64
@@ -275,24 +263,3 @@ def write_rows(
     writes = writer >= 0 if changed is None else (writer >= 0) & changed[writer]
     values = values[writer].to(table.dtype)
     table[slots] = torch.where(writes.view(-1, *[1] * (values.dim() - 1)), values, table[slots])
-
-
-def write_view_mean(
-    table: Tensor,
-    index: Tensor,
-    log_values: Tensor,
-    allowed: Tensor,
-    write: Callable[[Tensor, Tensor, Tensor, Tensor], None] = write_rows,
-) -> None:
-    """Store the log of the mean over views of exp(log_values), one value per item, in place.
-
-    Args:
-        table: [M] state to change.
-        index: [B] items.
-        log_values: [V * B] one value per row, view after view.
-        allowed: [B] bool; a value that is not finite is never written.
-        write: how rows of the table are written.
-    """
-    views = log_values.view(-1, len(index))
-    mean = torch.logsumexp(views, 0) - math.log(len(views))
-    write(table, index, mean, allowed & torch.isfinite(mean))

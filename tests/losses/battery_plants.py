@@ -10,6 +10,7 @@ import torch
 import negchain.losses.batch as batch
 import negchain.losses.columns as columns
 import negchain.losses.emc2 as emc2
+import negchain.losses.resample as resample
 import negchain.losses.walk as walk
 from negchain import EMC2Loss, LargeBatchEMC2Loss
 from negchain.losses.chains import ChainTable
@@ -34,7 +35,7 @@ def held_state_keeps_its_old_q(patch) -> None:
         if now.get("loss") is not self:
             memory.clear()
             now.clear()
-        now["loss"], now["chains"] = self, torch.cat(slots).tolist()
+        now["loss"], now["chains"] = self, slots.tolist()
         return right(self, number, side, slots, *rest)
 
     def corrected(start, kind):
@@ -48,7 +49,7 @@ def held_state_keeps_its_old_q(patch) -> None:
         return start.logit - used
 
     patch.setattr(EMC2Loss, "_start", start)
-    patch.setattr(walk, "_corrected", corrected)
+    patch.setattr(walk.Start, "corrected", corrected)
 
 
 def panels_count_shared_graphs_twice(patch) -> None:
@@ -108,7 +109,7 @@ def answers_of_an_earlier_visit(patch) -> None:
         key = (id(self), number)
         old = last.setdefault(key, torch.full((self.num_samples,), math.nan, dtype=torch.float64))
         logit, similarity = start.logit.clone(), start.similarity
-        chains = torch.cat(slots).repeat(self._views_per_item // len(slots))
+        chains = slots.repeat(side.num_rows // len(slots))
         for row, chain in enumerate(chains.tolist()):
             if math.isfinite(old[chain]) and logit[row] > -math.inf:
                 logit[row] = old[chain]
@@ -120,12 +121,12 @@ def answers_of_an_earlier_visit(patch) -> None:
 
 def held_state_is_dropped_and_repeats_count(patch) -> None:
     """Issue 6: i-SIR drops a held item that is in the batch, which holds some of them twice."""
-    right = walk._as_set
+    right = resample.as_set
 
     def once(side, kind, ids, start, logits):
         return right(side, kind, ids, start, logits)[0], logits
 
-    patch.setattr(walk, "_as_set", once)
+    patch.setattr(resample, "as_set", once)
 
 
 def first_that_moved_is_stored(patch) -> None:
@@ -154,8 +155,8 @@ def ratio_upside_down(patch) -> None:
 
 def counts_burn_in(by: int):
     def plant(patch) -> None:
-        right = walk._skipped
-        patch.setattr(walk, "_skipped", lambda sampler, steps: right(sampler, steps) + by)
+        right = walk.Sampler.skipped
+        patch.setattr(walk.Sampler, "skipped", lambda sampler, steps: right(sampler, steps) + by)
 
     plant.__name__ = f"burn_in_{by:+d}"
     return plant

@@ -293,3 +293,15 @@ def test_another_data_set_takes_the_weights_and_leaves_the_state() -> None:
         after = snapshot(new["loss"])
         assert torch.equal(new["net"].weight, old["net.weight"]) and new["loss"].beta.item() == 7
         assert same_state({**before, "beta": after["beta"]}, after)
+
+
+def test_a_replica_of_data_parallel_refuses() -> None:
+    loss_fn, z, index = EMC2Loss(10), torch.randn(2, 4, 3), torch.arange(4)
+    replica = loss_fn._replicate_for_data_parallel()
+    for ask in (
+        lambda: replica.request(index),
+        lambda: replica(*z, index, encode=z[0].__getitem__),
+    ):
+        with pytest.raises(RuntimeError, match="DistributedDataParallel"):
+            ask()
+    loss_fn(*z, index, encode=lambda ids: torch.randn(len(ids), 3))

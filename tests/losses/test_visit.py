@@ -117,7 +117,7 @@ def test_expected_weights_of_a_visit(kernel, uniform, views) -> None:
 
 # ---------------------------------------------------------------- planted bugs
 
-scan, corrected = walk.mh_scan, walk._corrected
+scan, corrected = walk.mh_scan, walk.Start.corrected
 
 
 def inverted_ratio(logits, start, log_u, burn_in, *rest):
@@ -160,8 +160,8 @@ PLANTED: list[tuple[str, Callable[..., object]]] = [
     ("mh_scan", counts_one_too_many),
     ("mh_scan", counts_one_too_few),
     ("mh_scan", divides_by_all_steps),
-    ("_corrected", drops_the_carried_state),
-    ("_corrected", uses_a_stale_score),
+    ("Start.corrected", drops_the_carried_state),
+    ("Start.corrected", uses_a_stale_score),
     ("Side.excludes", own_positive_allowed),
 ]
 
@@ -169,15 +169,13 @@ PLANTED: list[tuple[str, Callable[..., object]]] = [
 @pytest.mark.statistical
 @pytest.mark.parametrize("name, bug", PLANTED, ids=[bug.__name__ for _, bug in PLANTED])
 def test_planted_bug_is_caught(monkeypatch, name, bug) -> None:
-    owner = walk
-    if "." in name:
-        owner, name = Side, "excludes"
-    monkeypatch.setattr(owner, name, bug)
+    owner = {"mh_scan": walk, "Start.corrected": walk.Start, "Side.excludes": Side}[name]
+    monkeypatch.setattr(owner, name.split(".")[-1], bug)
     assert largest_z_score("mh") > 1.4 * BOUND
 
 
 @pytest.mark.statistical
 @pytest.mark.parametrize("bug", [drops_the_carried_state, uses_a_stale_score])
 def test_planted_bug_is_caught_in_isir(monkeypatch, bug) -> None:
-    monkeypatch.setattr(walk, "_corrected", bug)
+    monkeypatch.setattr(walk.Start, "corrected", bug)
     assert largest_z_score("isir", views="paired") > 2 * BOUND

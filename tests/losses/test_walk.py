@@ -15,10 +15,12 @@ from scipy import stats
 from torch import Tensor
 
 import negchain.losses.emc2 as emc2
+import negchain.losses.resample as resample
 import negchain.losses.walk as walk
 from negchain import Draw, EMC2Loss, Given, Uniform
+from negchain.losses.columns import PrivateSide
 from negchain.losses.settings import ISIR, MH
-from negchain.pool import Kind, Side
+from negchain.pool import Kind
 from negchain.weights import isir_weights, mh_scan
 from oracles import unit
 
@@ -43,7 +45,7 @@ def two_kinds(kernel) -> tuple[float, float]:
     ids = torch.cat([pick(torch.ones(4), BATCH) + 1, pick(Q, DRAWS)], 1)
     similarity = LOGITS[ids]
     log_m = math.log(4)
-    side = Side(
+    side = PrivateSide(
         queries=torch.zeros(ROWS, 1, dtype=torch.float64),
         positives=torch.zeros(ROWS, 1, dtype=torch.float64),
         anchor_ids=torch.arange(ROWS),
@@ -67,7 +69,7 @@ def two_kinds(kernel) -> tuple[float, float]:
     start = walk.Start(start_ids, LOGITS[start_ids], LOGITS[start_ids])
     rows = torch.arange(ROWS)
     sampler = walk.Sampler(kernel, "torch", 0, torch.tensor(3), rows)
-    done = walk.walk_chains(side, similarity, start, 1.0, logits, (rows,), sampler)
+    done = walk.walk_chains(side, similarity, start, 1.0, logits, rows, sampler)
     ended = torch.where(done.arrival.moved, done.arrival.ids, start_ids)
     counts = torch.bincount(ended, minlength=5)
     assert counts[0] == 0 and (done.weights[ids == 0] == 0).all()
@@ -98,7 +100,7 @@ def one_scan_over_both(side, similarity, start, beta, sampler):
     steps = (logits > -math.inf).sum(1)
     generator = torch.Generator().manual_seed(1)
     log_u = torch.rand(logits.shape, generator=generator, dtype=logits.dtype).log()
-    return mh_scan(logits, start.logit, log_u, walk._skipped(sampler, steps)), steps
+    return mh_scan(logits, start.logit, log_u, sampler.skipped(steps)), steps
 
 
 def carried_with_the_next_kinds_q(start, kind):
@@ -121,14 +123,14 @@ def one_softmax_over_both(side, similarity, start, beta, sampler):
 @pytest.mark.parametrize(
     "kernel, name, bug",
     [
-        (MH(), "_sweeps", one_scan_over_both),
-        (MH(), "_corrected", carried_with_the_next_kinds_q),
-        (ISIR(), "_sweeps", one_softmax_over_both),
-        (ISIR(), "_corrected", carried_with_the_next_kinds_q),
+        (MH(), "sweep_kinds", one_scan_over_both),
+        (MH(), "corrected", carried_with_the_next_kinds_q),
+        (ISIR(), "sweep_kinds", one_softmax_over_both),
+        (ISIR(), "corrected", carried_with_the_next_kinds_q),
     ],
 )
 def test_a_planted_bug_of_two_kinds_is_caught(monkeypatch, kernel, name, bug) -> None:
-    monkeypatch.setattr(walk, name, bug)
+    monkeypatch.setattr(walk.Start if name == "corrected" else walk, name, bug)
     ending, weights = two_kinds(kernel)
     assert min(ending, weights) < ALARM / 100
 
@@ -169,7 +171,9 @@ def test_isir_with_repeated_items_leaves_p_invariant(views) -> None:
 
 
 def test_repeats_counted_twice_are_caught(monkeypatch) -> None:
-    monkeypatch.setattr(walk, "_repeated", lambda side, kind: torch.zeros_like(side.all_excluded()))
+    monkeypatch.setattr(
+        resample, "repeated_items", lambda side, kind: torch.zeros_like(side.all_excluded())
+    )
     kernel, p = isir_kernel(4, 4, "paired")
     assert (p @ kernel - p).abs().max() > 1e-3
 
@@ -213,7 +217,7 @@ def test_a_changing_proposal_leaves_p_invariant(kernel) -> None:
 @pytest.mark.parametrize("kernel", ["mh", "isir"])
 def test_the_q_a_state_was_once_proposed_with_is_the_wrong_one(monkeypatch, kernel) -> None:
     before: list[Tensor] = []
-    corrected = walk._corrected
+    corrected = walk.Start.corrected
 
     def with_yesterdays_q(start, kind):
         mine = kind.log_q(start.ids[:, None])[:, 0]
@@ -222,7 +226,7 @@ def test_the_q_a_state_was_once_proposed_with_is_the_wrong_one(monkeypatch, kern
             return corrected(start, kind)
         return start.logit - before[-2][start.ids] + 0 * mine
 
-    monkeypatch.setattr(walk, "_corrected", with_yesterdays_q)
+    monkeypatch.setattr(walk.Start, "corrected", with_yesterdays_q)
     assert abs(share_of_the_first_key(kernel)) > 6
 
 

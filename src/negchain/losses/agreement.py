@@ -18,7 +18,8 @@ from torch import Tensor
 
 from negchain.losses.batch import Call, Ids, as_ids, check_answer, check_batch, check_call
 from negchain.losses.columns import check_draw, check_ids, drawn_for
-from negchain.losses.request import Part, Request, check_held, check_requests
+from negchain.losses.request import Part, Request, check_answers
+from negchain.losses.returned import check_held, check_requests
 
 if TYPE_CHECKING:
     from negchain.losses.distributed import Ranks
@@ -42,7 +43,8 @@ def _own(
     """The ids and the embeddings this rank sends, checked."""
     loss_fn = ranks.loss_fn
     check_call(loss_fn, call)
-    check_requests(loss_fn, loss_fn._turn, call, requests)
+    check_requests(loss_fn, call, requests)
+    check_answers(requests, call.z_a)
     (size, dim), device = call.z_a.shape, call.z_a.device
     numbers = {name: Own(as_ids(name, ids, size, device)[None]) for name, ids in _ids_of(call)}
     if call.known is not None:
@@ -68,7 +70,7 @@ def _own(
             check_answer(z, call.z_a, loss_fn.normalize)
     if not ranks.join:
         check_batch(loss_fn, call)
-        check_held(loss_fn, loss_fn._turn, call, requests)
+        check_held(loss_fn, call, requests)
         if "index" in numbers:  # the rows that others will be told of have to be rows of the state
             list(loss_fn._touched(call, numbers["index"].rows[0], requests))
     return numbers, rows

@@ -37,20 +37,19 @@ from negchain.losses.batch import (
     without_autocast,
 )  # fmt: skip
 from negchain.losses.distributed import Ranks
+from negchain.losses.proposals import Informed, Proposals, Uniform, checked_proposals
 from negchain.losses.request import (
     Encodes,
     Part,
     Request,
-    Want,
-    check_held,
-    check_requests,
-    tower_of,
+    check_answers,
 )
-from negchain.losses.settings import Gather, Given, InBatch, Informed, Proposals, Uniform
+from negchain.losses.returned import check_held, check_requests
+from negchain.losses.settings import Gather, InBatch
 from negchain.losses.state import Reporting, Rows
 from negchain.losses.table import Tables
 from negchain.objective import Denominator, Estimate, contrastive_objective
-from negchain.pool import Draw, Side
+from negchain.pool import Side
 from negchain.rng import fit_for_numpy
 
 
@@ -91,7 +90,8 @@ class ContrastiveLoss(Reporting):
         **unknown: Never,
     ) -> None:
         super().__init__()
-        settings.refuse_unknown(type(self), unknown)
+        if unknown:
+            settings.refuse_unknown(type(self), unknown)
         settings.one_of("views", views, ("shared", "paired"))
         settings.one_of("denominator", denominator, ("negatives", "all"))
         settings.check_sizes(num_samples, num_keys, views)
@@ -100,19 +100,24 @@ class ContrastiveLoss(Reporting):
         # A corpus of keys has no anchors of its own to run the other direction from.
         self.symmetric = symmetric and num_keys is None
         self.denominator: Denominator = denominator
-        self.proposals = settings.as_proposals(proposals, num_samples, views)
+        self.proposals: Proposals = InBatch()
+        if proposals is not None and proposals != "batch":
+            self.proposals = checked_proposals(proposals, num_samples, views)
         self.num_samples = num_samples
         self.num_keys = num_keys
         self.normalize = normalize
         self.seed = settings.as_seed(seed)
         self.ids_per_item = ids_per_item
         self._turn = 0
-        self.gather = settings.check_gather(gather, shard_state)
+        if gather is not True:
+            settings.check_gather(gather, shard_state)
+        self.gather: Gather = gather
         self.bytes_sent = 0  # to other ranks, so far
         self.rows = Rows.of(num_samples or 0, self.ranks() if shard_state else None)
         self.add_state("step", torch.zeros((), dtype=torch.int64))
         sizes = [num_samples or 0, num_keys or 0, ids_per_item]
         self.add_state("sizes", torch.tensor(sizes, dtype=torch.int64))
+        self._counts_keys = num_keys is not None and key_counts is None  # on the way
         if num_keys is not None:
             counts = columns.first_counts(key_counts, num_keys)
             self.add_state("key_counts", counts, given=key_counts is not None)
@@ -146,9 +151,13 @@ class ContrastiveLoss(Reporting):
 
     def ranks(self) -> Ranks | None:
         """The processes this loss works with; None where it is alone."""
-        settings.refuse_replica(self)
         grouped = dist.is_available() and dist.is_initialized()
         return distributed.ranks_of(self) if grouped else None
+
+    def _replicate_for_data_parallel(self) -> Any:
+        replica = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+        replica.ranks = settings.refuse_replica  # what every request and call begins with
+        return replica
 
     # ------------------------------------------------------------------ what to encode
 
@@ -176,26 +185,32 @@ class ContrastiveLoss(Reporting):
         """
         index = as_ids("index", index, None, self.step.device)
         ranks, step = self.ranks(), self.step + ahead if ahead else self.step
-        if ranks is not None and not ranks.join:  # ranks with pools of their own draw differently
-            step = self.step + (ahead * ranks.world + ranks.rank)
+        if ranks is not None:
+            step = ranks.step(ahead)
         with torch.no_grad():
-            if z_a is None:
+            if z_a is not None:
+                parts = self._parts_of(z_a, z_b, (index, key_index, known, augmentation), step)
+            else:
                 parts = self._parts(index, augmentation, step)
                 parts += self.tables.due(self.refresh_fraction, ahead) if self.tables else []
-            else:
-                if z_b is None and self.symmetric and self.tables:
-                    raise ValueError(
-                        "z_b's rows are anchors as well, and draw by it: pass z_b too, or build "
-                        "the loss with symmetric=False"
-                    )
-                call = Call(z_a, z_a if z_b is None else z_b, index, key_index, known, augmentation)
-                if ranks is not None and len(self.tables):
-                    call = distributed.asked_together(ranks, call)
-                with without_autocast(z_a):
-                    parts = self._parts_given(call, step)
         if ranks is not None:
             parts = [distributed.share_out(part, ranks) for part in parts]
         return Request(self, index, self._turn + ahead, parts, augmentation, ahead)
+
+    def _parts_of(
+        self, z_a: Tensor, z_b: Tensor | None, where: tuple[Any, ...], step: Tensor
+    ) -> list[Part]:
+        """`_parts_given` for a batch of which z_b may be missing, on all ranks."""
+        if z_b is None and self.symmetric and self.tables:
+            raise ValueError(
+                "z_b's rows are anchors as well, and draw by it: pass z_b too, or build "
+                "the loss with symmetric=False"
+            )
+        call, ranks = Call(z_a, z_a if z_b is None else z_b, *where), self.ranks()
+        if ranks is not None and len(self.tables):
+            call = distributed.asked_together(ranks, call)
+        with without_autocast(z_a):
+            return self._parts_given(call, step)
 
     def _parts(
         self, index: Tensor, augmentation: tuple[Tensor, Tensor] | None, step: Tensor
@@ -206,18 +221,8 @@ class ContrastiveLoss(Reporting):
 
     def _parts_given(self, call: Call, step: Tensor) -> list[Part]:
         """Once the batch is encoded: informed draws."""
-        if not isinstance(self.proposals, Informed):
-            return []
-        parts = []
-        sides = self._sides(check_batch(self, call), use_batch=False)
-        for number, (side, table) in enumerate(zip(sides, self.tables, strict=True)):
-            beta = self._beta(side.queries)
-            draw = table.informed_rows if self.proposals.per_row else table.informed
-            count = self.proposals.num or (1 if self.proposals.per_row else len(call.z_a))
-            ids, log_q = draw(count, side, beta, self.proposals, (self.seed, step, number))
-            wanted = Want(ids.flatten(), tower_of(number))
-            parts.append(Part("draw", number, wanted, Draw(ids, log_q)))
-        return parts
+        informed = isinstance(self.proposals, Informed)
+        return columns.informed_parts(self, check_batch(self, call), step) if informed else []
 
     def held(
         self, index: Ids, augmentation: tuple[Tensor, Tensor] | None = None
@@ -270,80 +275,71 @@ class ContrastiveLoss(Reporting):
             [] scalar with the value of an estimate of the global loss, and the method's gradient.
         """
         call = Call(z_a, z_b, index, key_index, known, augmentation, draw, drawn, one_way)
-        if isinstance(encode, tuple) and self.views == "shared":
-            raise ValueError(
-                "views='shared' has one encoder, and encode= is a pair; pass one function, or "
-                "construct the loss with views='paired' if z_a and z_b come from two encoders"
-            )
-        if encode is not None and requests:
-            raise ValueError("encode= stands instead of requests; pass one or the other")
-        if encode is not None and index is not None:  # under the caller's autocast, as the batch
-            requests = (self.request(index, augmentation=augmentation),)
-            if self.tables:  # then some of it depends on the embeddings
-                second = self.request(
-                    index, z_a, z_b, key_index=key_index, known=known, augmentation=augmentation
-                )
-                requests = (*requests, second)
-            requests[0].encode(encode, *requests[1:])
+        turn = self._turn
+        if encode is not None:
+            if requests:
+                raise ValueError("encode= stands instead of requests; pass one or the other")
+            requests = self._answered(encode, call)  # under the caller's autocast, as the batch
         with without_autocast(z_a):
             ranks = self.ranks()
-            if ranks is None:
-                check_requests(self, self._turn, call, requests)
-                check_held(self, self._turn, call, requests)
-                total = self._loss(call, requests)
-            else:
+            if ranks is not None:
                 with distributed.over_ranks(ranks, call, requests) as (whole, answers):
                     total = self._loss(whole, answers)
-        if z_a.device.type == "cpu" and not is_traced(z_a):
+            else:
+                if encode is None or self._turn != turn:  # or `encode` has called this loss
+                    check_requests(self, call, requests)
+                    check_held(self, call, requests)
+                check_answers(requests, z_a)
+                total = self._loss(call, requests)
+        if z_a.device.type == "cpu" and not is_traced(z_a) and self.faults[2]:
             self._warn(self.faults[2].item())
         if self.training:
             self._turn += 1
         return total
 
+    def _answered(self, encode: Encodes, call: Call) -> tuple[Request, ...]:
+        """All that a call wants encoded, encoded."""
+        if isinstance(encode, tuple) and self.views == "shared":
+            raise ValueError(
+                "views='shared' has one encoder, and encode= is a pair; pass one function, or "
+                "construct the loss with views='paired' if z_a and z_b come from two encoders"
+            )
+        if call.index is None:
+            return ()
+        first = self.request(call.index, augmentation=call.augmentation)
+        others = [self._second_request(call)] if self.tables else []
+        return first.encode(encode, *others), *others
+
+    def _second_request(self, call: Call) -> Request:
+        """What depends on the embeddings of a batch."""
+        assert call.index is not None
+        return self.request(
+            call.index,
+            call.z_a,
+            call.z_b,
+            key_index=call.key_index,
+            known=call.known,
+            augmentation=call.augmentation,
+        )
+
     def _loss(self, call: Call, requests: Sequence[Request]) -> Tensor:
         raise NotImplementedError
-
-    def _sides(self, batch: Batch, use_batch: bool = True, **layout: Any) -> list[Side]:
-        sides = lay_out(self, batch, **layout)
-        if not use_batch:
-            return [columns.without_batch(side) for side in sides]
-        if self.num_keys is None:
-            return sides
-        log_q = columns.popularity(self.key_counts, batch, self.num_samples, self._counts_keys)
-        return [columns.by_popularity(side, batch, log_q, layout.get("items")) for side in sides]
 
     def _begin(
         self, batch: Batch, call: Call, requests: Sequence[Request], **layout: Any
     ) -> list[Side]:
-        """The sides of a batch, with drawn columns appended."""
-        sides = self._sides(batch, not self.proposals.alone, one_way=call.one_way, **layout)
-        if not isinstance(self.proposals, InBatch):
-            given = isinstance(self.proposals, Given)
-            drawn = columns.drawn_for(call, None if given else requests, len(sides))
-            sides = [
-                columns.with_draw(side, *pair, self.num_ids, self.normalize)
-                for side, pair in zip(sides, drawn, strict=True)
-            ]
-        return sides
-
-    def _count_faults(self, batch: Batch) -> None:
-        """Note the samples that are not finite or out of range, for `info`."""
-        if batch.faults is not None and not is_traced(batch.faults):
-            self.faults[:2] += batch.faults
-
-    def _count_lonely(self, log_partition: Tensor) -> None:  # [N]
-        """Note the rows without any negative (-inf), for `info`."""
-        if not is_traced(log_partition):
-            lonely = log_partition == -math.inf
-            if not fit_for_numpy(lonely) or lonely.numpy().any():
-                self.faults[2] += lonely.sum()
+        """The sides of a batch: its own columns, or others beside or instead of them."""
+        sides = lay_out(self, batch, one_way=call.one_way, **layout)
+        if self.num_keys is None and isinstance(self.proposals, InBatch):
+            return sides
+        return columns.with_proposals(self, sides, batch, call, requests, layout.get("items"))
 
     def _remember(self, batch: Batch, sides: Sequence[Side], requests: Sequence[Request]) -> None:
         """Change what any loss may keep: stale tables, and which keys were positives."""
         if self.tables:
             self.tables.remember(sides, requests, batch.both, self.normalize)
         if self._counts_keys:
-            self._count(batch.key_index, batch.valid)
+            columns.count_keys(self.key_counts, batch.key_index, batch.valid)
 
     def give_key_counts(self, key_counts: Tensor) -> None:  # [num_keys]
         """Say how many pairs of a pass have each key, where calls would have to count them.
@@ -351,19 +347,9 @@ class ContrastiveLoss(Reporting):
         Fractions are means: an anchor that takes one of k keys at random gives each 1/k.
         """
         if self._counts_keys:
-            self._given.add("key_counts")
+            self._counts_keys = False
+            self._kept_as["key_counts"] = self._kept_as["key_counts"]._replace(given=True)
             self.key_counts.copy_(columns.first_counts(key_counts, len(self.key_counts) - 1))
-
-    @property
-    def _counts_keys(self) -> bool:
-        return self.num_keys is not None and "key_counts" not in self._given
-
-    def _count(self, keys: Tensor, valid: Tensor | None = None) -> None:  # [B]
-        """Remember which keys were positives; part of changing state."""
-        kind = self.key_counts.dtype
-        ones = torch.ones_like(keys, dtype=kind) if valid is None else valid.to(kind)
-        self.key_counts.index_add_(0, keys, ones)
-        self.key_counts[-1] += ones.sum()
 
     def _touched(
         self, call: Call, index: Tensor, requests: Sequence[Request]
@@ -385,7 +371,10 @@ class ContrastiveLoss(Reporting):
         estimate: Estimate,
         carried_similarity: Tensor | None = None,
     ) -> Tensor:
-        beta = self._beta(similarity)
+        """The loss of a side, []; notes its rows without any negative, for `info`."""
+        beta, lonely = self._beta(similarity), estimate.log_partition == -math.inf
+        if not is_traced(lonely) and (not fit_for_numpy(lonely) or lonely.numpy().any()):
+            self.faults[2] += lonely.sum()
         return contrastive_objective(
             side.to_positives, similarity, estimate, beta, self.denominator, carried_similarity
         )

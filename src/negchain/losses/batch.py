@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from negchain.losses.settings import Given
+from negchain.losses.proposals import Given
 from negchain.objective import SHORTEST
 from negchain.pool import Draw, Kind, Side, all_finite, matches
 from negchain.rng import fit_for_numpy
@@ -143,7 +143,7 @@ def lay_out(
     batch: Batch,
     *,
     one_way: bool = False,
-    key_ids: tuple[Tensor, ...] | None = None,
+    key_ids: Tensor | None = None,
     coin: Tensor | None = None,
     items: slice = slice(None),
 ) -> list[Side]:
@@ -153,34 +153,34 @@ def lay_out(
         loss_fn: its settings say which sides there are.
         batch: what `check_batch` returned.
         one_way: z_a's rows alone are anchors.
-        key_ids: names of the columns of shared views ([B] for z_a, [B] for z_b), where the stored
-            augmentations of an item have ids of their own.
+        key_ids: [2, B] names of the columns of shared views, where the stored augmentations of an
+            item have ids of their own.
         coin: [B] bool: with shared views a row is offered one copy of every item, rows of the
             first view z_a's where the coin is True, rows of the second view the other.
         items: whose rows; all items are columns.
     """
     side = partial(_side, loss_fn, batch, items, _positives(batch, items))
     symmetric = loss_fn.symmetric and not one_way
-    both, own = batch.both, batch.key_index
+    both = batch.both
     if loss_fn.views == "paired":
         z_a, z_b = both.unbind()
-        sides = [side(z_a[items], z_b[items], z_b[None], own[None], own)]
+        sides = [side(z_a[items], z_b[items], z_b[None], batch.key_index[None])]
         if symmetric:
-            sides.append(side(z_b[items], z_a[items], z_a[None], batch.index[None], batch.index))
+            sides.append(side(z_b[items], z_a[items], z_a[None], batch.index[None]))
         return sides
     swapped = both.flip(0)
     pair = (both, swapped) if items == slice(None) else (both[:, items], swapped[:, items])
     rows, positives = (z.flatten(0, 1) if symmetric else z[0] for z in pair)
-    names = batch.index.expand(2, -1) if key_ids is None else torch.stack(key_ids)
+    names = batch.index.expand(2, -1) if key_ids is None else key_ids
     if coin is None:
         columns = both.flatten(0, 1)[None]
-        return [side(rows, positives, columns, names.reshape(1, -1), own, copies=2)]
+        return [side(rows, positives, columns, names.reshape(1, -1), copies=2)]
     keys = torch.where(coin[:, None], both, swapped)
     hidden = keys.detach().flip(0)
     ids = names if key_ids is None else torch.where(coin, names, names.flip(0))
     if not symmetric:
         keys, hidden, ids = keys[:1], hidden[:1], ids[:1]
-    return [side(rows, positives, keys, ids, own, hidden_keys=hidden)]
+    return [side(rows, positives, keys, ids, hidden_keys=hidden)]
 
 
 def _positives(batch: Batch, items: slice) -> Tensor:  # -> [rows of `items`, B] bool
@@ -201,11 +201,10 @@ def _side(
     positives: Tensor,
     keys: Tensor,
     ids: Tensor,
-    own: Tensor,
     **more: Any,
 ) -> Side:
     """A side whose rows and columns are one or more copies of what `excluded` is about."""
-    anchors = batch.index[items]
+    anchors, own = batch.index[items], batch.key_index
     copies = rows.shape[0] // anchors.shape[0]
     anchor_ids = repeated(anchors, copies)
     if excluded.shape != (rows.shape[0], keys.shape[1]):
@@ -304,31 +303,18 @@ def _clamped(ids: Tensor, size: int | None) -> tuple[Tensor, Tensor]:
     return ids.clamp(0, size - 1), (ids >= 0) & (ids < size)
 
 
-def per_side(name: str, value: object, num_sides: int) -> list[object]:
-    """One entry per side: a pair where there are two sides, the thing itself where there is one."""
-    if num_sides == 1:
-        return [value]
-    if not isinstance(value, (tuple, list)) or isinstance(value, Draw) or len(value) != 2:
-        raise ValueError(
-            f"{name}= must be a pair here, one entry per direction (views='paired' is symmetric); "
-            "pass two, or construct the loss with symmetric=False"
-        )
-    return list(value)
-
-
-def check_width(z: Tensor, dim: int) -> Tensor:
-    """Embeddings [R, D] that answer a request, if D is the batch's."""
+def check_width(z: Tensor, dim: int) -> None:
+    """Refuse embeddings [R, D] that answer a request if D is not the batch's."""
     if z.dim() != 2 or z.shape[1] != dim or not z.is_floating_point():
         raise ValueError(
             f"an answer must hold embeddings [R, D] with D = {dim} in floating point, got "
             f"{z.dtype} {tuple(z.shape)}"
         )
-    return z
 
 
 def check_answer(z: Tensor, like: Tensor, normalize: bool) -> Tensor:
-    """Embeddings [R, D] that answer a request, checked as the batch was."""
-    z = as_embedding(check_width(z, like.shape[-1]), normalize).to(like.dtype)
+    """Embeddings [R, D] that answer a request, brought to the batch's form and finite."""
+    z = as_embedding(z, normalize).to(like.dtype)
     if fit_for_numpy(z) and not all_finite(z):
         raise ValueError("embeddings that answer a request must be finite, got NaN or inf")
     return z

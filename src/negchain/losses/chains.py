@@ -22,7 +22,6 @@ Shapes: `S` sides, `M` chains, `B` chains of the batch, `D` embedding.
 from __future__ import annotations
 
 import math
-import mmap
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -32,15 +31,13 @@ import torch
 from torch import Tensor
 
 from negchain import rng
-from negchain.files import replacing
-from negchain.losses.batch import Views, as_ids
+from negchain.losses import chain_file
 from negchain.losses.distributed import Ranks
-from negchain.losses.settings import Informed, Proposals, check_count, check_dim
+from negchain.losses.settings import check_dim
 from negchain.losses.state import Rows, Stateful
 
 Carried = Literal["encode", "cached"]
 NOT_MOVED = -1  # in `ChainTable.states`: the chain is still at its initial draw
-CHUNK = 1 << 20  # states of a table that are copied at a time when it is written to a file
 
 
 class Arrival(NamedTuple):
@@ -190,33 +187,11 @@ class ChainTable(Stateful):
             >>> make().states
             tensor([[-1, -1,  4, -1, -1]], dtype=torch.int32)
         """
-        path, (num_sides, num_chains) = Path(path), self.states.shape
-        if self.states.device.type != "cpu":
-            raise ValueError(
-                "a chain table in a file needs a loss on the CPU, but this one is on "
-                f"{self.states.device}; move it with .cpu(), or keep the table in device memory"
-            )
-        if not path.exists():
-            _write_states(path, self.states)
-        size, needed = path.stat().st_size, self.states.numel() * self.states.itemsize
-        if size != needed:
-            raise ValueError(
-                f"a file of {num_sides} x {num_chains} chains of {self.states.itemsize} bytes has "
-                f"{needed} bytes, but {path} has {size}: it belongs to another data set, or is no "
-                "chain table; give another path, or delete it to start the chains anew"
-            )
-        count, dtype = self.states.numel(), self.states.dtype
-        flat = torch.from_file(str(path), shared=True, size=count, dtype=dtype, device="cpu")
-        self.states = flat.view(num_sides, num_chains)
+        self.states = chain_file.mapped(self.states, Path(path))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Refuse to move away from a file: no step would write to it any more."""
-        file = self.states.untyped_storage().filename
-        if file is not None and fn(torch.empty(0, device="cpu")).device.type != "cpu":
-            raise ValueError(
-                f"a chain table in a file stays on the CPU, and this one is in {file}; load its "
-                "state_dict into a loss without a file, and move that one"
-            )
+        chain_file.refuse_to_move(self.states, fn)
         return super()._apply(fn, recurse)
 
 
@@ -228,48 +203,3 @@ def state_dtype(num_states: int) -> torch.dtype:
         (torch.int32, torch.int64)
     """
     return torch.int32 if num_states <= 2**31 else torch.int64
-
-
-def _write_states(path: Path, states: Tensor) -> None:
-    """Create a file that is there whole or not at all, in little memory.
-
-    It is written page by page because Linux may cache a file in units of the size it was written
-    in, up to 2 MiB, and changing one state of a unit marks all of it as changed: slow at once, and
-    slow again when all of it goes to the disk.
-    """
-    page = mmap.PAGESIZE
-    with replacing(path, buffering=page) as file:
-        for row in states:
-            for chunk in row.split(CHUNK):
-                data = memoryview(chunk.contiguous().numpy()).cast("B")
-                for begin in range(0, len(data), page):
-                    file.write(data[begin : begin + page])
-
-
-def stored_slots(
-    index: Tensor, augmentation: tuple[Tensor, Tensor], per_item: int
-) -> tuple[Tensor, ...]:  # [B], two [B] -> two [B]
-    """Chains of (item, stored augmentation), for both views.
-
-    Example:
-        >>> stored_slots(torch.tensor([3]), (torch.tensor([0]), torch.tensor([1])), 2)
-        (tensor([6]), tensor([7]))
-    """
-    chosen = [as_ids("augmentation", a, len(index), index.device) for a in augmentation]
-    for a in chosen:
-        if a.device.type == "cpu" and not bool(((a >= 0) & (a < per_item)).all()):
-            raise ValueError(f"augmentation must lie in [0, {per_item}), got {a.tolist()[:8]}")
-    return tuple(index * per_item + a.clamp(0, per_item - 1) for a in chosen)
-
-
-def check_augmentations(augmentations: int | None, views: Views, proposals: Proposals) -> int:
-    """How many ids an item has; refuses combinations that cannot be."""
-    if augmentations is None:
-        return 1
-    check_count("augmentations (stored per item)", augmentations)
-    if views != "shared" or isinstance(proposals, Informed):
-        raise ValueError(
-            "augmentations (stored per item) go with views='shared' and proposals other than "
-            f"Informed; got {augmentations}, {views!r}, {proposals}"
-        )
-    return augmentations

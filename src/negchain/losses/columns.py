@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,10 +21,11 @@ from negchain.losses.batch import (
     Call,
     check_answer,
     is_traced,
-    per_side,
+    lay_out,
 )
+from negchain.losses.proposals import Given, Informed, Uniform
 from negchain.losses.request import Part, Request, Want, answered, tower_of
-from negchain.losses.settings import Uniform
+from negchain.losses.settings import InBatch
 from negchain.pool import Draw, Kind, Side, matches
 
 if TYPE_CHECKING:
@@ -31,6 +33,47 @@ if TYPE_CHECKING:
 
 Popularity = Callable[[Tensor], Tensor]  # key ids -> log-probability as somebody's positive
 Key = tuple[int, Tensor, int]  # seed, step, side number: what random draws are a function of
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivateSide(Side):
+    """A side with C more columns, other ones for each row; they come after the shared ones."""
+
+    private_ids: Tensor  # [N,C]
+    private_keys: Tensor  # [N,C,D]
+
+    def similarities(self) -> Tensor:
+        """[N, K+C], differentiable."""
+        shared = super().similarities()
+        private = torch.einsum("nd,ncd->nc", self.queries, self.private_keys)
+        return torch.cat([shared, private], 1)
+
+    def all_excluded(self) -> Tensor:
+        """[N, K+C] bool."""
+        return torch.cat([self.excluded, self.excludes(self.private_ids)], 1)
+
+    def column_ids(self) -> Tensor:
+        """[N, K+C]."""
+        return torch.cat([super().column_ids(), self.private_ids], 1)
+
+    def ids_at(self, row: Tensor, column: Tensor) -> Tensor:
+        """[B] [B] -> [B]."""
+        return self.column_ids()[row, column]
+
+    def keys_at(self, row: Tensor, column: Tensor) -> Tensor:
+        """[B] [B] -> [B,D]."""
+        num_shared = self.keys.shape[1]
+        own = self.private_keys[row, (column - num_shared).clamp(min=0)]
+        if num_shared == 0:
+            return own
+        shared = super().keys_at(row, column.clamp(max=num_shared - 1))
+        return torch.where((column < num_shared)[:, None], shared, own)
+
+
+def with_private(side: Side, ids: Tensor, keys: Tensor) -> PrivateSide:  # [N,C] [N,C,D]
+    """A side with private columns appended."""
+    own = {each.name: getattr(side, each.name) for each in dataclasses.fields(Side)}
+    return PrivateSide(**own, private_ids=ids, private_keys=keys)
 
 
 def without_batch(side: Side) -> Side:
@@ -45,6 +88,36 @@ def without_batch(side: Side) -> Side:
     )
 
 
+def rows_alone(loss_fn: ContrastiveLoss, batch: Batch) -> list[Side]:
+    """The sides of a batch, with no column yet."""
+    return [without_batch(side) for side in lay_out(loss_fn, batch)]
+
+
+def with_proposals(
+    loss_fn: ContrastiveLoss,
+    sides: list[Side],
+    batch: Batch,
+    call: Call,
+    requests: Sequence[Request],
+    items: slice | None,
+) -> list[Side]:
+    """The batch's columns as draws by popularity (a corpus) or none, and drawn ones appended."""
+    proposals = loss_fn.proposals
+    if proposals.alone:
+        sides = [without_batch(side) for side in sides]
+    elif loss_fn.num_keys is not None:
+        counts, counting = loss_fn.key_counts, loss_fn._counts_keys
+        log_q = popularity(counts, batch, loss_fn.num_samples, counting)
+        sides = [by_popularity(side, batch, log_q, items) for side in sides]
+    if isinstance(proposals, InBatch):
+        return sides
+    drawn = drawn_for(call, None if isinstance(proposals, Given) else requests, len(sides))
+    num_ids, normalize = loss_fn.num_ids, loss_fn.normalize
+    return [
+        with_draw(side, *pair, num_ids, normalize) for side, pair in zip(sides, drawn, strict=True)
+    ]
+
+
 def with_draw(side: Side, draw: Draw, drawn: Tensor, num_ids: int | None, normalize: bool) -> Side:
     """Append a draw's columns, shared ([R]) or private to each row ([N, C])."""
     ids, shape = draw.ids.to(side.keys.device), tuple(draw.ids.shape)
@@ -57,12 +130,9 @@ def with_draw(side: Side, draw: Draw, drawn: Tensor, num_ids: int | None, normal
     kinds = (*side.kinds, Kind(first, first + columns, count, _log_q(side, draw, num_ids)))
     if ids.dim() == 2:
         repeat = side.num_rows // shape[0]
-        return dataclasses.replace(
-            side,
-            private_ids=ids.repeat(repeat, 1),
-            private_keys=drawn.view(*shape, dim).repeat(repeat, 1, 1),
-            kinds=kinds,
-        )
+        keys = drawn.view(*shape, dim).repeat(repeat, 1, 1)
+        side = dataclasses.replace(side, kinds=kinds)
+        return with_private(side, ids.repeat(repeat, 1), keys)
     excluded = matches(side.items_of(ids), side.positive_ids, side.known)
     excluded = excluded | ~torch.isfinite(drawn).all(1)[None, :]
     return dataclasses.replace(
@@ -88,6 +158,21 @@ def uniform_parts(loss_fn: ContrastiveLoss, index: Tensor, step: Tensor) -> list
         ids = rng.integers_below(bound, u)
         want = Want(ids, tower_of(side))
         parts.append(Part("draw", side, want, Draw(ids), per_row=per_row))
+    return parts
+
+
+def informed_parts(loss_fn: ContrastiveLoss, batch: Batch, step: Tensor) -> list[Part]:
+    """Draws of every side from its stale table, for the caller to encode."""
+    proposals, parts = loss_fn.proposals, []
+    assert isinstance(proposals, Informed)
+    tables = zip(rows_alone(loss_fn, batch), loss_fn.tables, strict=True)
+    for number, (side, table) in enumerate(tables):
+        beta, key = loss_fn._beta(side.queries), (loss_fn.seed, step, number)
+        draw = table.informed_rows if proposals.per_row else table.informed
+        count = proposals.num or (1 if proposals.per_row else len(batch.index))
+        ids, log_q = draw(count, side, beta, proposals, key)
+        wanted = Want(ids.flatten(), tower_of(number))
+        parts.append(Part("draw", number, wanted, Draw(ids, log_q)))
     return parts
 
 
@@ -117,6 +202,18 @@ def drawn_for(
         )
     sides = per_side("draw", draw, num_sides), per_side("drawn", drawn, num_sides)
     return list(zip(*sides, strict=True))  # type: ignore[arg-type]
+
+
+def per_side(name: str, value: object, num_sides: int) -> list[object]:
+    """One entry per side: a pair where there are two sides, the thing itself where there is one."""
+    if num_sides == 1:
+        return [value]
+    if not isinstance(value, (tuple, list)) or isinstance(value, Draw) or len(value) != 2:
+        raise ValueError(
+            f"{name}= must be a pair here, one entry per direction (views='paired' is symmetric); "
+            "pass two, or construct the loss with symmetric=False"
+        )
+    return list(value)
 
 
 def check_draw(draw: Draw, drawn: Tensor, dim: int, rows: tuple[int, int]) -> None:
@@ -195,6 +292,14 @@ def first_counts(counts: Tensor | None, num_keys: int) -> Tensor:
             f"{counts.dtype} {tuple(counts.shape)}; pass torch.bincount(key_of, minlength=num_keys)"
         )
     return torch.cat([counts, counts.sum()[None]]).double()
+
+
+def count_keys(key_counts: Tensor, keys: Tensor, valid: Tensor | None = None) -> None:  # [B]
+    """Remember which keys were positives; part of changing state."""
+    kind = key_counts.dtype
+    ones = torch.ones_like(keys, dtype=kind) if valid is None else valid.to(kind)
+    key_counts.index_add_(0, keys, ones)
+    key_counts[-1] += ones.sum()
 
 
 def popularity(counts: Tensor, batch: Batch, num_samples: int | None, counting: bool) -> Popularity:

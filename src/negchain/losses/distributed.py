@@ -30,8 +30,9 @@ from torch import Tensor
 
 from negchain.losses.agreement import Own, agreed, is_drawn, parts_of
 from negchain.losses.batch import Call, as_ids
-from negchain.losses.columns import drawn_for, sample_rows
-from negchain.losses.request import Part, Request, check_held, check_requests
+from negchain.losses.columns import count_keys, drawn_for, sample_rows
+from negchain.losses.request import Part, Request, check_answers
+from negchain.losses.returned import check_held, check_requests
 from negchain.losses.shards import Shards
 from negchain.losses.state import Rows
 from negchain.pool import Draw, first_writer, write_rows
@@ -52,6 +53,11 @@ class Ranks(NamedTuple):
     def join(self) -> bool:
         """Whether their batches are joined; if not, ranks share changes of state only."""
         return self.loss_fn.gather is not False
+
+    def step(self, ahead: int) -> Tensor:
+        """The step of a call's draws; ranks with pools of their own draw differently."""
+        calls = ahead if self.join else ahead * self.world + self.rank
+        return self.loss_fn.step + calls
 
     def rows(self, total: int) -> Rows:
         """This rank's block of so many rows."""
@@ -158,13 +164,14 @@ def over_ranks(
     loss_fn = ranks.loss_fn
     if ranks.join:
         call, requests = gathered(ranks, call, requests)
-        check_held(loss_fn, loss_fn._turn, call, requests)
+        check_held(loss_fn, call, requests)
         yield call, requests
     else:
         if len(loss_fn.tables) or (loss_fn.training and _keeps_rows(loss_fn)):
             agreed(ranks, call, requests)
-        check_requests(loss_fn, loss_fn._turn, call, requests)
-        check_held(loss_fn, loss_fn._turn, call, requests)
+        check_requests(loss_fn, call, requests)
+        check_held(loss_fn, call, requests)
+        check_answers(requests, call.z_a)
         requests = _renewed_together(requests, ranks)
         before = loss_fn.step.clone()
         loss_fn.step.copy_(before + ranks.rank)
@@ -302,4 +309,4 @@ def _tell(ranks: Ranks, call: Call, requests: Sequence[Request]) -> None:
     first = sum(sizes[: ranks.rank])
     others = torch.cat([slots["keys"][0][:first], slots["keys"][0][first + len(keys) :]])
     if loss_fn._counts_keys:
-        loss_fn._count(others)
+        count_keys(loss_fn.key_counts, others)

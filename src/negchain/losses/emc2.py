@@ -23,21 +23,23 @@ from typing import Any, Literal, Unpack
 import torch
 from torch import Tensor
 
+from negchain import rng
 from negchain.losses import fused
 from negchain.losses.base import ContrastiveLoss
 from negchain.losses.batch import Batch, Call, Ids, as_ids, check_answer, check_batch
-from negchain.losses.chains import Carried, ChainTable, check_augmentations, stored_slots
+from negchain.losses.chains import Carried, ChainTable
+from negchain.losses.proposals import Proposals, corpus_proposals
 from negchain.losses.request import Part, Request, Want, answered, tower_of
 from negchain.losses.settings import (
+    ISIR,
     InBatch,
     Kernel,
-    Proposals,
     Shared,
     as_kernel,
-    chain_proposals,
     one_of,
     require_samples,
 )
+from negchain.losses.stored import check_stored, stored_ids
 from negchain.losses.walk import Sampler, Start, Visit, Walk, walk_chains
 from negchain.objective import Estimate, bracket, constant, detached_logits, mean_loss
 from negchain.pool import Side, usable
@@ -118,21 +120,21 @@ class EMC2Loss(ContrastiveLoss):
     ) -> None:
         require_samples(num_samples)
         kernel, views = as_kernel(kernel), shared.get("views", "shared")
-        reached = key_counts is not None and bool((torch.as_tensor(key_counts) > 0).all())
-        proposals = chain_proposals(
-            proposals,
-            kernel,
-            views=views,
-            augmentations=augmentations,
-            num_keys=shared.get("num_keys"),
-            reached=reached,
-        )
+        if shared.get("num_keys") is not None:
+            proposals = corpus_proposals(proposals, key_counts)
+        if augmentations is not None:
+            check_stored(augmentations, views, proposals)
+        elif proposals in (None, "batch") and views == "shared" and isinstance(kernel, ISIR):
+            # It weighs a set in which the carried item counts as often as the others, so both views
+            # leave p as it is where they are equal. A Metropolis-Hastings chain would meet an item
+            # twice; a stored view is a state of its own (records/2026-11-18_both-copies_cpu.md).
+            proposals = InBatch(copies=2)
         super().__init__(
             num_samples,
             beta,
             proposals=proposals,
             key_counts=key_counts,
-            ids_per_item=check_augmentations(augmentations, views, proposals),
+            ids_per_item=augmentations or 1,
             **shared,
         )
         one_of("carried", carried, ("encode", "cached"))
@@ -168,13 +170,8 @@ class EMC2Loss(ContrastiveLoss):
             One [B] per table of chains (two for paired views in both directions), or with stored
             augmentations one per view.
         """
-        index = as_ids("index", index, None, self.step.device)
-        if augmentation is None and self._fuses(index):
-            return tuple(fused.carried_ids(self, side, index) for side in range(self.num_sides))
-        slots = self._slots(index, augmentation)
-        if self.augmentations:
-            return tuple(self.chains.ids(0, slot) for slot in slots[: self._views_per_item])
-        return tuple(self.chains.ids(side, slots[0]) for side in range(self.num_sides))
+        held = self._asked(as_ids("index", index, None, self.step.device), augmentation)
+        return held if augmentation is None else held[0].view(-1, len(index)).unbind()
 
     def _parts(
         self, index: Tensor, augmentation: tuple[Tensor, Tensor] | None, step: Tensor
@@ -190,8 +187,10 @@ class EMC2Loss(ContrastiveLoss):
 
     def _asked(self, index: Tensor, augmentation: Any) -> tuple[Tensor, ...]:
         """Carried states, a tensor per side; with stored augmentations both views' in one."""
-        held = self.held(index, augmentation)
-        return (torch.cat(held),) if self.augmentations else held
+        if augmentation is None and self._fuses(index):
+            return tuple(fused.carried_ids(self, side, index) for side in range(self.num_sides))
+        slots = self._slots(index, augmentation)
+        return tuple(self.chains.ids(side, slots) for side in range(self.num_sides))
 
     def _loss(self, call: Call, requests: Sequence[Request]) -> Tensor:
         plain = call.known is None and call.augmentation is None and not call.one_way
@@ -203,43 +202,32 @@ class EMC2Loss(ContrastiveLoss):
         if self.training:
             self._store(visit, requests)
             self.step += 1
-        return self._finish(visit.total, visit.report | visit.rates())
+        return self._finish(visit.total, visit.report | visit.rates(), visit.batch.faults)
 
     def visit(self, call: Call, requests: Sequence[Request], items: slice = slice(None)) -> Visit:
         """Loss and arrivals of the rows of some items against all columns; changes no chain."""
         batch = check_batch(self, call)
-        slots = self._slots(batch.index, call.augmentation)
-        backend: Backend = "auto" if self.backend == "fused" else self.backend
+        slots = self._slots(batch.index, call.augmentation)[items]
         copies, size = self._views_per_item, len(batch.index)
-        rows = torch.arange(copies * size, device=batch.index.device)
-        if items != slice(None):
-            rows = rows.view(copies, size)[:, items].flatten()
-        cached = self.carried == "cached"
-        sampler = Sampler(self.kernel, backend, self.seed, self.step, rows, cached)
-        one_copy = self.views == "shared" and not (
-            isinstance(self.proposals, InBatch) and self.proposals.copies == 2
-        )
-        sides = self._begin(
-            batch,
-            call,
-            requests,
-            key_ids=slots if self.augmentations else None,
-            coin=sampler.coin(len(call.z_a)) if one_copy else None,
-            items=items,
-        )
-        if items.start in (None, 0):  # once for all panels of a batch
-            self._count_faults(batch)
-        if self.large_batch:  # tiles meet one copy of every item, and so do their readable twins
-            sides = [dataclasses.replace(side, hidden_keys=None) for side in sides]
+        rows = torch.arange(copies * size, device=slots.device).view(copies, size)[:, items]
+        cached, backend = self.carried == "cached", self.backend
+        assert backend != "fused"  # which was refused
+        sampler = Sampler(self.kernel, backend, self.seed, self.step, rows.flatten(), cached)
+        key_ids, coin = None, None
+        if call.augmentation is not None:
+            key_ids = stored_ids(batch.index, call.augmentation, self.ids_per_item)
+        if self.views == "shared" and self.proposals != InBatch(copies=2):
+            # [B] whether rows of the first view are offered z_a's copy of each item, or z_b's
+            coin = sampler.draw(rng.coins, rng.FOR_COPY, slots.new_zeros(1), size)[0]
+        sides = self._begin(batch, call, requests, key_ids=key_ids, coin=coin, items=items)
         visit = Visit(batch, sides)
-        mine = tuple(slot[items] for slot in slots[:copies])  # the chains of these rows
         for number, side in enumerate(sides):
             similarity = side.similarities()
             beta = self._beta(similarity)
             logits = detached_logits(side, similarity, beta)
-            start = self._start(number, side, mine, batch, requests, items)
+            start = self._start(number, side, slots, batch, requests, items)
             mover = sampler if number == 0 else dataclasses.replace(sampler, direction=number)
-            walk = walk_chains(side, similarity, start, beta, logits, mine, mover)
+            walk = walk_chains(side, similarity, start, beta, logits, slots, mover)
             self._weigh(visit, side, similarity, logits, start, walk)
             visit.arrivals.append(walk.arrival)
             visit.moves.append((walk.accepts, walk.num_steps))
@@ -258,7 +246,6 @@ class EMC2Loss(ContrastiveLoss):
         """The value of a side, with the bracket of the global loss its columns allow."""
         beta = self._beta(similarity)
         low, high, middle = bracket(side, logits, beta, start.ids, start.logit)
-        self._count_lonely(high)
         saturation = torch.where(low > -math.inf, low, high) if self.denominator == "all" else None
         estimate = Estimate(walk.weights, middle, saturation, walk.carried_weight)
         visit.total.append(self._value(side, similarity, estimate, start.similarity))
@@ -270,44 +257,41 @@ class EMC2Loss(ContrastiveLoss):
         self,
         number: int,
         side: Side,
-        slots: tuple[Tensor, ...],
+        slots: Tensor,
         batch: Batch,
         requests: Sequence[Request],
         items: slice,
     ) -> Start:
         """Where the chains of a side's rows stand."""
         if self.carried == "cached":
-            return self._cached_start(number, side, slots)
-        part = answered(requests, "carried", number)
-        assert part.embeddings is not None
-        keys = check_answer(part.embeddings, batch.both, self.normalize)
-        keys = keys.view(-1, *batch.both.shape[1:])[:, items]
-        # what was asked for, not the table again: on all ranks the state of the one that asked
-        ids = part.want.ids.view(-1, batch.both.shape[1])[:, items]
-        ids = ids.expand(self._views_per_item, -1).flatten()
-        return self._started(side, ids, keys, side.excludes(ids))
-
-    def _cached_start(self, number: int, side: Side, slots: tuple[Tensor, ...]) -> Start:
-        """The same by the embeddings kept from the last visit; NaN before the first."""
-        slot = slots[0].repeat(self._views_per_item) if len(slots) == 1 else torch.cat(slots)
-        ids = self.chains.ids(number, slot)
-        keys = self.chains.cached_keys(number, slot, side.queries.shape[1])
-        keys = keys.to(side.queries.dtype)
-        unseen = ~torch.isfinite(keys).all(1)
-        keys = keys.masked_fill(unseen[:, None], 0.0)  # 0 * NaN would spread
-        keys = keys.view(self._views_per_item, -1, keys.shape[1])
-        return self._started(side, ids, keys, side.excludes(ids) | unseen)
-
-    def _started(self, side: Side, ids: Tensor, keys: Tensor, excluded: Tensor) -> Start:
-        """Chains at some ids, whose embeddings [views or 1, b, D] rows are compared with."""
-        rows = side.queries.view(self._views_per_item, *keys.shape[-2:])
+            ids, keys, excluded = self._cached(number, side, slots)
+        else:
+            part, shape = answered(requests, "carried", number), batch.both.shape[1:]
+            assert part.embeddings is not None
+            keys = check_answer(part.embeddings, batch.both, self.normalize)
+            keys = keys.view(-1, *shape)[:, items]
+            # what was asked for, not the table again: on all ranks the state of the one that asked
+            ids = part.want.ids.view(-1, shape[0])[:, items].expand(side.views, -1).flatten()
+            excluded = side.excludes(ids)
+        rows = side.queries.view(side.views, *keys.shape[1:])
         similarity = torch.linalg.vecdot(rows, keys).flatten()
         logit = similarity.detach() * constant(self._beta(similarity))
         return Start(ids, usable(logit, excluded), similarity)
 
+    def _cached(self, number: int, side: Side, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Ids, embeddings as of the last visit, and whether they are no negatives, or new."""
+        slots = slots.repeat(side.num_rows // len(slots))
+        ids = self.chains.ids(number, slots)
+        keys = self.chains.cached_keys(number, slots, side.queries.shape[1])
+        keys = keys.to(side.queries.dtype)
+        unseen = ~torch.isfinite(keys).all(1)
+        keys = keys.masked_fill(unseen[:, None], 0.0)  # 0 * NaN would spread
+        return ids, keys.view(side.views, -1, keys.shape[1]), side.excludes(ids) | unseen
+
     def _store(self, visit: Visit, requests: Sequence[Request]) -> None:
         """Where the chains ended, and what else the next visit needs."""
-        self._remember(visit.batch, visit.sides, requests)
+        if self.tables or self._counts_keys:
+            self._remember(visit.batch, visit.sides, requests)
         for number, arrival in enumerate(visit.arrivals):
             self.chains.commit(number, arrival, visit.batch.valid)
 
@@ -315,7 +299,7 @@ class EMC2Loss(ContrastiveLoss):
         self, call: Call, index: Tensor, requests: Sequence[Request]
     ) -> Iterator[tuple[Tensor, Tensor]]:
         yield from super()._touched(call, index, requests)
-        slots = torch.cat(self._slots(index, call.augmentation))
+        slots = self._slots(index, call.augmentation)
         for side in range(self.num_sides):
             yield from ((table[side], slots) for table in self.chains.tables)
 
@@ -329,10 +313,8 @@ class EMC2Loss(ContrastiveLoss):
     def _views_per_item(self) -> int:
         return 2 if self.views == "shared" and self.symmetric else 1
 
-    def _slots(
-        self, index: Tensor, augmentation: tuple[Tensor, Tensor] | None
-    ) -> tuple[Tensor, ...]:
-        """Chains of a batch: [B], one per item; or [B] per view, of (item, augmentation)."""
+    def _slots(self, index: Tensor, augmentation: tuple[Tensor, Tensor] | None) -> Tensor:
+        """Chains of a batch: [B], one per item; or view after view, of (item, augmentation)."""
         assert self.num_samples is not None
         index = index.clamp(0, self.num_samples - 1)  # out of range: refused or reported
         if (augmentation is None) != (self.augmentations is None):
@@ -340,6 +322,6 @@ class EMC2Loss(ContrastiveLoss):
                 "augmentation= (which stored augmentation each view is) goes with augmentations=k "
                 f"at construction, got augmentations={self.augmentations}"
             )
-        if augmentation is None or self.augmentations is None:
-            return (index,)
-        return stored_slots(index, augmentation, self.augmentations)
+        if augmentation is None:
+            return index
+        return stored_ids(index, augmentation, self.ids_per_item)[: self._views_per_item].flatten()

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Sequence
-from typing import Literal, Unpack
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from negchain.losses.emc2 import EMC2Loss
 from negchain.losses.request import Part, Request
 from negchain.losses.settings import MH, InBatch, Kernel, Shared
 from negchain.losses.walk import Visit
+from negchain.pool import Side
 from negchain.weights.metropolis import Backend
 
 PANEL_ELEMENTS = 2**25  # similarities of a panel: 128 MiB in float32
@@ -70,6 +71,10 @@ class LargeBatchEMC2Loss(EMC2Loss):
             num_samples, beta, kernel, proposals=InBatch(), carried=carried, chain_file=chain_file,
             backend=backend, **shared,
         )  # fmt: skip
+
+    def _begin(self, *given: Any, **layout: Any) -> list[Side]:
+        """Tiles meet one copy of every item, and so do their readable twins."""
+        return [dataclasses.replace(s, hidden_keys=None) for s in super()._begin(*given, **layout)]
 
     def visit(self, call: Call, requests: Sequence[Request], items: slice = slice(None)) -> Visit:
         """The visit of the whole batch, panel by panel; `total` carries the gradient."""

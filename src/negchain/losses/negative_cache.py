@@ -10,7 +10,6 @@ Bias        staleness of the table (tests/losses/test_planted.py); none if nothi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Unpack
 
@@ -19,8 +18,10 @@ from torch import Tensor
 
 from negchain.losses.base import ContrastiveLoss
 from negchain.losses.batch import Call, check_answer, check_batch
+from negchain.losses.columns import rows_alone, with_private
+from negchain.losses.proposals import check_refresh
 from negchain.losses.request import Part, Request, Want, answered, tower_of
-from negchain.losses.settings import Shared, check_refresh, require_samples
+from negchain.losses.settings import Shared, require_samples
 from negchain.losses.state import Report, keep
 from negchain.losses.table import Tables
 from negchain.objective import Estimate, effective_negatives
@@ -65,7 +66,7 @@ class NegativeCacheLoss(ContrastiveLoss):
     ) -> None:
         require_samples(num_samples)
         super().__init__(num_samples, beta, **shared)
-        self._given.add("key_counts")  # of no use: the batch is no column here
+        self._counts_keys = False  # of no use: the batch is no column here
         check_refresh(refresh)
         self.refresh_fraction = refresh
         self.tables = Tables(self.num_sides, self.num_ids or 0, shared.get("dim"), self.rows.ranks)
@@ -78,7 +79,7 @@ class NegativeCacheLoss(ContrastiveLoss):
     def _parts_given(self, call: Call, step: Tensor) -> list[Part]:
         """One draw per row from its stale softmax."""
         parts = []
-        sides = self._sides(check_batch(self, call), use_batch=False)
+        sides = rows_alone(self, check_batch(self, call))
         for number, (side, table) in enumerate(zip(sides, self.tables, strict=True)):
             key = (self.seed, step, number)
             ids, log_partition = table.winners(side, self._beta(side.queries), key)
@@ -88,8 +89,7 @@ class NegativeCacheLoss(ContrastiveLoss):
 
     def _loss(self, call: Call, requests: Sequence[Request]) -> Tensor:
         batch = check_batch(self, call)
-        self._count_faults(batch)
-        sides = self._sides(batch, use_batch=False)
+        sides = rows_alone(self, batch)
         total: list[Tensor] = []
         report: Report = {"global_loss": [], "effective_negatives": []}
         for number, side in enumerate(sides):
@@ -99,13 +99,12 @@ class NegativeCacheLoss(ContrastiveLoss):
             similarity = torch.linalg.vecdot(side.queries, keys)[:, None]
             weights = (~side.excludes(part.want.ids)).to(similarity.dtype)[:, None]
             estimate = Estimate(weights, part.log_partition)
-            self._count_lonely(part.log_partition)
             total.append(self._value(side, similarity, estimate))
             report["global_loss"].append(keep(total[-1]))
             report["effective_negatives"].append(partial(effective_negatives, weights))
             drawn = part.want.ids[:, None]
-            sides[number] = replace(side, private_ids=drawn, private_keys=keys[:, None])
+            sides[number] = with_private(side, drawn, keys[:, None])
         if self.training:
             self._remember(batch, sides, requests)
             self.step += 1
-        return self._finish(total, report)
+        return self._finish(total, report, batch.faults)

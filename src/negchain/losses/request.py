@@ -17,12 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from negchain.losses.batch import Call, Ids, as_ids, check_width
+from negchain.losses.batch import Ids, check_width
 from negchain.pool import Draw
 
 Tower = Literal["keys", "anchors"]
@@ -153,11 +153,6 @@ class Request:
                 part.embeddings = own
         return self
 
-    def part(self, purpose: Purpose, side: int) -> Part | None:
-        """The part for one purpose and side, if it was asked for."""
-        found = (p for p in self.parts if (p.purpose, p.side) == (purpose, side))
-        return next(found, None)
-
 
 def encoders_of(encode: Encodes, towers: Collection[Tower]) -> tuple[Encode, ...]:
     """One encoder, or the anchors' and the keys', if they can make what is asked for."""
@@ -185,9 +180,8 @@ def _embeddings(z: object, count: int) -> Tensor:  # [count, D]
 
 def answered(requests: Sequence[Request], purpose: Purpose, side: int) -> Part:
     """The part for a purpose and side; where there is none, the error says what to do."""
-    for request in requests:
-        part = request.part(purpose, side)
-        if part is not None:
+    for part in (part for request in requests for part in request.parts):
+        if (part.purpose, part.side) == (purpose, side):
             return part
     raise ValueError(
         f"this loss needs its {purpose} negatives encoded: call it with "
@@ -196,67 +190,17 @@ def answered(requests: Sequence[Request], purpose: Purpose, side: int) -> Part:
     )
 
 
-def check_requests(owner: Any, turn: int, call: Call, requests: Sequence[Request]) -> None:
-    """Refuse requests that are not those of this loss, batch and call."""
-    for request in requests:
-        if not isinstance(request, Request):
+def check_answers(requests: Sequence[Request], like: Tensor) -> None:
+    """Refuse requests without an answer, and answers whose width is not that of the batch."""
+    for part in (part for request in requests for part in request.parts):
+        if part.embeddings is None:
             raise ValueError(
-                f"requests follow index, got {type(request).__name__}; a function from positions "
-                "to embeddings is passed by name, encode=..."
+                "this request was not answered: call request.answer(encoder(items[request.ids]))"
             )
-        if request.owner is not owner:
-            raise ValueError("this request was made by another loss; ask this one")
-        views = zip(request.augmentation or (), call.augmentation or (), strict=False)
-        if call.index is None or not all(_same(*p) for p in ((request.index, call.index), *views)):
-            raise ValueError(
-                "this request was made for another batch: its index (or augmentation) is not that "
-                "of this call; ask again with the positions you pass here"
-            )
-        for part in request.parts:
-            if part.embeddings is None:
-                raise ValueError(
-                    "this request was not answered: call "
-                    "request.answer(encoder(items[request.ids]))"
-                )
-            check_width(part.embeddings, call.z_a.shape[-1])
-        drawn = any(part.purpose == "draw" for part in request.parts)
-        if drawn and request.turn != turn:
-            raise ValueError(
-                f"this request was made for call {request.turn} of the loss and this is call "
-                f"{turn}: its draws are of another step; ask anew before every call (and no "
-                "encode= may call the loss that it answers)"
-            )
-
-
-def check_held(owner: Any, turn: int, call: Call, requests: Sequence[Request]) -> None:
-    """Refuse carried states that were asked for before another visit moved their chains."""
-    for request in requests:
-        asked = [part for part in request.parts if part.purpose == "carried"]
-        if not asked or request.turn - request.ahead == turn:
-            continue
-        held = owner._asked(request.index, call.augmentation)
-        for part, now in zip(asked, held, strict=True):
-            if not torch.equal(part.want.ids, now):
-                raise ValueError(
-                    "the chains of this batch have moved since its request was made; ask again"
-                )
+        check_width(part.embeddings, like.shape[-1])
 
 
 def _kept(ids: Ids) -> Tensor:
     """Ids as they are now: a loop may fill one buffer again and again (a CUDA graph has to)."""
     ids = ids if isinstance(ids, Tensor) else torch.as_tensor(ids)
     return ids if ids.is_cuda else ids.to(torch.int64, copy=True)
-
-
-def _same(mine: Tensor, given: Ids) -> bool:
-    """Whether two batches have equal positions; taken for granted in a CUDA graph."""
-    if mine is given:
-        return True
-    if len(given) != len(mine):
-        return False
-    given = as_ids("index", given, len(mine), mine.device)
-    if mine.is_cuda and (
-        mine.data_ptr() == given.data_ptr() or torch.cuda.is_current_stream_capturing()
-    ):
-        return True
-    return torch.equal(mine, given)

@@ -1,4 +1,4 @@
-"""Settings by question: how a chain moves, where proposals come from, whose batches are one."""
+"""Settings by question: how a chain moves, whose batches are one; `proposals.py` has the draws."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, ClassVar, Literal, TypedDict
+from typing import TYPE_CHECKING, ClassVar, Literal, Never, TypedDict
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -16,6 +16,9 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from negchain.losses.batch import Views
     from negchain.objective import Denominator
+
+
+COUNT_EVERY = "count_every (every c-th state, or one column of every c)"
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class MH:
                 "burn_in must be a share in [0, 1) or a whole number of steps, got "
                 f"{self.burn_in!r:.50}"
             )
-        _check_count_every(self.count_every)
+        check_count(COUNT_EVERY, self.count_every)
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ class ISIR:
     """One column of every c speaks for all c: more variance, the same mean given the batch."""
 
     def __post_init__(self) -> None:
-        _check_count_every(self.count_every)
+        check_count(COUNT_EVERY, self.count_every)
 
 
 @dataclass(frozen=True)
@@ -75,79 +78,6 @@ class InBatch:
     def __post_init__(self) -> None:
         if not is_number(self.copies) or self.copies not in (1, 2):
             raise ValueError(f"copies must be 1 or 2 (the two views of an item), got {self.copies}")
-
-
-@dataclass(frozen=True)
-class Uniform:
-    """Uniform draws from the whole set, offered to all rows.
-
-    Example:
-        >>> Uniform(32, alone=True)   # Algorithm 1 with R = 32
-        Uniform(num=32, alone=True)
-    """
-
-    num: int | None = None
-    """Draws per step; None: as many as the batch has samples."""
-    alone: bool = False
-    """Instead of the batch (Algorithm 1 to the letter), not beside it."""
-
-    def __post_init__(self) -> None:
-        _check_num(self.num)
-
-
-@dataclass(frozen=True)
-class Informed:
-    """Draws from a stale table of all embeddings, beside the batch.
-
-    q(z) = (1 - share) / M + share * mean_i softmax_z(sharpness * beta * x_i . psi_old(z))
-
-    With `per_row` the mean is left out: row i draws from q of its own, for itself alone.
-
-    Example:
-        >>> Informed(num=64).share    # half of the draws are uniform
-        0.5
-    """
-
-    num: int | None = None
-    """Draws per step; None: as many as the batch has samples. With `per_row`: per row; None: 1."""
-    share: float = 0.5
-    """Part of q that comes from the stale softmaxes; the rest is uniform."""
-    sharpness: float = 1.0
-    """The proposal's beta, relative to the loss's."""
-    refresh: float = 0.01
-    """Share of the table that is encoded anew per step, in turn."""
-    alone: bool = False
-    """Instead of the batch, not beside it."""
-    per_row: bool = False
-    """Each row draws for itself; else all rows share all draws."""
-
-    def __post_init__(self) -> None:
-        _check_num(self.num)
-        if not 0 <= self.share < 1:
-            raise ValueError(
-                f"share must be in [0, 1): every negative needs some probability, got {self.share}"
-            )
-        if not 0 < self.sharpness < math.inf:
-            raise ValueError(f"sharpness must be positive and finite, got {self.sharpness}")
-        check_refresh(self.refresh)
-
-
-@dataclass(frozen=True)
-class Given:
-    """Draws the caller makes: `draw=Draw(ids, log_q)` and `drawn=` in the call.
-
-    Example:
-        >>> import torch
-        >>> import negchain
-        >>> loss_fn = negchain.DCLLoss(100, proposals=Given())
-        >>> z, ids = torch.randn(6, 4), torch.randint(100, (12,))
-        >>> draw = negchain.Draw(ids)                       # uniform: no log_q
-        >>> loss_fn(z, z + 0.1, torch.arange(6), draw=draw, drawn=torch.randn(12, 4)).isfinite()
-        tensor(True)
-    """
-
-    alone: bool = True
-    """Instead of the batch, not beside it."""
 
 
 Gather = bool | Literal["even"] | dist.ProcessGroup
@@ -174,9 +104,6 @@ class Shared(Common, total=False):
     """What every loss takes that has no denominator of its own."""
 
     denominator: Denominator
-
-
-Proposals = InBatch | Uniform | Informed | Given
 
 
 def as_kernel(kernel: Kernel | Literal["mh", "isir"]) -> Kernel:
@@ -212,89 +139,20 @@ def as_seed(seed: int) -> int:
     return int(seed)
 
 
-def chain_proposals(
-    proposals: Proposals | Literal["batch"] | None,
-    kernel: Kernel,
-    *,
-    views: str = "shared",
-    augmentations: int | None = None,
-    num_keys: int | None = None,
-    reached: bool = False,
-) -> Proposals:
-    """What a chain may move to: what is given, else the batch, else (a corpus) uniform draws.
-
-    "batch" offers a row one view of every other item; with shared views it offers i-SIR both. i-SIR
-    weighs a set in which the carried item counts as often as the others, so that both views leave p
-    as it is where they are equal; a Metropolis-Hastings chain would meet an item twice, and a
-    stored view is a state of its own (records/2026-11-18_both-copies_cpu.md).
-
-    Args:
-        reached: every key of a corpus is somebody's positive, so batches reach them all.
-
-    Example:
-        >>> chain_proposals(None, ISIR()), chain_proposals("batch", MH())
-        (InBatch(copies=2), InBatch(copies=1))
-        >>> chain_proposals(None, MH(), views="paired", num_keys=9)
-        Uniform(num=None, alone=False)
-    """
-    unreached = num_keys is not None and not reached
-    if proposals is None and unreached:
-        return Uniform()
-    if proposals is None or proposals == "batch":
-        both = views == "shared" and isinstance(kernel, ISIR) and augmentations is None
-        proposals = InBatch(copies=2 if both else 1)
-    if unreached and isinstance(proposals, InBatch):
-        raise ValueError(
-            "proposals='batch' reaches only keys that are somebody's positive; with num_keys= "
-            "use Uniform() or Informed(), or give key_counts= if every key is one"
-        )
-    return proposals
-
-
-def as_proposals(
-    proposals: Proposals | Literal["batch"] | None, num_samples: int | None, views: str
-) -> Proposals:
-    """Proposals by themselves or by their name, if they can be made here.
-
-    Example:
-        >>> as_proposals("batch", 100, "shared")
-        InBatch(copies=1)
-    """
-    if proposals is None or proposals == "batch":
-        return InBatch()
-    if not isinstance(proposals, (InBatch, Uniform, Informed, Given)):
-        raise ValueError(
-            "proposals must be 'batch', InBatch(...), Uniform(...), Informed(...) or Given(...), "
-            f"got {proposals!r}"
-        )
-    if num_samples is None and not isinstance(proposals, (InBatch, Given)):
-        raise ValueError(
-            f"proposals={proposals} draws from the data set; give its size, num_samples="
-        )
-    if isinstance(proposals, InBatch) and proposals.copies == 2 and views != "shared":
-        raise ValueError(
-            "InBatch(copies=2) is for the two views of views='shared', got views='paired'; "
-            "use InBatch()"
-        )
-    return proposals
-
-
-def check_gather(gather: Gather, shard_state: bool) -> Gather:
+def check_gather(gather: Gather, shard_state: bool) -> None:
     """Refuse what is not among the ways to gather."""
     if shard_state and gather is False:
         raise ValueError("shard_state=True needs gather=True: its ranks work on one batch")
     if not isinstance(gather, (bool, dist.ProcessGroup)) and gather != "even":
         raise ValueError(f"gather must be True, False, 'even' or a process group, got {gather!r}")
-    return gather
 
 
-def refuse_replica(loss_fn: nn.Module) -> None:
+def refuse_replica() -> Never:
     """Refuse to be a copy that nn.DataParallel made."""
-    if getattr(loss_fn, "_is_replica", False):
-        raise RuntimeError(
-            "nn.DataParallel calls copies of the loss and throws them away, and its chains "
-            "with them; use torchrun and DistributedDataParallel, or keep the loss outside"
-        )
+    raise RuntimeError(
+        "nn.DataParallel calls copies of the loss and throws them away, and its chains "
+        "with them; use torchrun and DistributedDataParallel, or keep the loss outside"
+    )
 
 
 def refuse_unknown(kind: type, arguments: Iterable[str]) -> None:
@@ -323,7 +181,12 @@ def check_sizes(num_samples: int | None, num_keys: int | None, views: Views) -> 
         raise ValueError(
             f"num_samples must be at least 2, got {num_samples}: one sample has no negative"
         )
-    if num_keys is not None and (views != "paired" or num_keys < 2 or num_samples is None):
+    if num_keys is not None:
+        _check_corpus(num_samples, num_keys, views)
+
+
+def _check_corpus(num_samples: int | None, num_keys: int, views: Views) -> None:
+    if views != "paired" or num_keys < 2 or num_samples is None:
         raise ValueError(
             "num_keys (the size of a corpus of keys) needs num_samples, views='paired' and at "
             f"least 2 keys, got num_keys={num_keys}, num_samples={num_samples} and "
@@ -338,21 +201,6 @@ def require_samples(num_samples: int | None) -> None:
             "num_samples must be the size of the data set, len(dataset) say, as this loss keeps "
             "state of every sample, got None; InfoNCELoss and DCLLoss need none"
         )
-
-
-def check_refresh(refresh: float) -> None:
-    """Refuse a share outside [0, 1]."""
-    if not 0 <= refresh <= 1:
-        raise ValueError(f"refresh (share of the table per step) must be in [0, 1], got {refresh}")
-
-
-def _check_num(num: int | None) -> None:
-    if num is not None:
-        check_count("num (draws per step)", num)
-
-
-def _check_count_every(count_every: int) -> None:
-    check_count("count_every (every c-th state, or one column of every c)", count_every)
 
 
 def is_number(value: object, kind: type = Real) -> bool:

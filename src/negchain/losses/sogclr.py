@@ -9,7 +9,7 @@ Bias        does not vanish: u lags behind the encoder.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, Unpack
 
 import torch
@@ -17,17 +17,12 @@ from torch import Tensor
 
 from negchain.losses import fused
 from negchain.losses.batch import Call
+from negchain.losses.proposals import Proposals, Uniform
 from negchain.losses.request import Request
-from negchain.losses.settings import (
-    Proposals,
-    Shared,
-    Uniform,
-    one_of,
-    require_samples,
-)
+from negchain.losses.settings import Shared, one_of, require_samples
 from negchain.losses.weighted import Learn, WeightedLoss
 from negchain.objective import Estimate, global_log_partition
-from negchain.pool import Side, write_view_mean
+from negchain.pool import Side, write_rows
 from negchain.weights.sogclr import sogclr_weights
 
 
@@ -105,3 +100,24 @@ class SogCLRLoss(WeightedLoss):
         return estimate, lambda batch: write_view_mean(
             table, batch.index, log_u, batch.valid, write
         )
+
+
+def write_view_mean(
+    table: Tensor,
+    index: Tensor,
+    log_values: Tensor,
+    allowed: Tensor,
+    write: Callable[[Tensor, Tensor, Tensor, Tensor], None] = write_rows,
+) -> None:
+    """Store the log of the mean over views of exp(log_values), one value per item, in place.
+
+    Args:
+        table: [M] state to change.
+        index: [B] items.
+        log_values: [V * B] one value per row, view after view.
+        allowed: [B] bool; a value that is not finite is never written.
+        write: how rows of the table are written.
+    """
+    views = log_values.view(-1, len(index))
+    mean = torch.logsumexp(views, 0) - math.log(len(views))
+    write(table, index, mean, allowed & torch.isfinite(mean))

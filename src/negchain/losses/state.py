@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -99,6 +99,16 @@ class Rows:
 ALL = Rows(0)  # every row is here, however many there are
 
 
+class Kept(NamedTuple):
+    """How a state is kept; see `Stateful.add_state`."""
+
+    lazy: bool
+    saved: bool
+    given: bool
+    rows: Rows
+    dim: int
+
+
 class Stateful(nn.Module):
     """A module with state that is in `state_dict` but not among its buffers.
 
@@ -115,10 +125,7 @@ class Stateful(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self._state: dict[str, Tensor] = {}
-        self._lazy: set[str] = set()  # states whose last dimension is 0 until a first batch
-        self._unsaved: set[str] = set()
-        self._given: set[str] = set()  # states that are settings: what was saved does not replace
-        self._sharded: dict[str, tuple[Rows, int]] = {}  # states whose rows may lie on other ranks
+        self._kept_as: dict[str, Kept] = {}
         self._skips = False
 
     def skip_saved_state(self) -> None:
@@ -147,7 +154,7 @@ class Stateful(nn.Module):
         lazy: bool = False,
         saved: bool = True,
         given: bool = False,
-        rows: Rows | None = None,
+        rows: Rows = ALL,
         dim: int = 0,
     ) -> None:
         """Keep `value` under `self.name`.
@@ -156,15 +163,7 @@ class Stateful(nn.Module):
         `given`: it is a setting, and loading leaves it as it is. `rows`: which of the rows along
         `dim` are here.
         """
-        self._state[name] = value
-        if rows is not None:
-            self._sharded[name] = (rows, dim)
-        if lazy:
-            self._lazy.add(name)
-        if not saved:
-            self._unsaved.add(name)
-        if given:
-            self._given.add(name)
+        self._state[name], self._kept_as[name] = value, Kept(lazy, saved, given, rows, dim)
 
     def state_tensors(self) -> Iterator[Tensor]:
         """Every state tensor of this module and of those inside it."""
@@ -197,14 +196,11 @@ class Stateful(nn.Module):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name in self._saved():
-            value = self._state[name]
-            if name in self._sharded:
-                rows, dim = self._sharded[name]
-                value = rows.outward(value, dim)
-            destination[prefix + name] = value
+            rows, dim = self._kept_as[name].rows, self._kept_as[name].dim
+            destination[prefix + name] = rows.outward(self._state[name], dim)
 
     def _saved(self) -> list[str]:
-        return [name for name in self._state if name not in self._unsaved]
+        return [name for name in self._state if self._kept_as[name].saved]
 
     def _load_from_state_dict(
         self,
@@ -226,8 +222,8 @@ class Stateful(nn.Module):
             name: state_dict[prefix + name] for name in self._saved() if prefix + name in state_dict
         }
         for name, value in found.items():
-            rows, dim = self._sharded.get(name, (ALL, 0))
-            if rows is ALL or value.shape[dim] == rows.total:
+            rows, dim = self._kept_as[name].rows, self._kept_as[name].dim
+            if rows == ALL or value.shape[dim] == rows.total:
                 found[name] = rows.inward(value, dim)
         before = len(missing_keys), len(unexpected_keys)
         rest = {k: v for k, v in state_dict.items() if k not in {prefix + n for n in found}}
@@ -243,7 +239,7 @@ class Stateful(nn.Module):
             return
         with torch.no_grad(), torch.inference_mode(False):
             for name, value in found.items():
-                if name in self._given:
+                if self._kept_as[name].given:
                     continue
                 if self._state[name].shape != value.shape:
                     self._state[name] = self._state[name].new_empty(value.shape)
@@ -256,7 +252,7 @@ class Stateful(nn.Module):
             return torch.equal(mine.cpu(), saved.cpu())
         if mine.shape == saved.shape:
             return True
-        waiting = name in self._lazy and 0 in (saved.shape[-1], mine.shape[-1])
+        waiting = self._kept_as[name].lazy and 0 in (saved.shape[-1], mine.shape[-1])
         return waiting and saved.shape[:-1] == mine.shape[:-1]
 
 
@@ -284,9 +280,11 @@ class Reporting(Stateful):
         plain = {"beta": beta.detach()} if isinstance(beta, Tensor) else {}
         return self.__dict__ | {"_info": {}} | plain
 
-    def _finish(self, total: list[Tensor], report: Report) -> Tensor:
+    def _finish(self, total: list[Tensor], report: Report, faults: Tensor | None = None) -> Tensor:
         """The mean loss over sides; the other numbers stay on the device for `info`."""
         if not is_traced(total[0]):
+            if faults is not None:
+                self.faults[:2] += faults
             self._info = {n: v[0] if len(v) == 1 else _mean_of(v) for n, v in report.items() if v}
         return total[0] if len(total) == 1 else sum(total[1:], total[0]) / len(total)
 

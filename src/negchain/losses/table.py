@@ -25,10 +25,11 @@ from torch import Tensor, nn
 
 from negchain import rng
 from negchain.losses.batch import as_embedding, check_answer
-from negchain.losses.columns import Key
+from negchain.losses.columns import Key, PrivateSide
 from negchain.losses.distributed import Ranks, share_out, together
+from negchain.losses.proposals import Informed
 from negchain.losses.request import Encodes, Part, Request, Want, encoders_of, tower_of
-from negchain.losses.settings import Informed, check_dim
+from negchain.losses.settings import check_dim
 from negchain.losses.shards import Shards
 from negchain.losses.state import Rows, Stateful
 from negchain.objective import constant
@@ -347,7 +348,7 @@ class Tables(nn.ModuleList):
             side = sides[number]
             table.write(side.positive_ids, side.positives)  # they may be no columns
             table.write(side.key_ids.flatten(), side.keys.flatten(0, 1))
-            if side.private_ids is not None and side.private_keys is not None:
+            if isinstance(side, PrivateSide):
                 table.write(side.private_ids.flatten(), side.private_keys.flatten(0, 1))
             for request in requests:
                 for part in request.parts:

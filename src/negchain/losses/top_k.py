@@ -20,8 +20,10 @@ from torch import Tensor
 
 from negchain import rng
 from negchain.losses.batch import Call, check_batch
+from negchain.losses.columns import rows_alone
+from negchain.losses.proposals import Informed
 from negchain.losses.request import Part, Want, tower_of
-from negchain.losses.settings import Informed, Shared, check_count
+from negchain.losses.settings import Shared, check_count
 from negchain.losses.softmax import without_probabilities
 from negchain.losses.weighted import WeightedLoss
 from negchain.pool import Draw, Side
@@ -75,7 +77,7 @@ class TopKLoss(WeightedLoss):
     def _parts_given(self, call: Call, step: Tensor) -> list[Part]:
         """`num` of the `top` of every row."""
         parts = []
-        sides = self._sides(check_batch(self, call), use_batch=False)
+        sides = rows_alone(self, check_batch(self, call))
         for number, (side, table) in enumerate(zip(sides, self.tables, strict=True)):
             if table.embeddings.shape[1] == 0:
                 warnings.warn(

@@ -94,7 +94,6 @@ class WeightedLoss(ContrastiveLoss):
     def _loss(self, call: Call, requests: Sequence[Request]) -> Tensor:
         batch = check_batch(self, call)
         sides = self._begin(batch, call, requests)
-        self._count_faults(batch)
         values: list[Tensor] = []
         report: Report = {"global_loss_low": [], "effective_negatives": []}
         learned: list[Learn] = []
@@ -102,7 +101,6 @@ class WeightedLoss(ContrastiveLoss):
             similarity = side.similarities()
             logits = detached_logits(side, similarity, self._beta(similarity))
             estimate, learn = self._estimate(number, side, logits)
-            self._count_lonely(estimate.log_partition)
             values.append(self._value(side, similarity, estimate))
             log_partition = global_log_partition(side, logits)
             if log_partition is not None:
@@ -117,4 +115,4 @@ class WeightedLoss(ContrastiveLoss):
                 learn(batch)
             if self._counts_steps:
                 self.step += 1
-        return self._finish(values, report)
+        return self._finish(values, report, batch.faults)

@@ -1,0 +1,78 @@
+"""A visit over columns of several kinds: the batch, and draws from beyond it.
+
+Kinds have different probabilities q. Chains walk over one kind after the other, the batch last: in
+each such sweep proposals and held state are weighed by that kind's q. Draws from a stale table
+depend on who is in the batch, so one scan over all kinds with the mixture's q would not leave p as
+it is, and no more would the draws after the batch: their q would depend on what the chain has just
+met. Draws first leave p whoever is in the batch, and then the batch is as good as new
+(tests/losses/test_enumerated.py).
+
+Shapes: `N` rows, `K` columns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from negchain.losses.settings import ISIR
+from negchain.objective import constant
+from negchain.pool import Side
+from negchain.weights.metropolis import Scan
+
+if TYPE_CHECKING:
+    from negchain.losses.walk import Sampler, Start
+
+
+def sweep_kinds(
+    side: Side, similarity: Tensor, start: Start, beta: float | Tensor, sampler: Sampler
+) -> tuple[Scan, Tensor]:
+    """A sweep per kind of columns, each with its own q, the batch's last.
+
+    Weights are shares of all counted steps; with i-SIR a sweep counts as its number of columns.
+    """
+    plain = (similarity.detach() * constant(beta)).masked_fill(side.all_excluded(), -math.inf)
+    ids, here = side.column_ids(), torch.arange(len(plain), device=plain.device)
+    isir = isinstance(sampler.kernel, ISIR)
+    parts = [plain[:, kind.first : kind.last] for kind in side.kinds]
+    steps = [sampler.num_steps(part) for part in parts]
+    total = torch.stack(steps).sum(0)
+    left = sampler.skipped(total)  # steps that are still to be skipped
+    visits = plain.new_zeros(len(plain), plain.shape[1] + 1)  # the last column counts the start
+    at = torch.full_like(here, -1)  # column each chain is at, -1: its start
+    held, accepts = start, torch.zeros_like(here)
+    for number in reversed(range(len(parts))):
+        kind, part, num_steps = side.kinds[number], parts[number], steps[number]
+        if kind.log_q is not None:
+            part = part - kind.log_q(ids[:, kind.first : kind.last])
+            part = part.masked_fill(~torch.isfinite(part), -math.inf)
+        skipped = torch.minimum(left, num_steps)
+        first = held.corrected(kind)
+        scan = sampler.sweep(side, number, part, held.ids, first, skipped)
+        counted = (kind.count if isir else num_steps - skipped).to(plain.dtype)[:, None]
+        visits[:, kind.first : kind.last] += scan.weights * counted
+        visits[here, at] += scan.start_weight * counted[:, 0]
+        at = torch.where(scan.last >= 0, scan.last + kind.first, at)
+        column = at.clamp(min=0)
+        held = dataclasses.replace(
+            start,
+            ids=torch.where(at >= 0, ids[here, column], start.ids),
+            logit=torch.where(at >= 0, plain[here, column], start.logit),
+        )
+        accepts, left = accepts + scan.accepts, left - skipped
+    counted_all = visits.sum(1)
+    visits[here, at] += (counted_all == 0).to(visits.dtype)  # nothing counted: the final state is
+    weights = visits / torch.where(counted_all > 0, counted_all, 1.0)[:, None]
+    return Scan(weights[:, :-1], weights[:, -1], at, held.logit, accepts), total
+
+
+def columns_skipped(burn_in: float, side: Side, number: int) -> int:
+    """With count_every > 1 the burn-in is in columns: those of kind `number` it has."""
+    kind, total = side.kinds[number], side.kinds[-1].last
+    columns = int(burn_in if burn_in >= 1 else total * burn_in + 1e-3)
+    columns -= total - kind.last  # columns of the sweeps before
+    return max(0, min(columns, kind.last - kind.first - 1))  # then the final state counts at least
