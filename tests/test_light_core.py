@@ -1,7 +1,7 @@
 """`pip install negchain` needs torch and numpy, and nobody waits for what is not used.
 
-Times are CPU seconds of a child process, which a busy machine hardly changes, each the least of a
-few attempts.
+Times are CPU seconds of a child process, each the least of a few attempts. Where neighbours on the
+host take a core's speed by half, they double: the limit then follows what typer alone takes.
 """
 
 from __future__ import annotations
@@ -108,7 +108,8 @@ def test_importing_negchain_is_quick() -> None:
     + ["train --data /nowhere", "compare --data /nowhere"],
 )
 def test_help_and_refusals_come_at_once(words: str) -> None:
-    assert seconds(cli(words), enough=0.8) <= 0.8
+    limit = max(0.8, 8 * child("import typer.main")[2])  # `train --help` takes about 5 times that
+    assert seconds(cli(words), enough=limit) <= limit
 
 
 @pytest.mark.parametrize("file", ["corpus.jsonl", "captions.csv"])
