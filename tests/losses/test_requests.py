@@ -177,6 +177,32 @@ def test_a_request_for_what_a_buffer_held_is_refused() -> None:
             loss_fn(table[index], table[index], index, request)
 
 
+@pytest.mark.parametrize("stored", [None, 2])
+@pytest.mark.parametrize("ids", [torch.arange, lambda n: torch.arange(n).numpy()])
+def test_an_encoder_may_refill_the_buffers_of_a_call(ids, stored) -> None:
+    """The call is that of the batch it was given: its value, its chains and no others."""
+    table, found = torch.randn(40, 4), []
+    for refill in (False, True):
+        loss_fn, index = EMC2Loss(20, 5.0, augmentations=stored), ids(4)
+        which = (ids(4) % 2, ids(4) // 2) if stored else None
+
+        def encode(wanted: torch.Tensor, index=index, which=which, refill=refill) -> torch.Tensor:
+            if refill:
+                index += 10
+                for view in which or ():
+                    view += -view + 1
+            return table[wanted]
+
+        value = loss_fn(table[:4], table[4:8], index, augmentation=which, encode=encode)
+        found.append((value, loss_fn.chains.states[0]))
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+
+
+def test_no_sample_holds_no_chain() -> None:
+    none = torch.zeros(0, dtype=torch.int64)
+    assert [len(view) for view in EMC2Loss(20, augmentations=2).held(none, (none, none))] == [0, 0]
+
+
 def test_a_request_for_other_augmentations_is_refused() -> None:
     """Their chains are others: each would go on from a state it does not hold."""
     loss_fn, z = EMC2Loss(M, 5.0, augmentations=2), table_of()

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Literal, Never
 
 import torch
@@ -280,6 +281,9 @@ class ContrastiveLoss(Reporting):
             if requests:
                 raise ValueError("encode= stands instead of requests; pass one or the other")
             requests = self._answered(encode, call)  # under the caller's autocast, as the batch
+            if requests:  # `encode` may have filled the caller's buffers for the next batch
+                kept = requests[0]
+                call = replace(call, index=kept.index, augmentation=kept.augmentation)
         with without_autocast(z_a):
             ranks = self.ranks()
             if ranks is not None:

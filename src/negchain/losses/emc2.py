@@ -171,7 +171,9 @@ class EMC2Loss(ContrastiveLoss):
             augmentations one per view.
         """
         held = self._asked(as_ids("index", index, None, self.step.device), augmentation)
-        return held if augmentation is None else held[0].view(-1, len(index)).unbind()
+        if augmentation is None:
+            return held
+        return held[0].view(self._views_per_item, len(index)).unbind()
 
     def _parts(
         self, index: Tensor, augmentation: tuple[Tensor, Tensor] | None, step: Tensor
