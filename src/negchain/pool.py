@@ -153,20 +153,19 @@ class Side:
     def correction(self, ids: Tensor) -> Tensor | None:  # [N, ...] -> [N, ...]
         """log(q m_neg) of ids under the mixture of all kinds; None where all are uniform."""
         plain = all(kind.log_q is None for kind in self.kinds)
-        return None if plain else mixture(self.kinds, ids, self.queries.dtype)
+        return None if plain else mixture(self.kinds, ids, self.counts().to(self.queries.dtype))
 
 
-def mixture(kinds: tuple[Kind, ...], ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """log( sum_k n_k q_k m_neg / n ) of ids [N, ...]."""
+def mixture(kinds: tuple[Kind, ...], ids: Tensor, counts: Tensor) -> Tensor:
+    """log( sum_k n_k q_k m_neg / n ) of ids [N, ...]; n is `counts`, [N]."""
     if len(kinds) == 1 and kinds[0].log_q is not None:
         return kinds[0].log_q(ids)
     shape = (-1, *[1] * (ids.dim() - 1))
     terms = []
     for kind in kinds:
-        weight = kind.count.to(dtype).log().view(shape).expand(ids.shape)
+        weight = kind.count.to(counts.dtype).log().view(shape).expand(ids.shape)
         terms.append(weight if kind.log_q is None else weight + kind.log_q(ids))
-    total = sum((kind.count for kind in kinds[1:]), kinds[0].count)
-    return torch.logsumexp(torch.stack(terms), 0) - total.to(dtype).log().view(shape)
+    return torch.logsumexp(torch.stack(terms), 0) - counts.log().view(shape)
 
 
 def products(queries: Tensor, keys: Tensor) -> Tensor:  # [N,D] [G,K,D] -> [N,K]
