@@ -77,7 +77,9 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, default=Path("cifar10"))
-    parser.add_argument("--out", type=Path, default=Path("records/2026-11-19_probe-scale_cpu.jsonl"))
+    parser.add_argument(
+        "--out", type=Path, default=Path("records/2026-11-19_probe-scale_cpu.jsonl")
+    )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--norms", nargs="+", default=NORMS)
     parser.add_argument("--lr", type=float, default=1e-3)

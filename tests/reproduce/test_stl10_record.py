@@ -11,6 +11,7 @@ import pytest
 from scipy import stats
 
 from negchain.reproduce.common import Row, read_rows
+from negchain.reproduce.cost import reached
 
 ROOT = Path(__file__).parents[2]
 PAGE, WHY = (
@@ -226,3 +227,115 @@ def test_for_how_long_the_chains_error_is_no_lower() -> None:
     rows = read_rows(ROOT / "records/2026-11-16_error-in-training_cpu.jsonl")
     lower = [row["epoch"] for row in rows if row["all"] < row["dcl"]]
     assert 20 < min(lower) < 30
+
+
+def test_the_papers_own_proposals_are_level(ends: Ends) -> None:
+    """R = 62 and P = 32 lie in the record of burn-in, with the seeds and the length of stl10."""
+    paper = {
+        row["job"]["seed"]: row
+        for row in read_rows(ROOT / "records/reproduce/burn-in.jsonl")
+        if row["job"]["burn-in"] == "P = 32"
+    }
+    others = {seed: ends["b32-none", seed] for seed in paper}
+    assert sorted(paper) == [0, 1, 2]
+    assert all(
+        row["config"]["epochs"] == 20 and row["config"]["lr"] == 1e-4 for row in paper.values()
+    )
+
+    def minus(method: str, key: str) -> list[float]:
+        return [row["curve"][-1][key] - others[seed][method][key] for seed, row in paper.items()]
+
+    found = {m: minus(m, "probe") for m in ("infonce", "dcl", "sogclr", "negcache")}
+    told = {
+        name: f"{fmean(gains):+.3f} ± {stdev(gains) / 3**0.5:.3f}" for name, gains in found.items()
+    }
+    assert told == {
+        "infonce": "-0.006 ± 0.010", "dcl": "-0.003 ± 0.012",
+        "sogclr": "+0.000 ± 0.006", "negcache": "+0.043 ± 0.005",
+    }  # fmt: skip
+    assert (
+        "Its probe is .525: minus InfoNCE −.006 ± .010, minus DCL −.003 ± .012, "
+        "minus SogCLR .000 ± .006, minus Negative Cache +.043 ± .005" in PAGE
+    )
+    assert fmean(row["curve"][-1]["probe"] for row in paper.values()) == pytest.approx(
+        0.525, abs=6e-4
+    )
+    losses = {m: minus(m, "global_loss") for m in ("infonce", "sogclr", "dcl")}
+    assert all(gain < 0 for m in ("infonce", "sogclr") for gain in losses[m])
+    assert "(−.13 ± .01, −.28 ± .00) and above DCL's (+.09 ± .02)" in PAGE
+    for gains, mean in zip(losses.values(), (-0.13, -0.28, 0.09), strict=True):
+        assert fmean(gains) == pytest.approx(mean, abs=0.006)
+
+    curves = {"paper": [row["curve"] for row in paper.values()]}
+    for row in read_rows(ROOT / "records/reproduce/stl10.jsonl"):
+        if row["job"]["setting"] == "b32-none" and row["config"]["epochs"] == 20:
+            curves.setdefault(row["job"]["method"], []).append(row["curve"])
+    seen = {
+        name: reached([{"curve": [{**p, "seconds": p["samples"]} for p in c]} for c in own], 0.495)
+        for name, own in curves.items()
+    }
+    assert seen["negcache"] is None
+    assert (
+        "a probe of .495 after 127,000 samples. InfoNCE needs 134,000, SogCLR 130,000, DCL 113,000"
+        in PAGE
+    )
+    assert "and EMC² with one view 185,000" in PAGE
+    for name, thousands in {
+        "paper": 127,
+        "infonce": 134,
+        "sogclr": 130,
+        "dcl": 113,
+        "emc2": 185,
+    }.items():
+        assert seen[name] == pytest.approx(1000 * thousands, abs=600), name
+
+
+def test_who_is_behind_by_the_authors_probe(ends: Ends) -> None:
+    without = ("dcl", "sogclr", "isir", "emc2")
+
+    def gaps(setting: str, key: str) -> dict[str, list[float]]:
+        cases = [own for (name, _), own in ends.items() if name == setting]
+        named = [m for m in cases[0] if m not in ("infonce", "negcache")]
+        return {m: [own[m][key] - own["infonce"][key] for own in cases] for m in named}
+
+    assert "reaches .379 by that probe; SogCLR .445, DCL .443, i-SIR .441, EMC² .432" in PAGE
+    for method, mean in zip(
+        ("infonce", *without), (0.379, 0.443, 0.445, 0.441, 0.432), strict=True
+    ):
+        own = [
+            case[method]["probe_paper"] for (name, _), case in ends.items() if name == "b32-none"
+        ]
+        assert fmean(own) == pytest.approx(mean, abs=6e-4)
+    first = gaps("b32-none", "probe_paper")
+    assert all(gain > 0 for m in without for gain in first[m])
+    assert all(0.05 < fmean(first[m]) < 0.07 for m in without)
+    for key in ("probe", "knn1", "probe_1pct", "probe_10pct"):
+        assert max(fmean(gaps("b32-none", key)[m]) for m in without) <= 0.003, key
+    settings = {name for name, _ in ends}
+    normed = [
+        fmean(g) for name in settings if "batch" in name for g in gaps(name, "probe_paper").values()
+    ]
+    assert max(map(abs, normed)) == pytest.approx(0.016, abs=6e-4)
+    assert "With BatchNorm all but Negative Cache lie within .016 of it" in PAGE
+    large = [fmean(gains) for gains in gaps("b256-none", "probe_paper").values()]
+    assert (max(large), min(large)) == (
+        pytest.approx(-0.035, abs=6e-4),
+        pytest.approx(-0.099, abs=6e-4),
+    )
+    of_dcl = [own["dcl"]["probe_paper"] for (name, _), own in ends.items() if name == "b256-none"]
+    assert max(of_dcl) - min(of_dcl) == pytest.approx(0.15, abs=0.006)
+
+
+def test_scale_alone_moves_the_authors_probe() -> None:
+    rows = read_rows(ROOT / "records/2026-11-19_probe-scale_cpu.jsonl")
+    assert "multiplying all features by 4 gains .04" in PAGE
+    for norm in ("none", "batch"):
+        own = [row for row in rows if row["job"]["norm"] == norm]
+        assert len(own) == 12
+        gain = fmean(row["authors x4"] - row["authors x1"] for row in own)
+        assert gain == pytest.approx(0.04, abs=0.003)
+        means = [
+            [row["authors x1"] for row in own if row["job"]["method"] == method]
+            for method in ("infonce", "dcl", "sogclr", "emc2")
+        ]
+        assert max(map(fmean, means)) - min(map(fmean, means)) < 0.015  # "level"

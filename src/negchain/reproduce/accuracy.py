@@ -44,10 +44,12 @@ from negchain.tasks import COLLAPSED
 METHODS = reproduced()
 SETTINGS: dict[str, Row] = {
     "b32-none": {"preset": "stl10-b32"},
+    "b32-none-both": {"preset": "stl10-b32", "proposal": "both"},  # the paper's
     "b32-batch": {"preset": "stl10-b32", "norm": "batch", "lr": 3e-4},
     "b32-batch-slow": {"preset": "stl10-b32", "norm": "batch"},  # the paper's rate, 1e-4
     "b32-batch-both": {"preset": "stl10-b32", "norm": "batch", "lr": 3e-4, "proposal": "both"},
     "b256-none": {"preset": "stl10-b256"},
+    "b256-none-both": {"preset": "stl10-b256", "proposal": "both"},  # the paper's
     "b256-batch": {"preset": "stl10-b256", "norm": "batch"},
     "b256-batch-both": {"preset": "stl10-b256", "norm": "batch", "proposal": "both"},
     "b16-batch": {"preset": "stl10-b32", "norm": "batch", "lr": 3e-4, "batch_size": 16},
