@@ -236,6 +236,26 @@ def test_torch_func(build) -> None:
     assert loss_fn.info["nonfinite_rows"] == 0
 
 
+@pytest.mark.parametrize("more", [{}, {"augmentations": 2}], ids=str)
+def test_vmap_over_batches_of_different_samples(more) -> None:
+    """Each batch has positions of its own: what its chains hold depends on them."""
+    z, items = torch.randn(3, 2, 6, 4), torch.randn(40, 4)
+    index, views = torch.arange(18).view(3, 6), torch.randint(2, (3, 2, 6))
+    loss_fn = negchain.EMC2Loss(20, 5.0, **more)
+    encode = lambda ids: items[ids]  # noqa: E731
+    which = [tuple(v) if more else None for v in views]
+    for batch in range(2):  # some chains have moved, some have not
+        loss_fn(*z[batch], index[batch], augmentation=which[batch], encode=encode)
+    loss_fn.eval()
+
+    def value(z, index, views):
+        which = (views[0], views[1]) if more else None
+        return loss_fn(z[0], z[1], index, augmentation=which, encode=encode)
+
+    one_by_one = torch.stack([value(*each) for each in zip(z, index, views, strict=True)])
+    torch.testing.assert_close(torch.func.vmap(value)(z, index, views), one_by_one)
+
+
 @pytest.mark.parametrize("build", [negchain.InfoNCELoss, negchain.DCLLoss])
 def test_torch_func_in_training(build) -> None:
     """A loss without state changes none, in training mode neither."""
