@@ -161,6 +161,23 @@ def test_a_loss_whose_beta_was_computed_can_be_copied() -> None:
         assert same_state(snapshot(loss_fn), snapshot(copied))
 
 
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float64])
+def test_state_is_of_float32_whatever_the_default_is(kind) -> None:
+    """Models are built under a default of bfloat16, and a loss beside them."""
+    builders = [negchain.SogCLRLoss, negchain.ImportanceLoss]
+    builders += [functools.partial(negchain.EMC2Loss, carried="cached")]
+    index, z = torch.arange(4), torch.randn(8, 4)
+    torch.set_default_dtype(kind)
+    try:
+        for build in builders:
+            loss_fn = build(20)
+            loss_fn(z[:4], z[4:], index, encode=lambda ids: z[ids % 8])
+            floats = [s.dtype for s in loss_fn.state_tensors() if s.is_floating_point()]
+            assert floats == [torch.float32], build
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_an_average_moves_on_after_a_cast() -> None:
     net, items = data()
     loss_fn = SogCLRLoss(M, 5.0, gamma=0.001).to(torch.bfloat16)

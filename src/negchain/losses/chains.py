@@ -103,7 +103,7 @@ class ChainTable(Stateful):
         self.add_state("states", states, rows=self.rows, dim=1)
         if keep == "cached":
             check_dim(dim, ranks is not None)
-            keys = torch.full((num_sides, self.rows.count, dim or 0), math.nan)
+            keys = torch.full((num_sides, self.rows.count, dim or 0), math.nan, dtype=torch.float32)
             self.add_state("keys", keys, lazy=True, rows=self.rows, dim=1)
         if file is not None:
             mine = "" if ranks is None else f".{ranks.rank}-of-{ranks.world}"
