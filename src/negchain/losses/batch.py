@@ -84,6 +84,12 @@ def check_batch(loss_fn: ContrastiveLoss, call: Call) -> Batch:
     _refuse(index, "index", loss_fn.num_samples)
     if keys is not index:
         _refuse(keys, "key_index", loss_fn.num_keys)
+        given = loss_fn.training and loss_fn._kept_as["key_counts"].given
+        if given and not (loss_fn.proposals.alone or bool(loss_fn.key_counts[keys].all())):
+            raise ValueError(
+                "key_counts must count all pairs a loss is trained on, and counts none of keys "
+                f"{keys[loss_fn.key_counts[keys] == 0].tolist()[:5]}; count these, or leave it out"
+            )
     if known is not None:
         _refuse(known[known >= 0], "known", loss_fn.num_positions)
     if not all_finite(both):
