@@ -160,3 +160,12 @@ def test_errors(pair, arguments, words) -> None:
     call = {"z_a": pair[0], "z_b": pair[1], "beta": 3.0, **arguments}
     with pytest.raises(ValueError, match=words):
         global_loss(**call)
+
+
+def test_second_derivatives_are_refused() -> None:
+    """They would lack all but the part of the normalisation, silently."""
+    z = torch.randn(2, 5, 3, requires_grad=True)
+    value = global_loss(z[0], z[1], 5.0)
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        torch.autograd.grad(value, z, create_graph=True)
+    assert torch.autograd.grad(value, z, retain_graph=True)[0].any()

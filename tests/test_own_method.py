@@ -64,6 +64,13 @@ def test_a_method_that_is_half_written_is_told_what_lacks() -> None:
             Weights(10, 5.0)(z[:size], z[:size], [0, 1][:size])
 
 
+@pytest.mark.parametrize("name", ["step", "sizes", "faults", "rows", "tables", "training"])
+def test_state_has_a_name_of_its_own(name: str) -> None:
+    """It would be lost, or stand in the place of the loss's own."""
+    with pytest.raises(ValueError, match=f"a name that is free.*'{name}'"):
+        negchain.WeightedLoss(10, 5.0).add_state(name, torch.zeros(10))
+
+
 def test_weights_are_never_differentiated() -> None:
     """Through weights with parameters of their own a similarity would be learned, not a loss."""
     sharpness = torch.nn.Parameter(torch.ones(()))

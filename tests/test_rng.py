@@ -130,6 +130,16 @@ def test_permutations_are_uniform() -> None:
     assert stats.chisquare(list(counts.values())).pvalue > 1e-3
 
 
+@pytest.mark.parametrize(("size", "least", "most"), [(10**8, 0.975, 1.025), (10**9, 0.93, 1.4)])
+def test_how_evenly_31_bits_fall_on_many_items(size, least, most) -> None:
+    """What docs/large_tables.md says of uniform draws; of 10^10 items one in five is reached."""
+    some = torch.arange(10**6, 2 * 10**6, dtype=torch.float64).add(0.5).mul(2.0**-31)
+    found = rng.integers_below(torch.full((10**6,), size), some)
+    share = torch.bincount(found - found.min())[1:-1] * size / 2**31
+    assert least < share.min() < share.max() < most
+    assert 0.2 < 2**31 / 10**10 < 0.22
+
+
 def test_integers_below() -> None:
     bound = torch.tensor([1, 2, 5, 5])
     u = torch.tensor([1.0, 0.49, 1.0, 1e-9], dtype=torch.float64)

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from negchain.losses.batch import Views, as_embedding, as_ids, without_autocast
 from negchain.losses.settings import check_count, one_of
@@ -74,8 +73,12 @@ class _SideLoss(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        if torch.is_grad_enabled():  # `once_differentiable` lets a constant `grad` pass
+            raise RuntimeError(
+                "global_loss is differentiable once: its gradient is made beside the value and has "
+                "no graph; leave out create_graph=True"
+            )
         d_query, d_positive, d_keys, d_beta = (grad * g for g in ctx.saved_tensors)
         return d_query, d_positive, d_keys, d_beta, None, None, None
 

@@ -59,7 +59,7 @@ class Draw(NamedTuple):
             return None
         if callable(self.log_q):
             return self.log_q(ids).detach()
-        return self.log_q.detach().to(ids.device)[ids]
+        return self.log_q.detach().to(ids.device)[ids.long()]  # uint8 would be a mask
 
 
 @dataclass(frozen=True)

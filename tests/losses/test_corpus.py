@@ -310,3 +310,17 @@ def test_given_counts_are_as_precise_as_the_embeddings() -> None:
     terms.fill_diagonal_(0)
     exact = (terms.sum(1) / 3).log() - 2 * torch.linalg.vecdot(q, k)
     assert abs(value - exact.mean()) < 1e-12
+
+
+@pytest.mark.parametrize("proposals", [InBatch(), Uniform(4)])
+def test_counts_that_lack_a_key_of_the_batch_are_refused(proposals) -> None:
+    """Its probability would be 0, and the column dropped from every row without a word."""
+    queries, keys, key_of = pairs()
+    index, counts = torch.arange(4), torch.bincount(key_of, minlength=KEYS)
+    counts[key_of[2]] = 0
+    given = {"views": "paired", "num_keys": KEYS, "key_counts": counts}
+    loss_fn = ImportanceLoss(ANCHORS, BETA, proposals, **given)
+    call = {"key_index": key_of[index], "encode": lambda ids: keys[ids]}
+    with pytest.raises(ValueError, match=rf"counts none of keys \[.*{key_of[2]}.*count these"):
+        loss_fn(queries[index], keys[key_of[index]], index, **call)
+    loss_fn.eval()(queries[index], keys[key_of[index]], index, **call)  # pairs that are held out

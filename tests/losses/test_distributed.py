@@ -21,7 +21,9 @@ from forked import fork_ranks
 from negchain import (
     Chunked,
     DCLLoss,
+    Draw,
     EMC2Loss,
+    Given,
     ImportanceLoss,
     Informed,
     NegativeCacheLoss,
@@ -198,6 +200,18 @@ def columns_of_repeats(rank: int, world: int) -> int:
     return loss_fn.count
 
 
+def one_way_of_given(rank: int, world: int) -> Tensor:
+    """A call of one direction has draws of one, wherever it is made."""
+    z = torch.randn(3, 8, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    mine, loss_fn = (
+        slice(8 // world * rank, 8 // world * (rank + 1)),
+        DCLLoss(proposals=Given(), views="paired"),
+    )
+    draw = Draw(torch.arange(8)[mine] + 20)
+    index = torch.arange(8)[mine]
+    return loss_fn(*z[:2, mine], index, draw=draw, drawn=z[2, mine], one_way=True)
+
+
 def refusals(rank: int, world: int) -> dict[str, str]:
     """What ranks say that were called wrongly, one of them or all; none may wait for ever."""
     net, items = under_test.data(1)
@@ -240,6 +254,7 @@ def one_rank(rank: int, world: int, folder: str) -> None:
         made |= {"plants": plants(rank, world), "wrapped": wrapped(rank, world)}
         made |= {"local": local_pools(rank, world), "refusals": refusals(rank, world)}
         made |= {"columns": columns_of_repeats(rank, world)}
+        made |= {"one way": one_way_of_given(rank, world)}
     else:
         made |= {"others": others(rank, world)}
     torch.save(made, f"{folder}/rank{rank}.pt")
@@ -351,6 +366,11 @@ def test_a_local_pool_is_the_loss_of_its_batch(found: dict[int, Any]) -> None:
 def test_a_sample_on_two_ranks_draws_once(found: dict[int, Any]) -> None:
     """Its draws are the same on both: offered twice, p = 0.85 of a chain's state became 0.76."""
     assert [found[2][rank]["columns"] for rank in range(2)] == [4, 4]
+
+
+def test_draws_of_one_direction(found: dict[int, Any]) -> None:
+    for rank in found[2]:
+        torch.testing.assert_close(rank["one way"], one_way_of_given(0, 1), rtol=1e-12, atol=1e-12)
 
 
 def test_refusals_reach_every_rank(found: dict[int, Any]) -> None:

@@ -62,6 +62,19 @@ def test_a_draw_of_nothing_leaves_the_carried_state(shape, kernel) -> None:
     assert loss_fn.info["carried_mass"] == 1 and torch.equal(loss_fn.held(INDEX)[0], held)
 
 
+@pytest.mark.parametrize("kind", [torch.uint8, torch.int8, torch.int32])
+@pytest.mark.parametrize("shape", [(6,), (8, 2)])
+def test_draws_of_any_integers(shape, kind) -> None:
+    """torch takes uint8 positions for a mask: they are those of int64."""
+    ids, z = torch.randint(40, shape, dtype=torch.int64), torch.randn(40, 6)
+    log_q, found = torch.randn(40).log_softmax(0), []
+    for mine in (ids, ids.to(kind)):
+        loss_fn = EMC2Loss(40, 5.0, proposals=Given(alone=False))
+        more = {"draw": Draw(mine, log_q), "drawn": z[ids], "encode": lambda ids: z[ids]}
+        found.append((loss_fn(z[:8], z[8:16], INDEX, **more), loss_fn.held(INDEX)[0]))
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+
+
 def test_a_batch_of_one_saturates_too_little() -> None:
     """Chain at p, every state listed: the mean of 1 - p+ from the carried state alone."""
     z = torch.nn.functional.normalize(

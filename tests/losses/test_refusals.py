@@ -124,6 +124,10 @@ def test_wrong_draws(views) -> None:
     refused(loss_fn, each("draw", lambda d: d._replace(ids=d.ids.float())), "draw.ids must")
     refused(loss_fn, each("draw", lambda d: d._replace(ids=d.ids > 0)), "draw.ids must.*nonzero")
     refused(loss_fn, each("draw", lambda d: d._replace(ids=d.ids[:3])), "draw")
+    refused(loss_fn, each("draw", lambda d: d.ids), "draw= must be Draw")
+    refused(loss_fn, each("draw", lambda d: d._replace(ids=d.ids.tolist())), "draw= must be Draw")
+    refused(loss_fn, each("draw", lambda d: d._replace(log_q=[0.0] * M)), "draw= must be Draw")
+    refused(loss_fn, each("drawn", lambda z: z.tolist()), "drawn= a tensor")
     refused(loss_fn, each("draw", lambda d: d._replace(log_q=torch.zeros(3))), "log_q must")
     for log_q in (-math.inf, math.nan):
         log_q = torch.full((M,), log_q)

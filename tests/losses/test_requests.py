@@ -16,7 +16,16 @@ from losses_under_test import (
     towers,
 )
 
-from negchain import DCLLoss, EMC2Loss, ImportanceLoss, Informed, NegativeCacheLoss, Uniform
+from negchain import (
+    DCLLoss,
+    EMC2Loss,
+    ImportanceLoss,
+    Informed,
+    NegativeCacheLoss,
+    SogCLRLoss,
+    TopKLoss,
+    Uniform,
+)
 
 INDEX = torch.tensor([3, 14, 20, 7, 0])
 every_case = pytest.mark.parametrize("case", battery(), ids=case_name)
@@ -195,6 +204,30 @@ def test_an_encoder_may_refill_the_buffers_of_a_call(ids, stored) -> None:
 
         value = loss_fn(table[:4], table[4:8], index, augmentation=which, encode=encode)
         found.append((value, loss_fn.chains.states[0]))
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+
+
+@pytest.mark.parametrize("build", [EMC2Loss, SogCLRLoss, ImportanceLoss, TopKLoss])
+@pytest.mark.parametrize("as_given", [torch.clone, torch.Tensor.numpy, torch.Tensor.tolist])
+def test_an_encoder_may_refill_the_keys_of_a_call(build, as_given) -> None:
+    """`key_index` and `known` are buffers of the batch as `index` is: none is read after it."""
+    table, found = torch.randn(40, 4), []
+    for refill in (False, True):
+        loss_fn = build(20, 5.0, num_keys=40, views="paired")
+        loss_fn.fill(lambda ids: table[ids])
+        buffers = [
+            as_given(ids) for ids in (torch.arange(4), torch.arange(3, 7), torch.eye(4, 2).long())
+        ]
+
+        def encode(wanted: torch.Tensor, buffers=buffers, refill=refill) -> torch.Tensor:
+            for buffer in buffers if refill else ():
+                for row in range(4):
+                    buffer[row] = buffer[0]
+            return table[wanted]
+
+        index, key_index, known = buffers
+        more = {"key_index": key_index, "known": known, "encode": encode}
+        found.append((loss_fn(table[:4], table[4:8], index, **more), loss_fn.key_counts))
     assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
 
 

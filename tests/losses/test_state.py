@@ -161,6 +161,23 @@ def test_a_loss_whose_beta_was_computed_can_be_copied() -> None:
         assert same_state(snapshot(loss_fn), snapshot(copied))
 
 
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float64])
+def test_state_is_of_float32_whatever_the_default_is(kind) -> None:
+    """Models are built under a default of bfloat16, and a loss beside them."""
+    builders = [negchain.SogCLRLoss, negchain.ImportanceLoss]
+    builders += [functools.partial(negchain.EMC2Loss, carried="cached")]
+    index, z = torch.arange(4), torch.randn(8, 4)
+    torch.set_default_dtype(kind)
+    try:
+        for build in builders:
+            loss_fn = build(20)
+            loss_fn(z[:4], z[4:], index, encode=lambda ids: z[ids % 8])
+            floats = [s.dtype for s in loss_fn.state_tensors() if s.is_floating_point()]
+            assert floats == [torch.float32], build
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_an_average_moves_on_after_a_cast() -> None:
     net, items = data()
     loss_fn = SogCLRLoss(M, 5.0, gamma=0.001).to(torch.bfloat16)
@@ -234,6 +251,26 @@ def test_torch_func(build) -> None:
     other = torch.func.vmap(lambda second: value((z[0, 0], second)))(z[:, 1])  # a frozen tower
     assert abs(other[0] - value(z[0])) < 1e-12
     assert loss_fn.info["nonfinite_rows"] == 0
+
+
+@pytest.mark.parametrize("more", [{}, {"augmentations": 2}], ids=str)
+def test_vmap_over_batches_of_different_samples(more) -> None:
+    """Each batch has positions of its own: what its chains hold depends on them."""
+    z, items = torch.randn(3, 2, 6, 4), torch.randn(40, 4)
+    index, views = torch.arange(18).view(3, 6), torch.randint(2, (3, 2, 6))
+    loss_fn = negchain.EMC2Loss(20, 5.0, **more)
+    encode = lambda ids: items[ids]  # noqa: E731
+    which = [tuple(v) if more else None for v in views]
+    for batch in range(2):  # some chains have moved, some have not
+        loss_fn(*z[batch], index[batch], augmentation=which[batch], encode=encode)
+    loss_fn.eval()
+
+    def value(z, index, views):
+        which = (views[0], views[1]) if more else None
+        return loss_fn(z[0], z[1], index, augmentation=which, encode=encode)
+
+    one_by_one = torch.stack([value(*each) for each in zip(z, index, views, strict=True)])
+    torch.testing.assert_close(torch.func.vmap(value)(z, index, views), one_by_one)
 
 
 @pytest.mark.parametrize("build", [negchain.InfoNCELoss, negchain.DCLLoss])

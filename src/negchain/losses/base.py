@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any, Literal, Never
 
 import torch
@@ -280,10 +279,8 @@ class ContrastiveLoss(Reporting):
         if encode is not None:
             if requests:
                 raise ValueError("encode= stands instead of requests; pass one or the other")
+            call = call.kept()  # `encode` may fill the caller's buffers for the next batch
             requests = self._answered(encode, call)  # under the caller's autocast, as the batch
-            if requests:  # `encode` may have filled the caller's buffers for the next batch
-                kept = requests[0]
-                call = replace(call, index=kept.index, augmentation=kept.augmentation)
         with without_autocast(z_a):
             ranks = self.ranks()
             if ranks is not None:

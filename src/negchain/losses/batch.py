@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
@@ -49,6 +50,11 @@ class Call:
     drawn: Drawn | None = None
     one_way: bool = False
 
+    def kept(self) -> Call:
+        """The same call with ids of its own: a loop may fill one buffer again and again."""
+        names = "index", "key_index", "known", "augmentation"
+        return replace(self, **{name: kept(getattr(self, name)) for name in names})
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -78,6 +84,12 @@ def check_batch(loss_fn: ContrastiveLoss, call: Call) -> Batch:
     _refuse(index, "index", loss_fn.num_samples)
     if keys is not index:
         _refuse(keys, "key_index", loss_fn.num_keys)
+        given = loss_fn.training and loss_fn._kept_as["key_counts"].given
+        if given and not (loss_fn.proposals.alone or bool(loss_fn.key_counts[keys].all())):
+            raise ValueError(
+                "key_counts must count all pairs a loss is trained on, and counts none of keys "
+                f"{keys[loss_fn.key_counts[keys] == 0].tolist()[:5]}; count these, or leave it out"
+            )
     if known is not None:
         _refuse(known[known >= 0], "known", loss_fn.num_positions)
     if not all_finite(both):
@@ -283,12 +295,21 @@ def as_ids(
     try:
         ids = ids if isinstance(ids, Tensor) else torch.as_tensor(ids)
     except (TypeError, ValueError) as reason:
-        raise ValueError(f"{name} must be integers {shape}, got {ids!r:.99}") from reason
+        raise ValueError(f"{name} must be integers {shape}, got {ids!r:.99} ({reason})") from reason
     fits = ids.dim() == dims and rows in (None, ids.shape[0])
     if not fits or ids.dtype not in INTEGERS:
         raise ValueError(f"{name} must be integers {shape}, got {ids.dtype} {tuple(ids.shape)}")
     # contiguous: kernels read them one after another
     return ids.to(device=device, dtype=torch.int64, non_blocking=True).contiguous()
+
+
+def kept(ids: Any) -> Any:
+    """Ids as they are now, whatever holds them; of a GPU as they are when used (a graph's are)."""
+    if isinstance(ids, tuple):  # of two views
+        return tuple(kept(each) for each in ids)
+    if isinstance(ids, Tensor):
+        return ids if ids.is_cuda else ids.clone()
+    return deepcopy(ids)
 
 
 def repeated(ids: Tensor, copies: int) -> Tensor:  # [B,...] -> [copies * B,...]

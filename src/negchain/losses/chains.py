@@ -103,7 +103,7 @@ class ChainTable(Stateful):
         self.add_state("states", states, rows=self.rows, dim=1)
         if keep == "cached":
             check_dim(dim, ranks is not None)
-            keys = torch.full((num_sides, self.rows.count, dim or 0), math.nan)
+            keys = torch.full((num_sides, self.rows.count, dim or 0), math.nan, dtype=torch.float32)
             self.add_state("keys", keys, lazy=True, rows=self.rows, dim=1)
         if file is not None:
             mine = "" if ranks is None else f".{ranks.rank}-of-{ranks.world}"
@@ -117,7 +117,7 @@ class ChainTable(Stateful):
     def ids(self, side: int, slots: Tensor) -> Tensor:  # [B] -> [B] int64
         """Ids of the carried states."""
         held = self.rows.read(self.states[side], slots).long()
-        if held.device.type == "cpu" and bool((held >= 0).all()):
+        if rng.fit_for_numpy(held) and bool((held >= 0).all()):
             return held
         return torch.where(held >= 0, held, self.initial_ids(side, slots))
 
@@ -129,7 +129,7 @@ class ChainTable(Stateful):
             step = side + 2 * (slots >> 32)
         u = rng.uniform(self.seed, step, rng.FOR_INIT, slots, 1, torch.float64)[:, 0]
         choices = self.num_states - self.ids_per_item if self.own else self.num_states
-        drawn = (u * choices).long().clamp_(max=choices - 1)
+        drawn = (u * choices).long().clamp(max=choices - 1)
         if self.own:  # skip the ids of the chain's own item
             first = slots // self.ids_per_item * self.ids_per_item
             drawn = torch.where(drawn >= first, drawn + self.ids_per_item, drawn)

@@ -27,6 +27,7 @@ from negchain.losses.proposals import Given, Informed, Uniform
 from negchain.losses.request import Part, Request, Want, answered, tower_of
 from negchain.losses.settings import InBatch
 from negchain.pool import Draw, Kind, Side, matches
+from negchain.printable import show
 
 if TYPE_CHECKING:
     from negchain.losses.base import ContrastiveLoss
@@ -200,8 +201,17 @@ def drawn_for(
             "proposals=Given() needs draw= (ids and their probabilities) and drawn= (their "
             "embeddings) in every call; pass both"
         )
+    num_sides = 1 if call.one_way else num_sides
     sides = per_side("draw", draw, num_sides), per_side("drawn", drawn, num_sides)
-    return list(zip(*sides, strict=True))  # type: ignore[arg-type]
+    pairs = list(zip(*sides, strict=True))
+    for one, z in pairs:
+        ids, log_q = one if isinstance(one, Draw) else (None, None)
+        known = log_q is None or isinstance(log_q, Tensor) or callable(log_q)
+        if not (isinstance(ids, Tensor) and isinstance(z, Tensor) and known):
+            raise ValueError(
+                f"draw= must be Draw(ids, log_q), drawn= a tensor, got {show((one, z))}"
+            )
+    return pairs  # type: ignore[return-value]
 
 
 def per_side(name: str, value: object, num_sides: int) -> list[object]:

@@ -75,7 +75,7 @@ class SogCLRLoss(WeightedLoss):
             raise ValueError(f"gamma (share of the new value) must be in (0, 1], got {gamma}")
         self.gamma = gamma
         self.backend = backend
-        log_u = torch.full((self.num_sides, self.rows.count), -math.inf)
+        log_u = torch.full((self.num_sides, self.rows.count), -math.inf, dtype=torch.float32)
         self.add_state("log_u", log_u, rows=self.rows, dim=1)
 
     def _touched(

@@ -163,6 +163,10 @@ class Stateful(nn.Module):
         `given`: it is a setting, and loading leaves it as it is. `rows`: which of the rows along
         `dim` are here.
         """
+        if hasattr(self, name):  # which would be read in its place, or be lost
+            raise ValueError(
+                f"add_state needs a name that is free, and there is a {name!r} already"
+            )
         self._state[name], self._kept_as[name] = value, Kept(lazy, saved, given, rows, dim)
 
     def state_tensors(self) -> Iterator[Tensor]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from negchain.losses.batch import Views, as_ids
 from negchain.losses.proposals import Informed
 from negchain.losses.settings import InBatch, check_count
+from negchain.rng import fit_for_numpy
 
 
 def stored_ids(
@@ -25,7 +26,7 @@ def stored_ids(
     """
     chosen = [as_ids("augmentation", a, len(index), index.device) for a in augmentation]
     for a in chosen:
-        if a.device.type == "cpu" and not bool(((a >= 0) & (a < per_item)).all()):
+        if fit_for_numpy(a) and not bool(((a >= 0) & (a < per_item)).all()):
             raise ValueError(f"augmentation must lie in [0, {per_item}), got {a.tolist()[:8]}")
     return torch.stack([index * per_item + a.clamp(0, per_item - 1) for a in chosen])
 

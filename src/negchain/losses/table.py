@@ -94,7 +94,7 @@ class StaleTable(Stateful):
         self.size, self.order = size, Spread(size)
         self.writes = 0  # so far; draws whose q is looked up later belong to one number of them
         self.rows = Rows.of(size, ranks)
-        embeddings = torch.zeros(self.rows.count, dim or 0)
+        embeddings = torch.zeros(self.rows.count, dim or 0, dtype=torch.float32)
         self.add_state("embeddings", embeddings, lazy=True, rows=self.rows)
         self.add_state("cursor", torch.zeros((), dtype=torch.int64))
 
