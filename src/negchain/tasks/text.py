@@ -299,7 +299,7 @@ def read_tokenizer(folder: str) -> Any:
 
 
 def tokenise(tokenizer: Any, texts: Sequence[str]) -> tuple[dict[str, Tensor], int]:
-    """Tokens of all texts, int32 [texts,L], and how many texts were cut."""
+    """Tokens of all texts, int32 [texts,L], and how many fill the limit."""
     limit = min(MAX_TOKENS, tokenizer.model_max_length)
     found = tokenizer(list(texts), truncation=True, max_length=limit, padding=True)
     tokens = {
