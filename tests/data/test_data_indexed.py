@@ -127,6 +127,27 @@ def test_padded_items_are_those_that_were_asked_for(ids: list[int]) -> None:
         assert torch.equal(found, padded([words[i] for i in ids]))
 
 
+def summed(samples: list[Tensor]) -> dict[str, Tensor]:
+    rows = torch.stack([sample[:1] for sample in samples])
+    return {"rows": rows, "total": rows.sum()}
+
+
+def joined(samples: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """As nn.EmbeddingBag takes them."""
+    lengths = torch.tensor([0, *(len(sample) for sample in samples[:-1])])
+    return torch.cat(samples), lengths.cumsum(0)
+
+
+@pytest.mark.parametrize("collate", [summed, joined])
+@pytest.mark.parametrize("ids", [[0, 3, 2], [0, 1, 5]])
+def test_what_is_of_the_whole_batch_is_of_what_was_asked_for(collate: Any, ids: list[int]) -> None:
+    """A sum was an error, and a text of one word was put into the place of another's second."""
+    words = [torch.full((6 if i == 0 else 1,), i) for i in range(NUM)]
+    stale, had = collate([words[i] for i in [0, 1, 2]]), torch.tensor([0, 1, 2])
+    found = _renewed(stale, had, torch.tensor(ids), words, collate)
+    torch.testing.assert_close(found, collate([words[i] for i in ids]))
+
+
 def test_items_with_names_are_those_that_were_asked_for() -> None:
     """Strings among what a data set yields, and neighbouring batches that share samples."""
     data = [(torch.tensor(i), f"name {i}") for i in range(NUM)]

@@ -330,6 +330,10 @@ def test_refusals(table) -> None:
     with pytest.raises(ValueError, match="views='paired'"):
         IndexedClipLoss(InfoNCELoss(NUM))
     loss = IndexedClipLoss(InfoNCELoss(NUM, views="paired"))
+    info = csv_data(arguments(table))
+    rows = info.dataloader.dataset  # two pictures are in two rows
+    with pytest.raises(ValueError, match="built for 12 where there are 10"):
+        IndexedClipLoss(emc2(len(rows))).watch(info, CsvPositions(rows), model())
     z = torch.randn(4, 8)
     with pytest.raises(ValueError, match="positions of 0"):
         loss(z, z, torch.tensor(1.0))

@@ -762,6 +762,11 @@ def test_refusals(folder, tmp_path) -> None:
         index_pairs(texts().add_column("score", [0.5] * (NUM + 3)))
     with pytest.raises(ValueError, match="row 1 of 'answer' is None"):
         index_pairs(Dataset.from_dict({"query": ["a", "b"], "answer": ["A", None]}))
+    by_id, rows = {"d1": "a text"}, Dataset.from_dict({"text": ["a text"]})
+    for corpus, found in ((by_id, "{'d1': "), (rows, "{'text': "), ([None], "None")):  # ids, once
+        with pytest.raises(ValueError, match=f"row 0 of 'corpus=' is {found}.*the texts alone"):
+            index_pairs(texts(), corpus)  # type: ignore[arg-type]
+    assert "a text" in index_pairs(texts(), corpus="a text").keys  # and not its letters
     with pytest.raises(ValueError, match="at least one pair, got none"):
         index_pairs(texts().select([]))
     for by_label in ("group_by_label", GroupByLabelBatchSampler):

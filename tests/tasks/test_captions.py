@@ -40,6 +40,10 @@ def test_the_layout_of_unpack_py(tmp_path: Path) -> None:
     table(tmp_path / "val.csv", [HEAD, ("4.jpg", "a fish")])
     assert [p.name for p in read_pairs(str(tmp_path)).validation] == ["val/4.jpg"]
     assert tasks.of_data(str(tmp_path)).name == "image-text"
+    (tmp_path / "train.csv").unlink()
+    pairs = read_pairs(str(tmp_path))
+    sizes = len(pairs.train), len(pairs.validation), len(pairs.test)
+    assert sizes == (0, 1, 1)  # test.csv is no table to train on, though none is left
 
 
 @pytest.mark.parametrize(

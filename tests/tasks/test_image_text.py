@@ -168,6 +168,14 @@ def test_evaluate_and_encode(run: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert now["test_i2t_r1"] == then["test_i2t_r1"]
     begun = [name for name in then if name.startswith("untrained_")]
     assert begun and {n: now[n] for n in begun} == pytest.approx({n: then[n] for n in begun})
+    alone = shutil.copytree(run.parent / "data" / "test", tmp_path / "alone" / "test").parent
+    shutil.copy(run.parent / "data" / "test.csv", alone)
+    assert command_line(["evaluate", str(run), "--device", "cpu", "--data", str(alone)]) == 0
+    all_of_them = json.loads((run / "evaluation.json").read_text())
+    assert {n: all_of_them[n] for n in recalls if "test_" in n} == {
+        n: judged[n] for n in recalls if "test_" in n
+    }  # not a share of it, as validation pictures
+    assert f"judged on {len(list(alone.glob('test/*')))} images" in capsys.readouterr().out
     other = shutil.copytree(run, tmp_path / "other")  # of weights that are not known here
     (other / "config.json").write_text(
         json.dumps(json.loads((run / "config.json").read_text()) | {"pretrained": "weights.pt"})

@@ -40,3 +40,16 @@ def test_a_missing_tokenizer_is_not_made_up(model: Path) -> None:
         TextEncoder(str(model), 16)
     with pytest.raises(ConfigError, match="its tokenizer knows no words"):
         read_tokenizer(str(model))
+
+
+def test_a_model_without_a_transformer_is_called_so(tmp_path: Path) -> None:
+    """As static-retrieval-mrl: 'max_seq_length has no setter' was the reason given."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import StaticEmbedding
+    from tokenizers import Tokenizer, models
+
+    words = Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    static = StaticEmbedding(words, embedding_dim=4)
+    SentenceTransformer(modules=[static], device="cpu").save(str(tmp_path / "static"))
+    with pytest.raises(ConfigError, match="its first module, StaticEmbedding, is no transformer"):
+        TextEncoder(str(tmp_path / "static"), 16)

@@ -775,3 +775,30 @@ def test_a_model_that_cannot_be_loaded_is_refused(folder: Path, tmp_path: Path) 
     (copy / "config.json").write_text("{")
     with pytest.raises(ConfigError, match="must hold a model that transformers can load"):
         tasks.named("retrieval").rebuild({"folder": str(copy), "max_length": 16})
+
+
+def test_half_a_character_is_refused_by_its_line(folder: Path, tmp_path: Path) -> None:
+    """JSON can spell one, as programs do that cut an emoji; the model's folder was blamed."""
+    for name, line in (("corpus", 42), ("queries", 41)):
+        data = write_beir(tmp_path / name, packed=False)
+        with open(data / f"{name}.jsonl", "a") as file:
+            file.write('{"_id": "cut", "text": "a smile \\ud83d"}\n')
+        with pytest.raises(ConfigError, match=rf"{name}.jsonl must hold .* line {line} has the te"):
+            read_beir(data, 0.2)
+
+
+def test_what_is_judged_is_part_of_the_data(folder: Path, tmp_path: Path, capsys) -> None:
+    """A run does not go on with other test queries than its start was judged by."""
+    data = write_beir(tmp_path / "beir")
+    run = train.run(**settings(folder, data=str(data), out=str(tmp_path / "run"), epochs=1))
+    before = read_beir(data, 0.2)
+    few = read_beir(data, 0.2, subset=8)
+    assert few.held == before.held and few.fingerprint != before.fingerprint
+    test = data / "qrels" / "test.tsv"
+    test.write_text(test.read_text().replace("q4\td4", "q4\td5"))
+    after = read_beir(data, 0.2)
+    assert after.held != before.held and after.fingerprint != before.fingerprint
+    assert command_line(["train", "--out", str(run), "--resume", "--epochs", "2"]) == 2
+    assert "made on another data set" in capsys.readouterr().err
+    with np.load(run / "artifacts.npz") as arrays:
+        assert bytes(arrays["test_labels"]).decode() == before.held

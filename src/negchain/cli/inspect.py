@@ -58,7 +58,8 @@ def evaluate(
     if data is not None and task.unjudged is not None:
         raise ConfigError(f"{data} cannot be probed: {task.unjudged}; give data with labels")
     judge, numbers = task.judge(), {"step": step, "data": task.config.data}
-    start, known = tasks.named(task.config.task).rebuild(encoder.encoder_config), load_run(run)
+    kind, known = tasks.named(task.config.task), load_run(run)
+    start = kind.rebuild(encoder.encoder_config)
     first, answers = judge.before(start.to(task.device))
     numbers, before = numbers | judge.baselines(first), at_start(answers)
     if task.config.pretrained is not None:  # the run began with other weights than these
@@ -70,8 +71,10 @@ def evaluate(
             before = {n: a for n, a in known.artifacts.items() if n.startswith("before_")}
     found, answers = judge.thorough(encoder)
     numbers |= found
+    count = task.info().get("test")
     try:
-        result(f"step {step:,}, {task.config.data}")
+        on = f", judged on {count:,} {kind.noun}" if count else ""
+        result(f"step {step:,}, {task.config.data}{on}")
         judged = replace(known, metrics=[], summary=numbers, artifacts={**answers, **before})
         Console(highlight=False).print(summary_table(judged))
         for sentence in against_baselines(judged):

@@ -122,28 +122,28 @@ def _renewed(
 ) -> Any:
     """The items at `ids`, given those at `had`: where they differ, fetched now.
 
-    Where rows of a batch cannot be exchanged (texts padded to the longest, strings), all are.
+    Where rows of a batch cannot be exchanged (texts padded to the longest, sums, strings), all are.
     """
     ids = ids.cpu()
     if torch.equal(ids, had):
         return items
     if len(ids) == len(had):
         rows = torch.nonzero(ids != had).flatten()
-        if _put(items, rows, collate([source[i] for i in ids[rows].tolist()])):
+        if _put(items, rows, collate([source[i] for i in ids[rows].tolist()]), len(ids)):
             return items
     return collate([source[i] for i in ids.tolist()]) if len(ids) else None
 
 
-def _put(into: Any, rows: Tensor, values: Any) -> bool:
-    """into[rows] = values, for batches made of tensors; whether it could be done."""
+def _put(into: Any, rows: Tensor, values: Any, size: int) -> bool:
+    """into[rows] = values, for batches made of tensors with `size` rows; whether it could be."""
     if isinstance(into, Tensor):
-        fits = into.shape[1:] == values.shape[1:] and len(values) == len(rows)
+        fits = values.shape == (len(rows), *into.shape[1:]) and len(into) == size
         if fits:
             into[rows] = values
         return fits
     if isinstance(into, (dict, tuple, list)) and len(into) == len(values):
         names = into if isinstance(into, dict) else range(len(into))
-        return all(_put(into[name], rows, values[name]) for name in names)
+        return all(_put(into[name], rows, values[name], size) for name in names)
     return False
 
 

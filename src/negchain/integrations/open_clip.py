@@ -75,6 +75,11 @@ class IndexedClipLoss(nn.Module):
             positions: what gives samples their positions.
             model: whose towers encode what the loss asks for (CSV only: shards are read in order).
         """
+        if self.loss_fn.num_samples not in (None, len(positions)):
+            raise ValueError(
+                f"a position is a picture, and the loss was built for {self.loss_fn.num_samples} "
+                f"where there are {len(positions)}; build it with num_samples=len(positions)"
+            )
         if model is not None:
             if not isinstance(positions, CsvPositions):
                 raise ValueError(

@@ -8,7 +8,7 @@ Shapes: `L` known positives per anchor.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -88,16 +88,18 @@ def index_pairs(dataset: Dataset, corpus: Iterable[str] = ()) -> Pairs:
             "the data set must hold texts: an anchor, a positive and maybe hard negatives, and no "
             f"'{LABEL}' (positions go there), got {list(columns)}; remove or rename columns"
         )
-    for name, texts in columns.items():
+    documents: list[Any] = [corpus] if isinstance(corpus, (str, Mapping)) else list(corpus)
+    for name, texts in [*columns.items(), ("corpus=", documents)]:
         wrong = next(
             (number for number, text in enumerate(texts) if not isinstance(text, str)), None
         )
         if wrong is not None:
             raise ValueError(
-                f"every column must hold texts, but row {wrong} of '{name}' is "
-                f"{texts[wrong]!r:.50}; remove the column, or leave out such rows"
+                f"every column and corpus= must hold texts, but row {wrong} of '{name}' is "
+                f"{texts[wrong]!r:.50}; remove the column or leave out such rows, and of a corpus "
+                "give the texts alone"
             )
-    keys = {text: number for number, text in enumerate(dict.fromkeys(corpus))}
+    keys = {text: number for number, text in enumerate(dict.fromkeys(documents))}
     anchors: dict[str, int] = {}
     positives: list[dict[int, None]] = []
     labels = []

@@ -15,6 +15,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ LONGEST = 64 << 20
 """Bytes of a line, at most."""
 PACKED = 100
 """How many times its own size a .gz may unpack to: a small file must not fill the memory."""
+HALF = re.compile("[\ud800-\udfff]")
+"""Half a character, as JSON may spell one ("\\ud83d" of a cut emoji): no tokenizer takes it."""
 TAIL = 16
 """Bytes: the last 8 of a packed text are its checksum and length, which are zero of no text."""
 
@@ -64,6 +67,7 @@ class Beir:
         known: per training query the documents that are never its negatives: its positives, those
             of queries that ask the same, all that read as one of these, and all that read as it.
         train, validation, test: queries; empty where there are none. No text is in two of them.
+        held: a hash of the corpus and of what is judged, validation and test queries.
         fingerprint: a hash of everything.
         notes: what was decided for the user.
     """
@@ -73,6 +77,7 @@ class Beir:
     train: Queries
     validation: Queries
     test: Queries
+    held: str
     fingerprint: str
     notes: tuple[str, ...]
 
@@ -138,9 +143,13 @@ def read_beir(folder: Path, holdout: float, subset: int | None = None) -> Beir:
     if (more := len(documents) - len(alike)) > 0:
         notes.append(f"{more:,} documents repeat another's text: never negatives of its queries")
     known = _known(train, documents, alike)
-    everything = [documents, *([s.ids, s.texts, s.relevant] for s in (train, validation))]
-    digest = hashlib.sha256(json.dumps(everything).encode()).hexdigest()[:16]
-    return Beir(documents, known, train, validation, test, digest, tuple(notes))
+    judged = _hash(documents, *map(vars, (validation, test)))
+    whole = _hash(judged, vars(train))
+    return Beir(documents, known, train, validation, test, judged, whole, tuple(notes))
+
+
+def _hash(*parts: Any) -> str:
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
 def _apart(queries: Queries, name: str, held: list[str], notes: list[str]) -> Queries:
@@ -196,7 +205,8 @@ def _entry(path: Path, number: int, line: str) -> dict[str, str]:
         entry["_id"] = str(entry["_id"])  # qrels hold text
     entry["title"] = entry.get("title") or ""
     for key in ("_id", "text", "title"):
-        if not isinstance(entry.get(key), str) or (key == "_id" and not entry[key]):
+        text = entry.get(key)
+        if not isinstance(text, str) or (key == "_id" and not text) or HALF.search(text):
             was = f"the {key} {show(entry[key])}" if key in entry else f"no {key}"
             raise ConfigError(f"{rule}, and line {number} has {was}; correct or delete it")
     return entry

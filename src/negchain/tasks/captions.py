@@ -1,7 +1,7 @@
 """Pictures with captions, by names alone: a table of `image,caption`, and where its files lie.
 
     FOLDER/train.csv, val.csv, test.csv     with train/000001.jpg, or images beside the tables
-    FOLDER/captions.csv     or the only table with these columns; captions.txt as well
+    FOLDER/captions.csv     or the only further table with these columns; captions.txt as well
     FOLDER/any.csv          the table itself after --data
 
 A row is a picture and one caption of it; further rows of a picture are further captions. Further
@@ -77,9 +77,10 @@ def read_pairs(data: str, holdout: float = 0.2) -> Pairs:
     main = _main_table(data, tables)
     root = str(Path(data) if Path(data).is_dir() else Path(data).parent)
     splits: dict[str, _Split] = {"train": {}, "validation": {}, "test": {}}
-    _read(main, root, splits)
+    if main:
+        _read(main, root, splits)
     for name, split in _HELD.items():
-        if name in tables and tables[name] != main and not splits[split]:
+        if name in tables and not splits[split]:
             _read(tables[name], root, splits, into=split)
     train, validation, test = (
         tuple(Captioned(name, path, tuple(texts)) for name, (path, texts) in sorted(split.items()))
@@ -89,7 +90,8 @@ def read_pairs(data: str, holdout: float = 0.2) -> Pairs:
     return pairs if pairs.validation else _hold_out(pairs, holdout)
 
 
-def _main_table(data: str, tables: dict[str, Path]) -> Path:
+def _main_table(data: str, tables: dict[str, Path]) -> Path | None:
+    """The table to train on; None where all are of held-out splits, by their names."""
     if not tables:
         seen = sorted(Path(data).glob("*.csv")) if Path(data).is_dir() else [Path(data)]
         columns = next((table_columns(file) for file in seen if file.is_file()), None)
@@ -99,13 +101,13 @@ def _main_table(data: str, tables: dict[str, Path]) -> Path:
             f"{printable(data)} has {printable(having)}; add it, or name its columns so"
         )
     wanted = [name for name in ("train", "captions") if name in tables]
-    others = [name for name in tables if name not in _HELD] or list(tables)
+    others = [name for name in tables if name not in _HELD]
     if not wanted and len(others) > 1:
         raise ValueError(
             f"one table must hold the captions to train on, and {printable(data)} has "
             f"{', '.join(tables[name].name for name in others[:5])}; name one of them captions.csv"
         )
-    return tables[(wanted or others)[0]]
+    return tables[(wanted or others)[0]] if wanted or others else None
 
 
 def _read(table: Path, root: str, splits: dict[str, _Split], into: str = "train") -> None:

@@ -83,7 +83,8 @@ class ImageTextTask(Task):
         notes = list(bundle.notes)
         if cut:
             longest = self.tokens["input_ids"].shape[1]
-            notes.append(f"{cut:,} of {len(texts):,} captions are cut to {longest} tokens")
+            all_of_it = f"fill {longest} tokens: longer ones are cut"
+            notes.append(f"{cut:,} of {len(texts):,} captions {all_of_it}")
         if beyond:
             notes.append(
                 f"{beyond:,} images share a caption with more than {MOST_KNOWN} others, of which "
@@ -188,10 +189,14 @@ def load(
     home = {p.name: split for split, pictures in splits.items() for p in pictures}
     parts = {split: _part(bundle.pretrain, captions, home, split) for split in splits}
     train = parts.pop("train")
+    held = {split: part for split, part in parts.items() if part.captions}
+    if encoder_config is not None and held and not train.captions:
+        train = next(iter(held.values()))  # of which the exact loss is, then
     if len(train.captions) < 2:
         raise ValueError(
             "training needs at least 2 readable images with captions, and "
-            f"{config.data} holds {len(train.captions)}; add some"
+            f"{config.data} holds {len(train.captions)}; add some (test.csv and val.csv are "
+            "never trained on, whatever else is missing)"
         )
     digest = hashlib.sha256(bundle.fingerprint.encode())
     for name in bundle.pretrain.names:
@@ -203,7 +208,6 @@ def load(
         if not config.holdout
         else "there are too few images to hold some out",
     )
-    held = {split: part for split, part in parts.items() if part.captions}
     return ImageTextTask(config, train, held, bundle)
 
 

@@ -50,7 +50,7 @@ class RetrievalJudge(Judge):
         documents = self.embed(encoder, self.task.documents)
         answers = self._answers(encoder, documents, list(SPLITS))
         arrays: Arrays = {f"right_{name}": values for name, values in answers.items()}
-        arrays["test_labels"] = np.array(self.task.data.validation.ids)
+        arrays["test_labels"] = np.frombuffer(self.task.data.held.encode(), np.uint8)
         return _means(answers), arrays | self._proposals(encoder, documents)
 
     def baselines(self, line: Mapping[str, Any]) -> Numbers:

@@ -119,6 +119,8 @@ class TextEncoder(nn.Module):
         option = "--encoder" if dim is None else "--text-encoder"
         with explained(option, folder):
             self.model = load_model(folder, option)
+            if type(self.model[0]).__name__ == "StaticEmbedding":
+                raise ValueError("its first module, StaticEmbedding, is no transformer")
             allowed = self.model.max_seq_length
             self.model.max_seq_length = min(max_length, allowed) if allowed else max_length
             width = int(self.model.get_embedding_dimension())
@@ -299,7 +301,7 @@ def read_tokenizer(folder: str) -> Any:
 
 
 def tokenise(tokenizer: Any, texts: Sequence[str]) -> tuple[dict[str, Tensor], int]:
-    """Tokens of all texts, int32 [texts,L], and how many texts were cut."""
+    """Tokens of all texts, int32 [texts,L], and how many fill the limit."""
     limit = min(MAX_TOKENS, tokenizer.model_max_length)
     found = tokenizer(list(texts), truncation=True, max_length=limit, padding=True)
     tokens = {
