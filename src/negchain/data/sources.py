@@ -96,7 +96,7 @@ def load_data(
     notes += (storage.note,) if storage.note else ()
     if bundle.held_out and bundle.test is not None and bundle.test.labels is not None:
         each = f"{holdout:.0%} of each of {len(bundle.classes)} classes"
-        if untested := len(bundle.classes) - len(bundle.test.labels.unique()):
+        if untested := len(bundle.classes) - len(set(bundle.test.labels.tolist())):
             each += f" but {untested} with too few images"
         notes += (
             f"no test split: {bundle.held_out:,} images, {each}, are held out to test probes and "
