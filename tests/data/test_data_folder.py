@@ -316,6 +316,13 @@ LAYOUTS = {
 }
 
 
+def test_a_class_of_one_image_is_not_said_to_be_held_out(tmp_path: Path) -> None:
+    """It said "20% of each of 2 classes" where every test image was of the other class."""
+    bundle = load(classes(tmp_path / "pets", {"cat": 1, "dog": 20}))
+    (note,) = [note for note in bundle.notes if "held out" in note]
+    assert "20% of each of 2 classes but 1 with too few images" in note
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("budget", [8 << 30, 0], ids=["resident", "on disk"])
 def test_classes_without_a_test_split_have_one_held_out(

@@ -26,7 +26,7 @@ from negchain.report import comparison_table, load_run, write_report
 from negchain.report.advice import advice, against_baselines
 from negchain.report.embedding_map import class_colours
 from negchain.report.measures import TIME
-from negchain.report.results import held_against
+from negchain.report.results import compare, held_against
 from negchain.report.runs import group_runs
 from negchain.report.statistics import bounds, estimates, over_start, winner
 
@@ -243,7 +243,7 @@ def test_odd_numbers_come_with_a_sentence_and_a_remedy(
     tmp_path: Path, method: str, numbers: dict[str, float], said: str | None
 ) -> None:
     fine = {"acceptance_rate": 0.5, "carried_mass": 0.5}
-    lines = [{"step": s, "samples": s, **(fine if s < 8 else numbers)} for s in range(1, 13)]
+    lines = [{"step": s, "samples": 999 * s, **(fine if s < 8 else numbers)} for s in range(1, 13)]
     path = write_run(tmp_path / "run", make_config(method), lines)
     sentences = advice(load_run(path))
     if said is None:
@@ -251,6 +251,16 @@ def test_odd_numbers_come_with_a_sentence_and_a_remedy(
         return
     assert any(said in sentence for sentence in sentences)
     assert said in page_of([path], tmp_path / "page.html").text
+
+
+def test_chains_are_not_called_idle_before_a_second_visit(tmp_path: Path) -> None:
+    """A chain begins at its picture's first visit: nothing is carried in the first pass."""
+    config = make_config("emc2")
+    size = config["data_info"]["num_samples"]
+    for passes, said in ((1, 0), (3, 1)):
+        lines = [{"step": s, "samples": s * passes * size / 4, "carried_mass": 0.0}
+                 for s in range(1, 5)]  # fmt: skip
+        assert len(advice(load_run(write_run(tmp_path / f"{passes}", config, lines)))) == said
 
 
 @pytest.mark.parametrize("norm", ["batch", "none"])
@@ -371,3 +381,32 @@ def test_views_are_shown_as_the_encoder_gets_them(tmp_path: Path) -> None:
     page = page_of([run], tmp_path / "page.html")
     assert "as the encoder gets them (recipe digits)" in page.text
     assert sum(a.get("alt") == "augmented view" for _, a in page.tags) == 24
+
+
+def test_baselines_of_different_data_are_not_averaged(tmp_path: Path) -> None:
+    """A mean of chances, 20 % here and 33 % there, is the chance of neither."""
+    paths = duel(tmp_path, [0.97], [0.90])
+    for path in paths:
+        config = json.loads((path / "config.json").read_text())
+        config["data_info"] |= {"fingerprint": config["method"]}
+        (path / "config.json").write_text(json.dumps(config))
+    found = compare(group_runs([load_run(path) for path in paths]))
+    assert not found.baselines and "the baselines: see each run's own" in found.notes[0]
+
+
+def test_exact_losses_of_another_beta_compare_nothing(tmp_path: Path) -> None:
+    """The smaller beta has the smaller loss, whatever was learned: it was named the best."""
+    paths = []
+    for beta, loss in ((2.0, 2.0), (14.28, 5.0)):
+        for seed in range(3):
+            lines = [{"step": step, "samples": step, "global_loss": loss + 1 - step + 0.01 * seed}
+                     for step in (0, 1)]  # fmt: skip
+            config = make_config("emc2", seed) | {"beta": beta}
+            paths.append(write_run(tmp_path / f"b{beta:g}-seed{seed}", config, lines))
+    found = compare(group_runs([load_run(path) for path in paths]))
+    assert found.notes == [
+        "No winner is named: exact losses of another --beta are no better or worse."
+    ]
+    assert not any(cell.wins for row in found.rows for cell in row) and not found.baselines
+    same = compare(group_runs([load_run(path) for path in paths[:3]]))
+    assert [name for name, _ in same.baselines] == ["Untrained encoder"]

@@ -627,3 +627,13 @@ def test_the_pairs_of_imagenet100_are_those_of_its_record() -> None:
     )
     dcl = f"{means['dcl']:.3f}".lstrip("0")
     assert f"the highest of four too: {dcl}; {', '.join(told)}" in advice
+
+
+@pytest.mark.parametrize("name", ["stl10", "burn-in", "finite-augmentations"])
+def test_quick_keeps_what_the_user_gave(name: str) -> None:
+    """--data, --epochs and --settings were dropped without a word, and digits were trained on."""
+    two = ("b256-none", "b256-batch") if name != "burn-in" else ("b32-none", "b32-batch")
+    given = common.Options(quick=True, data="photos", epochs=1, settings=two)
+    jobs = reproduce.load(name).jobs(given)
+    assert {job["setting"] for job in jobs} == set(two)
+    assert {(j["settings"]["data"], j["settings"]["epochs"]) for j in jobs} == {("photos", 1)}

@@ -22,7 +22,7 @@ from negchain.files import open_plain, read_object, real_folder
 from negchain.methods import trained
 from negchain.printable import show
 from negchain.progress import Progress
-from negchain.tasks import EXACT
+from negchain.tasks import EXACT, LOSS_OF
 from negchain.train.config import ConfigError, TrainConfig, flag, hints, method_named, same_run
 from negchain.train.presets import choose
 from negchain.train.resolve import for_method, resolve
@@ -171,7 +171,6 @@ def _refuse_another(path: Path, config: TrainConfig) -> None:
 
 # ---------------------------------------------------------------------- what is tuned
 
-LOSS_OF = ("beta", "recipe", "image_size", "subset", "probe_samples")  # what the exact loss is of
 FIXED = ("method", "seed", "out", "task", "data", "preset", "holdout")  # what is run, and judged on
 KINDS = {int: "an integer", float: "a number", str: "text"}
 

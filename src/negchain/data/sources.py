@@ -94,8 +94,10 @@ def load_data(
 
     bundle = _combine(entries, [load(entry) for entry in entries])
     notes += (storage.note,) if storage.note else ()
-    if bundle.held_out:
+    if bundle.held_out and bundle.test is not None and bundle.test.labels is not None:
         each = f"{holdout:.0%} of each of {len(bundle.classes)} classes"
+        if untested := len(bundle.classes) - len(set(bundle.test.labels.tolist())):
+            each += f" but {untested} with too few images"
         notes += (
             f"no test split: {bundle.held_out:,} images, {each}, are held out to test probes and "
             "are not pretrained on; --holdout sets the share",

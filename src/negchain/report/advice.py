@@ -14,6 +14,8 @@ from .statistics import interval_of, over_start
 
 IDLE = 0.01
 """Carried mass below this: chains add nothing."""
+REVISITED = 2
+"""Passes before which chains, which begin at a first visit, can have carried next to nothing."""
 STUCK, RESTLESS = 0.02, 0.95
 """Acceptance below or above these: chains do not move, or move at random."""
 
@@ -33,7 +35,8 @@ def advice(run: Run) -> list[str]:
             f"warm-up (--warmup-epochs), a smaller --lr, {layers}or a smaller --beta."
         )
     carried, accepted = late(run, "carried_mass"), late(run, "acceptance_rate")
-    if carried is not None and carried < IDLE and not collapsed:
+    early = run.passes is not None and run.passes < REVISITED
+    if carried is not None and carried < IDLE and not collapsed and not early:
         said.append(
             f"The carried negatives have {number(carried, 'percent')} of the weight: the chains "
             "add next to nothing to the batch, and DCL would give the same gradient at less cost. "

@@ -33,10 +33,10 @@ def headline(groups: Sequence[Group], runs: Sequence[Run]) -> str:
     unfinished = sum(not run.finished for run in runs)
     notice = ""
     if unfinished:
-        verb = "run is" if unfinished == 1 else "runs are"
+        verb = "is" if unfinished == 1 else "are"
         notice = (
-            f'<p class="notice"><b>{unfinished} of {len(runs)} {verb} unfinished</b> and left out '
-            "of means and curves wherever another seed has finished.</p>"
+            f'<p class="notice"><b>{unfinished} of {len(runs)} runs {verb} unfinished</b> and left '
+            "out of means and curves wherever another seed has finished.</p>"
         )
     if not any(run.labelled for run in runs):
         reasons = {run.unprobed for run in runs}

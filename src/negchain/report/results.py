@@ -13,6 +13,9 @@ import numpy as np
 from rich.markup import escape  # else "[96.1, 98.4]" is a style
 from rich.table import Table
 
+from negchain.tasks import LOSS_OF
+from negchain.train.config import flag
+
 from .measures import GLOBAL_LOSS, THROUGHPUT, TIME, Metric
 from .runs import Group, Run, group_runs, load_run
 from .statistics import LEVEL, Estimate, beyond_chance, bounds, estimates, over_start, winner
@@ -55,19 +58,31 @@ def compare(groups: Sequence[Group]) -> Results:
     )
     rows: list[list[Cell]] = [[] for _ in groups]
     winners = dict[str, int | None]()
-    apart = sorted({run.data_state for group in groups for run in group.counted} - {""})[1:]
+    counted = [run for group in groups for run in group.counted]
+    apart = len({run.data_state for run in counted} - {""}) > 1
+    settings = {key: {run.config.get(key) for run in counted} for key in LOSS_OF}
+    unlike = [flag(key) for key, values in settings.items() if len(values) > 1]
     for metric in columns:
         found = estimates(groups, metric.key)
-        winners[metric.key] = None if apart else winner(found, higher=metric.higher)
+        settled = apart or (metric is GLOBAL_LOSS and unlike)
+        winners[metric.key] = None if settled else winner(found, higher=metric.higher)
         for i, estimate in enumerate(found):
             values = groups[i].finals(metric.key)
             rows[i].append(_cell(estimate, values, metric, winners[metric.key] == i))
     notes = _notes(groups, lead, winners.get(lead.key))
     if apart:
-        notes = ["No winner is named: the runs were made on different data, or states of it."]
+        notes = [
+            "No winner is named: the runs were made on different data, or states of it. So were "
+            "the baselines: see each run's own."
+        ]
+    elif lead is GLOBAL_LOSS and unlike:
+        why = f"exact losses of another {' and '.join(unlike)} are no better or worse"
+        notes = [f"No winner is named: {why}."]
     elif (advised := recommendation(groups, lead)) is not None:
         notes.insert(0, advised)
-    return Results(columns, order, rows, _baselines(groups, columns), lead, notes)
+    held = [metric for metric in columns if not (metric is GLOBAL_LOSS and unlike)]
+    baselines = [] if apart else _baselines(groups, columns, held)
+    return Results(columns, order, rows, baselines, lead, notes)
 
 
 def _cell(estimate: Estimate | None, values: np.ndarray, metric: Metric, wins: bool) -> Cell:
@@ -83,8 +98,10 @@ def _cell(estimate: Estimate | None, values: np.ndarray, metric: Metric, wins: b
     return Cell(metric.text(estimate.mean), spread, wins)
 
 
-def _baselines(groups: Sequence[Group], columns: Sequence[Metric]) -> list[tuple[str, list[str]]]:
-    """Means over all runs: (name, one text per column), where any is known."""
+def _baselines(
+    groups: Sequence[Group], columns: Sequence[Metric], held: Sequence[Metric]
+) -> list[tuple[str, list[str]]]:
+    """Means over all runs: (name, one text per column), where any is known and `held` has it."""
     runs = [run for group in groups for run in group.counted]
     rows = []
     prefixes = list(groups[0].shown.baselines)
@@ -93,7 +110,7 @@ def _baselines(groups: Sequence[Group], columns: Sequence[Metric]) -> list[tuple
         alike = [run for run in runs if run.shown.baselines[prefix] == name]
         texts = []
         for metric in columns:
-            found = [held_against(run, metric) for run in alike]
+            found = [held_against(run, metric) for run in alike if metric in held]
             values = [base[prefix] for base in found if prefix in base]
             texts.append(metric.text(float(np.mean(values))) if values else "")
         if any(texts):

@@ -160,6 +160,12 @@ class Run:
         mark, count = (self.data_info.get(key) for key in ("fingerprint", "num_samples"))
         return f"{count} samples ({str(mark)[:6]})" if mark else ""
 
+    @property
+    def passes(self) -> float | None:
+        """How often the run saw every sample; None where that is not known."""
+        size, seen = self.data_info.get("num_samples"), self.final("samples")
+        return seen / size if isinstance(size, int) and size >= 1 and seen is not None else None
+
     def curve(self, key: str) -> Curve:
         """The finite values of one metric, in order of samples seen (empty if never recorded)."""
         rows = [line for line in self.metrics if key in line and "samples" in line]

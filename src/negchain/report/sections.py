@@ -200,10 +200,9 @@ def _bar(name: str, value: float, sure: str, kind: str, metric: Metric) -> str:
 
 
 def _passes(run: Run) -> str:
-    size, seen = run.data_info.get("num_samples"), run.final("samples")
-    if not isinstance(size, int) or size < 1 or seen is None:
+    if run.passes is None:
         return f"training {run.shown.noun}"
-    return f"{seen / size:.3g} passes over {size:,}"
+    return f"{run.passes:.3g} passes over {run.data_info['num_samples']:,}"
 
 
 def curves(page: Page, run: Run) -> None:

@@ -94,7 +94,7 @@ def training_jobs(
             **few,
         }
         for seed in range(options.seeds or (1 if options.quick else seeds))
-        for name in (chosen[:1] if options.quick else chosen)
+        for name in (chosen[:1] if options.quick and not options.settings else chosen)
         for method in options.methods or methods
     ]
 
@@ -103,8 +103,8 @@ def with_options(settings: Row, options: Options) -> Row:
     """A setting with what the user gave laid over it; --quick: digits, small and short."""
     if options.quick:
         kept = {k: v for k, v in settings.items() if k in ("norm", "proposal", "beta")}
-        return {"norm": "none", "proposal": "batch", **kept, **QUICK, "device": options.device}
-    if options.data is None:
+        settings = {"norm": "none", "proposal": "batch", **kept, **QUICK}
+    elif options.data is None:
         raise ValueError("--data must name the folder of images (train/, test/, unlabeled/)")
     given = {"device": options.device, "data": options.data, "epochs": options.epochs}
     return {**settings, **{k: v for k, v in given.items() if v is not None}}

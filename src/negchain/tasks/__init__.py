@@ -29,6 +29,8 @@ if TYPE_CHECKING:  # the command line reads names and options, and torch takes s
 
 EXACT = "global_loss"
 """The name of the exact loss, which decides where a task has no validation data."""
+LOSS_OF = ("beta", "recipe", "image_size", "subset", "probe_samples")
+"""The settings that say what it is of: where they differ, it compares nothing."""
 COLLAPSED = 0.02
 """Variance of unit embeddings below this: all within a few degrees of one direction."""
 

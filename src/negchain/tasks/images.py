@@ -72,7 +72,8 @@ class ImageTask(Task):
         if wanted not in (None, data.pretrain.channels):
             raise ConfigError(
                 f"the encoder takes images of {wanted} channels and {config.data} has "
-                f"{data.pretrain.channels}; give such images (negchain embed converts files)"
+                f"{data.pretrain.channels}; give such images (negchain embed "
+                "converts files named one by one or in a .txt, but no folders)"
             )
         return cls(config, data)
 
