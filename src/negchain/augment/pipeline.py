@@ -137,7 +137,7 @@ class Augmentation:
         if isinstance(height, Tensor) and isinstance(width, Tensor):
             box = crop.central_square(height, width)
         else:
-            box = crop.whole_image(uniforms, int(height), int(width))
+            box = crop.Box(zero, zero, zero + height, zero + width)
         order = torch.arange(4, device=uniforms.device).expand(len(uniforms), 4)
         factors = (order < colour.HUE).float()
         if self.crop_scale is not None:
@@ -147,10 +147,7 @@ class Augmentation:
         if self.jitter is not None:
             order, factors = colour.sample_jitter(for_jitter, self.jitter, self.jitter_p)
         return Params(
-            top=box.top,
-            left=box.left,
-            height=box.height,
-            width=box.width,
+            *box,
             flip=for_flip[:, 0] < 0.5 if self.flip else never,
             order=order,
             factors=factors,

@@ -89,8 +89,6 @@ def command(
 
     on_gpu = tried[chosen[0]][0][0].config.device != "cpu" and torch.cuda.is_available()
     jobs = jobs or (4 if on_gpu else 1)
-    planned = [plan.path for several in tried.values() for plans in several for plan in plans]
-    data = {path: mark for path in planned if ended(path) and (mark := data_of(path))}
     failed: dict[Path, int] = {}  # exit status
     finished = 0  # runs, in this process
 
@@ -101,7 +99,7 @@ def command(
             waiting = [p._replace(given={**p.given, "device": "cuda"}) for p in waiting]
         counts = finished, later
         finished += len(waiting)
-        failed.update(_run_all(waiting, jobs, first, counts, data, show=not quiet))
+        failed.update(_run_all(waiting, jobs, first, counts, show=not quiet))
 
     try:
         with interruptible():
@@ -258,17 +256,11 @@ def _best(method: str, several: list[list[Plan]]) -> list[Plan]:
 
 
 def _run_all(
-    waiting: list[Plan],
-    jobs: int,
-    first: list[str],
-    counts: tuple[int, int],
-    data: dict[Path, str],
-    show: bool,
+    waiting: list[Plan], jobs: int, first: list[str], counts: tuple[int, int], show: bool
 ) -> dict[Path, int]:
     """Run the plans, `jobs` at a time; returns those that failed with their exit status.
 
-    `counts`: runs that were done before these, and that will follow. `data`: the fingerprint of
-    what the runs that are kept were made on; a new run on other data is told of as it begins.
+    `counts`: runs that were done before these, and that will follow.
     """
     running: dict[Path, subprocess.Popen[bytes]] = {}
     failed: dict[Path, int] = {}
@@ -289,8 +281,6 @@ def _run_all(
                         done += 1
                         if process.returncode != 0:
                             failed[path] = process.returncode
-                for path in running.keys() - data.keys():
-                    _tell_other_data(path, data)
                 shares = {path.name: progress_of(path) for path in running}
                 several = len(shares) > 1  # one alone is named in front
                 parts = (f"{name} {share:.0%}" for name, share in shares.items())
@@ -339,28 +329,6 @@ def launch(arguments: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
             env={**os.environ, "PYTHONPATH": path},
             process_group=0,
         )
-
-
-def _tell_other_data(path: Path, data: dict[Path, str]) -> None:
-    """Add the data that a run began with to `data`; warn if none of the runs there had them."""
-    mark = data_of(path)
-    if mark and data and mark not in data.values():
-        say(
-            f"{path} begins on other data than {next(iter(data))} had, which is kept: files were "
-            "added, removed or changed, or others are used; the two cannot be compared: choose "
-            "another --out",
-            "warning: ",
-        )
-    if mark:
-        data[path] = mark
-
-
-def data_of(run: Path) -> str | None:
-    """The fingerprint of the data that a run began with."""
-    try:
-        return str(read_object(run / "config.json")["data_info"]["fingerprint"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None  # it has only begun
 
 
 def progress_of(run: Path) -> float:
