@@ -149,19 +149,11 @@ class _HashingWriter:
 
     def __init__(self, file: BinaryIO) -> None:
         self.digest = hashlib.sha256()
-        self.failed: OSError | None = None
-        self._file = file
+        self.flush, self._file = file.flush, file
 
     def write(self, data: bytes) -> int:
         self.digest.update(data)
-        try:
-            return self._file.write(data)
-        except OSError as error:
-            self.failed = error
-            raise
-
-    def flush(self) -> None:
-        self._file.flush()
+        return self._file.write(data)
 
 
 def _write(path: Path, state: dict[str, Any], step: int) -> None:
@@ -169,10 +161,8 @@ def _write(path: Path, state: dict[str, Any], step: int) -> None:
         writer = _HashingWriter(file)
         try:
             torch.save({"schema": CHECKPOINT_SCHEMA, "step": step, "state": state}, writer)  # type: ignore[arg-type]
-        except RuntimeError:
-            if writer.failed is not None:  # torch turns "no space left" into "unexpected pos"
-                raise writer.failed from None
-            raise
+        except RuntimeError as error:  # torch makes "unexpected pos" of "no space left"
+            raise error.__context__ or error from None
         file.write(_FOOTER + writer.digest.hexdigest().encode())
 
 
