@@ -165,7 +165,8 @@ def linear_probe(
     """
     check_features(train_x, test_x)
     x, y, x_test, y_test = (t.cpu().numpy() for t in (train_x, train_y, test_x, test_y))
-    held = _held_out(y)
+    held = np.zeros(len(y), dtype=bool)  # none of a class with one or two rows
+    held[_stratified(y, HELD_OUT, np.random.default_rng(0), least=0)] = True
     model = _logistic(train_x, y)(max_iter=500, tol=1e-4, warm_start=True)
     with threadpool_limits(1 if x.size <= FEW_NUMBERS else None), _quietly():
         fit_x, held_x = _standardised(x[~held], x[held])
@@ -285,13 +286,6 @@ def _stratified(
         rows = generator.permutation(np.flatnonzero(labels == label))
         drawn.append(rows[: max(least, round(share * len(rows)))])
     return np.concatenate(drawn)
-
-
-def _held_out(labels: NDArray[Any]) -> NDArray[np.bool_]:
-    """Mask of the rows held out: a share of each class, none of a class with one or two rows."""
-    held = np.zeros(len(labels), dtype=bool)
-    held[_stratified(labels, HELD_OUT, np.random.default_rng(0), least=0)] = True
-    return held
 
 
 def _standardised(
