@@ -194,17 +194,14 @@ class RetrievalTask(Task):
 
     def finish(self, encoder: TextEncoder, folder: Path, summary: Mapping[str, Any]) -> None:
         """Write `model/`, which `SentenceTransformer(...)` loads, with a card."""
-        made = Path(tempfile.mkdtemp(dir=folder, prefix=".model-"))
-        try:
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".model-") as hidden:
+            made = Path(hidden, "model")
             with naming(folder / "model"):
                 encoder.model.save(str(made), create_model_card=False)
                 card = _card(self, encoder, summary)
                 (made / "README.md").write_text(card, encoding="utf-8", errors="backslashreplace")
-            made.chmod(0o755)
             shutil.rmtree(real_folder(folder / "model"))
             os.replace(made, folder / "model")
-        finally:
-            shutil.rmtree(made, ignore_errors=True)
 
 
 def _card(task: RetrievalTask, encoder: TextEncoder, summary: Mapping[str, Any]) -> str:
