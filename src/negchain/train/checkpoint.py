@@ -44,11 +44,6 @@ class Loaded:
     num_bytes: int  # of the file
     warnings: list[str]
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """The warnings, each with the step that was read instead."""
-        return tuple(f"{warning}; step {self.step} is used instead" for warning in self.warnings)
-
 
 def save(folder: Path, state: dict[str, Any], step: int, keep: int) -> Path:
     """Write `state` as the checkpoint of `step`, then delete all but the latest `keep`.
@@ -126,7 +121,7 @@ def load_latest(folder: Path) -> Loaded | None:
         except (OSError, FileRefused, _Damaged) as error:
             warnings.append(f"{path} is skipped because it is damaged: {error}")
             continue
-        return _checked(path, content, warnings)
+        return _checked(path, content, [f"{w}; step {step} is used instead" for w in warnings])
     if found:
         raise FileRefused(
             f"all {len(found)} checkpoints in {folder} are damaged (the newest: {warnings[0]}); "

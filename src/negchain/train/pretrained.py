@@ -37,7 +37,7 @@ def load_trained(path: Path, which: str = KEPT) -> tuple[Any, checkpoint.Loaded]
     Args:
         path: the run folder.
         which: "kept", "latest", "best", or the step of one that is there. Where "latest" had to
-            step back from a damaged file, `Loaded.notes` says so.
+            step back from a damaged file, `Loaded.warnings` says so.
     """
     folder, config = path / "checkpoints", load_run_config(path)
     if which == KEPT:

@@ -236,4 +236,4 @@ def load_run_encoder(
             f"this encodes images, and {run} is of --task {config.task}; a retriever is loaded by "
             f"sentence-transformers: SentenceTransformer('{run}/model')"
         )
-    return Trained(encoder.to(where), config, where, loaded.notes)
+    return Trained(encoder.to(where), config, where, tuple(loaded.warnings))
