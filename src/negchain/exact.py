@@ -12,7 +12,6 @@ Shapes: `M` items, `N` anchors (2M for shared views), `K` keys, `D` embedding.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -30,14 +29,17 @@ CHUNK_ELEMENTS = 1 << 25  # logits held at a time when no chunk is given: 128 Mi
 def _sum(
     query: Tensor,
     positive_key: Tensor,
+    item: Tensor,
     keys: Tensor,
     beta: Tensor,
-    excluded: Callable[[slice], Tensor],
-    rows: slice,
+    ids: Tensor,
+    known: Tensor | None,
     denominator: Denominator,
-) -> Tensor:  # [c,D] [c,D] [K,D] [] -> []
-    """Eq. (1) summed over a chunk of anchors."""
-    logits = (beta * (query @ keys.T)).masked_fill_(excluded(rows), -math.inf)
+) -> Tensor:  # [c,D] [c,D] [c] [K,D] [] [M] [M,L] -> []
+    """Eq. (1) summed over a chunk of anchors, of these items."""
+    excluded = matches(ids, ids[item], None if known is None else known[item])
+    excluded = excluded.repeat(1, len(keys) // len(ids))
+    logits = (beta * (query @ keys.T)).masked_fill_(excluded, -math.inf)
     log_sum = torch.logsumexp(logits, 1)
     value = log_sum - beta * torch.linalg.vecdot(query, positive_key)
     if denominator == "all":  # of the gap, which stays precise where a pair is solved
@@ -109,28 +111,12 @@ def global_loss(
     total = z_a.new_zeros(())
     for queries, positives, keys in sides:
         step = chunk or max(1, CHUNK_ELEMENTS // keys.shape[0])
-        mask = _exclusion(ids, known, queries.shape[0], keys.shape[0])
-        part = z_a.new_zeros(())
-        for begin in range(0, queries.shape[0], step):
-            rows = slice(begin, begin + step)
-            given = queries[rows], positives[rows], keys, beta_tensor, mask, rows, denominator
+        item = torch.arange(queries.shape[0], device=device) % size
+        part, columns = z_a.new_zeros(()), (keys, beta_tensor, ids, known, denominator)
+        for rows in zip(*(torch.split(t, step) for t in (queries, positives, item)), strict=True):
             with without_autocast(z_a):
                 part = part + checkpoint(
-                    _sum, *given, use_reentrant=False, preserve_rng_state=False
+                    _sum, *rows, *columns, use_reentrant=False, preserve_rng_state=False
                 )
         total = total + part / queries.shape[0]
     return total / len(sides)
-
-
-def _exclusion(
-    ids: Tensor, known: Tensor | None, num_rows: int, num_keys: int
-) -> Callable[[slice], Tensor]:
-    """Which keys are no negatives of a chunk of anchors, computed when it is needed."""
-    size = ids.shape[0]
-
-    def excluded(rows: slice) -> Tensor:  # [c,K] bool
-        item = torch.arange(num_rows, device=ids.device)[rows] % size
-        mask = matches(ids, ids[item], None if known is None else known[item])
-        return mask.repeat(1, num_keys // size)
-
-    return excluded
