@@ -2,9 +2,9 @@
 
     L = mean over anchors of   -beta s(x, y) + log sum_{z in D_neg(x)} exp(beta s(x, z))
 
-It works through the similarity matrix in chunks of rows, and through each again in the backward
-pass (`torch.utils.checkpoint`), so memory grows with chunk * M, not with M * M. With an encoder in
-chunks (`negchain.Chunked`) no activation of more than one chunk is ever alive either.
+It works through the similarity matrix in chunks of rows and forms the gradient on the way (every
+row's gradient needs only that row), so memory grows with chunk * M, not with M * M. With an encoder
+in chunks (`negchain.Chunked`) no activation of more than one chunk is ever alive either.
 
 Shapes: `M` items, `N` anchors (2M for shared views), `K` keys, `D` embedding.
 """
@@ -12,11 +12,13 @@ Shapes: `M` items, `N` anchors (2M for shared views), `K` keys, `D` embedding.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.function import once_differentiable
 
 from negchain.losses.batch import Views, as_embedding, as_ids, without_autocast
 from negchain.losses.settings import check_count, one_of
@@ -26,25 +28,56 @@ from negchain.pool import matches
 CHUNK_ELEMENTS = 1 << 25  # logits held at a time when no chunk is given: 128 MiB in float32
 
 
-def _sum(
-    query: Tensor,
-    positive_key: Tensor,
-    item: Tensor,
-    keys: Tensor,
-    beta: Tensor,
-    ids: Tensor,
-    known: Tensor | None,
-    denominator: Denominator,
-) -> Tensor:  # [c,D] [c,D] [c] [K,D] [] [M] [M,L] -> []
-    """Eq. (1) summed over a chunk of anchors, of these items."""
-    excluded = matches(ids, ids[item], None if known is None else known[item])
-    excluded = excluded.repeat(1, len(keys) // len(ids))
-    logits = (beta * (query @ keys.T)).masked_fill_(excluded, -math.inf)
-    log_sum = torch.logsumexp(logits, 1)
-    value = log_sum - beta * torch.linalg.vecdot(query, positive_key)
-    if denominator == "all":  # of the gap, which stays precise where a pair is solved
-        value = F.softplus(value)
-    return torch.where(log_sum > -math.inf, value, 0.0).sum()  # -inf: an anchor without negatives
+class _SideLoss(torch.autograd.Function):
+    """Sum over anchors of eq. (1), with the gradient computed beside the value."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        queries: Tensor,
+        positives: Tensor,
+        keys: Tensor,
+        beta: Tensor,
+        excluded: Callable[[slice], Tensor],
+        denominator: Denominator,
+        chunk: int,
+    ) -> Tensor:
+        total = queries.new_zeros(())
+        needs = any(ctx.needs_input_grad[:4])
+        gradients = [
+            torch.zeros_like(t) if needs else None for t in (queries, positives, keys, beta)
+        ]
+        for begin in range(0, queries.shape[0], chunk):
+            rows = slice(begin, begin + chunk)
+            query, positive_key = queries[rows], positives[rows]
+            similarity = query @ keys.T
+            logits = (beta * similarity).masked_fill_(excluded(rows), -math.inf)
+            positive = torch.linalg.vecdot(query, positive_key)
+            log_sum = torch.logsumexp(logits, 1)
+            value = log_sum - beta * positive
+            pull = (log_sum > -math.inf).to(positive.dtype)  # 0: an anchor without negatives
+            if denominator == "all":  # of the gap, which stays precise where a pair is solved
+                value, pull = F.softplus(value), torch.sigmoid(value)
+            total += torch.where(log_sum > -math.inf, value, 0.0).sum()
+            if not needs:
+                continue
+            log_sum = log_sum.clamp(min=torch.finfo(log_sum.dtype).min)
+            weights = torch.exp(logits - log_sum[:, None]) * pull[:, None]
+            d_query, d_positive, d_keys, d_beta = gradients
+            assert d_query is not None and d_positive is not None
+            assert d_keys is not None and d_beta is not None
+            d_query[rows] = beta * (weights @ keys - pull[:, None] * positive_key)
+            d_positive[rows] = -beta * pull[:, None] * query
+            d_keys += beta * (weights.T @ query)
+            d_beta += (torch.linalg.vecdot(weights, similarity) - pull * positive).sum()
+        ctx.save_for_backward(*(g for g in gradients if g is not None))
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        d_query, d_positive, d_keys, d_beta = (grad * g for g in ctx.saved_tensors)
+        return d_query, d_positive, d_keys, d_beta, None, None, None
 
 
 def global_loss(
@@ -111,12 +144,22 @@ def global_loss(
     total = z_a.new_zeros(())
     for queries, positives, keys in sides:
         step = chunk or max(1, CHUNK_ELEMENTS // keys.shape[0])
-        item = torch.arange(queries.shape[0], device=device) % size
-        part, columns = z_a.new_zeros(()), (keys, beta_tensor, ids, known, denominator)
-        for rows in zip(*(torch.split(t, step) for t in (queries, positives, item)), strict=True):
-            with without_autocast(z_a):
-                part = part + checkpoint(
-                    _sum, *rows, *columns, use_reentrant=False, preserve_rng_state=False
-                )
+        mask = _exclusion(ids, known, queries.shape[0], keys.shape[0])
+        with without_autocast(z_a):
+            part = _SideLoss.apply(queries, positives, keys, beta_tensor, mask, denominator, step)
         total = total + part / queries.shape[0]
     return total / len(sides)
+
+
+def _exclusion(
+    ids: Tensor, known: Tensor | None, num_rows: int, num_keys: int
+) -> Callable[[slice], Tensor]:
+    """Which keys are no negatives of a chunk of anchors, computed when it is needed."""
+    size = ids.shape[0]
+
+    def excluded(rows: slice) -> Tensor:  # [c,K] bool
+        item = torch.arange(num_rows, device=ids.device)[rows] % size
+        mask = matches(ids, ids[item], None if known is None else known[item])
+        return mask.repeat(1, num_keys // size)
+
+    return excluded
