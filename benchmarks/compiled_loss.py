@@ -67,7 +67,7 @@ def let_compile() -> None:
 
 def measure(method: str, batch: int, case: str, encoder: str) -> dict[str, Any]:
     """Times of a case and of "fused", in turns."""
-    data = runs.shared_pictures(HERE)
+    data = runs.pictures(HERE, shared=True)
     if case == "compiled":
         let_compile()
     chosen = runs.config(HERE, batch, {"method": method}, runs.encoders(HERE)[encoder])

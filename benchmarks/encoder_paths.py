@@ -118,7 +118,7 @@ def compile_ahead(cells: list[tuple[str, int, str]], names: list[str], processes
 
 def compile_only(jobs: list[tuple[str, int, str, str]]) -> None:
     torch._inductor.config.compile_threads = 2
-    data = runs.shared_pictures(HERE)
+    data = runs.pictures(HERE, shared=True)
     for encoder, batch, loss, name in jobs:
         try:
             with runs.prepared(config(encoder, batch, loss), data) as run:
@@ -162,7 +162,7 @@ def main() -> None:
     say(f"{gpu}, torch {torch.__version__}")
     if given.processes:
         compile_ahead(cells, given.strategies, given.processes)
-    data = runs.shared_pictures(HERE)
+    data = runs.pictures(HERE, shared=True)
     rows: list[dict[str, Any]] = []
     for encoder, batch, loss in cells:
         if time.perf_counter() - BEGIN > given.budget:

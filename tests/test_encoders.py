@@ -175,22 +175,9 @@ def test_the_seed_decides_and_global_randomness_is_untouched() -> None:
     assert not all(torch.equal(a, c) for a, _, c in pairs)
 
 
-@pytest.mark.parametrize(
-    ("name", "near"),
-    [
-        ("resnet81", "resnet18"),
-        ("smallcnn", "small-cnn"),
-        ("vit_tiny_patch16", "vit_tiny_patch16_"),
-    ],
-)
-def test_unknown_names_are_answered_with_the_nearest(name: str, near: str) -> None:
-    with pytest.raises(ValueError, match=near):
-        build_encoder(name)
-
-
 @pytest.mark.parametrize("name", ["hf-hub:someone/model", "local-dir:/tmp", "", "resnet18x."])
 def test_names_that_would_reach_elsewhere_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match="encoder must be one of"):
+    with pytest.raises(ValueError, match="encoder must be"):
         build_encoder(name)
 
 

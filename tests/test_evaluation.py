@@ -270,8 +270,6 @@ def test_few_labels_are_stratified_and_more_labels_help(digits: Split) -> None:
     assert 0.3 < few < more < all_ and all_ > 0.9
     x, y = torch.eye(6).repeat(1, 2), torch.tensor([0, 1, 2, 3, 4, 5])
     assert few_label_probe(x, y, x, y, share=0.01) == 1.0  # one of each class at least
-    with pytest.raises(ValueError, match="two classes"):
-        few_label_probe(x, torch.zeros_like(y), x, y, share=0.1)
 
 
 def test_many_classes_with_few_pictures_are_no_warning() -> None:
@@ -309,16 +307,6 @@ def test_copies_are_similar_pairs_at_one() -> None:
 
 def test_refusals() -> None:
     train_x, train_y, test_x, test_y = clusters()
-    with pytest.raises(ValueError, match="lower k"):
-        nearest_neighbours(train_x[:3], test_x, k=4)
-    with pytest.raises(ValueError, match="cosine, euclidean"):
-        nearest_neighbours(train_x, test_x, k=1, metric="manhattan")
-    with pytest.raises(ValueError, match="one label per row"):
-        knn_accuracy(train_x, train_y[:-1], test_x, test_y)
-    with pytest.raises(ValueError, match="equal width"):
-        nearest_neighbours(train_x, test_x[:, :-1], k=1)
-    with pytest.raises(ValueError, match="two classes"):
-        linear_probe(train_x, torch.zeros_like(train_y), test_x, test_y)
     broken = train_x.clone()
     broken[0, 0] = float("nan")
     for probe in (knn_accuracy, linear_probe, linear_probe_paper):

@@ -20,7 +20,6 @@ with BatchNorm .87), which is the plateau a run without norm layers has to leave
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import Any, Literal, TypedDict, TypeVar, get_args
 
@@ -174,29 +173,18 @@ def refuse_weights(model: nn.Module, name: str, num_bytes: int) -> None:
 
 
 def _check(config: EncoderConfig) -> None:
-    for key, value, allowed in (
-        ("norm", config["norm"], get_args(Norm)),
-        ("projection", config["projection"], get_args(Projection)),
-    ):
-        if value not in allowed:
-            raise ValueError(f"{key} must be one of {', '.join(allowed)}, got {value!r}")
-    for key, number in (
-        ("image_size", config["image_size"]),
-        ("channels", config["channels"]),
-        ("embedding_dim", config["embedding_dim"]),
-    ):
-        if number is not None and not (type(number) is int and 1 <= number <= LARGEST[key]):
-            raise ValueError(f"{key} must be from 1 to {LARGEST[key]}, got {number!r}")
-    if not isinstance(config["name"], str):
-        raise ValueError(f"encoder must be a name, got {config['name']!r}")
-    base = config["name"].split(".")[0]  # timm's "resnet18.a1_in1k" names weights after the dot
-    if base not in OWN_ENCODERS and base not in timm.list_models():
-        known = {*OWN_ENCODERS, *timm.list_models()}
-        near = difflib.get_close_matches(base.lower(), sorted(known), n=3, cutoff=0.3)
-        raise ValueError(
-            f"encoder must be one of {', '.join(OWN_ENCODERS)} or a timm model name, "
-            f"got {config['name']!r}; the nearest names are {', '.join(near) or 'none'}"
-        )
+    given: Mapping[str, Any] = config
+    for key, allowed in (("norm", get_args(Norm)), ("projection", get_args(Projection))):
+        if given[key] not in allowed:
+            raise ValueError(f"{key} must be one of {', '.join(allowed)}, got {given[key]!r}")
+    for key, largest in LARGEST.items():
+        number = given[key]
+        if number is not None and not (type(number) is int and 1 <= number <= largest):
+            raise ValueError(f"{key} must be from 1 to {largest}, got {number!r}")
+    base = str(config["name"]).split(".")[0]  # timm's "resnet18.a1_in1k" names weights behind it
+    if base not in (*OWN_ENCODERS, *timm.list_models()):
+        own = ", ".join(OWN_ENCODERS)
+        raise ValueError(f"encoder must be {own} or a name of timm, got {config['name']!r}")
 
 
 def _backbone(config: EncoderConfig) -> nn.Module:

@@ -27,7 +27,7 @@ from sklearn.linear_model import LogisticRegression
 from threadpoolctl import threadpool_limits
 from torch import Tensor, nn
 
-from negchain.neighbours import accuracy, check_rows, in_top
+from negchain.neighbours import accuracy, check_features, in_top
 
 if TYPE_CHECKING:
     from negchain.data import ImageSet
@@ -115,7 +115,7 @@ def linear_probe_paper(
     no schedule, the last epoch's weights. `seed` sets the initial weights. Under-trained by
     design: it depends on the scale of the features, so compare it only with itself.
     """
-    check_rows(train_x, train_y, test_x, test_y)
+    check_features(train_x, test_x)
     device = train_x.device
     classes, labels = torch.unique(train_y.to(device), return_inverse=True)
     with torch.random.fork_rng(devices=[]):
@@ -163,9 +163,10 @@ def linear_probe(
         >>> linear_probe(x, (x[:, 0] > 9).long(), torch.tensor([[2.0]]), torch.tensor([0])).accuracy
         1.0
     """
-    check_rows(train_x, train_y, test_x, test_y)
+    check_features(train_x, test_x)
     x, y, x_test, y_test = (t.cpu().numpy() for t in (train_x, train_y, test_x, test_y))
-    held = _held_out(y)
+    held = np.zeros(len(y), dtype=bool)  # none of a class with one or two rows
+    held[_stratified(y, HELD_OUT, np.random.default_rng(0), least=0)] = True
     model = _logistic(train_x, y)(max_iter=500, tol=1e-4, warm_start=True)
     with threadpool_limits(1 if x.size <= FEW_NUMBERS else None), _quietly():
         fit_x, held_x = _standardised(x[~held], x[held])
@@ -208,10 +209,8 @@ def few_label_probe(
         ...                 share=0.1)
         1.0
     """
-    check_rows(train_x, train_y, test_x, test_y)
+    check_features(train_x, test_x)
     x, y, x_test, y_test = (t.cpu().numpy() for t in (train_x, train_y, test_x, test_y))
-    if len(np.unique(y)) < 2:
-        raise ValueError(f"a probe needs two classes, got {len(np.unique(y))}; label more images")
     x, x_test = _standardised(x, x_test)
     kind, generator, found = _logistic(train_x, y), np.random.default_rng(0), []
     with threadpool_limits(1), _quietly():
@@ -287,18 +286,6 @@ def _stratified(
         rows = generator.permutation(np.flatnonzero(labels == label))
         drawn.append(rows[: max(least, round(share * len(rows)))])
     return np.concatenate(drawn)
-
-
-def _held_out(labels: NDArray[Any]) -> NDArray[np.bool_]:
-    """Mask of the rows held out: a share of each class, none of a class with one or two rows."""
-    held = np.zeros(len(labels), dtype=bool)
-    held[_stratified(labels, HELD_OUT, np.random.default_rng(0), least=0)] = True
-    if not held.any() or len(np.unique(labels)) < 2:
-        raise ValueError(
-            "a linear probe needs two classes and three labelled training images in one of them, "
-            f"got {len(labels)} images of {len(np.unique(labels))} classes; label more images"
-        )
-    return held
 
 
 def _standardised(

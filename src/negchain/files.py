@@ -90,7 +90,11 @@ def replacing(path: Path, buffering: int = -1) -> Iterator[BinaryIO]:
         except BaseException:
             hidden.unlink(missing_ok=True)
             raise
-    _sync_folder(path.parent)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # the name, too, is on the disk
+    finally:
+        os.close(folder)
 
 
 def open_plain(path: Path, mode: Literal["rb", "ab", "a+b"] = "rb") -> BinaryIO:
@@ -262,11 +266,3 @@ def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
         raise FileRefused(
             f"{path} must be an .npz of plain arrays, but {error}; delete it or restore it"
         ) from None
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -95,11 +95,7 @@ def build_optimizer(
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     on_cuda = all(p.is_cuda for p in parameters)
-    if capturable and not on_cuda:
-        raise ValueError(
-            "a capturable optimizer needs its model on a CUDA device, got one on the CPU; "
-            "move the model first, or train without a CUDA graph"
-        )
+    assert on_cuda or not capturable
     rate = torch.tensor(lr, device=parameters[0].device) if capturable else lr
     groups: list[dict[str, Any]] = [{"params": parameters, "weight_decay": weight_decay}]
     # None: torch's own choice, on the CPU or where some are sharded; no kernel takes both kinds
@@ -149,13 +145,6 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> N
         0.2
     """
     own = optimizer.state_dict()
-    if [len(g["params"]) for g in own["param_groups"]] != [
-        len(g["params"]) for g in saved["param_groups"]
-    ]:
-        raise ValueError(
-            "the saved optimizer must hold the same parameters as this one, got another number of "
-            "them; resume with the encoder and optimizer settings of that run"
-        )
     rates = [group["lr"] for group in optimizer.param_groups]
     optimizer.load_state_dict({"state": saved["state"], "param_groups": own["param_groups"]})
     for group, rate in zip(optimizer.param_groups, rates, strict=True):

@@ -271,22 +271,12 @@ def test_finite_views_do_not_depend_on_the_chunk(monkeypatch: pytest.MonkeyPatch
 
 
 def test_user_errors() -> None:
-    with pytest.raises(ValueError, match="did you mean 'simclr-stl10'"):
-        augmentation("SimCLR-stl10", size=96)
     augment = augmentation("cifar", size=32)
     with pytest.raises(ValueError, match=f"needs {augment.num_uniforms} uniforms"):
         augment(batch(4, 3, 32, 32), torch.rand(4, 3))
     for images in (batch(4, 3, 8, 8).float(), batch(4, 2, 8, 8), batch(4, 3, 8, 8)[0]):
         with pytest.raises(ValueError, match="uint8 of shape"):
             augment.plain(images)
-    for wrong in (
-        {"size": 0},
-        {"size": 8, "crop_scale": (1.0, 0.1)},
-        {"size": 8, "grey_p": 1.5},
-        {"size": 8, "jitter": (0.1, 0.1, 0.1, 0.6)},
-    ):
-        with pytest.raises(ValueError, match="must be"):
-            Augmentation(**wrong)
 
 
 def test_every_field_has_one_row_per_image() -> None:

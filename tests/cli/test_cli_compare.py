@@ -61,23 +61,6 @@ def test_runs_beside_a_gpu_never_train_on_the_cpu(
     assert len(told) == 3 and all("--device cuda" in text for text in told)
 
 
-def test_runs_on_other_data_than_those_kept_are_told_of_as_they_begin(
-    on_gpu: Callable[[str], None], tmp_path: Path, monkeypatch: Patch, capsys: Capture
-) -> None:
-    """Nothing was said until the page kept them apart."""
-    on_gpu("""mkdir -p $7; echo '{"data_info": {"fingerprint": "new"}}' > $7/config.json; sleep 0.5
-        echo ended > $7.log""")
-    monkeypatch.setattr(compare, "_refuse_another", lambda path, config: None)
-    kept = tmp_path / "out" / "dcl-seed0"
-    kept.mkdir(parents=True)
-    (kept / "summary.json").write_text("{}")
-    for mark, count in (("old", 1), ("new", 0)):
-        (kept / "config.json").write_text(f'{{"data_info": {{"fingerprint": "{mark}"}}}}')
-        assert negchain(COMPARE, "--jobs 1 --out", tmp_path / "out") == 0
-        said = " ".join(capsys.readouterr().err.split())
-        assert said.count(f"begins on other data than {kept} had, which is kept") == count
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupted_compare_leaves_no_process(
     on_gpu: Callable[[str], None], tmp_path: Path, number: int, capsys: Capture

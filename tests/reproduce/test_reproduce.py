@@ -100,7 +100,7 @@ def test_burn_in_runs_the_papers_four(scans: list) -> None:
 
 
 def test_both_readings_of_simclr_are_run() -> None:
-    jobs = accuracy.stl10(common.Options(data="somewhere"))
+    jobs = accuracy.EXPERIMENTS["stl10"].jobs(common.Options(data="somewhere"))
     assert {"infonce", "dcl"} <= {job["method"] for job in jobs}
     assert {job["seed"] for job in jobs} == {0, 1, 2}
 

@@ -31,12 +31,6 @@ class Box(NamedTuple):
     width: Tensor
 
 
-def whole_image(uniforms: Tensor, height: int, width: int) -> Box:
-    """Return boxes that keep all of each image; `uniforms` [N,U] gives N and the device."""
-    zero = uniforms.new_zeros(len(uniforms))
-    return Box(zero, zero, zero + height, zero + width)
-
-
 def central_square(height: Tensor, width: Tensor) -> Box:
     """Return the largest square in the middle of each picture, sides float32 [N].
 

@@ -96,24 +96,6 @@ class Augmentation:
     normalize: tuple[Sequence[float], Sequence[float]] | None = None
     """Mean and standard deviation per channel, subtracted and divided at the end."""
 
-    def __post_init__(self) -> None:
-        """Reject settings no operation can follow."""
-        if self.size < 1:
-            raise ValueError(f"size must be at least 1 pixel, got {self.size}; use e.g. size=96")
-        for name in ("crop_scale", "crop_ratio", "blur_sigma"):
-            limits = getattr(self, name)
-            if limits is not None and not 0 < limits[0] <= limits[1]:
-                raise ValueError(f"{name} must be (low, high) with 0 < low <= high, got {limits}")
-        for name in ("jitter_p", "grey_p", "blur_p"):
-            share = getattr(self, name)
-            if not 0 <= share <= 1:
-                raise ValueError(f"{name} must be a probability in [0, 1], got {share}")
-        if self.jitter is not None and not (min(self.jitter) >= 0 and self.jitter[3] <= 0.5):
-            raise ValueError(
-                f"jitter strengths must be >= 0 and hue at most 0.5, got {self.jitter}; "
-                "lower the hue strength to half a circle"
-            )
-
     @property
     def num_uniforms(self) -> int:
         """Uniforms in [0,1) needed per image."""
@@ -155,7 +137,7 @@ class Augmentation:
         if isinstance(height, Tensor) and isinstance(width, Tensor):
             box = crop.central_square(height, width)
         else:
-            box = crop.whole_image(uniforms, int(height), int(width))
+            box = crop.Box(zero, zero, zero + height, zero + width)
         order = torch.arange(4, device=uniforms.device).expand(len(uniforms), 4)
         factors = (order < colour.HUE).float()
         if self.crop_scale is not None:
@@ -165,10 +147,7 @@ class Augmentation:
         if self.jitter is not None:
             order, factors = colour.sample_jitter(for_jitter, self.jitter, self.jitter_p)
         return Params(
-            top=box.top,
-            left=box.left,
-            height=box.height,
-            width=box.width,
+            *box,
             flip=for_flip[:, 0] < 0.5 if self.flip else never,
             order=order,
             factors=factors,

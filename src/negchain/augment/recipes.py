@@ -11,7 +11,6 @@ none             resize only.
 """
 
 from collections.abc import Callable
-from difflib import get_close_matches
 from functools import partial
 from types import MappingProxyType
 
@@ -51,12 +50,5 @@ def augmentation(name: str, *, size: int) -> Augmentation:
 
     >>> augmentation("simclr-stl10", size=96).blur_sigma
     (0.1, 2.0)
-    >>> augmentation("simclr-stl", size=96)
-    Traceback (most recent call last):
-    ...
-    ValueError: unknown augmentation 'simclr-stl'; did you mean 'simclr-stl10'?
     """
-    if name not in _RECIPES:
-        nearest = get_close_matches(name, RECIPES, n=1, cutoff=0.0)[0]
-        raise ValueError(f"unknown augmentation {name!r}; did you mean {nearest!r}?")
     return _RECIPES[name](size=size)

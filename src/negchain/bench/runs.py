@@ -78,20 +78,15 @@ def config(
     return resolve(None, {**common, "data": "digits", "device": "cpu"})
 
 
-def pictures(settings: Settings) -> DataBundle:
-    """The images of all runs: synthetic ones on a GPU (nothing to download), else the digits."""
+def pictures(settings: Settings, shared: bool = False) -> DataBundle:
+    """The images of all runs: synthetic ones on a GPU (nothing to download), else the digits.
+
+    `shared`: on the device, one copy for all runs.
+    """
     if not settings.on_gpu:
         return load_images(resolve(None, {"data": "digits"}))
-    return bundle(pictures_like_photographs(NUM_IMAGES, SIDE, settings.seed))
-
-
-def shared_pictures(settings: Settings) -> DataBundle:
-    """`pictures` on the device: one copy for all runs."""
-    data = pictures(settings)
-    if not settings.on_gpu:
-        return data
-    assert data.pretrain.images is not None
-    return bundle(data.pretrain.images.to(settings.device))
+    pixels = pictures_like_photographs(NUM_IMAGES, SIDE, settings.seed)
+    return bundle(pixels.to(settings.device) if shared else pixels)
 
 
 def bundle(pixels: Tensor) -> DataBundle:

@@ -21,7 +21,7 @@ NUM_WHOLE = 1024
 
 def table(settings: Settings) -> Table:
     """Step times at b = 32 and 256 (on a CPU 32)."""
-    data = runs.shared_pictures(settings)
+    data = runs.pictures(settings, shared=True)
     found: list[Row] = []
     for encoder in runs.encoders(settings):
         every = not found  # the first encoder comes with every method

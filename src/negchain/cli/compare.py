@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple, get_args
 
 from rich.console import Console
@@ -27,7 +28,7 @@ from negchain.train.config import ConfigError, TrainConfig, flag, hints, method_
 from negchain.train.presets import choose
 from negchain.train.resolve import for_method, resolve
 from negchain.train.run_folder import is_run, last_metrics, load_run_config
-from negchain.train.stopping import held_back, interruptible
+from negchain.train.stopping import Stoppable, stopping
 
 HELP = """Train several methods and seeds on one recipe and compare them on one page.
 
@@ -89,10 +90,8 @@ def command(
 
     on_gpu = tried[chosen[0]][0][0].config.device != "cpu" and torch.cuda.is_available()
     jobs = jobs or (4 if on_gpu else 1)
-    planned = [plan.path for several in tried.values() for plans in several for plan in plans]
-    data = {path: mark for path in planned if ended(path) and (mark := data_of(path))}
     failed: dict[Path, int] = {}  # exit status
-    finished = 0  # runs, in this process
+    finished, asked = 0, SimpleNamespace(stop=False)  # runs, in this process; whether to stop
 
     def run_all(plans: list[Plan], later: int = 0) -> None:
         nonlocal finished
@@ -101,10 +100,10 @@ def command(
             waiting = [p._replace(given={**p.given, "device": "cuda"}) for p in waiting]
         counts = finished, later
         finished += len(waiting)
-        failed.update(_run_all(waiting, jobs, first, counts, data, show=not quiet))
+        failed.update(_run_all(waiting, jobs, first, counts, asked, show=not quiet))
 
     try:
-        with interruptible():
+        with stopping(asked):
             tuned_first = [p for several in tried.values() if len(several) > 1 for p in several]
             chosen_once = sum(seeds - (len(several) > 1) for several in tried.values())
             run_all([plans[0] for plans in tuned_first], later=chosen_once)
@@ -261,13 +260,12 @@ def _run_all(
     jobs: int,
     first: list[str],
     counts: tuple[int, int],
-    data: dict[Path, str],
+    asked: Stoppable,
     show: bool,
 ) -> dict[Path, int]:
     """Run the plans, `jobs` at a time; returns those that failed with their exit status.
 
-    `counts`: runs that were done before these, and that will follow. `data`: the fingerprint of
-    what the runs that are kept were made on; a new run on other data is told of as it begins.
+    `counts`: runs that were done before these, and that will follow. `asked`: to stop.
     """
     running: dict[Path, subprocess.Popen[bytes]] = {}
     failed: dict[Path, int] = {}
@@ -277,19 +275,18 @@ def _run_all(
         bar.begin(total if waiting else 0, "runs done", done=done)
         try:
             while waiting or running:
-                while waiting and len(running) < jobs:
+                while waiting and len(running) < jobs and not asked.stop:
                     plan = waiting.pop(0)
-                    with held_back():
-                        running[plan.path] = _launch(plan, first)
+                    running[plan.path] = _launch(plan, first)
                     bar.say(f"run {done + len(running)} of {total}: {plan.path.name}")
+                if asked.stop:  # not raised by a signal: whatever was started is known by now
+                    raise KeyboardInterrupt
                 for path, process in list(running.items()):
                     if process.poll() is not None:
                         del running[path]
                         done += 1
                         if process.returncode != 0:
                             failed[path] = process.returncode
-                for path in running.keys() - data.keys():
-                    _tell_other_data(path, data)
                 shares = {path.name: progress_of(path) for path in running}
                 several = len(shares) > 1  # one alone is named in front
                 parts = (f"{name} {share:.0%}" for name, share in shares.items())
@@ -338,28 +335,6 @@ def launch(arguments: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
             env={**os.environ, "PYTHONPATH": path},
             process_group=0,
         )
-
-
-def _tell_other_data(path: Path, data: dict[Path, str]) -> None:
-    """Add the data that a run began with to `data`; warn if none of the runs there had them."""
-    mark = data_of(path)
-    if mark and data and mark not in data.values():
-        say(
-            f"{path} begins on other data than {next(iter(data))} had, which is kept: files were "
-            "added, removed or changed, or others are used; the two cannot be compared: choose "
-            "another --out",
-            "warning: ",
-        )
-    if mark:
-        data[path] = mark
-
-
-def data_of(run: Path) -> str | None:
-    """The fingerprint of the data that a run began with."""
-    try:
-        return str(read_object(run / "config.json")["data_info"]["fingerprint"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None  # it has only begun
 
 
 def progress_of(run: Path) -> float:

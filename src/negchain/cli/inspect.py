@@ -152,7 +152,7 @@ def export(
             f"only encoders of --task images are exported, and {run} is of --task {config.task}; "
             + use
         )
-    _note(loaded.notes)
+    _note(loaded.warnings)
     summary = run / "summary.json"
     last = "latest" if config.patience is None else "best"
     ended = summary.exists() and checkpoint in ("kept", last)  # what its numbers are of
@@ -195,7 +195,7 @@ def _judge(
 
     config = load_run_config(run)
     encoder, loaded = load_trained(run, which)
-    _note(loaded.notes)
+    _note(loaded.warnings)
     changed = replace(config, device=device, data=data or config.data, root=root)  # type: ignore[arg-type]
     if data is not None:
         changed = replace(changed, subset=None)  # a part of the run's own data, not of others

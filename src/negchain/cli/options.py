@@ -42,10 +42,14 @@ def option(
     name: str, kind: Any, default: Any, *flags: str, help: str, panel: str | None = None
 ) -> inspect.Parameter:
     """A keyword option for `with_config_options`."""
-    annotation = Annotated[kind, typer.Option(*flags, help=help, rich_help_panel=panel)]
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+    return _keyword(
+        name, Annotated[kind, typer.Option(*flags, help=help, rich_help_panel=panel)], default
     )
+
+
+def _keyword(name: str, annotation: Any, default: Any = None) -> inspect.Parameter:
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, kind, default=default, annotation=annotation)
 
 
 def _imported(path: Path | None) -> Path | None:
@@ -62,9 +66,7 @@ Import = Annotated[
         help="A Python file to run first, which registers methods or tasks of your own.",
     ),
 ]
-IMPORT = inspect.Parameter(
-    "import_", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Import
-)
+IMPORT = _keyword("import_", Import)
 _TEMPERATURE = option(
     "temperature", float | None, None, help="1/beta: instead of --beta.",
     panel="Negatives",
@@ -90,7 +92,4 @@ def _option(name: str, hint: Any, known: Setting) -> inspect.Parameter:
         if pictures != default:
             shown += f" for digits, {pictures} for folders"
         text = f"{text} [default: {shown}]"
-    annotation = Annotated[kind | None, typer.Option(word, help=text, **settings)]
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
-    )
+    return _keyword(name, Annotated[kind | None, typer.Option(word, help=text, **settings)])

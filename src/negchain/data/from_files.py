@@ -18,7 +18,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -263,61 +263,49 @@ def load_files(
     kept = [file for i, file in enumerate(files) if i not in failed]
     count = len(listing.pretrain) - sum(i < len(listing.pretrain) for i in failed)
     _require_images(listing, count, skipped, strict)
+    classes, tested, unprobed = _probed(listing, kept[:count], kept[count:])
+    number = {name: k for k, name in enumerate(classes)}
+    labels = [number.get(file.class_name or "", -1) for file in kept]
     everything = ImageSet(
         names=tuple(file.name for file in kept),
-        labels=None,
+        labels=torch.tensor(labels) if classes else None,
         images=images,
         places=None if storage.resident else tuple(file.place for file in kept),
         side=storage.side,
         whole=whole,
         short=0 if storage.resident else storage.short,
     )
-    return _bundle(name, listing, everything, count, kept, skipped, storage)
-
-
-def _bundle(
-    name: str,
-    listing: Listing,
-    everything: ImageSet,
-    count: int,
-    kept: Sequence[ImageFile],
-    skipped: tuple[tuple[str, str], ...],
-    storage: Storage,
-) -> DataBundle:
-    """The first `count` items to pretrain on, the others to test on, less what is damaged."""
-    classes, notes, unprobed = classes_of(kept[:count]), listing.notes, listing.unprobed
-    tested = list(range(count, len(kept)))
-    if listing.held_out:
-        tested = [i for i in tested if kept[i].class_name in classes]
-    else:
-        require_known_classes(classes, classes_of(kept[count:]))
-    if len(classes) == 1:  # the others were lost to damage
-        unprobed = f"only {classes[0]} has readable images to train on"
-        classes = ()
-    elif listing.test and (too_little := too_few(kept[:count])):
-        unprobed, tested = too_little, []
-    if listing.test and (not classes or not tested):
-        notes += (f"nothing is probed: {unprobed}",)
-    if len(classes) >= 2:
-        number = {name: k for k, name in enumerate(classes)}
-        labels = torch.tensor([number.get(file.class_name or "", -1) for file in kept])
-        everything = replace(everything, labels=labels)
     pretrain = everything.select(torch.arange(count))
-    test = everything.select(torch.tensor(tested)) if classes and tested else None
     shape = (everything.channels, *everything.size, *([storage.short] if storage.short else ()))
     items = [(file.name, file.place.size) for file in kept]
+    lost = bool(listing.test) and not tested  # all that there was to probe, to damage
     return DataBundle(
         name=name,
         pretrain=pretrain,
         train=pretrain.labelled_part(),
-        test=test,
+        test=everything.select(torch.tensor(tested)) if tested else None,
         classes=classes,
         skipped=skipped,
         fingerprint=fingerprint(items[:count], items[count:], shape),
-        notes=notes,
+        notes=listing.notes + ((f"nothing is probed: {unprobed}",) if lost else ()),
         unprobed=unprobed,
-        held_out=len(test) if test is not None and listing.held_out else 0,
+        held_out=len(tested) if listing.held_out else 0,
     )
+
+
+def _probed(
+    listing: Listing, train: Sequence[ImageFile], test: Sequence[ImageFile]
+) -> tuple[tuple[str, ...], list[int], str]:
+    """Of readable files: the classes, positions to test probes on, and why there are none."""
+    classes = classes_of(train)
+    if not listing.held_out:
+        require_known_classes(classes, classes_of(test))
+    if len(classes) == 1:  # the others were lost to damage
+        return (), [], f"only {classes[0]} has readable images to train on"
+    if listing.test and (too_little := too_few(train)):
+        return classes, [], too_little
+    tested = [i for i, file in enumerate(test, len(train)) if file.class_name in classes]
+    return classes, tested, listing.unprobed
 
 
 def _require_images(

@@ -58,13 +58,6 @@ class ImageSet:
     short: int = 0
     """Shorter side up to which pictures on disk are decoded whole; 0: only squares are."""
 
-    def __post_init__(self) -> None:
-        """Checks that the parts are of one length."""
-        items = self.images if self.images is not None else self.places
-        assert items is not None and len(items) == len(self.names)
-        assert self.whole is None or len(self.whole) == len(self.names)
-        assert self.labels is None or self.labels.shape == (len(self.names),)
-
     def __len__(self) -> int:
         return len(self.names)
 

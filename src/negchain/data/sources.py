@@ -76,7 +76,11 @@ def load_data(
         listings = {name: files(name, holdout) for name in entries if (files := lister(name))}
     else:
         entries, listings = ["listed"], {"listed": data}
-    sizes = {entry: _sizes(listing, workers, progress) for entry, listing in listings.items()}
+    sizes = dict[str, list[Size]]()
+    for entry, listing in listings.items():
+        places = [file.place for file in listing.pretrain + listing.test]
+        title = f"measuring {printable(Path(listing.root).name)}" if progress else None
+        sizes[entry] = read_sizes(places, workers=workers, title=title)
     known = [size for found in sizes.values() for size in found]
     side, notes = (image_size, ()) if image_size is not None else _default_side(entries, known)
     storage = choose_storage(known, side, resident_bytes)
@@ -104,12 +108,6 @@ def load_data(
         )
     native = [_typical(sizes[entry]) if entry in listings else BUILT_IN[entry] for entry in entries]
     return replace(bundle, notes=notes + bundle.notes, native=max(native) or side)
-
-
-def _sizes(listing: Listing, workers: int, progress: bool) -> list[Size]:
-    places = [file.place for file in listing.pretrain + listing.test]
-    title = f"measuring {printable(Path(listing.root).name)}" if progress else None
-    return read_sizes(places, workers=workers, title=title)
 
 
 def _typical(sizes: Sequence[Size]) -> int:

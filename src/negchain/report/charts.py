@@ -296,20 +296,12 @@ def spaced(wanted: Sequence[float], gap: float, low: float, high: float) -> list
     >>> spaced([10, 11, 50], 10, 0, 100)
     [5.5, 15.5, 50.0]
     """
-    order = sorted(range(len(wanted)), key=lambda i: wanted[i])
-    stacks: list[tuple[float, list[int]]] = []  # top of the stack, members downwards
-    for i in order:
-        members = [i]
-        while True:
-            height = gap * (len(members) - 1)
-            centre = sum(wanted[j] for j in members) / len(members)
-            top = max(low, min(centre - height / 2, high - height))
-            if not stacks or stacks[-1][0] + gap * len(stacks[-1][1]) <= top:
-                break
-            members = stacks.pop()[1] + members
-        stacks.append((top, members))
-    places = {j: top + gap * n for top, members in stacks for n, j in enumerate(members)}
-    return [float(places[i]) for i in range(len(wanted))]
+    from sklearn.isotonic import isotonic_regression  # type: ignore[import-untyped,unused-ignore]
+
+    order, steps = np.argsort(wanted, kind="stable"), gap * np.arange(len(wanted))
+    free = np.array(wanted, dtype=np.float64)[order] - steps  # places that must not fall
+    places = isotonic_regression(free, y_min=low, y_max=max(low, high - steps[-1])) + steps
+    return [float(place) for place in places[np.argsort(order)]]
 
 
 def strip(values: FloatArray, limits: tuple[float, float], colour: str) -> str:

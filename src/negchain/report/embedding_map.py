@@ -144,43 +144,21 @@ def _class_dots(label: int, places: NDArray[Any], colour: str, total: int) -> st
 def _class_labels(
     labels: Sequence[int], names: dict[int, str], groups: dict[int, NDArray[Any]], size: float
 ) -> str:
-    """Names near the middle of their dots, largest class first; what finds no room is left out."""
-    texts, taken = [], list[tuple[float, float, float, float]]()
+    """Names in the middle of their dots, largest class first; what finds no room is left out."""
+    texts, taken = [], list[NDArray[Any]]()
     for label in sorted(labels, key=lambda label: -len(groups[label]))[:_MOST_NAMES]:
         short = shortened(names[label], 16)
-        box = _room(
-            np.median(groups[label], axis=0), _LETTER * size * len(short), 1.25 * size, taken
-        )
-        if box is None:
+        half = np.array([_LETTER * size * len(short), 1.25 * size]) / 2
+        middle = np.clip(np.median(groups[label], axis=0), half, (_WIDTH, _HEIGHT) - half)
+        box = np.array([middle - half, middle + half])  # left and top, right and bottom
+        if any((box[0] < other[1]).all() and (other[0] < box[1]).all() for other in taken):
             continue
         taken.append(box)
-        x, y = (box[0] + box[2]) / 2, box[3] - 0.3 * size
         texts.append(
-            f'<text class="class" data-class="{label}" x="{x:.0f}" y="{y:.0f}" '
-            f'text-anchor="middle">{escape(short)}</text>'
+            f'<text class="class" data-class="{label}" x="{middle[0]:.0f}" '
+            f'y="{box[1, 1] - 0.3 * size:.0f}" text-anchor="middle">{escape(short)}</text>'
         )
     return "".join(texts)
-
-
-def _room(
-    wanted: NDArray[Any],
-    width: float,
-    height: float,
-    taken: Sequence[tuple[float, float, float, float]],
-) -> tuple[float, float, float, float] | None:
-    """A free box (left, top, right, bottom) near `wanted`, inside the map; None without one."""
-    for ring in range(4):
-        steps = [(0, 0)] if ring == 0 else [
-            (dx, dy) for dy in (-ring, ring, 0) for dx in (0, -ring, ring) if (dx, dy) != (0, 0)
-        ]  # fmt: skip
-        for dx, dy in steps:
-            x = float(np.clip(wanted[0] + dx * width / 3, width / 2, _WIDTH - width / 2))
-            y = float(np.clip(wanted[1] + dy * height * 0.8, height / 2, _HEIGHT - height / 2))
-            box = (x - width / 2, y - height / 2, x + width / 2, y + height / 2)
-            if all(box[0] >= t[2] or box[2] <= t[0] or box[1] >= t[3] or box[3] <= t[1]
-                   for t in taken):  # fmt: skip
-                return box
-    return None
 
 
 def _thumb_sheet(thumbs: Pixels) -> tuple[str, int]:

@@ -41,7 +41,10 @@ class Page:
 
 def _document(title: str, page: Page) -> str:
     here = files(__package__ or "negchain.report")
-    style = _with_methods(here.joinpath("page.css").read_text(encoding="utf-8"))
+    style = here.joinpath("page.css").read_text(encoding="utf-8")
+    for number, theme in enumerate(("light", "dark")):
+        colours = " ".join(f"--{name}: {m.colour[number]};" for name, m in METHODS.items())
+        style = style.replace(f"/*{theme}-methods*/", colours)
     script = here.joinpath("page.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = (
@@ -64,11 +67,3 @@ def _document(title: str, page: Page) -> str:
         f'<script type="application/json" id="negchain-data">{data}</script>'
         f"<script>{script}</script></body></html>\n"
     )
-
-
-def _with_methods(style: str) -> str:
-    """The page's style with the colours of the registered methods, light and dark."""
-    for number, theme in enumerate(("light", "dark")):
-        colours = " ".join(f"--{name}: {m.colour[number]};" for name, m in METHODS.items())
-        style = style.replace(f"/*{theme}-methods*/", colours)
-    return style

@@ -99,18 +99,17 @@ def notices(run: Run) -> str:
 def tiles(run: Run) -> str:
     """The headline numbers."""
     loss = GLOBAL_LOSS if run.final("global_loss") is not None else LOSS
-    start = run.baseline("global_loss").get("untrained") if loss is GLOBAL_LOSS else None
     accuracies = (
         (m.name, m.text(run.final(m.key)), _beside(run, m))
         for m in run.shown.lead
         if run.final(m.key) is not None or run.classes
     )
     kind = "global, exact" if loss is GLOBAL_LOSS else "training"
-    before = "" if start is None else f"; {loss.text(start)} before"
+    before = _before(run, loss) if loss is GLOBAL_LOSS else ""
     speed = THROUGHPUT.text(run.final(THROUGHPUT.key))
     entries = (
         *accuracies,
-        ("Final loss", loss.text(run.final(loss.key)), kind + before),
+        ("Final loss", loss.text(run.final(loss.key)), "; ".join(filter(None, (kind, before)))),
         ("Throughput", speed, f"{run.shown.noun} per second"),
         ("Time", TIME.text(run.final(TIME.key)), "wall clock"),
         ("Samples seen", number(run.final("samples"), "count"), _passes(run)),
@@ -126,8 +125,12 @@ def _beside(run: Run, metric: Metric) -> str:
     """What a tile says below an accuracy."""
     if run.final(metric.key) is None:
         return "not measured"
+    return _before(run, metric) or run.shown.tested
+
+
+def _before(run: Run, metric: Metric) -> str:
     before = run.baseline(metric.key).get("untrained")
-    return run.shown.tested if before is None else f"{metric.text(before)} before"
+    return "" if before is None else f"{metric.text(before)} before"
 
 
 def standing(run: Run) -> str:
@@ -177,9 +180,7 @@ def standing(run: Run) -> str:
 
 def _told(run: Run, metric: Metric) -> str:
     """What stands below one of the other measures."""
-    before = run.baseline(metric.key).get("untrained")
-    first = "" if before is None else f"{number(before, metric.unit)} before. "
-    return f"{first}{escape(metric.note)}"
+    return ". ".join(filter(None, (_before(run, metric), escape(metric.note))))
 
 
 def _tested(run: Run) -> str:

@@ -110,11 +110,6 @@ def with_options(settings: Row, options: Options) -> Row:
     return {**settings, **{k: v for k, v in given.items() if v is not None}}
 
 
-def stl10(options: Options) -> list[Row]:
-    """All methods in all settings, seed by seed."""
-    return training_jobs(options, SETTINGS, METHODS)
-
-
 def burn_in(options: Options) -> list[Row]:
     """A run for every P, seed by seed; P is a number of steps."""
     settings = {name: SETTINGS[name] for name in ("b32-none", "b32-batch")}
@@ -240,7 +235,7 @@ def draw(name: str, label: str, rows: list[Row]) -> dict[str, Any]:
 EXPERIMENTS = {
     name: Experiment(partial(table, label), partial(draw, name, label), jobs, train)
     for name, jobs, label in (
-        ("stl10", stl10, "method"),
+        ("stl10", partial(training_jobs, settings=SETTINGS, methods=METHODS), "method"),
         ("burn-in", burn_in, "burn-in"),
         ("finite-augmentations", finite_augmentations, "augmentations"),
         ("imagenet100", imagenet100, "method"),

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from negchain.bench.runs import prepared as vanishing
+from negchain.bench.runs import stepper
+from negchain.bench.timing import Timed, milliseconds
 from negchain.reproduce.common import Row
 from negchain.tasks.images import load_images
 from negchain.train import trainer
@@ -56,15 +58,8 @@ def train(job: Row, deadline: float) -> Row:
 def time_steps(job: Row, steps: int) -> Row:
     """Milliseconds of a training step, after a warm-up."""
     with prepared(job) as (run, graph):
-        cuda = run.device.type == "cuda"
-        times = []
-        for _ in range(6):
-            begin = time.perf_counter()
-            for step in range(steps):
-                run.step(step, run.order.batch(step))
-            if cuda:
-                torch.cuda.synchronize()
-            times.append(1e3 * (time.perf_counter() - begin) / steps)
+        timed = Timed(stepper(run), run.device)
+        times = [milliseconds(timed, steps) for _ in range(6)]
         return {"ms": sorted(times[1:]), "graph": graph}
 
 

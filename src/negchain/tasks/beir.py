@@ -110,11 +110,14 @@ def read_beir(folder: Path, holdout: float, subset: int | None = None) -> Beir:
             )
         found = _relevant(files[0], texts, place) if files else {}
         # a test stays as it was published
-        if split != "test" and (gone := _drop_empty(found, documents)):
+        empty = [(grades, n) for grades in found.values() for n in grades if not documents[n]]
+        if split != "test" and empty:
             notes.append(
-                f"{gone:,} positives of {files[0].name} are documents with no title and no text: "
-                "left out"
+                f"{len(empty):,} positives of {files[0].name} are documents with no title and no "
+                "text: left out"
             )
+            for grades, number in empty:
+                del grades[number]
         names = sorted(name for name, grades in found.items() if grades and name not in blank)
         if gone := len(found) - len(names):
             notes.append(
@@ -242,14 +245,6 @@ def _relevant(path: Path, texts: dict[str, str], place: dict[str, int]) -> dict[
             "correct such lines, or delete them"
         )
     return found
-
-
-def _drop_empty(found: dict[str, Graded], documents: list[str]) -> int:
-    """Take positives away that have no words; how many they were."""
-    empty = [(grades, n) for grades in found.values() for n in grades if not documents[n]]
-    for grades, number in empty:
-        del grades[number]
-    return len(empty)
 
 
 def _number(text: str) -> float | None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from negchain import rng
 from negchain.augment import Images
@@ -239,8 +240,8 @@ def shared_captions(captions: Sequence[Sequence[str]]) -> tuple[Tensor | None, i
                 crowded.add(picture)
     if not others:
         return None, 0
-    rows = {picture: sorted(found - {picture})[:MOST_KNOWN] for picture, found in others.items()}
-    known = torch.full((len(captions), max(len(row) for row in rows.values())), -1)
-    for picture, row in rows.items():
-        known[picture, : len(row)] = torch.tensor(row)
-    return known, len(crowded)
+    rows = [
+        torch.tensor(sorted(others[picture] - {picture})[:MOST_KNOWN], dtype=torch.int64)
+        for picture in range(len(captions))
+    ]
+    return pad_sequence(rows, batch_first=True, padding_value=-1), len(crowded)

@@ -50,21 +50,19 @@ class RetrievalTask(Task):
         super().__init__(config)
         self.data = data
         self.num_samples, self.fingerprint = len(data.train), data.fingerprint
-        self.notes = data.notes
+        self.notes = notes = list(data.notes)
         if config.draws and "refresh" not in methods.named(config.method).options:
-            self.notes = (
-                *data.notes,
+            notes.append(
                 f"{config.draws} random documents per query and step are negatives beside the "
-                "batch; --draws 0: the batch alone",
+                "batch; --draws 0: the batch alone"
             )
         size = config.draws * config.batch_size
         renewed, trained = round(config.refresh * len(data.documents)), size + config.batch_size
         if keeps_table(config) and renewed > 8 * trained:
-            self.notes = (
-                *self.notes,
+            notes.append(
                 f"every step re-encodes {renewed:,} documents for the table (--refresh "
                 f"{config.refresh:g}) beside {trained} that train; --refresh "
-                f"{trained / len(data.documents):.1g} re-encodes as many",
+                f"{trained / len(data.documents):.1g} re-encodes as many"
             )
         self.loss_options = {
             **INFORMED, "draws": size, "k": config.draws, "top": max(20, config.draws)
@@ -196,17 +194,14 @@ class RetrievalTask(Task):
 
     def finish(self, encoder: TextEncoder, folder: Path, summary: Mapping[str, Any]) -> None:
         """Write `model/`, which `SentenceTransformer(...)` loads, with a card."""
-        made = Path(tempfile.mkdtemp(dir=folder, prefix=".model-"))
-        try:
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".model-") as hidden:
+            made = Path(hidden, "model")
             with naming(folder / "model"):
                 encoder.model.save(str(made), create_model_card=False)
                 card = _card(self, encoder, summary)
                 (made / "README.md").write_text(card, encoding="utf-8", errors="backslashreplace")
-            made.chmod(0o755)
             shutil.rmtree(real_folder(folder / "model"))
             os.replace(made, folder / "model")
-        finally:
-            shutil.rmtree(made, ignore_errors=True)
 
 
 def _card(task: RetrievalTask, encoder: TextEncoder, summary: Mapping[str, Any]) -> str:

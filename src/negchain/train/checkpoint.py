@@ -44,11 +44,6 @@ class Loaded:
     num_bytes: int  # of the file
     warnings: list[str]
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """The warnings, each with the step that was read instead."""
-        return tuple(f"{warning}; step {self.step} is used instead" for warning in self.warnings)
-
 
 def save(folder: Path, state: dict[str, Any], step: int, keep: int) -> Path:
     """Write `state` as the checkpoint of `step`, then delete all but the latest `keep`.
@@ -126,7 +121,7 @@ def load_latest(folder: Path) -> Loaded | None:
         except (OSError, FileRefused, _Damaged) as error:
             warnings.append(f"{path} is skipped because it is damaged: {error}")
             continue
-        return _checked(path, content, warnings)
+        return _checked(path, content, [f"{w}; step {step} is used instead" for w in warnings])
     if found:
         raise FileRefused(
             f"all {len(found)} checkpoints in {folder} are damaged (the newest: {warnings[0]}); "
@@ -149,19 +144,11 @@ class _HashingWriter:
 
     def __init__(self, file: BinaryIO) -> None:
         self.digest = hashlib.sha256()
-        self.failed: OSError | None = None
-        self._file = file
+        self.flush, self._file = file.flush, file
 
     def write(self, data: bytes) -> int:
         self.digest.update(data)
-        try:
-            return self._file.write(data)
-        except OSError as error:
-            self.failed = error
-            raise
-
-    def flush(self) -> None:
-        self._file.flush()
+        return self._file.write(data)
 
 
 def _write(path: Path, state: dict[str, Any], step: int) -> None:
@@ -169,10 +156,8 @@ def _write(path: Path, state: dict[str, Any], step: int) -> None:
         writer = _HashingWriter(file)
         try:
             torch.save({"schema": CHECKPOINT_SCHEMA, "step": step, "state": state}, writer)  # type: ignore[arg-type]
-        except RuntimeError:
-            if writer.failed is not None:  # torch turns "no space left" into "unexpected pos"
-                raise writer.failed from None
-            raise
+        except RuntimeError as error:  # torch makes "unexpected pos" of "no space left"
+            raise error.__context__ or error from None
         file.write(_FOOTER + writer.digest.hexdigest().encode())
 
 

@@ -262,12 +262,8 @@ def setting_of(name: str) -> Setting:
     >>> setting_of("beta").help
     'Sharpness of the softmax over negatives: beta = 1/temperature.'
     """
-    return _settings()[name]
-
-
-@functools.cache
-def _settings() -> dict[str, Setting]:
-    return {f.name: f.metadata[""] for f in fields(TrainConfig)}
+    known: Setting = TrainConfig.__dataclass_fields__[name].metadata[""]
+    return known
 
 
 def same_run(a: TrainConfig, b: TrainConfig) -> list[str]:

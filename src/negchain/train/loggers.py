@@ -11,24 +11,21 @@ import json
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 from negchain.files import is_plain, read_object, real_folder, replacing
 from negchain.train.config import TrainConfig
 from negchain.train.presets import ConfigError
 
 
-class Logger(Protocol):
-    """A place for numbers."""
+class Logger(NamedTuple):
+    """A place for numbers: what takes those of a step, and what ends the run there."""
 
-    def log(self, numbers: Mapping[str, float], step: int) -> None:
-        """The numbers of a step."""
-
-    def close(self) -> None:
-        """The run has ended."""
+    log: Callable[[Mapping[str, float], int], None]
+    close: Callable[[], None]
 
 
 def check(kind: str) -> None:
@@ -41,10 +38,10 @@ def open_logger(config: TrainConfig, folder: Path, purge_step: int | None) -> Lo
     """The logger the settings name, if any; TensorBoard drops what it has from `purge_step` on."""
     name = config.name or folder.resolve().name
     if config.logger == "wandb":
-        return _WandB(folder, name, for_others(config))
+        return _wandb(folder, name, for_others(config))
     if config.logger == "mlflow":
-        return _MLflow(folder, name, for_others(config))
-    return None if config.logger == "none" else _TensorBoard(folder, purge_step)
+        return _mlflow(folder, name, for_others(config))
+    return None if config.logger == "none" else _tensorboard(folder, purge_step)
 
 
 def for_others(config: TrainConfig) -> dict[str, Any]:
@@ -64,63 +61,49 @@ def for_others(config: TrainConfig) -> dict[str, Any]:
     }
 
 
-class _TensorBoard:
-    def __init__(self, folder: Path, purge_step: int | None) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # takes a second: when first needed
+def _tensorboard(folder: Path, purge_step: int | None) -> Logger:
+    from torch.utils.tensorboard import SummaryWriter  # takes a second: when first needed
 
-        place = str(real_folder(folder / "tensorboard"))
-        self._writer = SummaryWriter(place, purge_step=purge_step)
+    writer = SummaryWriter(str(real_folder(folder / "tensorboard")), purge_step=purge_step)
 
-    def log(self, numbers: Mapping[str, float], step: int) -> None:
+    def log(numbers: Mapping[str, float], step: int) -> None:
         for key, value in numbers.items():
-            self._writer.add_scalar(key, value, step)
+            writer.add_scalar(key, value, step)
 
-    def close(self) -> None:
-        self._writer.close()
-
-
-class _WandB:
-    def __init__(self, folder: Path, name: str, settings: dict[str, Any]) -> None:
-        import wandb
-
-        known = _known(folder, "wandb")
-        self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "negchain"), name=name, dir=str(folder),
-            config=settings, id=known, resume="allow" if known else None,
-        )  # fmt: skip
-        _keep(folder, "wandb", self._run.id)
-
-    def log(self, numbers: Mapping[str, float], step: int) -> None:
-        self._run.log(dict(numbers), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+    return Logger(log, writer.close)
 
 
-class _MLflow:
-    def __init__(self, folder: Path, name: str, settings: dict[str, Any]) -> None:
-        from mlflow import MlflowClient
+def _wandb(folder: Path, name: str, settings: dict[str, Any]) -> Logger:
+    import wandb
 
-        self._client = MlflowClient()
-        place = os.environ.get("MLFLOW_EXPERIMENT_NAME", "negchain")
-        found = self._client.get_experiment_by_name(place)
-        experiment = found.experiment_id if found else self._client.create_experiment(place)
-        self._id = _known(folder, "mlflow") or ""
-        if not self._id:
-            self._id = self._client.create_run(experiment, run_name=name).info.run_id
-            for key, value in settings.items():
-                self._client.log_param(self._id, key, value)
-            _keep(folder, "mlflow", self._id)
+    known = _known(folder, "wandb")
+    run = wandb.init(
+        project=os.environ.get("WANDB_PROJECT", "negchain"), name=name, dir=str(folder),
+        config=settings, id=known, resume="allow" if known else None,
+    )  # fmt: skip
+    _keep(folder, "wandb", run.id)
+    return Logger(lambda numbers, step: run.log(dict(numbers), step=step), run.finish)
 
-    def log(self, numbers: Mapping[str, float], step: int) -> None:
-        from mlflow.entities import Metric
 
+def _mlflow(folder: Path, name: str, settings: dict[str, Any]) -> Logger:
+    from mlflow import MlflowClient
+    from mlflow.entities import Metric
+
+    client, place = MlflowClient(), os.environ.get("MLFLOW_EXPERIMENT_NAME", "negchain")
+    found = client.get_experiment_by_name(place)
+    experiment = found.experiment_id if found else client.create_experiment(place)
+    if (run := _known(folder, "mlflow")) is None:
+        run = client.create_run(experiment, run_name=name).info.run_id
+        for key, value in settings.items():
+            client.log_param(run, key, value)
+        _keep(folder, "mlflow", run)
+
+    def log(numbers: Mapping[str, float], step: int) -> None:
         now = int(1000 * time.time())
-        found = [Metric(key, float(value), now, step) for key, value in numbers.items()]
-        self._client.log_batch(self._id, metrics=found)
+        metrics = [Metric(key, float(value), now, step) for key, value in numbers.items()]
+        client.log_batch(run, metrics=metrics)
 
-    def close(self) -> None:
-        self._client.set_terminated(self._id)
+    return Logger(log, lambda: client.set_terminated(run))
 
 
 def _known(folder: Path, kind: str) -> str | None:

@@ -37,7 +37,7 @@ def load_trained(path: Path, which: str = KEPT) -> tuple[Any, checkpoint.Loaded]
     Args:
         path: the run folder.
         which: "kept", "latest", "best", or the step of one that is there. Where "latest" had to
-            step back from a damaged file, `Loaded.notes` says so.
+            step back from a damaged file, `Loaded.warnings` says so.
     """
     folder, config = path / "checkpoints", load_run_config(path)
     if which == KEPT:
@@ -47,11 +47,7 @@ def load_trained(path: Path, which: str = KEPT) -> tuple[Any, checkpoint.Loaded]
     loaded = checkpoint.load_latest(folder) if latest else checkpoint.load_named(folder, which)
     if loaded is None:
         raise ConfigError(f"{path} has no checkpoint yet; let it train, or use --resume")
-    return _encoder_of(loaded, folder, tasks.named(config.task)), loaded
-
-
-def _encoder_of(loaded: checkpoint.Loaded, source: Path, kind: tasks.Kind) -> Any:
-    """The encoder that a checkpoint holds."""
+    kind = tasks.named(config.task)
     described, weights = loaded.state.get("encoder_config"), loaded.state.get("encoder")
     try:
         if not isinstance(described, dict) or not isinstance(weights, dict):
@@ -61,10 +57,10 @@ def _encoder_of(loaded: checkpoint.Loaded, source: Path, kind: tasks.Kind) -> An
         encoder.load_state_dict(weights)
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise ConfigError(
-            f"a checkpoint in {source} does not fit the encoder it describes ({reason(error)}); "
+            f"a checkpoint in {folder} does not fit the encoder it describes ({reason(error)}); "
             "choose another one"
         ) from error
-    return encoder.eval()
+    return encoder.eval(), loaded
 
 
 def start_from(encoder: Encoder, source: str) -> str:

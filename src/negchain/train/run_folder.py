@@ -25,7 +25,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, Self
 
 from negchain.files import (
@@ -234,12 +233,7 @@ class RunFolder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         """Close it; an error of the block goes before one of closing."""
         with contextlib.suppress(OSError) if error is not None else contextlib.nullcontext():
             self.close()
@@ -328,7 +322,6 @@ def _locked(path: Path) -> BinaryIO:
     A POSIX record lock, not flock(2): forked data loader workers do not inherit it, so a killed
     trainer's folder is free at once although its workers take seconds to notice.
     """
-    _require_utf8(path)
     with _writing_in(path):
         path.mkdir(parents=True, exist_ok=True)
         lock = open_plain(path / ".lock", "a+b")
@@ -348,19 +341,14 @@ def _locked(path: Path) -> BinaryIO:
     return lock
 
 
-def _require_utf8(path: Path) -> None:
-    """Refuse a name that TensorBoard's writer and JSON cannot hold."""
+def check_writable(path: Path) -> None:
+    """Refuse a folder that could not be made or written to, before there is anything to write."""
     try:
-        str(path).encode()
+        str(path).encode()  # as TensorBoard's writer and JSON want it
     except UnicodeEncodeError:
         raise ConfigError(
             f"the name of a run folder must be UTF-8, got {path}; choose another --out"
         ) from None
-
-
-def check_writable(path: Path) -> None:
-    """Refuse a folder that could not be made or written to, before there is anything to write."""
-    _require_utf8(path)
     there = next(p for p in (path.absolute(), *path.absolute().parents) if os.path.lexists(p))
     with _writing_in(there):
         if not there.is_dir():

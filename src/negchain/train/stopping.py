@@ -1,6 +1,6 @@
 """How a run ends before its last step: by a signal, or because its loss has diverged.
 
-`_answered` sets the signal handlers, in a run and in the command that starts runs.
+`stopping` is for a run, and for the command that starts runs.
 """
 
 import os
@@ -22,7 +22,7 @@ class Diverged(RuntimeError):
 
 
 class Stoppable(Protocol):
-    """What looks at `stop` after every step."""
+    """What looks at `stop` after every step, or several times a second."""
 
     stop: bool
 
@@ -47,34 +47,6 @@ def stopping(run: Stoppable) -> Iterator[None]:
         _answered(ask, signal.SIGHUP),
     ):
         yield
-
-
-@contextmanager
-def interruptible() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP arrive as Ctrl-C does, so that what was started is ended."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    with _answered(interrupt, signal.SIGTERM, signal.SIGHUP):
-        yield
-
-
-@contextmanager
-def held_back() -> Iterator[None]:
-    """Hold back signals that end the program until the block is done.
-
-    A process that is started inside is then known to whoever has to end it.
-    """
-    came: list[int] = []
-
-    def remember(number: int, frame: FrameType | None) -> None:
-        came.append(number)
-
-    with _answered(remember, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        yield
-    if came:
-        raise KeyboardInterrupt
 
 
 @contextmanager

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -87,16 +86,13 @@ class Embeddings:
                 text.flush()
                 text.detach()  # `replacing` closes the file
             else:
-                _write_parquet(file, self, rows)
+                import pyarrow as arrow
+                import pyarrow.parquet as parquet
 
-
-def _write_parquet(file: Any, found: Embeddings, rows: Any) -> None:
-    import pyarrow as arrow
-    import pyarrow.parquet as parquet
-
-    vectors = arrow.FixedSizeListArray.from_arrays(arrow.array(rows.reshape(-1)), rows.shape[1])
-    table = {"file": found.names, "class": found.class_names, "embedding": vectors}
-    parquet.write_table(arrow.table(table), file)
+                flat, width = arrow.array(rows.reshape(-1)), rows.shape[1]
+                vectors = arrow.FixedSizeListArray.from_arrays(flat, width)
+                table = {"file": self.names, "class": self.class_names, "embedding": vectors}
+                parquet.write_table(arrow.table(table), file)
 
 
 def check_embedding_file(out: Path) -> None:
@@ -240,4 +236,4 @@ def load_run_encoder(
             f"this encodes images, and {run} is of --task {config.task}; a retriever is loaded by "
             f"sentence-transformers: SentenceTransformer('{run}/model')"
         )
-    return Trained(encoder.to(where), config, where, loaded.notes)
+    return Trained(encoder.to(where), config, where, tuple(loaded.warnings))

@@ -159,8 +159,8 @@ class Run:
             self.advance(*next(batches))
             progress.at(self.done)
             last = self.done == self.total_steps
-            evaluates = _due(self.done, config.eval_every * self.order.steps_per_epoch) and not last
-            due = _due(self.done, config.checkpoint_every) and not last
+            apart = config.eval_every * self.order.steps_per_epoch, config.checkpoint_every
+            evaluates, due = (n > 0 and self.done % n == 0 and not last for n in apart)
             if self.done % config.log_every == 0 or last:
                 self._read(clock, progress)
                 self._reading = Reading(self.step, self.done, self.task.watched)
@@ -343,10 +343,6 @@ class Run:
         self.folder.truncate_after(loaded.step)
         self.notes.append(f"continuing after step {self.done} of {self.total_steps}")
         self.notes += loaded.warnings
-
-
-def _due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0
 
 
 def graphed(task: Task) -> bool:
