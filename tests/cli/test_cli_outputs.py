@@ -31,7 +31,7 @@ OUR_KEYS = {
     "estimated_global_loss_low", "estimated_global_loss_high",
     "knn1_euclidean", "probe_l2", "probe_paper", "knn20", "knn20_top5", "probe_top5", "knn200",
     "knn200_top5", "probe_1pct", "probe_10pct", "embedding_variance", "chance", "pixels_knn1",
-    "pixels_probe", "online_probe", "probe_validation",
+    "pixels_probe", "online_probe", "probe_validation", "feature_spread",
 }  # fmt: skip
 
 

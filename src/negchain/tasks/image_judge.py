@@ -296,6 +296,7 @@ def _all_accuracies(features: Features) -> tuple[dict[str, float], dict[str, Ten
         "probe": probe.accuracy,
         "probe_l2": probe.l2,
         "probe_paper": linear_probe_paper(*features),
+        "feature_spread": (train_x - train_x.mean(0)).norm(dim=1).mean().item(),
         **_validated(probe),
     }
     numbers |= {name: few_label_probe(*features, share=s) for name, s in FEW_LABELS.items()}
