@@ -33,7 +33,7 @@ from fast.kernel_cases import (
     thinned_scan_at_length,
 )
 from interpreter import hurry
-from negchain import ISIR, MH, EMC2Loss, Given, InBatch
+from negchain import ISIR, MH, EMC2Loss, Given, InBatch, InfoNCELoss
 from negchain.fast.fused import forward, function, layout_triton, ranks
 
 
@@ -221,6 +221,7 @@ def refusals() -> list[str]:
         "groups of a small batch": lambda: cached(kernel=ISIR(128))(z, z, index),
         "learned": lambda: cached(learned, large=True, kernel="isir")(z, z, index),
         "draws": lambda: cached(proposals=Given(alone=False))(z, z, index),
+        "ids beyond int32": lambda: InfoNCELoss(2**33, 5.0, backend="fused")(z, z, index + 2**32),
         "large": lambda: cached()(
             torch.randn(1025, 5), torch.randn(1025, 5), torch.arange(1025) % 9
         ),
