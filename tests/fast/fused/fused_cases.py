@@ -108,6 +108,10 @@ CASES = [
     Case("dcl-batch-of-2", loss="dcl", size=2, steps=1, learned=True),
     Case("dcl-paired", {**ASYMMETRIC, "normalize": False}, loss="dcl", beta=1.0, steps=1),
     Case("sogclr", {}, loss="sogclr", evaluate=True, repeats=True, learned=True),
+    Case(  # weights too small to square
+        "sogclr-lags", ASYMMETRIC, loss="sogclr", beta=100.0, dim=2, size=7, num_samples=7,
+        repeats=True, tolerance=5e-4,
+    ),
     Case("sogclr-one-item", loss="sogclr", one_item=True, size=2, steps=2),
     Case("sogclr-paired-all", {"views": "paired", "denominator": "all"}, loss="sogclr"),
 ]
