@@ -288,6 +288,20 @@ def second_backward() -> list[str]:
     return found
 
 
+def backward_under_autocast() -> list[str]:
+    """Products of the backward pass are of float32, too."""
+    found = []
+    for large in (False, True):
+        z = torch.randn(4, 5, requires_grad=True)
+        value = cached(large=large, kernel="isir")(z, z.roll(1, 1), torch.arange(4))
+        with torch.autocast("cpu", torch.bfloat16):
+            (under,) = torch.autograd.grad(value, z)
+        value = cached(large=large, kernel="isir")(z, z.roll(1, 1), torch.arange(4))
+        (plain,) = torch.autograd.grad(value, z)
+        found += [] if torch.equal(under, plain) else [f"large={large}: {gap(plain, under)}"]
+    return found
+
+
 def one_part_after_the_other() -> list[str]:
     """Rows enough to fill a GPU are not split into two parts walked at once: same results."""
     cases = [case for case in TILES if case.name in ("tiles-130", "tiles-isir-130-groups")]
@@ -361,6 +375,7 @@ PROMISES = (
     later_backward,
     later_backward_of_tiles,
     second_backward,
+    backward_under_autocast,
     one_part_after_the_other,
     scan,
     thinned_scan,
@@ -378,6 +393,7 @@ QUICK = {
     "shared", "paired-all", "isir-cached-all", "sogclr-paired-all", "dcl-paired", "infonce",
     "both", "isir-one-copy", "tiles-one-item", "nan: rows", "refusals", "scan", "thinned_scan",
     "draw_bits", "launched_elsewhere", "bad_carried", "late_first_proposal",
+    "backward_under_autocast",
     "planted: another seed", "planted: burn-in off by one", "planted: carried weight dropped",
 }  # fmt: skip
 
