@@ -155,8 +155,8 @@ def linear_probe(
 
     Features are standardised by the training rows. The strength with the best accuracy on a
     stratified fifth of the training rows (always the same; the stronger of equals) is refitted on
-    all of them. scikit-learn on the CPU, each fit started from the last; the sums of large
-    problems are computed on the features' GPU.
+    all of them. scikit-learn on the CPU, each fit started from the last; large problems on the
+    features' GPU (`OnDevice`).
 
     Example:
         >>> x = torch.arange(20.0)[:, None]

@@ -152,9 +152,11 @@ def effective_negatives(weights: Tensor, private: Tensor | None = None) -> Tenso
         >>> effective_negatives(torch.tensor([[0.5, 0.5, 0.0, 0.0]]))
         tensor(2.)
     """
-    total, squares = weights.sum(1), torch.linalg.vecdot(weights, weights)
-    if private is not None:
-        total, squares = total + private, squares + private * private
-    tiny = torch.finfo(weights.dtype).tiny
-    mean: Tensor = (total * total / squares.clamp(min=tiny)).mean()
+    own = weights[:, :0] if private is None else private[:, None]
+    joint, tiny = torch.cat([weights, own], 1), torch.finfo(weights.dtype).tiny
+    share = joint / joint.sum(1, keepdim=True).clamp(
+        min=tiny
+    )  # SogCLR's may be too small to square
+    squares = torch.linalg.vecdot(share, share).clamp(min=tiny)
+    mean: Tensor = (share.sum(1).square() / squares).mean()
     return mean

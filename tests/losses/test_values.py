@@ -196,6 +196,7 @@ def test_reading_info_changes_nothing(case) -> None:
 def test_effective_negatives() -> None:
     weights = torch.tensor([[0.25, 0.25, 0.25, 0.25], [1.0, 0.0, 0.0, 0.0]])
     assert effective_negatives(weights).item() == pytest.approx(2.5)
+    assert effective_negatives(weights * 1e-25).item() == pytest.approx(2.5)  # as SogCLR's may be
     assert effective_negatives(weights[1:] * 0.5, torch.tensor([0.5])).item() == pytest.approx(2.0)
 
 

@@ -31,7 +31,6 @@ def applies(loss_fn: EMC2Loss, like: Tensor) -> bool:
     return (
         _can_run(loss_fn, like)
         and loss_fn.augmentations is None
-        and max(chains.num_states, chains.states.shape[1]) <= 2**31
         and (loss_fn.carried != "cached" or chains.keys.shape[2] > 0)
         and _size_applies(loss_fn, like.shape[0])
     )
@@ -50,6 +49,7 @@ def _can_run(loss_fn: Any, like: Tensor) -> bool:
         and loss_fn.rows.ranks is None
         and isinstance(loss_fn.proposals, InBatch)
         and loss_fn.num_keys is None
+        and (loss_fn.num_samples or 0) <= 2**31  # kernels compare ids in int32
     )
 
 
@@ -57,9 +57,9 @@ def not_applicable(like: Tensor) -> ValueError:
     """The error of a requested fused path that does not take such a batch."""
     return ValueError(
         "backend='fused' needs a GPU with Triton, negatives from the batch only (no draws, known=, "
-        "num_keys= or stored augmentations), dim= for carried='cached', embeddings in float32, "
-        f"bfloat16 or float16, 2 to {MAX_COLUMNS} of them (Metropolis-Hastings with both copies: "
-        "half as many), and for i-SIR count_every=1; "
+        "num_keys= or stored augmentations) of at most 2^31 samples, dim= for carried='cached', "
+        f"embeddings in float32, bfloat16 or float16, 2 to {MAX_COLUMNS} of them "
+        "(Metropolis-Hastings with both copies: half as many), and for i-SIR count_every=1; "
         "LargeBatchEMC2Loss takes more, with count_every a multiple of 128 (or ISIR() with a "
         "fixed beta); "
         f"got {like.dtype} {tuple(like.shape)} on {like.device}; use backend='auto'"

@@ -33,7 +33,7 @@ from fast.kernel_cases import (
     thinned_scan_at_length,
 )
 from interpreter import hurry
-from negchain import ISIR, MH, EMC2Loss, Given, InBatch
+from negchain import ISIR, MH, EMC2Loss, Given, InBatch, InfoNCELoss
 from negchain.fast.fused import forward, function, layout_triton, ranks
 
 
@@ -108,6 +108,10 @@ CASES = [
     Case("dcl-batch-of-2", loss="dcl", size=2, steps=1, learned=True),
     Case("dcl-paired", {**ASYMMETRIC, "normalize": False}, loss="dcl", beta=1.0, steps=1),
     Case("sogclr", {}, loss="sogclr", evaluate=True, repeats=True, learned=True),
+    Case(  # weights too small to square
+        "sogclr-lags", ASYMMETRIC, loss="sogclr", beta=100.0, dim=2, size=7, num_samples=7,
+        repeats=True, tolerance=5e-4,
+    ),
     Case("sogclr-one-item", loss="sogclr", one_item=True, size=2, steps=2),
     Case("sogclr-paired-all", {"views": "paired", "denominator": "all"}, loss="sogclr"),
 ]
@@ -221,6 +225,7 @@ def refusals() -> list[str]:
         "groups of a small batch": lambda: cached(kernel=ISIR(128))(z, z, index),
         "learned": lambda: cached(learned, large=True, kernel="isir")(z, z, index),
         "draws": lambda: cached(proposals=Given(alone=False))(z, z, index),
+        "ids beyond int32": lambda: InfoNCELoss(2**33, 5.0, backend="fused")(z, z, index + 2**32),
         "large": lambda: cached()(
             torch.randn(1025, 5), torch.randn(1025, 5), torch.arange(1025) % 9
         ),
@@ -280,6 +285,20 @@ def second_backward() -> list[str]:
     except RuntimeError as error:
         if "once" not in str(error):
             found.append(str(error))
+    return found
+
+
+def backward_under_autocast() -> list[str]:
+    """Products of the backward pass are of float32, too."""
+    found = []
+    for large in (False, True):
+        z = torch.randn(4, 5, requires_grad=True)
+        value = cached(large=large, kernel="isir")(z, z.roll(1, 1), torch.arange(4))
+        with torch.autocast("cpu", torch.bfloat16):
+            (under,) = torch.autograd.grad(value, z)
+        value = cached(large=large, kernel="isir")(z, z.roll(1, 1), torch.arange(4))
+        (plain,) = torch.autograd.grad(value, z)
+        found += [] if torch.equal(under, plain) else [f"large={large}: {gap(plain, under)}"]
     return found
 
 
@@ -356,6 +375,7 @@ PROMISES = (
     later_backward,
     later_backward_of_tiles,
     second_backward,
+    backward_under_autocast,
     one_part_after_the_other,
     scan,
     thinned_scan,
@@ -372,7 +392,8 @@ PROMISES = (
 QUICK = {
     "shared", "paired-all", "isir-cached-all", "sogclr-paired-all", "dcl-paired", "infonce",
     "both", "isir-one-copy", "tiles-one-item", "nan: rows", "refusals", "scan", "thinned_scan",
-    "draw_bits", "launched_elsewhere", "bad_carried",
+    "draw_bits", "launched_elsewhere", "bad_carried", "late_first_proposal",
+    "backward_under_autocast",
     "planted: another seed", "planted: burn-in off by one", "planted: carried weight dropped",
 }  # fmt: skip
 

@@ -112,6 +112,28 @@ def bad_duplicate() -> list[str]:
     return [] if gap(*found) < 1e-5 else [f"{found[0].tolist()} {found[1].tolist()}"]
 
 
+def late_first_proposal(large: bool = False) -> list[str]:
+    """Chains without a state yet, all of whose first columns are their own item's copies."""
+    found, size, every = [], 200 if large else 5, 128 if large else 2
+    index = torch.zeros(size, dtype=torch.int64)
+    index[-1] = 1
+    for seed in (0, 3):
+        grads = []
+        for backend in ("torch", "fused"):
+            options = {"views": "paired", "symmetric": False, "seed": seed, "large": large}
+            beta = torch.tensor(5.0, requires_grad=True)
+            loss_fn = cached(beta, kernel=MH(0.0, every), backend=backend, **options)
+            z = torch.randn(2, size, 5, generator=torch.manual_seed(0)).requires_grad_()
+            grads.append(torch.autograd.grad(loss_fn(*z, index), [z, beta]))
+        apart = [gap(a, b, 0.1) for a, b in zip(*grads, strict=True)]
+        found += [f"seed {seed}: {apart}"] if max(apart) > 1e-4 else []
+    return found
+
+
+def late_first_proposal_of_tiles() -> list[str]:
+    return late_first_proposal(large=True)
+
+
 def other_dimension() -> list[str]:
     """A table of embeddings of another dimension is refused, as the twin refuses it."""
     loss_fn = cached(dim=8)
@@ -146,5 +168,7 @@ INPUTS = (
     bad_carried,
     far_negatives,
     bad_duplicate,
+    late_first_proposal,
+    late_first_proposal_of_tiles,
     other_dimension,
 )

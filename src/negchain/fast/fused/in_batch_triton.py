@@ -70,7 +70,8 @@ def in_batch_kernel(
     weights = tl.exp(logit - tl.where(shift > float("-inf"), shift, 0.0))
     scale = pull * beta / num_rows
     tl.store(weights_ptr + at, weights * scale, mask=inside)
-    mass, squares = tl.sum(weights, 0), tl.sum(weights * weights, 0)
+    share = weights / tl.maximum(tl.sum(weights, 0), 1e-37)  # SogCLR's may be too small to square
+    mass, squares = tl.sum(share, 0), tl.sum(share * share, 0)
     drive = tl.sum(tl.where(weights > 0, weights * logit, 0.0), 0) / beta - positive
     tl.store(pull_ptr + row, scale)
     tl.store(averages_ptr + row, average)

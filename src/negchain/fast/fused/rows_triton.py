@@ -105,31 +105,32 @@ def rows_kernel(
             share_of = num_steps * burn_in + 1e-3
             skipped = tl.where(burn_in >= 1, burn_in, share_of).to(tl.int32)
             counted, counted_1 = tl.maximum(rank - skipped, 0), tl.maximum(rank_1 - skipped, 0)
-            total = tl.maximum(num_steps - skipped, 1)
+            ends = tl.maximum(num_steps - skipped, 1)
         else:
             share_of = num_columns * burn_in + 1e-3
             first_end = tl.where(burn_in >= 1, burn_in, share_of).to(tl.int32)
             first_end = tl.minimum(first_end, num_columns - 1) // every
             counted = tl.maximum(lane // every - first_end, 0)
             counted_1 = tl.maximum((lane - 1) // every - first_end, 0)
-            total = (num_columns + every - 1) // every - first_end
+            ends = (num_columns + every - 1) // every - first_end
         packed = counted_1.to(tl.int64) * TILE + tl.maximum(lane - 1, 0)
         reach, level, source = tl.associative_scan((t_1, logit_1, packed), 0, compose)
         left = reach > start  # the start state was left before this column
         event = t > tl.where(left, level, start)
         tl.store(weights_at + lane, tl.zeros((TILE,), tl.float32), mask=inside)
         tl.debug_barrier()  # the zeros must land before the shares that overwrite them
+        first = tl.min(tl.where(event, lane, TILE), 0)
+        until = tl.sum(tl.where(lane == first, counted, 0), 0)
+        total = ends - tl.where(start > float("-inf"), 0, until)  # no state, so nothing counted
         share = (counted - (source // TILE).to(tl.int32)).to(tl.float32) / total
         share = tl.where(event & left, share, 0.0)
         tl.store(weights_at + source % TILE, share * scale, mask=event & left)
         last = tl.max(tl.where(event, lane, -1), 0)
         last_logit = tl.max(tl.where(lane == last, logit, float("-inf")), 0)
         entered = tl.sum(tl.where(lane == last, counted, 0), 0)
-        final = (total - entered).to(tl.float32) / total
+        final = (ends - entered).to(tl.float32) / total
         tl.debug_barrier()
         tl.store(weights_at + last, final * scale, mask=last >= 0)
-        first = tl.min(tl.where(event, lane, TILE), 0)
-        until = tl.sum(tl.where(lane == first, counted, 0), 0)
         start_weight = tl.where(last >= 0, until.to(tl.float32) / total, 1.0)
         accepts = tl.sum(event.to(tl.int32), 0)
         moved_final = tl.where(last >= 0, final, 0.0)

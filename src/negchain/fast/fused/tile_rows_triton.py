@@ -130,14 +130,17 @@ def tile_rows_kernel(
             runs += 1
             tl.store(positions_ptr + at, position, mask=slot < runs)
             tl.store(runs_ptr + row, runs)
-        weight = tl.where(position >= 0, length.to(tl.float32) * (scale / num_counted), 0.0)
+        # where there was no state at first, ends before the first proposal have counted nothing
+        none = tl.where(start > float("-inf"), 0, tl.sum(tl.where(position < 0, length, 0), 0))
+        total = tl.maximum(num_counted - none, 1)
+        share = length.to(tl.float32) / total
+        weight = tl.where(position >= 0, share * scale, 0.0)
         tl.store(weights_ptr + at, weight, mask=slot < runs)
-        share = length.to(tl.float32) / num_counted
         start_weight = tl.sum(tl.where(position < 0, share, 0.0), 0)
         share = tl.where(position >= 0, share, 0.0)
         mass, squares = tl.sum(share, 0), tl.sum(share * share, 0)
         # only a learned beta asks for it, and then nothing is split
-        drive = tl.load(drive_ptr + row) / (num_counted * beta)
+        drive = tl.load(drive_ptr + row) / (total * beta)
         accepts = tl.load(accepts_ptr + row)
         num_steps = tl.load(accepts_ptr + num_rows + row)
     store_row(
