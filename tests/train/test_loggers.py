@@ -112,3 +112,12 @@ def test_the_file_of_another_never_reaches_the_network(tmp_path: Path) -> None:
     from negchain.train.loggers import _known
 
     assert _known(tmp_path, "wandb") is None
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_run_that_goes_to_another_logger_for_a_while_comes_back(tmp_path: Path) -> None:
+    from negchain.train.loggers import _keep, _known
+
+    _keep(tmp_path, "wandb", "abc123")
+    _keep(tmp_path, "mlflow", "def456")
+    assert (_known(tmp_path, "wandb"), _known(tmp_path, "mlflow")) == ("abc123", "def456")
