@@ -183,3 +183,10 @@ def test_nobody_else_knows_a_task_by_name() -> None:
         assert {m for m in found if m.startswith("negchain.tasks.")} <= {"negchain.tasks.task"}, (
             path
         )
+
+
+def test_a_task_without_a_score_trains_and_refuses_patience(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.delattr(sys.modules[tasks.named("words").load.__module__].WordsJudge, "best_by")
+    train.run(**SETTINGS, out=str(tmp_path / "plain"))
+    with pytest.raises(ConfigError, match="--patience needs a number to decide by: --task words"):
+        train.run(**SETTINGS, patience=2, out=str(tmp_path / "patient"))
