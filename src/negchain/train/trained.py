@@ -144,7 +144,7 @@ class Trained:
             raise ValueError("encode needs at least one image, got an empty list")
         given = [picture for picture in pictures if isinstance(picture, Image.Image)]
         if not given:
-            return self.embed(pictures).features
+            return self.embed(pictures).features  # type: ignore[arg-type]
         if len(given) < len(pictures):
             raise ValueError("encode takes paths or PIL images, got some of each; make two calls")
         squares = np.stack([square_of(picture, self.side) for picture in given])
