@@ -102,6 +102,7 @@ def test_a_missing_package_is_told_before_anything_is_read(monkeypatch: pytest.M
 
 def test_the_file_of_another_never_reaches_the_network(tmp_path: Path) -> None:
     assert own_settings(TrainConfig(logger="wandb")).logger == "tensorboard"
+    assert own_settings(TrainConfig(logger="none")).logger == "none"
     (tmp_path / "logger.json").write_text('{"wandb": "../../etc"}')
     logged(tmp_path / "run", TrainConfig(logger="none"))
     assert {p.name for p in (tmp_path / "run").iterdir()} == {
