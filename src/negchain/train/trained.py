@@ -30,7 +30,7 @@ from negchain.tasks.images import ImageTask, recipe_for
 from negchain.tasks.task import judged
 from negchain.train.config import ConfigError, TrainConfig
 from negchain.train.device import autocast_dtype, choose_device
-from negchain.train.pretrained import KEPT, load_trained
+from negchain.train.pretrained import KEPT, load_trained, used_by
 from negchain.train.run_folder import load_run_config
 
 ENCODE_BATCH = 256
@@ -249,7 +249,7 @@ def load_run_encoder(
     (encoder, loaded), where = load_trained(Path(run), which), choose_device(device)
     if "image_size" not in encoder.encoder_config:
         raise ConfigError(
-            f"this encodes images, and {run} is of --task {config.task}; a retriever is loaded by "
-            f"sentence-transformers: SentenceTransformer('{run}/model')"
+            f"this encodes images, and {run} is of --task {config.task}; "
+            + used_by(Path(run), encoder)
         )
     return Trained(encoder.to(where), config, where, loaded.notes)
