@@ -80,7 +80,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--visits", type=int, default=CHECKPOINTS[-1])
     visits = parser.parse_args().visits
-    checkpoints = [n for n in CHECKPOINTS if n <= visits]
+    checkpoints = [*(n for n in CHECKPOINTS if n < visits), visits]
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(0)
     z = points(generator)

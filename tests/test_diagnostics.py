@@ -110,6 +110,15 @@ def test_noise_is_that_of_correlated_steps() -> None:
     assert np.mean(ratios["isir"]) > 1.3
 
 
+def test_embeddings_of_other_shapes_are_refused() -> None:
+    z = torch.randn(2, 9, 4)
+    for shapes in ((z[0, 0], None), (z[0], z[1, :5]), (z, z), (z[None], None)):
+        with pytest.raises(ValueError, match=r"z_a must be \[M, D\] or \[V, M, D\], and z_b"):
+            estimator_report(*shapes, batch_size=3, beta=4.0, steps=2, methods=["dcl"])
+    with pytest.raises(ValueError, match="warm_up must be at least 0"):
+        estimator_report(z, batch_size=3, beta=4.0, steps=2, warm_up=-1, methods=["dcl"])
+
+
 def test_a_bias_takes_two_steps() -> None:
     with pytest.raises(ValueError, match="steps must be at least 2"):
         estimator_report(torch.randn(9, 2), batch_size=3, beta=4.0, steps=1, methods=["dcl"])

@@ -7,6 +7,7 @@ import torch
 
 from negchain import DCLLoss, EMC2Loss, InBatch, Informed, estimator_report
 from negchain.methods import METHODS, LossSettings, Method, named, register
+from negchain.train.resolve import resolve
 
 M, DIM = 20, 4
 
@@ -71,3 +72,16 @@ def test_a_method_of_ones_own() -> None:
         assert mine.relative_std == dcl.relative_std
     finally:
         METHODS.pop("mine")
+
+
+def _never(settings: LossSettings) -> DCLLoss:
+    raise AssertionError
+
+
+def test_an_option_that_is_no_setting_is_refused_by_name() -> None:
+    register(Method("own", "Own", ("#888", "#aaa"), _never, options=("strength",)))
+    try:
+        with pytest.raises(ValueError, match="an option of --method own .*'strength'"):
+            resolve(None, {"method": "own"})
+    finally:
+        METHODS.pop("own")

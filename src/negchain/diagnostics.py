@@ -136,6 +136,9 @@ def estimator_report(
     unknown = sorted(set(names) - set(METHODS))
     if unknown:
         raise ValueError(f"methods must be among {', '.join(METHODS)}, got {', '.join(unknown)}")
+    shapes = [list(z.shape) for z in (z_a, z_b) if z is not None]
+    if len(shapes[0]) not in (2, 3) or shapes[1:] not in ([], [shapes[0][-2:]]):
+        raise ValueError(f"z_a must be [M, D] or [V, M, D], and z_b [M, D], got {shapes}")
     table = z_a.detach() if z_a.dim() == 3 else z_a.detach()[None]
     if z_b is not None:
         table = torch.cat([table, z_b.detach()[None]])
@@ -146,6 +149,8 @@ def estimator_report(
     if steps < 2:
         raise ValueError(f"steps must be at least 2, one for each of two losses, got {steps}")
     warm_up = 10 * math.ceil(size / batch_size) if warm_up is None else warm_up
+    if warm_up < 0:
+        raise ValueError(f"warm_up must be at least 0, got {warm_up}")
     rows = []
     for name in names:
         given: dict[str, Any] = {"denominator": denominator, "normalize": False}

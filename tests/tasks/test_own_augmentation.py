@@ -69,6 +69,10 @@ def test_what_it_must_return_is_said() -> None:
         OwnAugmentation(size=4, function=lambda x: x)(images, drawn)
     with pytest.raises(ConfigError, match="got list"):
         OwnAugmentation(size=4, function=lambda x: [])(images, drawn)  # type: ignore[arg-type,return-value]
+    for unscaled in (torch.float32, torch.int64):  # a ToDtype without scale=True
+        with pytest.raises(ConfigError, match=r"floats in \[0, 1\], got .* up to 51; divide"):
+            own = OwnAugmentation(size=8, function=lambda x, kind=unscaled: x.to(kind))
+            own(images + 51, drawn)
 
 
 def test_pictures_of_their_own_sizes_come_as_squares_with_detail() -> None:

@@ -183,3 +183,19 @@ def test_nobody_else_knows_a_task_by_name() -> None:
         assert {m for m in found if m.startswith("negchain.tasks.")} <= {"negchain.tasks.task"}, (
             path
         )
+
+
+def test_a_task_without_a_score_trains_and_refuses_patience(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.delattr(sys.modules[tasks.named("words").load.__module__].WordsJudge, "best_by")
+    train.run(**SETTINGS, out=str(tmp_path / "plain"))
+    with pytest.raises(ConfigError, match="--patience needs a number to decide by: --task words"):
+        train.run(**SETTINGS, patience=2, out=str(tmp_path / "patient"))
+
+
+def test_what_loads_an_encoder_of_another_task_is_named(tmp_path: Path, capsys) -> None:
+    run = train.run(**SETTINGS, out=str(tmp_path / "run"))
+    with pytest.raises(ConfigError, match=r"words; negchain\.train\.pretrained\.load_tr"):
+        negchain.load(run)
+    assert command_line(["export", str(run), "--format", "timm", "--out", str(tmp_path / "e")]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "negchain.train.pretrained.load_trained gives it" in said

@@ -102,6 +102,7 @@ def test_a_missing_package_is_told_before_anything_is_read(monkeypatch: pytest.M
 
 def test_the_file_of_another_never_reaches_the_network(tmp_path: Path) -> None:
     assert own_settings(TrainConfig(logger="wandb")).logger == "tensorboard"
+    assert own_settings(TrainConfig(logger="none")).logger == "none"
     (tmp_path / "logger.json").write_text('{"wandb": "../../etc"}')
     logged(tmp_path / "run", TrainConfig(logger="none"))
     assert {p.name for p in (tmp_path / "run").iterdir()} == {
@@ -112,3 +113,12 @@ def test_the_file_of_another_never_reaches_the_network(tmp_path: Path) -> None:
     from negchain.train.loggers import _known
 
     assert _known(tmp_path, "wandb") is None
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_run_that_goes_to_another_logger_for_a_while_comes_back(tmp_path: Path) -> None:
+    from negchain.train.loggers import _keep, _known
+
+    _keep(tmp_path, "wandb", "abc123")
+    _keep(tmp_path, "mlflow", "def456")
+    assert (_known(tmp_path, "wandb"), _known(tmp_path, "mlflow")) == ("abc123", "def456")

@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 
 import negchain
+from negchain.train.config import ConfigError
 from negchain.train.pretrained import load_trained
 from tool_runs import TINY
 from tool_runs import negchain as command
@@ -166,6 +167,21 @@ def test_refusals(run: Path, photos: Path) -> None:
     with Image.open(photos / "train/cat/0.png") as image:
         with pytest.raises(ValueError, match="some of each"):
             trained.encode([image, "a.png"])  # type: ignore[list-item]
+
+
+def test_what_is_no_picture_is_told_apart(run: Path, photos: Path) -> None:
+    trained = negchain.load(run, device="cpu")
+    files = sorted((photos / "train/cat").iterdir())
+    assert torch.equal(trained.encode(path for path in files), trained.encode(files))
+    grey = torch.zeros(2, 1, 12, 10, dtype=torch.uint8)
+    for shape in (grey, grey[0, 0]):
+        with pytest.raises(ValueError, match=re.escape("takes images [N,3,H,W], got")):
+            trained.encode(shape)
+    for wrong in (np.zeros((2, 8, 8, 3), np.uint8), [grey[0]], [1], [b"x"]):
+        with pytest.raises(ConfigError, match="a list names files, got"):
+            trained.encode(wrong)  # type: ignore[arg-type]
+    with Image.open(files[0]) as image, pytest.raises(ConfigError, match="a list names files"):
+        trained.embed([image])  # type: ignore[list-item]
 
 
 def test_duplicates_finds_a_copy_across_train_and_test(

@@ -141,16 +141,14 @@ def export(
     """
     from negchain.encoders import Encoder
     from negchain.export import export_encoder
-    from negchain.train.pretrained import load_trained
+    from negchain.train.pretrained import load_trained, used_by
 
     config = load_run_config(run)
     encoder, loaded = load_trained(run, checkpoint)
     if not isinstance(encoder, Encoder):
-        model = run / "model"
-        use = f"{model} is a sentence-transformers model" if model.is_dir() else "use negchain.load"
         raise ConfigError(
             f"only encoders of --task images are exported, and {run} is of --task {config.task}; "
-            + use
+            + used_by(run, encoder)
         )
     _note(loaded.warnings)
     summary = run / "summary.json"

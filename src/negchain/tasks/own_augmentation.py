@@ -48,6 +48,11 @@ class OwnAugmentation(Augmentation):
         if not isinstance(found, Tensor) or list(found.shape) != wanted:
             got = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
             raise ConfigError(f"augment must return pixels of shape {wanted}, got {got}")
+        if found.dtype != torch.uint8 and (not found.is_floating_point() or (found > 32).any()):
+            raise ConfigError(
+                f"augment must return uint8, or floats in [0, 1], got {found.dtype} up to "
+                f"{found.max().item():g}; divide by 255"
+            )
         pixels = found.float() / 255 if found.dtype == torch.uint8 else found.float()
         return self._normalized(pixels)
 

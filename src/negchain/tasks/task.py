@@ -123,7 +123,7 @@ class Judge(ABC):
     def baselines(self, line: Mapping[str, Any]) -> Numbers:
         """The numbers of `before`, as the log has them, that a result is compared with."""
 
-    best_by: str
+    best_by: str = ""
     """The number by which the best encoder is kept: of validation data, never of test data."""
 
     def score(self, numbers: Mapping[str, float]) -> float:

@@ -108,11 +108,16 @@ def _mlflow(folder: Path, name: str, settings: dict[str, Any]) -> Logger:
 
 def _known(folder: Path, kind: str) -> str | None:
     """The id of this run at a logger, where it has one."""
-    file = folder / "logger.json"
-    found = read_object(file).get(kind) if is_plain(file) else None
+    found = _ids(folder).get(kind)
     return found if isinstance(found, str) and re.fullmatch(r"[\w-]{1,64}", found) else None
 
 
+def _ids(folder: Path) -> dict[str, Any]:
+    file = folder / "logger.json"
+    return read_object(file) if is_plain(file) else {}
+
+
 def _keep(folder: Path, kind: str, identity: str) -> None:
+    known = {**_ids(folder), kind: identity}  # a resumed run may have gone to another logger
     with replacing(folder / "logger.json") as file:
-        file.write(json.dumps({kind: identity}).encode() + b"\n")
+        file.write(json.dumps(known).encode() + b"\n")

@@ -150,3 +150,11 @@ def read_weights(path: Path) -> dict[str, Any]:
             return content
         content = inner
     raise ConfigError(f"--pretrained {path} holds no state dict, but {type(content).__name__}")
+
+
+def used_by(run: Path, encoder: Any) -> str:
+    """What to use an encoder with that is no encoder of images alone, in words."""
+    if (run / "model").is_dir():
+        return f"sentence-transformers loads it: SentenceTransformer('{run}/model')"
+    images = "image_size" in encoder.encoder_config
+    return "use negchain.load" if images else "negchain.train.pretrained.load_trained gives it"

@@ -205,6 +205,8 @@ def _refuse_contradictions(config: TrainConfig, given: Mapping[str, object]) -> 
             owners = " or ".join(value or "0" for value in values)
             _refuse(name, f"{flag(decider)} {owners}", decider, actual, reason)
     task, method = tasks.named(config.task), methods.named(config.method)
+    for name in method.options:  # of a method of the user's own
+        choose(f"an option of --method {config.method}", name, hints())
     for name in sorted((tasks.options() - set(task.options)) & given.keys()):
         kinds = [kind for kind in tasks.TASKS.values() if name in kind.options]
         having = " or ".join(kind.name for kind in kinds)

@@ -76,7 +76,7 @@ def own_settings(config: TrainConfig) -> TrainConfig:
     """
     return replace(
         config, download=TrainConfig.download, root=TrainConfig.root, out=None,
-        logger=TrainConfig.logger,
+        logger="none" if config.logger == "none" else TrainConfig.logger,
     )  # fmt: skip
 
 

@@ -23,12 +23,13 @@ from negchain.data.named import BUILT_IN
 from negchain.encoders import Encoder
 from negchain.evaluation import embed_all
 from negchain.files import replacing
+from negchain.printable import show
 from negchain.tasks.image_text_towers import ImageText, tokens_of
 from negchain.tasks.images import ImageTask, recipe_for
 from negchain.tasks.task import judged
 from negchain.train.config import ConfigError, TrainConfig
 from negchain.train.device import autocast_dtype, choose_device
-from negchain.train.pretrained import KEPT, load_trained
+from negchain.train.pretrained import KEPT, load_trained, used_by
 from negchain.train.run_folder import load_run_config
 
 ENCODE_BATCH = 256
@@ -139,7 +140,7 @@ class Trained:
             raise ValueError("encode needs at least one image, got an empty list")
         given = [picture for picture in pictures if isinstance(picture, Image.Image)]
         if not given:
-            return self.embed(images).features  # type: ignore[arg-type]
+            return self.embed(pictures).features  # type: ignore[arg-type]
         if len(given) < len(pictures):
             raise ValueError("encode takes paths or PIL images, got some of each; make two calls")
         squares = np.stack([square_of(picture, self.side) for picture in given])
@@ -184,7 +185,13 @@ class Trained:
             if str(what) in BUILT_IN or not path.is_file() or path.suffix in (".csv", ".tar"):
                 return self._data(str(what))
             return self._files([str(path)])
-        return self._files([str(path) for path in what])
+        paths = list(what)
+        if other := [each for each in paths if not isinstance(each, str | Path)]:
+            raise ConfigError(
+                f"a list names files, got {show(other[0])}; `encode` takes PIL images and uint8 "
+                "tensors too (torch.from_numpy of an array)"
+            )
+        return self._files([str(path) for path in paths])
 
     def _data(self, data: str) -> Found:
         changed = replace(self.config, data=data, subset=None)
@@ -214,6 +221,11 @@ class Trained:
 
     def _features(self, images: Tensor | ImageSet) -> Tensor:
         channels = self.encoder.encoder_config["channels"]
+        if isinstance(images, Tensor) and images.shape[1:2] != (channels,):
+            raise ValueError(
+                f"this encoder takes images [N,{channels},H,W], got {list(images.shape)}; "
+                "convert them, or give PIL images or files"
+            )
         augment = recipe_for(self.config.recipe, self.side, channels)
         with self._judged():
             return embed_all(
@@ -233,7 +245,7 @@ def load_run_encoder(
     (encoder, loaded), where = load_trained(Path(run), which), choose_device(device)
     if "image_size" not in encoder.encoder_config:
         raise ConfigError(
-            f"this encodes images, and {run} is of --task {config.task}; a retriever is loaded by "
-            f"sentence-transformers: SentenceTransformer('{run}/model')"
+            f"this encodes images, and {run} is of --task {config.task}; "
+            + used_by(Path(run), encoder)
         )
     return Trained(encoder.to(where), config, where, tuple(loaded.warnings))

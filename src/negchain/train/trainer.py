@@ -135,6 +135,11 @@ class Run:
         line = self._on_rank_0(lambda: self._first_line(progress))
         if self.done == 0 and self.config.patience is not None:
             self._keep_best(line)  # so that what is kept is never worse than the start
+            if self.judge.score(line) == -math.inf:
+                raise ConfigError(
+                    f"--patience needs a number to decide by: --task {self.config.task} gives "
+                    f"neither {self.judge.best_by or 'best_by'} nor {tasks.EXACT}; leave it out"
+                )
         return {} if line is None else self.judge.baselines(line)
 
     def _first_line(self, progress: Progress) -> Any:
