@@ -64,9 +64,9 @@ def _own(
         z = part.embeddings.to(device)
         rows[at] = Own(z[None], of_batch=False)
         if part.per_row:
-            numbers[at] = Own(part.want.ids.to(device).view(part.per_row, size))
+            numbers[at] = Own(part.ids.to(device).view(part.per_row, size))
             rows[at] = Own(z.view(part.per_row, size, dim))
-        if part.want.gradient and not ranks.join:  # nobody else will look at it
+        if part.purpose != "refresh" and not ranks.join:  # nobody else will look at it
             check_answer(z, call.z_a, loss_fn.normalize)
     if not ranks.join:
         check_batch(loss_fn, call)

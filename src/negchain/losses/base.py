@@ -47,7 +47,7 @@ from negchain.losses.request import (
 from negchain.losses.returned import check_held, check_requests
 from negchain.losses.settings import Gather, InBatch
 from negchain.losses.state import Reporting, Rows
-from negchain.losses.table import Tables
+from negchain.losses.table import StaleTable, Tables
 from negchain.objective import Denominator, Estimate, contrastive_objective
 from negchain.pool import Side
 from negchain.rng import fit_for_numpy
@@ -62,8 +62,8 @@ class ContrastiveLoss(Reporting):
         True
 
     A method implements `_loss(call, requests)`: the loss of a batch, []. What it wants encoded
-    beyond draws from `proposals` it adds in `_parts` (before the batch is encoded) or
-    `_parts_given` (after).
+    beyond draws from `proposals` it adds in `_parts` (before the batch is encoded) or draws
+    from a stale table in `_drawn` (after).
     """
 
     __call__: Callable[..., Tensor]
@@ -200,7 +200,7 @@ class ContrastiveLoss(Reporting):
     def _parts_of(
         self, z_a: Tensor, z_b: Tensor | None, where: tuple[Any, ...], step: Tensor
     ) -> list[Part]:
-        """`_parts_given` for a batch of which z_b may be missing, on all ranks."""
+        """What depends on the embeddings of a batch, of which z_b may be missing."""
         if z_b is None and self.symmetric and self.tables:
             raise ValueError(
                 "z_b's rows are anchors as well, and draw by it: pass z_b too, or build "
@@ -210,7 +210,9 @@ class ContrastiveLoss(Reporting):
         if ranks is not None and len(self.tables):
             call = distributed.asked_together(ranks, call)
         with without_autocast(z_a):
-            return self._parts_given(call, step)
+            sides = columns.rows_alone(self, check_batch(self, call)) if self.tables else []
+            pairs = enumerate(zip(sides, self.tables, strict=True))
+            return [self._drawn(*pair, (self.seed, step, number)) for number, pair in pairs]
 
     def _parts(
         self, index: Tensor, augmentation: tuple[Tensor, Tensor] | None, step: Tensor
@@ -219,10 +221,9 @@ class ContrastiveLoss(Reporting):
         drawn = isinstance(self.proposals, Uniform)
         return columns.uniform_parts(self, index, step) if drawn else []
 
-    def _parts_given(self, call: Call, step: Tensor) -> list[Part]:
-        """Once the batch is encoded: informed draws."""
-        informed = isinstance(self.proposals, Informed)
-        return columns.informed_parts(self, check_batch(self, call), step) if informed else []
+    def _drawn(self, side: Side, table: StaleTable, key: columns.Key) -> Part:
+        """Once the batch is encoded: what the rows of a side want from its stale table."""
+        return columns.informed_part(self, side, table, key)
 
     def held(
         self, index: Ids, augmentation: tuple[Tensor, Tensor] | None = None

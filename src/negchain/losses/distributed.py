@@ -139,13 +139,12 @@ def share_out(part: Part, ranks: Ranks) -> Part:
 
     (Unequal numbers of encoder passes would make a wrapped encoder wait for ever.)
     """
-    ids = part.want.ids.flatten()
+    ids = part.ids.flatten()
     if part.per_row or not len(ids) or not (ranks.join or part.purpose == "refresh"):
         return part
     size = -(-len(ids) // ranks.world)
     mine = torch.arange(size, device=ids.device) + ranks.rank * size
-    want = part.want._replace(ids=ids[mine.clamp(max=len(ids) - 1)])
-    return replace(part, want=want, whole=ids)
+    return replace(part, ids=ids[mine.clamp(max=len(ids) - 1)], whole=part.ids)
 
 
 def together(z: Tensor, count: int, ranks: Ranks) -> Tensor:  # [n,D] -> [count,D]
@@ -226,7 +225,8 @@ def gathered(
     answers = [replace(request, index=found["index"][0], parts=[]) for request in requests]
     for at, part in parts_of(requests):
         place = answers[int(at.split(".")[0])]
-        whole = _whole_part(part, found.get(at), z_of[at].flatten(0, 1))
+        own = found[at].flatten() if at in found else None
+        whole = _whole_part(part, own, z_of[at].flatten(0, 1))
         if part.purpose == "draw" and part.per_row and ranks.loss_fn.gather != "even":
             whole = _drawn_once(whole, torch.split(found["index"][0], sizes))
         place.parts.append(whole)
@@ -254,12 +254,8 @@ def _one_or_both(sides: list[Any]) -> Any:
 def _whole_part(part: Part, ids: Tensor | None, z: Tensor) -> Part:
     """A part with the ids and embeddings of all ranks."""
     if ids is None:
-        ids = part.want.ids if part.whole is None else part.whole
-    draw = part.draw
-    if draw is not None and part.whole is None:
-        draw = Draw(ids.flatten(), draw.log_q)
-    want = part.want._replace(ids=ids.flatten())
-    return replace(part, want=want, draw=draw, embeddings=z[: ids.numel()])
+        ids = part.ids if part.whole is None else part.whole
+    return replace(part, ids=ids, embeddings=z[: ids.numel()])
 
 
 def _drawn_once(part: Part, index: Sequence[Tensor]) -> Part:
@@ -268,9 +264,7 @@ def _drawn_once(part: Part, index: Sequence[Tensor]) -> Part:
     rows = torch.cat([sample_rows(own) for own in index])
     first = first_writer(rows, torch.ones_like(rows, dtype=torch.bool))
     new = first == torch.arange(len(rows), device=rows.device)
-    ids = part.want.ids[new]
-    want, z = part.want._replace(ids=ids), part.embeddings[new]
-    return replace(part, want=want, draw=Draw(ids), embeddings=z)
+    return replace(part, ids=part.ids[new], embeddings=part.embeddings[new])
 
 
 # ---------------------------------------------------------------------- pools of their own

@@ -29,7 +29,7 @@ from negchain.losses.base import ContrastiveLoss
 from negchain.losses.batch import Batch, Call, Ids, as_ids, check_answer, check_batch
 from negchain.losses.chains import Carried, ChainTable
 from negchain.losses.proposals import Proposals, corpus_proposals
-from negchain.losses.request import Part, Request, Want, answered, tower_of
+from negchain.losses.request import Part, Request, answered
 from negchain.losses.settings import (
     ISIR,
     InBatch,
@@ -182,7 +182,7 @@ class EMC2Loss(ContrastiveLoss):
         if self.carried == "encode":
             per_row = self._views_per_item if self.augmentations else 1
             parts[:0] = [
-                Part("carried", side, Want(ids, tower_of(side)), per_row=per_row)
+                Part("carried", side, ids, per_row=per_row)
                 for side, ids in enumerate(self._asked(index, augmentation))
             ]
         return parts
@@ -273,7 +273,7 @@ class EMC2Loss(ContrastiveLoss):
             keys = check_answer(part.embeddings, batch.both, self.normalize)
             keys = keys.view(-1, *shape)[:, items]
             # what was asked for, not the table again: on all ranks the state of the one that asked
-            ids = part.want.ids.view(-1, shape[0])[:, items].expand(side.views, -1).flatten()
+            ids = part.ids.view(-1, shape[0])[:, items].expand(side.views, -1).flatten()
             excluded = side.excludes(ids)
         rows = side.queries.view(side.views, *keys.shape[1:])
         similarity = torch.linalg.vecdot(rows, keys).flatten()

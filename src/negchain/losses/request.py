@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from negchain.losses.batch import Ids, check_width
-from negchain.pool import Draw
+from negchain.pool import LogQ
 
 Tower = Literal["keys", "anchors"]
 Purpose = Literal["carried", "draw", "refresh"]
@@ -53,16 +53,21 @@ class Want(NamedTuple):
 
 @dataclass
 class Part:
-    """One want, and what the loss remembers of it."""
+    """Ids to encode for one purpose, and what the loss remembers of them."""
 
     purpose: Purpose
     side: int
-    want: Want
-    draw: Draw | None = None
+    ids: Tensor  # [R]; draws of their own for each row [N,C]
+    log_q: LogQ = None  # of draws, as in `Draw`
     embeddings: Tensor | None = None
     log_partition: Tensor | None = None  # [N] of the distribution a negative was drawn from
     per_row: int = 0  # ids that every sample of the batch has here; 0: it is not made per sample
     whole: Tensor | None = None  # where ranks share the work: the ids of all of them
+
+    @property
+    def want(self) -> Want:
+        """What the caller has to know of it."""
+        return Want(self.ids.flatten(), tower_of(self.side), self.purpose != "refresh")
 
 
 @dataclass
@@ -108,7 +113,7 @@ class Request:
         if len(self.parts) == 1:
             return self.parts[0].want.ids
         empty = torch.zeros(0, dtype=torch.int64, device=self.index.device)
-        return torch.cat([want.ids.flatten() for want in self.wants]) if self.parts else empty
+        return torch.cat([want.ids for want in self.wants]) if self.parts else empty
 
     def answer(self, embeddings: Tensor | Sequence[Tensor]) -> Request:
         """Hand back the embeddings [R, D] of `ids`, or a list with one tensor per want."""
@@ -136,14 +141,14 @@ class Request:
         Args:
             encode: positions [R] to embeddings [R, D]; a pair (anchors', keys') for two encoders.
         """
-        asked = [part for request in (self, *others) for part in request.parts]
-        encoders = encoders_of(encode, {part.want.tower for part in asked})
+        asked = [(part, part.want) for request in (self, *others) for part in request.parts]
+        encoders = encoders_of(encode, {want.tower for _, want in asked})
         passes: dict[tuple[int, bool], list[Part]] = {}
-        for part in asked:
-            number = len(encoders) - 1 if part.want.tower == "keys" else 0
-            passes.setdefault((number, part.want.gradient), []).append(part)
+        for part, want in asked:
+            number = len(encoders) - 1 if want.tower == "keys" else 0
+            passes.setdefault((number, want.gradient), []).append(part)
         for (number, gradient), parts in passes.items():
-            ids = [part.want.ids for part in parts]
+            ids = [part.ids.flatten() for part in parts]
             with torch.set_grad_enabled(gradient and torch.is_grad_enabled()):
                 z = encoders[number](ids[0] if len(ids) == 1 else torch.cat(ids))
             counts = [len(i) for i in ids]

@@ -49,7 +49,7 @@ def check_held(loss_fn: Any, call: Call, requests: Sequence[Request]) -> None:
             continue
         held = loss_fn._asked(request.index, call.augmentation)
         for part, now in zip(asked, held, strict=True):
-            if not torch.equal(part.want.ids, now):
+            if not torch.equal(part.ids, now):
                 raise ValueError(
                     "the chains of this batch have moved since its request was made; ask again"
                 )

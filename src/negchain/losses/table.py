@@ -28,7 +28,7 @@ from negchain.losses.batch import as_embedding, check_answer
 from negchain.losses.columns import Key, PrivateSide
 from negchain.losses.distributed import Ranks, share_out, together
 from negchain.losses.proposals import Informed
-from negchain.losses.request import Encodes, Part, Request, Want, encoders_of, tower_of
+from negchain.losses.request import Encodes, Part, Request, encoders_of, tower_of
 from negchain.losses.settings import check_dim
 from negchain.losses.shards import Shards
 from negchain.losses.state import Rows, Stateful
@@ -322,7 +322,7 @@ class Tables(nn.ModuleList):
         for side, table in enumerate(self):
             ids = table.next_ids(math.ceil(share * table.size), ahead)
             if len(ids):
-                parts.append(Part("refresh", side, Want(ids, tower_of(side), gradient=False)))
+                parts.append(Part("refresh", side, ids))
         return parts
 
     def fill(self, loss_fn: ContrastiveLoss, encode: Encodes, chunk: int) -> None:
@@ -333,7 +333,7 @@ class Tables(nn.ModuleList):
         for number, table in enumerate(self):
             whole = table.order.ids(torch.arange(table.size, device=loss_fn.step.device))
             for ids in torch.split(whole, chunk * world):
-                part = Part("refresh", number, Want(ids, tower_of(number), gradient=False))
+                part = Part("refresh", number, ids)
                 part = part if ranks is None else share_out(part, ranks)
                 z = Request(loss_fn, ids, 0, [part]).encode(encode).parts[0].embeddings
                 assert z is not None
@@ -355,10 +355,10 @@ class Tables(nn.ModuleList):
                     if part.side != number or part.embeddings is None:
                         continue
                     if part.purpose == "refresh":
-                        table.refresh(part.want.ids, part.embeddings, normalize=normalize)
+                        table.refresh(part.ids, part.embeddings, normalize=normalize)
                     elif part.purpose == "carried":
                         z = check_answer(part.embeddings.detach(), like, normalize)
-                        table.write(part.want.ids, z)
+                        table.write(part.ids, z)
 
     def touched(
         self, index: Tensor, key_index: Tensor, requests: Sequence[Request]
@@ -368,5 +368,5 @@ class Tables(nn.ModuleList):
             ids = [index if number else key_index]
             for request in requests:
                 parts = (p for p in request.parts if p.side == number and p.purpose != "refresh")
-                ids += [part.want.ids.flatten() for part in parts]
+                ids += [part.ids.flatten() for part in parts]
             yield table.embeddings, torch.cat(ids)

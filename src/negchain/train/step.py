@@ -287,7 +287,7 @@ class TrainStep:
                 found.append(Share(want, count))
             elif part.whole is not None:
                 places = torch.arange(count, device=self.device) + self.ranks.rank * count
-                found.append(Share(want, len(part.whole), places))
+                found.append(Share(want, part.whole.numel(), places))
             else:  # so many of every row of the batch
                 copies = torch.arange(part.per_row, device=self.device)[:, None] * size
                 places = (copies + self._places).flatten()
