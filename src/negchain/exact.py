@@ -144,25 +144,17 @@ def global_loss(
     else:
         sides = [(z_a, z_b, z_b), (z_b, z_a, z_a)][: 2 if symmetric else 1]
     beta_tensor = torch.as_tensor(beta, dtype=z_a.dtype, device=device)
-    total = z_a.new_zeros(())
-    for queries, positives, keys in sides:
-        step = chunk or max(1, CHUNK_ELEMENTS // keys.shape[0])
-        mask = _exclusion(ids, known, queries.shape[0], keys.shape[0])
-        with without_autocast(z_a):
-            part = _SideLoss.apply(queries, positives, keys, beta_tensor, mask, denominator, step)
-        total = total + part / queries.shape[0]
-    return total / len(sides)
+    numbers = torch.arange(len(sides[0][0]), device=device) % size  # of each anchor's item
 
-
-def _exclusion(
-    ids: Tensor, known: Tensor | None, num_rows: int, num_keys: int
-) -> Callable[[slice], Tensor]:
-    """Which keys are no negatives of a chunk of anchors, computed when it is needed."""
-    size = ids.shape[0]
-
-    def excluded(rows: slice) -> Tensor:  # [c,K] bool
-        item = torch.arange(num_rows, device=ids.device)[rows] % size
+    def excluded(rows: slice) -> Tensor:  # [c,K] bool: keys that are no negatives
+        item = numbers[rows]
         mask = matches(ids, ids[item], None if known is None else known[item])
-        return mask.repeat(1, num_keys // size)
+        return mask.repeat(1, len(sides[0][2]) // size)
 
-    return excluded
+    total = z_a.new_zeros(())
+    for side in sides:
+        step = chunk or max(1, CHUNK_ELEMENTS // len(side[2]))
+        with without_autocast(z_a):
+            part = _SideLoss.apply(*side, beta_tensor, excluded, denominator, step)
+        total = total + part / len(side[0])
+    return total / len(sides)

@@ -308,21 +308,12 @@ class ContrastiveLoss(Reporting):
             )
         if call.index is None:
             return ()
-        first = self.request(call.index, augmentation=call.augmentation)
-        others = [self._second_request(call)] if self.tables else []
+        more: dict[str, Any] = {"augmentation": call.augmentation}
+        first, others = self.request(call.index, **more), []
+        if self.tables:
+            more |= {"key_index": call.key_index, "known": call.known}
+            others = [self.request(call.index, call.z_a, call.z_b, **more)]
         return first.encode(encode, *others), *others
-
-    def _second_request(self, call: Call) -> Request:
-        """What depends on the embeddings of a batch."""
-        assert call.index is not None
-        return self.request(
-            call.index,
-            call.z_a,
-            call.z_b,
-            key_index=call.key_index,
-            known=call.known,
-            augmentation=call.augmentation,
-        )
 
     def _loss(self, call: Call, requests: Sequence[Request]) -> Tensor:
         raise NotImplementedError

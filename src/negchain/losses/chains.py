@@ -41,12 +41,14 @@ NOT_MOVED = -1  # in `ChainTable.states`: the chain is still at its initial draw
 
 
 class Arrival(NamedTuple):
-    """Where the chains of a batch ended."""
+    """Where the chains of a batch ended, and how often their rows moved."""
 
     slots: Tensor  # [B] chains; one that stands here twice goes on as its first says
     moved: Tensor  # [B] bool: the state is a new one
     ids: Tensor  # [B] id of the new state
     key: Tensor | None  # [B,D] its embedding, where it is kept
+    accepts: Tensor  # [N]
+    num_steps: Tensor  # [N] moves each row could make: its proposals, or one for i-SIR
 
 
 class ChainTable(Stateful):

@@ -232,7 +232,6 @@ class EMC2Loss(ContrastiveLoss):
             walk = walk_chains(side, similarity, start, beta, logits, slots, mover)
             self._weigh(visit, side, similarity, logits, start, walk)
             visit.arrivals.append(walk.arrival)
-            visit.moves.append((walk.accepts, walk.num_steps))
             visit.note(walk.report())
         return visit
 

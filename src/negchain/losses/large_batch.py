@@ -144,16 +144,10 @@ def _cut_answers(requests: Sequence[Request], cut: Callable[[Tensor], Tensor]) -
 
 def _joined(panels: list[Visit], shares: list[float]) -> Visit:
     """Panels as one visit: chains in the batch's order, means weighted by the panels' sizes."""
-    first = panels[0]
-    arrivals = []
+    first, arrivals = panels[0], []
     for parts in zip(*(panel.arrivals for panel in panels), strict=True):
-        slots, moved, ids = (torch.cat([part[field] for part in parts]) for field in range(3))
-        keys = [part.key for part in parts if part.key is not None]
-        arrivals.append(Arrival(slots, moved, ids, torch.cat(keys) if keys else None))
-    moves = [
-        (torch.cat([made for made, _ in parts]), torch.cat([possible for _, possible in parts]))
-        for parts in zip(*(panel.moves for panel in panels), strict=True)
-    ]
+        fields: Any = zip(*parts, strict=True)
+        arrivals.append(Arrival(*(f[0] if f[0] is None else torch.cat(f) for f in fields)))
     return Visit(
         batch=first.batch,
         sides=[],
@@ -166,7 +160,6 @@ def _joined(panels: list[Visit], shares: list[float]) -> Visit:
             for name, v in first.report.items()
         },
         arrivals=arrivals,
-        moves=moves,
     )
 
 

@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from negchain.losses.batch import Ids, check_width
+from negchain.losses.batch import check_width, kept
 from negchain.pool import LogQ
 
 Tower = Literal["keys", "anchors"]
@@ -93,9 +93,7 @@ class Request:
     ahead: int = 0  # calls between its making and the one it is for
 
     def __post_init__(self) -> None:
-        self.index = _kept(self.index)
-        if self.augmentation is not None:
-            self.augmentation = (_kept(self.augmentation[0]), _kept(self.augmentation[1]))
+        self.index, self.augmentation = kept(self.index), kept(self.augmentation)
 
     @property
     def wants(self) -> tuple[Want, ...]:
@@ -203,9 +201,3 @@ def check_answers(requests: Sequence[Request], like: Tensor) -> None:
                 "this request was not answered: call request.answer(encoder(items[request.ids]))"
             )
         check_width(part.embeddings, like.shape[-1])
-
-
-def _kept(ids: Ids) -> Tensor:
-    """Ids as they are now: a loop may fill one buffer again and again (a CUDA graph has to)."""
-    ids = ids if isinstance(ids, Tensor) else torch.as_tensor(ids)
-    return ids if ids.is_cuda else ids.to(torch.int64, copy=True)
