@@ -69,6 +69,9 @@ class ContrastiveLoss(Reporting):
     __call__: Callable[..., Tensor]
     step: Tensor  # [] calls in training mode
     key_counts: Tensor  # [num_keys + 1] how often each key was a positive, and the sum
+    num_sides: int  # directions of comparison, each with a table of state of its own
+    num_positions: int | None  # M, the size of the set the negatives come from
+    multiplicity: int  # negatives of the target that share one position: the two views of an item
 
     def __init__(
         self,
@@ -99,6 +102,9 @@ class ContrastiveLoss(Reporting):
         self.views: Views = views
         # A corpus of keys has no anchors of its own to run the other direction from.
         self.symmetric = symmetric and num_keys is None
+        self.num_sides = 2 if views == "paired" and self.symmetric else 1
+        self.num_positions = num_samples if num_keys is None else num_keys
+        self.multiplicity = 2 if views == "shared" else 1
         self.denominator: Denominator = denominator
         self.proposals: Proposals = InBatch()
         if proposals is not None and proposals != "batch":
@@ -130,24 +136,9 @@ class ContrastiveLoss(Reporting):
     # ------------------------------------------------------------------ sizes
 
     @property
-    def num_sides(self) -> int:
-        """Directions of comparison, each with a table of state of its own."""
-        return 2 if self.views == "paired" and self.symmetric else 1
-
-    @property
-    def num_positions(self) -> int | None:
-        """M, the size of the set the negatives come from."""
-        return self.num_samples if self.num_keys is None else self.num_keys
-
-    @property
     def num_ids(self) -> int | None:
         """Ids a negative can have: one per position, or per stored augmentation of it."""
         return None if self.num_positions is None else self.num_positions * self.ids_per_item
-
-    @property
-    def multiplicity(self) -> int:
-        """Negatives of the target that share one position: the two views of an item."""
-        return 2 if self.views == "shared" else 1
 
     def ranks(self) -> Ranks | None:
         """The processes this loss works with; None where it is alone."""

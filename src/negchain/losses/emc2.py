@@ -142,6 +142,8 @@ class EMC2Loss(ContrastiveLoss):
         self.kernel = kernel
         self.carried = carried
         self.augmentations = augmentations
+        self.multiplicity = augmentations or self.multiplicity
+        self._views_per_item = 2 if views == "shared" and self.symmetric else 1
         self.backend = backend
         self.chains = ChainTable(
             self.num_sides,
@@ -155,11 +157,6 @@ class EMC2Loss(ContrastiveLoss):
             file=chain_file,
             ranks=self.rows.ranks,
         )
-
-    @property
-    def multiplicity(self) -> int:
-        """Negatives of the target per item: its stored augmentations, or its two views."""
-        return self.augmentations or (2 if self.views == "shared" else 1)
 
     def held(
         self, index: Ids, augmentation: tuple[Tensor, Tensor] | None = None
@@ -202,7 +199,10 @@ class EMC2Loss(ContrastiveLoss):
             raise fused.not_applicable(call.z_a)
         visit = self.visit(call, requests)
         if self.training:
-            self._store(visit, requests)
+            if self.tables or self._counts_keys:
+                self._remember(visit.batch, visit.sides, requests)
+            for number, arrival in enumerate(visit.arrivals):
+                self.chains.commit(number, arrival, visit.batch.valid)
             self.step += 1
         return self._finish(visit.total, visit.report | visit.rates(), visit.batch.faults)
 
@@ -289,13 +289,6 @@ class EMC2Loss(ContrastiveLoss):
         keys = keys.masked_fill(unseen[:, None], 0.0)  # 0 * NaN would spread
         return ids, keys.view(side.views, -1, keys.shape[1]), side.excludes(ids) | unseen
 
-    def _store(self, visit: Visit, requests: Sequence[Request]) -> None:
-        """Where the chains ended, and what else the next visit needs."""
-        if self.tables or self._counts_keys:
-            self._remember(visit.batch, visit.sides, requests)
-        for number, arrival in enumerate(visit.arrivals):
-            self.chains.commit(number, arrival, visit.batch.valid)
-
     def _touched(
         self, call: Call, index: Tensor, requests: Sequence[Request]
     ) -> Iterator[tuple[Tensor, Tensor]]:
@@ -309,10 +302,6 @@ class EMC2Loss(ContrastiveLoss):
     def _fuses(self, like: Tensor) -> bool:
         """Whether the kernels of `fused` take such a batch; on a CPU only where asked for."""
         return (like.is_cuda or self.backend == "fused") and fused.applies(self, like)
-
-    @property
-    def _views_per_item(self) -> int:
-        return 2 if self.views == "shared" and self.symmetric else 1
 
     def _slots(self, index: Tensor, augmentation: tuple[Tensor, Tensor] | None) -> Tensor:
         """Chains of a batch: [B], one per item; or view after view, of (item, augmentation)."""

@@ -146,8 +146,8 @@ def _joined(panels: list[Visit], shares: list[float]) -> Visit:
     """Panels as one visit: chains in the batch's order, means weighted by the panels' sizes."""
     first, arrivals = panels[0], []
     for parts in zip(*(panel.arrivals for panel in panels), strict=True):
-        fields: Any = zip(*parts, strict=True)
-        arrivals.append(Arrival(*(f[0] if f[0] is None else torch.cat(f) for f in fields)))
+        columns: Any = zip(*parts, strict=True)  # field by field
+        arrivals.append(Arrival._make(f[0] if f[0] is None else torch.cat(f) for f in columns))
     return Visit(
         batch=first.batch,
         sides=[],

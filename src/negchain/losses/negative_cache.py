@@ -66,15 +66,11 @@ class NegativeCacheLoss(ContrastiveLoss):
     ) -> None:
         require_samples(num_samples)
         super().__init__(num_samples, beta, **shared)
+        self.multiplicity = 1  # every item is one negative
         self._counts_keys = False  # of no use: the batch is no column here
         check_refresh(refresh)
         self.refresh_fraction = refresh
         self.tables = Tables(self.num_sides, self.num_ids or 0, shared.get("dim"), self.rows.ranks)
-
-    @property
-    def multiplicity(self) -> int:
-        """Every item is one negative."""
-        return 1
 
     def _drawn(self, side: Side, table: StaleTable, key: Key) -> Part:
         """One draw per row from its stale softmax."""

@@ -22,18 +22,14 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from negchain.losses.batch import check_width, kept
+from negchain.losses.batch import kept
 from negchain.pool import LogQ
 
 Tower = Literal["keys", "anchors"]
+TOWERS: tuple[Tower, Tower] = ("keys", "anchors")  # whose encoder makes the keys of a side
 Purpose = Literal["carried", "draw", "refresh"]
 Encode = Callable[[Tensor], Tensor]
 Encodes = Encode | tuple[Encode, Encode]  # of keys and anchors, or (anchors', keys')
-
-
-def tower_of(side: int) -> Tower:
-    """Whose encoder makes the keys of a side."""
-    return "keys" if side == 0 else "anchors"
 
 
 class Want(NamedTuple):
@@ -67,7 +63,7 @@ class Part:
     @property
     def want(self) -> Want:
         """What the caller has to know of it."""
-        return Want(self.ids.flatten(), tower_of(self.side), self.purpose != "refresh")
+        return Want(self.ids.flatten(), TOWERS[self.side], self.purpose != "refresh")
 
 
 @dataclass
@@ -200,4 +196,9 @@ def check_answers(requests: Sequence[Request], like: Tensor) -> None:
             raise ValueError(
                 "this request was not answered: call request.answer(encoder(items[request.ids]))"
             )
-        check_width(part.embeddings, like.shape[-1])
+        z, dim = part.embeddings, like.shape[-1]
+        if z.dim() != 2 or z.shape[1] != dim or not z.is_floating_point():
+            raise ValueError(
+                f"an answer must hold embeddings [R, D] with D = {dim} in floating point, got "
+                f"{z.dtype} {tuple(z.shape)}"
+            )

@@ -28,7 +28,7 @@ from negchain.losses.batch import as_embedding, check_answer
 from negchain.losses.columns import Key, PrivateSide
 from negchain.losses.distributed import Ranks, share_out, together
 from negchain.losses.proposals import Informed
-from negchain.losses.request import Encodes, Part, Request, encoders_of, tower_of
+from negchain.losses.request import TOWERS, Encodes, Part, Request, encoders_of
 from negchain.losses.settings import check_dim
 from negchain.losses.shards import Shards
 from negchain.losses.state import Rows, Stateful
@@ -327,7 +327,7 @@ class Tables(nn.ModuleList):
 
     def fill(self, loss_fn: ContrastiveLoss, encode: Encodes, chunk: int) -> None:
         """Encode every key once, `chunk` at a time; ranks share the work."""
-        encoders_of(encode, [tower_of(number) for number in range(len(self))])  # before any row
+        encoders_of(encode, TOWERS[: len(self)])  # before any row
         ranks = loss_fn.ranks()
         world = 1 if ranks is None else ranks.world
         for number, table in enumerate(self):

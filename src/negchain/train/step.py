@@ -32,7 +32,8 @@ from negchain.chunked import statistics_kept
 from negchain.fast import encoder as fast_encoder
 from negchain.fast.streams import forked, join, new_stream
 from negchain.losses import ContrastiveLoss
-from negchain.losses.distributed import Piece, Ranks, joined
+from negchain.losses.agreement import Piece
+from negchain.losses.distributed import Ranks, joined
 from negchain.losses.request import Request, Tower, Want
 from negchain.printable import reason
 from negchain.tasks.task import Task
