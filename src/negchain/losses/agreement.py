@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from negchain.losses.batch import Call, Ids, as_ids, check_answer, check_batch, check_call
+from negchain.losses.batch import Call, as_ids, check_answer, check_batch, check_call
 from negchain.losses.columns import check_draw, check_ids, drawn_for
 from negchain.losses.request import Part, Request, check_answers
 from negchain.losses.returned import check_held, check_requests
@@ -46,9 +46,13 @@ def _own(
     check_requests(loss_fn, call, requests)
     check_answers(requests, call.z_a)
     (size, dim), device = call.z_a.shape, call.z_a.device
-    numbers = {name: Piece(as_ids(name, ids, size, device)[None]) for name, ids in _ids_of(call)}
-    if call.known is not None:
-        numbers["known"] = Piece(as_ids("known", call.known, size, device, 2)[None])
+    named = {"index": call.index, "key_index": call.key_index, "known": call.known}
+    named |= {f"view{n}": view for n, view in enumerate(call.augmentation or ())}
+    numbers = {
+        name: Piece(as_ids(name, ids, size, device, 2 if name == "known" else 1)[None])
+        for name, ids in named.items()
+        if ids is not None
+    }
     rows = {"z_a": Piece(call.z_a[None]), "z_b": Piece(call.z_b[None])}
     given = [] if call.draw is None else drawn_for(call, None, loss_fn.num_sides)
     for side, (draw, z) in enumerate(given):
@@ -154,13 +158,6 @@ def _check_heads(heads: list[_Head], join: bool) -> None:
             "every rank passed the same positions: the loss gathers by itself, so give each rank "
             "its own batch (a DistributedSampler), not a gathered one; or use gather=False"
         )
-
-
-def _ids_of(call: Call) -> Iterator[tuple[str, Ids]]:
-    """What a call names per sample."""
-    given = {"index": call.index, "key_index": call.key_index}
-    given |= {f"view{n}": view for n, view in enumerate(call.augmentation or ())}
-    return ((name, value) for name, value in given.items() if value is not None)
 
 
 def parts_of(requests: Sequence[Request]) -> Iterator[tuple[str, Part]]:

@@ -214,8 +214,10 @@ def gathered(
     answers = [replace(request, index=found["index"][0], parts=[]) for request in requests]
     for at, part in parts_of(requests):
         place = answers[int(at.split(".")[0])]
-        asked = found[at].flatten() if at in found else None
-        whole = _whole_part(part, asked, z_of[at].flatten(0, 1))
+        asked = part.ids if part.whole is None else part.whole
+        asked = found[at].flatten() if at in found else asked
+        z = z_of[at].flatten(0, 1)[: asked.numel()]
+        whole = replace(part, ids=asked, embeddings=z)
         if part.purpose == "draw" and part.per_row and ranks.loss_fn.gather != "even":
             whole = _drawn_once(whole, torch.split(found["index"][0], sizes))
         place.parts.append(whole)
@@ -240,13 +242,6 @@ def _one_or_both(sides: list[Any]) -> Any:
     return (sides[0] if len(sides) == 1 else tuple(sides)) if sides else None
 
 
-def _whole_part(part: Part, ids: Tensor | None, z: Tensor) -> Part:
-    """A part with the ids and embeddings of all ranks."""
-    if ids is None:
-        ids = part.ids if part.whole is None else part.whole
-    return replace(part, ids=ids, embeddings=z[: ids.numel()])
-
-
 def _drawn_once(part: Part, index: Sequence[Tensor]) -> Part:
     """Draws by sample, given every rank's samples: what two ranks have drawn alike counts once."""
     assert part.embeddings is not None
@@ -266,7 +261,7 @@ def _renewed_together(requests: Sequence[Request], ranks: Ranks) -> list[Request
         for place, part in enumerate(request.parts):
             if part.whole is not None and part.embeddings is not None:
                 z = together(part.embeddings, len(part.whole), ranks)
-                request.parts[place] = _whole_part(part, None, z)
+                request.parts[place] = replace(part, ids=part.whole, embeddings=z)
     return new
 
 

@@ -93,8 +93,7 @@ def emc2(loss_fn: EMC2Loss, call: Call, requests: Sequence[Request]) -> Sides:
     if loss_fn.carried == "encode":
         carried = [answered(requests, "carried", n).embeddings for n in range(loss_fn.num_sides)]
     else:
-        chains.check_width(call.z_a.shape[1])
-        keys = chains.keys
+        keys = chains.wide("keys", call.z_a.shape[1], math.nan)
     return _sides(
         loss_fn,
         call,
@@ -155,7 +154,7 @@ def _sides(
             dim=z_a.shape[1], denominator=loss_fn.denominator, shared=shared,
             views=2 if shared and loss_fn.symmetric else 1, normalize=loss_fn.normalize,
             training=loss_fn.training, seed=loss_fn.seed,
-            num_samples=loss_fn.num_samples or 2**31 - 1, multiplicity=loss_fn.multiplicity, **mine,
+            num_samples=loss_fn.num_samples or 2**31 - 1, **mine,
             **settings,
         )  # fmt: skip
         pair = (z_a, z_b) if side == 0 else (z_b, z_a)

@@ -23,7 +23,7 @@ from torch import Tensor
 from negchain.losses.batch import Call, as_embedding, is_traced
 from negchain.losses.chains import Arrival, Carried
 from negchain.losses.emc2 import EMC2Loss
-from negchain.losses.request import Part, Request
+from negchain.losses.request import Request
 from negchain.losses.settings import MH, InBatch, Kernel, Shared
 from negchain.losses.walk import Visit
 from negchain.pool import Side
@@ -131,15 +131,12 @@ class LargeBatchEMC2Loss(EMC2Loss):
 
 def _cut_answers(requests: Sequence[Request], cut: Callable[[Tensor], Tensor]) -> list[Request]:
     """Requests whose answers are leaves: the caller's may share a graph."""
-
-    def leaf(part: Part) -> Part:
-        z = part.embeddings
-        return part if z is None else dataclasses.replace(part, embeddings=cut(z))
-
-    return [
-        dataclasses.replace(request, parts=[leaf(part) for part in request.parts])
-        for request in requests
-    ]
+    new = []
+    for request in requests:
+        answers = [(part, cut(part.embeddings)) for part in request.parts]  # type: ignore[arg-type]
+        parts = [dataclasses.replace(part, embeddings=z) for part, z in answers]
+        new.append(dataclasses.replace(request, parts=parts))
+    return new
 
 
 def _joined(panels: list[Visit], shares: list[float]) -> Visit:

@@ -98,24 +98,12 @@ class StaleTable(Stateful):
         self.add_state("embeddings", embeddings, lazy=True, rows=self.rows)
         self.add_state("cursor", torch.zeros((), dtype=torch.int64))
 
-    def _rows(self, dim: int) -> Tensor:
-        """The table; before the first batch shows its width, zeros of width `dim`."""
-        size, width = self.embeddings.shape
-        if width == 0:
-            return self.embeddings.new_zeros(1, 1).expand(size, dim)
-        if width != dim:
-            raise ValueError(
-                f"the table holds embeddings of dimension {width}, got {dim}; build a new loss for "
-                "another encoder"
-            )
-        return self.embeddings
-
     def logits(self, side: Side, beta: float | Tensor) -> Iterator[Chunk]:
         """Stale logits of a side's rows, some keys at a time; own and known positives excluded.
 
         The keys are those of this rank.
         """
-        table = self._rows(side.queries.shape[1])
+        table = self.wide("embeddings", side.queries.shape[1], 0.0)
         queries = side.queries.detach() * constant(beta)
         positives = side.positive_ids[:, None]
         if side.known is not None:
@@ -201,8 +189,8 @@ class StaleTable(Stateful):
             before = upto[:, -1:]
         drawn = self.rows.every(drawn).amax(0)
         drawn = torch.where(drawn < 0, self.size - 1, drawn)  # beyond the sum by rounding
-        table, queries = self._rows(side.queries.shape[1]), side.queries.detach() * beta
-        writes = self.writes
+        table, queries = self.wide("embeddings", side.queries.shape[1], 0.0), side.queries.detach()
+        queries, writes = queries * beta, self.writes
 
         def log_q(ids: Tensor) -> Tensor:
             if self.writes != writes:
@@ -268,11 +256,8 @@ class StaleTable(Stateful):
 
     def write(self, ids: Tensor, embeddings: Tensor) -> None:
         """Remember embeddings [R, D] of keys, as they are; non-finite ones are left out."""
-        rows = self._rows(embeddings.shape[1])
+        self.widen("embeddings", embeddings.shape[1], 0.0)
         self.writes += 1
-        if self.embeddings.shape[1] == 0:
-            with torch.inference_mode(False):
-                self.embeddings = torch.zeros(rows.shape, device=rows.device, dtype=rows.dtype)
         finite = torch.isfinite(embeddings).all(1)
         self.rows.write(self.embeddings, ids, embeddings.detach(), finite)
 
