@@ -43,9 +43,7 @@ class _SideLoss(torch.autograd.Function):
     ) -> Tensor:
         total = queries.new_zeros(())
         needs = any(ctx.needs_input_grad[:4])
-        gradients = [
-            torch.zeros_like(t) if needs else None for t in (queries, positives, keys, beta)
-        ]
+        gradients = [torch.zeros_like(t) for t in (queries, positives, keys, beta) if needs]
         for begin in range(0, queries.shape[0], chunk):
             rows = slice(begin, begin + chunk)
             query, positive_key = queries[rows], positives[rows]
@@ -63,13 +61,11 @@ class _SideLoss(torch.autograd.Function):
             log_sum = log_sum.clamp(min=torch.finfo(log_sum.dtype).min)
             weights = torch.exp(logits - log_sum[:, None]) * pull[:, None]
             d_query, d_positive, d_keys, d_beta = gradients
-            assert d_query is not None and d_positive is not None
-            assert d_keys is not None and d_beta is not None
             d_query[rows] = beta * (weights @ keys - pull[:, None] * positive_key)
             d_positive[rows] = -beta * pull[:, None] * query
             d_keys += beta * (weights.T @ query)
             d_beta += (torch.linalg.vecdot(weights, similarity) - pull * positive).sum()
-        ctx.save_for_backward(*(g for g in gradients if g is not None))
+        ctx.save_for_backward(*gradients)
         return total
 
     @staticmethod

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from negchain.losses.batch import Call, as_ids, check_answer, check_batch, check_call
-from negchain.losses.columns import check_draw, check_ids, drawn_for
+from negchain.losses.columns import check_draw, check_ids, given_draws
 from negchain.losses.request import Part, Request, check_answers
 from negchain.losses.returned import check_held, check_requests
 
@@ -54,7 +54,7 @@ def _own(
         if ids is not None
     }
     rows = {"z_a": Piece(call.z_a[None]), "z_b": Piece(call.z_b[None])}
-    given = [] if call.draw is None else drawn_for(call, None, loss_fn.num_sides)
+    given = [] if call.draw is None else given_draws(call, loss_fn.num_sides)
     for side, (draw, z) in enumerate(given):
         check_draw(draw, z, dim, (size, 2 * size))
         check_ids(draw, draw.ids, loss_fn.num_ids)

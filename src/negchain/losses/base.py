@@ -348,20 +348,13 @@ class ContrastiveLoss(Reporting):
     def _beta(self, like: Tensor) -> float | Tensor:
         return self.beta.to(like.dtype) if isinstance(self.beta, Tensor) else self.beta
 
-    def _value(
-        self,
-        side: Side,
-        similarity: Tensor,
-        estimate: Estimate,
-        carried_similarity: Tensor | None = None,
-    ) -> Tensor:
+    def _value(self, side: Side, similarity: Tensor, estimate: Estimate) -> Tensor:
         """The loss of a side, []; notes its rows without any negative, for `info`."""
         beta, lonely = self._beta(similarity), estimate.log_partition == -math.inf
         if not is_traced(lonely) and (not fit_for_numpy(lonely) or lonely.numpy().any()):
             self.faults[2] += lonely.sum()
-        return contrastive_objective(
-            side.to_positives, similarity, estimate, beta, self.denominator, carried_similarity
-        )
+        positive = side.to_positives
+        return contrastive_objective(positive, similarity, estimate, beta, self.denominator)
 
     def extra_repr(self) -> str:
         """The settings, for `print(loss)`."""

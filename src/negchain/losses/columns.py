@@ -113,11 +113,13 @@ def with_proposals(
         sides = [by_popularity(side, batch, log_q, items) for side in sides]
     if isinstance(proposals, InBatch):
         return sides
-    drawn = drawn_for(call, None if isinstance(proposals, Given) else requests, len(sides))
-    num_ids, normalize = loss_fn.num_ids, loss_fn.normalize
-    return [
-        with_draw(side, *pair, num_ids, normalize) for side, pair in zip(sides, drawn, strict=True)
-    ]
+    if isinstance(proposals, Given):
+        drawn = given_draws(call, len(sides))
+    else:
+        parts = [answered(requests, "draw", number) for number in range(len(sides))]
+        drawn = [(Draw(p.ids, p.log_q), p.embeddings) for p in parts]  # type: ignore[misc]
+    pairs = zip(sides, drawn, strict=True)
+    return [with_draw(side, *pair, loss_fn.num_ids, loss_fn.normalize) for side, pair in pairs]
 
 
 def with_draw(side: Side, draw: Draw, drawn: Tensor, num_ids: int | None, normalize: bool) -> Side:
@@ -182,13 +184,8 @@ def sample_rows(index: Tensor) -> Tensor:  # [B] -> [B]
     return index + 1_000_003 * torch.empty_like(index).index_copy_(0, order, before)
 
 
-def drawn_for(
-    call: Call, requests: Sequence[Request] | None, num_sides: int
-) -> list[tuple[Draw, Tensor]]:
-    """Draws and their embeddings, side by side: those asked for, or the caller's (None)."""
-    if requests is not None:
-        parts = [answered(requests, "draw", side) for side in range(num_sides)]
-        return [(Draw(p.ids, p.log_q), p.embeddings) for p in parts]  # type: ignore[misc]
+def given_draws(call: Call, num_sides: int) -> list[tuple[Draw, Tensor]]:
+    """The caller's draws and their embeddings, side by side."""
     draw, drawn = call.draw, call.drawn
     if draw is None or drawn is None:
         raise ValueError(

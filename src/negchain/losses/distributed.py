@@ -30,7 +30,7 @@ from torch import Tensor
 
 from negchain.losses.agreement import Piece, agreed, is_drawn, parts_of
 from negchain.losses.batch import Call, as_ids
-from negchain.losses.columns import count_keys, drawn_for, sample_rows
+from negchain.losses.columns import count_keys, given_draws, sample_rows
 from negchain.losses.request import Part, Request, check_answers
 from negchain.losses.returned import check_held, check_requests
 from negchain.pool import Draw, first_writer, write_rows
@@ -207,7 +207,7 @@ def gathered(
             if is_drawn(name, own[name]):  # of the batch's rows, view after view
                 own[name] = Piece(value.reshape(copies, size, *value.shape[2:]))
     found, z_of = joined(numbers, ranks, sizes), joined(rows, ranks, sizes)
-    given = [] if call.draw is None else drawn_for(call, None, ranks.loss_fn.num_sides)
+    given = [] if call.draw is None else given_draws(call, ranks.loss_fn.num_sides)
     draws = [
         Draw(found[f"draw{side}"].flatten(0, 1), draw.log_q) for side, (draw, _) in enumerate(given)
     ]
@@ -256,13 +256,14 @@ def _drawn_once(part: Part, index: Sequence[Tensor]) -> Part:
 
 def _renewed_together(requests: Sequence[Request], ranks: Ranks) -> list[Request]:
     """Requests in which refreshed rows of the stale tables are those of all ranks."""
-    new = [replace(request, parts=list(request.parts)) for request in requests]
-    for request in new:
-        for place, part in enumerate(request.parts):
-            if part.whole is not None and part.embeddings is not None:
-                z = together(part.embeddings, len(part.whole), ranks)
-                request.parts[place] = replace(part, ids=part.whole, embeddings=z)
-    return new
+
+    def renewed(part: Part) -> Part:
+        if part.whole is None or part.embeddings is None:
+            return part
+        z = together(part.embeddings, len(part.whole), ranks)
+        return replace(part, ids=part.whole, embeddings=z)
+
+    return [replace(one, parts=[renewed(part) for part in one.parts]) for one in requests]
 
 
 def _tell(ranks: Ranks, call: Call, requests: Sequence[Request]) -> None:

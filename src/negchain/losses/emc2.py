@@ -248,8 +248,9 @@ class EMC2Loss(ContrastiveLoss):
         beta = self._beta(similarity)
         low, high, middle = bracket(side, logits, beta, start.ids, start.logit)
         saturation = torch.where(low > -math.inf, low, high) if self.denominator == "all" else None
-        estimate = Estimate(walk.weights, middle, saturation, walk.carried_weight)
-        visit.total.append(self._value(side, similarity, estimate, start.similarity))
+        carried = walk.carried_weight, start.similarity
+        estimate = Estimate(walk.weights, middle, saturation, carried)
+        visit.total.append(self._value(side, similarity, estimate))
         mean = partial(mean_loss, side.to_positives.detach(), constant(beta), self.denominator)
         ends = {"global_loss_low": low, "global_loss_high": high, "global_loss": middle}
         visit.note({name: partial(mean, log_partition) for name, log_partition in ends.items()})
