@@ -128,9 +128,7 @@ class ContrastiveLoss(Reporting):
             counts = columns.first_counts(key_counts, num_keys)
             self.add_state("key_counts", counts, given=key_counts is not None)
         self.tables: Tables | tuple[()] = ()
-        self.refresh_fraction = 0.0  # of the tables, encoded anew per step
         if isinstance(self.proposals, Informed):
-            self.refresh_fraction = self.proposals.refresh
             self.tables = Tables(self.num_sides, self.num_ids or 0, dim, self.rows.ranks)
 
     # ------------------------------------------------------------------ sizes
@@ -183,7 +181,8 @@ class ContrastiveLoss(Reporting):
                 parts = self._parts_of(z_a, z_b, (index, key_index, known, augmentation), step)
             else:
                 parts = self._parts(index, augmentation, step)
-                parts += self.tables.due(self.refresh_fraction, ahead) if self.tables else []
+                if self.tables and isinstance(self.proposals, Informed):
+                    parts += self.tables.due(self.proposals.refresh, ahead)
         if ranks is not None:
             parts = [distributed.share_out(part, ranks) for part in parts]
         return Request(self, index, self._turn + ahead, parts, augmentation, ahead)

@@ -19,11 +19,11 @@ from torch import Tensor
 from negchain.losses.base import ContrastiveLoss
 from negchain.losses.batch import Call, check_answer, check_batch
 from negchain.losses.columns import Key, rows_alone, with_private
-from negchain.losses.proposals import check_refresh
+from negchain.losses.proposals import Informed
 from negchain.losses.request import Part, Request, answered
 from negchain.losses.settings import Shared, require_samples
 from negchain.losses.state import Report, keep
-from negchain.losses.table import StaleTable, Tables
+from negchain.losses.table import StaleTable
 from negchain.objective import Estimate, effective_negatives
 from negchain.pool import Side
 
@@ -65,12 +65,10 @@ class NegativeCacheLoss(ContrastiveLoss):
         **shared: Unpack[Shared],
     ) -> None:
         require_samples(num_samples)
-        super().__init__(num_samples, beta, **shared)
+        table = Informed(refresh=refresh, alone=True)
+        super().__init__(num_samples, beta, proposals=table, **shared)
         self.multiplicity = 1  # every item is one negative
         self._counts_keys = False  # of no use: the batch is no column here
-        check_refresh(refresh)
-        self.refresh_fraction = refresh
-        self.tables = Tables(self.num_sides, self.num_ids or 0, shared.get("dim"), self.rows.ranks)
 
     def _drawn(self, side: Side, table: StaleTable, key: Key) -> Part:
         """One draw per row from its stale softmax."""
