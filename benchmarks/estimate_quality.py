@@ -37,9 +37,8 @@ from pictures import BASE, TEST_PER_CLASS, copied
 from negchain import ImportanceLoss, WeightedLoss
 from negchain.losses import Uniform
 from negchain.losses.batch import check_batch
-from negchain.losses.request import Part, Want, tower_of
+from negchain.losses.request import Part
 from negchain.methods import LossSettings, Method, register
-from negchain.pool import Draw
 from negchain.reproduce.common import Options, append, provenance, read_rows
 from negchain.reproduce.pages import markdown
 from negchain.reproduce.runs import train
@@ -50,10 +49,7 @@ class ExactLoss(ImportanceLoss):
 
     def _parts(self, index: Any, augmentation: Any, step: Any) -> list[Part]:
         ids = torch.arange(self.num_samples or 0, device=index.device)
-        return [
-            Part("draw", side, Want(ids, tower_of(side)), Draw(ids))
-            for side in range(self.num_sides)
-        ]
+        return [Part("draw", side, ids) for side in range(self.num_sides)]
 
 
 class WholeTableLoss(WeightedLoss):

@@ -36,7 +36,7 @@ def small(dtype: torch.dtype, beta: float = 10.0) -> tuple[float, float]:
         loss_fn.fill(lambda ids: old[ids])
         index = torch.tensor([0, other])
         (part,) = loss_fn.request(index, z[index], z[index]).parts
-        log_q = part.draw.log_q.double()
+        log_q = part.log_q.double()
         for pair in itertools.product(range(m), repeat=2):
             ratio = (exact[list(pair)] - log_q[list(pair)]).exp()
             chance = log_q[list(pair)].sum().exp() / (m - 1)

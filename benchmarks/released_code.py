@@ -136,10 +136,10 @@ class Chain(nn.Module):
 class SelfPositive(NegativeCacheLoss):
     """1 - p+ with s(x, x) = 1 instead of s(x, y)."""
 
-    def _value(self, side: Any, similarity: Tensor, estimate: Any, *more: Any) -> Tensor:
+    def _value(self, side: Any, similarity: Tensor, estimate: Any) -> Tensor:
         shift = self.beta * (side.to_positives.detach() - 1)
         estimate = estimate._replace(log_saturation=estimate.log_partition + shift)
-        return super()._value(side, similarity, estimate, *more)
+        return super()._value(side, similarity, estimate)
 
 
 class Scaled(nn.Module):

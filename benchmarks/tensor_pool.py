@@ -21,6 +21,7 @@ import torch.multiprocessing as mp
 
 from negchain import EMC2Loss
 from negchain.losses.distributed import Ranks
+from negchain.losses.state import Rows
 
 M, D, B = 10**6, 128, int(os.environ.get("B", "512"))
 CPU = torch.device("cpu")
@@ -72,7 +73,7 @@ def one_rank(rank: int, world: int, folder: str) -> None:
     pool = TensorPoolSharder().shard(
         TensorPool(pool_size=M, dim=D, dtype=torch.float32, device=CPU), plan, env, CPU
     )
-    rows = Ranks(rank, world, None, EMC2Loss(8)).rows(M)
+    rows = Rows.of(M, Ranks(rank, world, None, EMC2Loss(8)))
     table, yes = torch.zeros(rows.count, D), torch.ones(world * B, dtype=torch.bool)
     all_ids, all_values = every(ids, world), every(values, world)
     calls: list[Callable[[], Any]] = [

@@ -43,9 +43,7 @@ class _SideLoss(torch.autograd.Function):
     ) -> Tensor:
         total = queries.new_zeros(())
         needs = any(ctx.needs_input_grad[:4])
-        gradients = [
-            torch.zeros_like(t) if needs else None for t in (queries, positives, keys, beta)
-        ]
+        gradients = [torch.zeros_like(t) for t in (queries, positives, keys, beta) if needs]
         for begin in range(0, queries.shape[0], chunk):
             rows = slice(begin, begin + chunk)
             query, positive_key = queries[rows], positives[rows]
@@ -63,13 +61,11 @@ class _SideLoss(torch.autograd.Function):
             log_sum = log_sum.clamp(min=torch.finfo(log_sum.dtype).min)
             weights = torch.exp(logits - log_sum[:, None]) * pull[:, None]
             d_query, d_positive, d_keys, d_beta = gradients
-            assert d_query is not None and d_positive is not None
-            assert d_keys is not None and d_beta is not None
             d_query[rows] = beta * (weights @ keys - pull[:, None] * positive_key)
             d_positive[rows] = -beta * pull[:, None] * query
             d_keys += beta * (weights.T @ query)
             d_beta += (torch.linalg.vecdot(weights, similarity) - pull * positive).sum()
-        ctx.save_for_backward(*(g for g in gradients if g is not None))
+        ctx.save_for_backward(*gradients)
         return total
 
     @staticmethod
@@ -144,25 +140,17 @@ def global_loss(
     else:
         sides = [(z_a, z_b, z_b), (z_b, z_a, z_a)][: 2 if symmetric else 1]
     beta_tensor = torch.as_tensor(beta, dtype=z_a.dtype, device=device)
-    total = z_a.new_zeros(())
-    for queries, positives, keys in sides:
-        step = chunk or max(1, CHUNK_ELEMENTS // keys.shape[0])
-        mask = _exclusion(ids, known, queries.shape[0], keys.shape[0])
-        with without_autocast(z_a):
-            part = _SideLoss.apply(queries, positives, keys, beta_tensor, mask, denominator, step)
-        total = total + part / queries.shape[0]
-    return total / len(sides)
+    numbers = torch.arange(len(sides[0][0]), device=device) % size  # of each anchor's item
 
-
-def _exclusion(
-    ids: Tensor, known: Tensor | None, num_rows: int, num_keys: int
-) -> Callable[[slice], Tensor]:
-    """Which keys are no negatives of a chunk of anchors, computed when it is needed."""
-    size = ids.shape[0]
-
-    def excluded(rows: slice) -> Tensor:  # [c,K] bool
-        item = torch.arange(num_rows, device=ids.device)[rows] % size
+    def excluded(rows: slice) -> Tensor:  # [c,K] bool: keys that are no negatives
+        item = numbers[rows]
         mask = matches(ids, ids[item], None if known is None else known[item])
-        return mask.repeat(1, num_keys // size)
+        return mask.repeat(1, len(sides[0][2]) // size)
 
-    return excluded
+    total = z_a.new_zeros(())
+    for side in sides:
+        step = chunk or max(1, CHUNK_ELEMENTS // len(side[2]))
+        with without_autocast(z_a):
+            part = _SideLoss.apply(*side, beta_tensor, excluded, denominator, step)
+        total = total + part / len(side[0])
+    return total / len(sides)

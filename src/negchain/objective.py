@@ -31,7 +31,8 @@ class Estimate(NamedTuple):
     weights: Tensor  # [N,K], never differentiated
     log_partition: Tensor  # [N] log of the sum over the negatives, for the value; -inf: none
     log_saturation: Tensor | None = None  # [N] the same for 1 - p+; None: as log_partition
-    carried_weight: Tensor | None = None  # [N] weight of the row's own carried negative
+    # [N] weight of the row's own carried negative, and the similarity to it, differentiable
+    carried: tuple[Tensor, Tensor] | None = None
 
 
 def contrastive_objective(
@@ -40,7 +41,6 @@ def contrastive_objective(
     estimate: Estimate,
     beta: float | Tensor,
     denominator: Denominator,
-    carried_similarity: Tensor | None = None,
 ) -> Tensor:
     """Mean over rows of a loss with the value and the gradient of the module's header.
 
@@ -50,7 +50,6 @@ def contrastive_objective(
         estimate: weights and partition of the negatives.
         beta: inverse temperature, a number or a scalar tensor.
         denominator: "negatives" or "all".
-        carried_similarity: [N] similarity to each row's carried negative, where it has one.
 
     Returns:
         [] scalar. A row without any negative contributes nothing.
@@ -75,8 +74,9 @@ def contrastive_objective(
         pull = pull * torch.sigmoid(saturation - positive_logit)
     value = torch.where(has_negatives, value, 0.0)
     negative = torch.linalg.vecdot(estimate.weights, similarity)
-    if carried_similarity is not None and estimate.carried_weight is not None:
-        negative = negative + estimate.carried_weight * carried_similarity
+    if estimate.carried is not None:
+        weight, to_carried = estimate.carried
+        negative = negative + weight * to_carried
     surrogate = pull * (negative - positive) * beta
     # NaN embeddings make `value` and `surrogate` NaN, which is what a gradient scaler looks for.
     total: Tensor = (value + (surrogate - surrogate.detach())).mean()

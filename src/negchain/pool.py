@@ -34,6 +34,8 @@ from torch import Tensor
 
 from negchain.rng import fit_for_numpy
 
+LogQ = Tensor | Callable[[Tensor], Tensor] | None
+
 
 class Draw(NamedTuple):
     """Negatives the caller drew from beyond the batch, and the distribution they came from.
@@ -51,7 +53,7 @@ class Draw(NamedTuple):
     """
 
     ids: Tensor
-    log_q: Tensor | Callable[[Tensor], Tensor] | None = None
+    log_q: LogQ = None
 
     def log_q_of(self, ids: Tensor) -> Tensor | None:
         """Log-probability of ids, of their shape; weights are never differentiated, nor is q."""

@@ -10,7 +10,7 @@ import torch
 import negchain.losses.batch as batch
 import negchain.losses.columns as columns
 import negchain.losses.emc2 as emc2
-import negchain.losses.resample as resample
+import negchain.losses.sweeps as sweeps
 import negchain.losses.walk as walk
 from negchain import EMC2Loss, LargeBatchEMC2Loss
 from negchain.losses.chains import ChainTable
@@ -121,12 +121,12 @@ def answers_of_an_earlier_visit(patch) -> None:
 
 def held_state_is_dropped_and_repeats_count(patch) -> None:
     """Issue 6: i-SIR drops a held item that is in the batch, which holds some of them twice."""
-    right = resample.as_set
+    right = sweeps.as_set
 
     def once(side, kind, ids, start, logits):
         return right(side, kind, ids, start, logits)[0], logits
 
-    patch.setattr(resample, "as_set", once)
+    patch.setattr(sweeps, "as_set", once)
 
 
 def first_that_moved_is_stored(patch) -> None:

@@ -19,7 +19,7 @@ from test_battery import stored_of
 
 import negchain.losses.columns as columns
 import negchain.losses.emc2 as emc2
-import negchain.losses.resample as resample
+import negchain.losses.sweeps as sweeps
 import oracles
 from negchain import MH, Draw, EMC2Loss, Given, InBatch, Informed, Uniform
 from oracles.simulated import Simulated
@@ -187,7 +187,7 @@ def test_both_copies_leave_isir_a_smaller_bias_where_views_differ() -> None:
 
 
 def held_item_is_counted_beside_itself(patch) -> None:
-    patch.setattr(resample, "as_set", lambda side, kind, ids, start, logits: (start, logits))
+    patch.setattr(sweeps, "as_set", lambda side, kind, ids, start, logits: (start, logits))
 
 
 def informed_draws_pass_for_uniform(patch) -> None:

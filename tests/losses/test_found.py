@@ -196,7 +196,7 @@ def test_a_row_without_negatives_leaves_informed_draws_to_the_others(per_row) ->
     known[2] = torch.arange(20)
     (part,) = loss_fn.request(index, keys[:6], keys[:6], known=known).parts
     if not per_row:
-        assert float(part.draw.log_q.exp().sum()) == pytest.approx(1.0, abs=1e-9)
+        assert float(part.log_q.exp().sum()) == pytest.approx(1.0, abs=1e-9)
     with pytest.warns(UserWarning, match="no negatives"):
         loss_fn(keys[:6], keys[:6] + 0.1, index, known=known, encode=lambda ids: keys[ids])
     assert loss_fn.info["rows_without_negatives"] == 2  # two views of one item

@@ -45,12 +45,12 @@ def mean_partition(
         call = Call(z[index], z[index], index)
         request = loss_fn.request(index, z[index], z[index])
         (part,) = request.parts
-        draw, log_q = part.draw, part.draw.log_q
+        ids, log_q = part.ids, part.log_q
         if callable(log_q):
             log_q = log_q(torch.arange(M).expand(len(index), -1))[0]
         for pair in itertools.product(range(M), repeat=2):
-            part.draw = draw._replace(ids=torch.tensor(pair).expand_as(draw.ids))
-            part.embeddings = z[part.draw.ids.flatten()]
+            part.ids = torch.tensor(pair).expand_as(ids)
+            part.embeddings = z[part.ids.flatten()]
             (side,) = loss_fn._begin(check_batch(loss_fn, call), call, [request])
             logits = detached_logits(side, side.similarities(), BETA)
             if planted is not None:
@@ -154,7 +154,7 @@ def test_one_step_by_hand(views, denominator, per_row) -> None:
     loss_fn.fill(towers(loss_fn, lambda ids: old[ids]))
     z_a, z_b = z[index], z[index].roll(1, 1)
     second = loss_fn.request(index, z_a, z_b).encode(towers(loss_fn, lambda ids: z[ids]))
-    drawn = [part.draw.ids.clone() for part in second.parts]
+    drawn = [part.ids.clone() for part in second.parts]
     total = loss_fn(z_a, z_b, index, loss_fn.request(index), second)
 
     directions = [(z_a, z_b), (z_b, z_a)]
@@ -201,7 +201,7 @@ def test_logq_is_the_papers_loss(proposals) -> None:
     z, queries = embeddings(), embeddings(5)[:3].requires_grad_()
     index, keys = torch.tensor([0, 5, 9]), torch.tensor([0, 3, 4])
     first = loss_fn.request(index).encode(lambda ids: z[ids])
-    drawn = torch.cat([part.draw.ids for part in first.parts] or [keys[:0]])
+    drawn = torch.cat([part.ids for part in first.parts] or [keys[:0]])
     second = loss_fn.request(index, queries, z[keys], key_index=keys)
     total = loss_fn(queries, z[keys], index, first, second, key_index=keys)
 

@@ -31,6 +31,7 @@ import negchain.losses.base as base
 import negchain.losses.batch as batch
 import negchain.losses.emc2 as emc2
 import negchain.losses.softmax as softmax
+import negchain.losses.state as state
 import negchain.losses.table as table
 import negchain.losses.walk as walk
 from negchain import EMC2Loss, InfoNCELoss, LargeBatchEMC2Loss, NegativeCacheLoss
@@ -77,7 +78,7 @@ def tables_are_made_in_inference_mode(patch) -> None:
         def __getattr__(self, name):
             return getattr(torch, name)
 
-    patch.setattr(table, "torch", Torch())
+    patch.setattr(state, "torch", Torch())
 
 
 def one_probability_per_item(patch) -> None:

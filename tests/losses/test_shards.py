@@ -18,6 +18,7 @@ from torch import Tensor
 from forked import fork_ranks
 from negchain import EMC2Loss, Informed, NegativeCacheLoss
 from negchain.losses.distributed import Ranks
+from negchain.losses.state import Rows
 from negchain.losses.table import StaleTable
 
 NAMES = [
@@ -52,7 +53,7 @@ def rows_of(rank: int, world: int) -> dict[str, Any]:
     ranks = Ranks(rank, world, None, EMC2Loss(M))
     found: dict[str, Any] = {}
     for total in (1, 2, 7):
-        rows = ranks.rows(total)
+        rows = Rows.of(total, ranks)
         whole = torch.arange(3 * total).view(total, 3)
         table = whole[rows.first : rows.first + rows.count].clone()
         slots = torch.tensor([total - 1, 0, total // 2, 0])[rank:]  # another number on each rank
@@ -62,7 +63,7 @@ def rows_of(rank: int, world: int) -> dict[str, Any]:
         everyone = rows.read(table, torch.arange(total))
         assert everyone[total - 1].tolist() == [8, 8, 8]
         assert torch.equal(everyone[:-1], whole[:-1])
-    rows = ranks.rows(7)
+    rows = Rows.of(7, ranks)
     for name, q in proposals().items():
         mine = q.log()[rows.first : rows.first + rows.count]
         found[name] = rows.draw(mine, GRID)

@@ -15,7 +15,7 @@ from scipy import stats
 from torch import Tensor
 
 import negchain.losses.emc2 as emc2
-import negchain.losses.resample as resample
+import negchain.losses.sweeps as sweeps
 import negchain.losses.walk as walk
 from negchain import Draw, EMC2Loss, Given, Uniform
 from negchain.losses.columns import PrivateSide
@@ -172,7 +172,7 @@ def test_isir_with_repeated_items_leaves_p_invariant(views) -> None:
 
 def test_repeats_counted_twice_are_caught(monkeypatch) -> None:
     monkeypatch.setattr(
-        resample, "repeated_items", lambda side, kind: torch.zeros_like(side.all_excluded())
+        sweeps, "repeated_items", lambda side, kind: torch.zeros_like(side.all_excluded())
     )
     kernel, p = isir_kernel(4, 4, "paired")
     assert (p @ kernel - p).abs().max() > 1e-3

@@ -14,7 +14,7 @@
 | `request.py` | what a loss wants encoded |
 | `base.py`, `batch.py`, `state.py` | what all of them share |
 | `returned.py` | requests that a caller kept and hands back |
-| `resample.py`, `sweeps.py` | a visit by i-SIR, and over columns of several kinds |
+| `sweeps.py` | a visit over columns of several kinds, and by i-SIR |
 | `stored.py`, `chain_file.py` | stored augmentations; chains in a file |
 | `proposals.py`, `columns.py`, `table.py` | draws from beyond the batch, and their stale table |
 | `distributed.py`, `agreement.py`, `shards.py` | several ranks: one joined batch, equal state |

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from negchain.losses.batch import Call, Ids, as_ids, check_answer, check_batch, check_call
-from negchain.losses.columns import check_draw, check_ids, drawn_for
+from negchain.losses.batch import Call, as_ids, check_answer, check_batch, check_call
+from negchain.losses.columns import check_draw, check_ids, given_draws
 from negchain.losses.request import Part, Request, check_answers
 from negchain.losses.returned import check_held, check_requests
 
@@ -25,48 +25,53 @@ if TYPE_CHECKING:
     from negchain.losses.distributed import Ranks
 
 
-class Own(NamedTuple):
-    """Something this rank sends: [V,n,...], and whether n is the size of its batch."""
+class Piece(NamedTuple):
+    """Something every rank has rows of."""
 
-    rows: Tensor
-    of_batch: bool = True
+    rows: Tensor  # [V,n,...]
+    counts: Sequence[int] | None = None  # n of every rank; None: the size of its batch
 
 
-def is_drawn(name: str, own: Own) -> bool:
+def is_drawn(name: str, piece: Piece) -> bool:
     """Whether these are the caller's draws for each row of the batch."""
-    return name.startswith("draw") and own.of_batch
+    return name.startswith("draw") and piece.counts is None
 
 
 def _own(
     ranks: Ranks, call: Call, requests: Sequence[Request]
-) -> tuple[dict[str, Own], dict[str, Own]]:
+) -> tuple[dict[str, Piece], dict[str, Piece]]:
     """The ids and the embeddings this rank sends, checked."""
     loss_fn = ranks.loss_fn
     check_call(loss_fn, call)
     check_requests(loss_fn, call, requests)
     check_answers(requests, call.z_a)
     (size, dim), device = call.z_a.shape, call.z_a.device
-    numbers = {name: Own(as_ids(name, ids, size, device)[None]) for name, ids in _ids_of(call)}
-    if call.known is not None:
-        numbers["known"] = Own(as_ids("known", call.known, size, device, 2)[None])
-    rows = {"z_a": Own(call.z_a[None]), "z_b": Own(call.z_b[None])}
-    given = [] if call.draw is None else drawn_for(call, None, loss_fn.num_sides)
+    named = {"index": call.index, "key_index": call.key_index, "known": call.known}
+    named |= {f"view{n}": view for n, view in enumerate(call.augmentation or ())}
+    numbers = {
+        name: Piece(as_ids(name, ids, size, device, 2 if name == "known" else 1)[None])
+        for name, ids in named.items()
+        if ids is not None
+    }
+    rows = {"z_a": Piece(call.z_a[None]), "z_b": Piece(call.z_b[None])}
+    given = [] if call.draw is None else given_draws(call, loss_fn.num_sides)
     for side, (draw, z) in enumerate(given):
         check_draw(draw, z, dim, (size, 2 * size))
         check_ids(draw, draw.ids, loss_fn.num_ids)
         if not ranks.join:
             check_answer(z.reshape(-1, dim), call.z_a, loss_fn.normalize)
         ids = draw.ids.to(device)[None]
-        numbers[f"draw{side}"] = Own(ids, ids.dim() == 3)
-        rows[f"drawn{side}"] = Own(z.reshape(*ids.shape, dim), ids.dim() == 3)
+        counts = None if ids.dim() == 3 else [ids.shape[1]] * ranks.world
+        numbers[f"draw{side}"] = Piece(ids, counts)
+        rows[f"drawn{side}"] = Piece(z.reshape(*ids.shape, dim), counts)
     for at, part in parts_of(requests):
         assert part.embeddings is not None
         z = part.embeddings.to(device)
-        rows[at] = Own(z[None], of_batch=False)
+        rows[at] = Piece(z[None], [len(z)] * ranks.world)
         if part.per_row:
-            numbers[at] = Own(part.want.ids.to(device).view(part.per_row, size))
-            rows[at] = Own(z.view(part.per_row, size, dim))
-        if part.want.gradient and not ranks.join:  # nobody else will look at it
+            numbers[at] = Piece(part.ids.to(device).view(part.per_row, size))
+            rows[at] = Piece(z.view(part.per_row, size, dim))
+        if part.purpose != "refresh" and not ranks.join:  # nobody else will look at it
             check_answer(z, call.z_a, loss_fn.normalize)
     if not ranks.join:
         check_batch(loss_fn, call)
@@ -83,13 +88,13 @@ _Head = dict[str, int]
 
 def agreed(
     ranks: Ranks, call: Call, requests: Sequence[Request]
-) -> tuple[dict[str, Own], dict[str, Own], list[_Head]]:
+) -> tuple[dict[str, Piece], dict[str, Piece], list[_Head]]:
     """What this rank sends, and every rank's sizes.
 
     What is wrong on one rank is refused on all of them, before anything is sent: none waits.
     """
     loss_fn, device, refusal = ranks.loss_fn, call.z_a.device, None
-    numbers, rows, mine = dict[str, Own](), dict[str, Own](), [1] + [0] * 7
+    numbers, rows, mine = dict[str, Piece](), dict[str, Piece](), [1] + [0] * 7
     even, hashed = loss_fn.gather == "even", torch.tensor(ranks.rank, device=device)
     try:
         numbers, rows = _own(ranks, call, requests)
@@ -116,14 +121,14 @@ def agreed(
     return numbers, rows, heads
 
 
-def _kinds(ranks: Ranks, numbers: dict[str, Own], rows: dict[str, Own]) -> int:
+def _kinds(ranks: Ranks, numbers: dict[str, Piece], rows: dict[str, Piece]) -> int:
     """A number that is another one where ranks were built or called differently."""
     loss_fn = ranks.loss_fn
     kinds = [f"{loss_fn.num_samples} {loss_fn.num_ids} {loss_fn.views} {loss_fn.denominator}"]
     kinds += [str(torch.cat([own.rows.flatten()[:0] for own in rows.values()]).dtype)]
     for name, own in (numbers | rows).items():
         if name != "known":  # a rank may have none
-            begin = 2 if own.of_batch or not ranks.join else 1
+            begin = 2 if own.counts is None or not ranks.join else 1
             kinds += [f"{name} {tuple(own.rows.shape[begin:])}"]
     return zlib.crc32(" ".join(kinds).encode())
 
@@ -153,13 +158,6 @@ def _check_heads(heads: list[_Head], join: bool) -> None:
             "every rank passed the same positions: the loss gathers by itself, so give each rank "
             "its own batch (a DistributedSampler), not a gathered one; or use gather=False"
         )
-
-
-def _ids_of(call: Call) -> Iterator[tuple[str, Ids]]:
-    """What a call names per sample."""
-    given = {"index": call.index, "key_index": call.key_index}
-    given |= {f"view{n}": view for n, view in enumerate(call.augmentation or ())}
-    return ((name, value) for name, value in given.items() if value is not None)
 
 
 def parts_of(requests: Sequence[Request]) -> Iterator[tuple[str, Part]]:

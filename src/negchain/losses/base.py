@@ -47,7 +47,7 @@ from negchain.losses.request import (
 from negchain.losses.returned import check_held, check_requests
 from negchain.losses.settings import Gather, InBatch
 from negchain.losses.state import Reporting, Rows
-from negchain.losses.table import Tables
+from negchain.losses.table import StaleTable, Tables
 from negchain.objective import Denominator, Estimate, contrastive_objective
 from negchain.pool import Side
 from negchain.rng import fit_for_numpy
@@ -62,13 +62,16 @@ class ContrastiveLoss(Reporting):
         True
 
     A method implements `_loss(call, requests)`: the loss of a batch, []. What it wants encoded
-    beyond draws from `proposals` it adds in `_parts` (before the batch is encoded) or
-    `_parts_given` (after).
+    beyond draws from `proposals` it adds in `_parts` (before the batch is encoded) or draws
+    from a stale table in `_drawn` (after).
     """
 
     __call__: Callable[..., Tensor]
     step: Tensor  # [] calls in training mode
     key_counts: Tensor  # [num_keys + 1] how often each key was a positive, and the sum
+    num_sides: int  # directions of comparison, each with a table of state of its own
+    num_positions: int | None  # M, the size of the set the negatives come from
+    multiplicity: int  # negatives of the target that share one position: the two views of an item
 
     def __init__(
         self,
@@ -99,6 +102,9 @@ class ContrastiveLoss(Reporting):
         self.views: Views = views
         # A corpus of keys has no anchors of its own to run the other direction from.
         self.symmetric = symmetric and num_keys is None
+        self.num_sides = 2 if views == "paired" and self.symmetric else 1
+        self.num_positions = num_samples if num_keys is None else num_keys
+        self.multiplicity = 2 if views == "shared" else 1
         self.denominator: Denominator = denominator
         self.proposals: Proposals = InBatch()
         if proposals is not None and proposals != "batch":
@@ -122,32 +128,15 @@ class ContrastiveLoss(Reporting):
             counts = columns.first_counts(key_counts, num_keys)
             self.add_state("key_counts", counts, given=key_counts is not None)
         self.tables: Tables | tuple[()] = ()
-        self.refresh_fraction = 0.0  # of the tables, encoded anew per step
         if isinstance(self.proposals, Informed):
-            self.refresh_fraction = self.proposals.refresh
             self.tables = Tables(self.num_sides, self.num_ids or 0, dim, self.rows.ranks)
 
     # ------------------------------------------------------------------ sizes
 
     @property
-    def num_sides(self) -> int:
-        """Directions of comparison, each with a table of state of its own."""
-        return 2 if self.views == "paired" and self.symmetric else 1
-
-    @property
-    def num_positions(self) -> int | None:
-        """M, the size of the set the negatives come from."""
-        return self.num_samples if self.num_keys is None else self.num_keys
-
-    @property
     def num_ids(self) -> int | None:
         """Ids a negative can have: one per position, or per stored augmentation of it."""
         return None if self.num_positions is None else self.num_positions * self.ids_per_item
-
-    @property
-    def multiplicity(self) -> int:
-        """Negatives of the target that share one position: the two views of an item."""
-        return 2 if self.views == "shared" else 1
 
     def ranks(self) -> Ranks | None:
         """The processes this loss works with; None where it is alone."""
@@ -192,7 +181,8 @@ class ContrastiveLoss(Reporting):
                 parts = self._parts_of(z_a, z_b, (index, key_index, known, augmentation), step)
             else:
                 parts = self._parts(index, augmentation, step)
-                parts += self.tables.due(self.refresh_fraction, ahead) if self.tables else []
+                if self.tables and isinstance(self.proposals, Informed):
+                    parts += self.tables.due(self.proposals.refresh, ahead)
         if ranks is not None:
             parts = [distributed.share_out(part, ranks) for part in parts]
         return Request(self, index, self._turn + ahead, parts, augmentation, ahead)
@@ -200,7 +190,7 @@ class ContrastiveLoss(Reporting):
     def _parts_of(
         self, z_a: Tensor, z_b: Tensor | None, where: tuple[Any, ...], step: Tensor
     ) -> list[Part]:
-        """`_parts_given` for a batch of which z_b may be missing, on all ranks."""
+        """What depends on the embeddings of a batch, of which z_b may be missing."""
         if z_b is None and self.symmetric and self.tables:
             raise ValueError(
                 "z_b's rows are anchors as well, and draw by it: pass z_b too, or build "
@@ -210,7 +200,9 @@ class ContrastiveLoss(Reporting):
         if ranks is not None and len(self.tables):
             call = distributed.asked_together(ranks, call)
         with without_autocast(z_a):
-            return self._parts_given(call, step)
+            sides = columns.rows_alone(self, check_batch(self, call)) if self.tables else []
+            pairs = enumerate(zip(sides, self.tables, strict=True))
+            return [self._drawn(*pair, (self.seed, step, number)) for number, pair in pairs]
 
     def _parts(
         self, index: Tensor, augmentation: tuple[Tensor, Tensor] | None, step: Tensor
@@ -219,10 +211,9 @@ class ContrastiveLoss(Reporting):
         drawn = isinstance(self.proposals, Uniform)
         return columns.uniform_parts(self, index, step) if drawn else []
 
-    def _parts_given(self, call: Call, step: Tensor) -> list[Part]:
-        """Once the batch is encoded: informed draws."""
-        informed = isinstance(self.proposals, Informed)
-        return columns.informed_parts(self, check_batch(self, call), step) if informed else []
+    def _drawn(self, side: Side, table: StaleTable, key: columns.Key) -> Part:
+        """Once the batch is encoded: what the rows of a side want from its stale table."""
+        return columns.informed_part(self, side, table, key)
 
     def held(
         self, index: Ids, augmentation: tuple[Tensor, Tensor] | None = None
@@ -307,21 +298,12 @@ class ContrastiveLoss(Reporting):
             )
         if call.index is None:
             return ()
-        first = self.request(call.index, augmentation=call.augmentation)
-        others = [self._second_request(call)] if self.tables else []
+        more: dict[str, Any] = {"augmentation": call.augmentation}
+        first, others = self.request(call.index, **more), []
+        if self.tables:
+            more |= {"key_index": call.key_index, "known": call.known}
+            others = [self.request(call.index, call.z_a, call.z_b, **more)]
         return first.encode(encode, *others), *others
-
-    def _second_request(self, call: Call) -> Request:
-        """What depends on the embeddings of a batch."""
-        assert call.index is not None
-        return self.request(
-            call.index,
-            call.z_a,
-            call.z_b,
-            key_index=call.key_index,
-            known=call.known,
-            augmentation=call.augmentation,
-        )
 
     def _loss(self, call: Call, requests: Sequence[Request]) -> Tensor:
         raise NotImplementedError
@@ -365,20 +347,13 @@ class ContrastiveLoss(Reporting):
     def _beta(self, like: Tensor) -> float | Tensor:
         return self.beta.to(like.dtype) if isinstance(self.beta, Tensor) else self.beta
 
-    def _value(
-        self,
-        side: Side,
-        similarity: Tensor,
-        estimate: Estimate,
-        carried_similarity: Tensor | None = None,
-    ) -> Tensor:
+    def _value(self, side: Side, similarity: Tensor, estimate: Estimate) -> Tensor:
         """The loss of a side, []; notes its rows without any negative, for `info`."""
         beta, lonely = self._beta(similarity), estimate.log_partition == -math.inf
         if not is_traced(lonely) and (not fit_for_numpy(lonely) or lonely.numpy().any()):
             self.faults[2] += lonely.sum()
-        return contrastive_objective(
-            side.to_positives, similarity, estimate, beta, self.denominator, carried_similarity
-        )
+        positive = side.to_positives
+        return contrastive_objective(positive, similarity, estimate, beta, self.denominator)
 
     def extra_repr(self) -> str:
         """The settings, for `print(loss)`."""

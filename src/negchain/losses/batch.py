@@ -324,15 +324,6 @@ def _clamped(ids: Tensor, size: int | None) -> tuple[Tensor, Tensor]:
     return ids.clamp(0, size - 1), (ids >= 0) & (ids < size)
 
 
-def check_width(z: Tensor, dim: int) -> None:
-    """Refuse embeddings [R, D] that answer a request if D is not the batch's."""
-    if z.dim() != 2 or z.shape[1] != dim or not z.is_floating_point():
-        raise ValueError(
-            f"an answer must hold embeddings [R, D] with D = {dim} in floating point, got "
-            f"{z.dtype} {tuple(z.shape)}"
-        )
-
-
 def check_answer(z: Tensor, like: Tensor, normalize: bool) -> Tensor:
     """Embeddings [R, D] that answer a request, brought to the batch's form and finite."""
     z = as_embedding(z, normalize).to(like.dtype)

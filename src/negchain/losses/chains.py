@@ -41,12 +41,14 @@ NOT_MOVED = -1  # in `ChainTable.states`: the chain is still at its initial draw
 
 
 class Arrival(NamedTuple):
-    """Where the chains of a batch ended."""
+    """Where the chains of a batch ended, and how often their rows moved."""
 
     slots: Tensor  # [B] chains; one that stands here twice goes on as its first says
     moved: Tensor  # [B] bool: the state is a new one
     ids: Tensor  # [B] id of the new state
     key: Tensor | None  # [B,D] its embedding, where it is kept
+    accepts: Tensor  # [N]
+    num_steps: Tensor  # [N] moves each row could make: its proposals, or one for i-SIR
 
 
 class ChainTable(Stateful):
@@ -137,20 +139,7 @@ class ChainTable(Stateful):
 
     def cached_keys(self, side: int, slots: Tensor, dim: int) -> Tensor:  # -> [B,D]
         """Embeddings of the carried states as of their last visit; NaN before the first."""
-        width = self.keys.shape[2]
-        if width == 0:
-            return self.keys.new_full((len(slots), dim), math.nan)
-        self.check_width(dim)
-        return self.rows.read(self.keys[side], slots)
-
-    def check_width(self, dim: int) -> None:
-        """Refuse embeddings of another dimension than the cached ones."""
-        width = self.keys.shape[2]
-        if width != dim:
-            raise ValueError(
-                f"the chains hold embeddings of dimension {width}, got {dim}; build a new loss for "
-                "another encoder"
-            )
+        return self.rows.read(self.wide("keys", dim, math.nan)[side], slots)
 
     def commit(self, side: int, arrival: Arrival, valid: Tensor) -> None:
         """Store where the chains of the valid rows ended; the others stay as they are.
@@ -162,10 +151,7 @@ class ChainTable(Stateful):
         valid = valid if len(valid) == len(slots) else valid.repeat(len(slots) // len(valid))
         self.rows.write(self.states[side], slots, arrival.ids, valid, arrival.moved)
         if arrival.key is not None:
-            if self.keys.shape[2] == 0:
-                shape = (*self.keys.shape[:2], arrival.key.shape[1])
-                with torch.inference_mode(False):
-                    self.keys = self.keys.new_full(shape, math.nan)
+            self.widen("keys", arrival.key.shape[1], math.nan)
             self.rows.write(self.keys[side], slots, arrival.key, valid, arrival.moved)
 
     # ------------------------------------------------------------------ a table in a file

@@ -24,13 +24,14 @@ from negchain.losses.batch import (
     lay_out,
 )
 from negchain.losses.proposals import Given, Informed, Uniform
-from negchain.losses.request import Part, Request, Want, answered, tower_of
+from negchain.losses.request import Part, Request, answered
 from negchain.losses.settings import InBatch
 from negchain.pool import Draw, Kind, Side, matches
 from negchain.printable import show
 
 if TYPE_CHECKING:
     from negchain.losses.base import ContrastiveLoss
+    from negchain.losses.table import StaleTable
 
 Popularity = Callable[[Tensor], Tensor]  # key ids -> log-probability as somebody's positive
 Key = tuple[int, Tensor, int]  # seed, step, side number: what random draws are a function of
@@ -112,11 +113,13 @@ def with_proposals(
         sides = [by_popularity(side, batch, log_q, items) for side in sides]
     if isinstance(proposals, InBatch):
         return sides
-    drawn = drawn_for(call, None if isinstance(proposals, Given) else requests, len(sides))
-    num_ids, normalize = loss_fn.num_ids, loss_fn.normalize
-    return [
-        with_draw(side, *pair, num_ids, normalize) for side, pair in zip(sides, drawn, strict=True)
-    ]
+    if isinstance(proposals, Given):
+        drawn = given_draws(call, len(sides))
+    else:
+        parts = [answered(requests, "draw", number) for number in range(len(sides))]
+        drawn = [(Draw(p.ids, p.log_q), p.embeddings) for p in parts]  # type: ignore[misc]
+    pairs = zip(sides, drawn, strict=True)
+    return [with_draw(side, *pair, loss_fn.num_ids, loss_fn.normalize) for side, pair in pairs]
 
 
 def with_draw(side: Side, draw: Draw, drawn: Tensor, num_ids: int | None, normalize: bool) -> Side:
@@ -156,25 +159,18 @@ def uniform_parts(loss_fn: ContrastiveLoss, index: Tensor, step: Tensor) -> list
         at = (loss_fn.seed, step, rng.FOR_PROPOSE + 16 * side, rows, count)
         u = rng.uniform(*at, torch.float64).flatten()
         bound = torch.full_like(u, loss_fn.num_ids, dtype=torch.int64)
-        ids = rng.integers_below(bound, u)
-        want = Want(ids, tower_of(side))
-        parts.append(Part("draw", side, want, Draw(ids), per_row=per_row))
+        parts.append(Part("draw", side, rng.integers_below(bound, u), per_row=per_row))
     return parts
 
 
-def informed_parts(loss_fn: ContrastiveLoss, batch: Batch, step: Tensor) -> list[Part]:
-    """Draws of every side from its stale table, for the caller to encode."""
-    proposals, parts = loss_fn.proposals, []
+def informed_part(loss_fn: ContrastiveLoss, side: Side, table: StaleTable, key: Key) -> Part:
+    """A side's draws from its stale table, for the caller to encode."""
+    proposals = loss_fn.proposals
     assert isinstance(proposals, Informed)
-    tables = zip(rows_alone(loss_fn, batch), loss_fn.tables, strict=True)
-    for number, (side, table) in enumerate(tables):
-        beta, key = loss_fn._beta(side.queries), (loss_fn.seed, step, number)
-        draw = table.informed_rows if proposals.per_row else table.informed
-        count = proposals.num or (1 if proposals.per_row else len(batch.index))
-        ids, log_q = draw(count, side, beta, proposals, key)
-        wanted = Want(ids.flatten(), tower_of(number))
-        parts.append(Part("draw", number, wanted, Draw(ids, log_q)))
-    return parts
+    draw = table.informed_rows if proposals.per_row else table.informed
+    count = proposals.num or (1 if proposals.per_row else side.num_rows // side.views)
+    ids, log_q = draw(count, side, loss_fn._beta(side.queries), proposals, key)
+    return Part("draw", key[2], ids, log_q)
 
 
 def sample_rows(index: Tensor) -> Tensor:  # [B] -> [B]
@@ -188,13 +184,8 @@ def sample_rows(index: Tensor) -> Tensor:  # [B] -> [B]
     return index + 1_000_003 * torch.empty_like(index).index_copy_(0, order, before)
 
 
-def drawn_for(
-    call: Call, requests: Sequence[Request] | None, num_sides: int
-) -> list[tuple[Draw, Tensor]]:
-    """Draws and their embeddings, side by side: those asked for, or the caller's (None)."""
-    if requests is not None:
-        parts = [answered(requests, "draw", side) for side in range(num_sides)]
-        return [(part.draw, part.embeddings) for part in parts]  # type: ignore[misc]
+def given_draws(call: Call, num_sides: int) -> list[tuple[Draw, Tensor]]:
+    """The caller's draws and their embeddings, side by side."""
     draw, drawn = call.draw, call.drawn
     if draw is None or drawn is None:
         raise ValueError(

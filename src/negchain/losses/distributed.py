@@ -28,13 +28,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from negchain.losses.agreement import Own, agreed, is_drawn, parts_of
+from negchain.losses.agreement import Piece, agreed, is_drawn, parts_of
 from negchain.losses.batch import Call, as_ids
-from negchain.losses.columns import count_keys, drawn_for, sample_rows
+from negchain.losses.columns import count_keys, given_draws, sample_rows
 from negchain.losses.request import Part, Request, check_answers
 from negchain.losses.returned import check_held, check_requests
-from negchain.losses.shards import Shards
-from negchain.losses.state import Rows
 from negchain.pool import Draw, first_writer, write_rows
 
 if TYPE_CHECKING:
@@ -58,10 +56,6 @@ class Ranks(NamedTuple):
         """The step of a call's draws; ranks with pools of their own draw differently."""
         calls = ahead if self.join else ahead * self.world + self.rank
         return self.loss_fn.step + calls
-
-    def rows(self, total: int) -> Rows:
-        """This rank's block of so many rows."""
-        return Shards(total, self)
 
     def all_gather(self, flat: Tensor) -> Tensor:  # [n] -> [W,n]
         """The same-sized tensors of all ranks."""
@@ -99,20 +93,19 @@ class _Gather(torch.autograd.Function):
         return grad[ctx.ranks.rank] * ctx.ranks.world, None
 
 
-class Piece(NamedTuple):
-    """Something every rank has rows of."""
+def joined(
+    pieces: Mapping[Any, Piece], ranks: Ranks, sizes: Sequence[int] = ()
+) -> dict[Any, Tensor]:
+    """Pieces of all ranks, joined along their rows in rank order; one message, differentiable.
 
-    rows: Tensor  # [V,n,...]
-    counts: Sequence[int]  # n of every rank
-
-
-def joined(pieces: Mapping[Any, Piece], ranks: Ranks) -> dict[Any, Tensor]:
-    """Pieces of all ranks, joined along their rows in rank order; one message, differentiable."""
+    `sizes`: of the ranks' batches.
+    """
     if not pieces:
         return {}
+    counts_of = [piece.counts or sizes for piece in pieces.values()]
     units = [p.rows.shape[0] * math.prod(p.rows.shape[2:]) for p in pieces.values()]
     lengths = [
-        [unit * p.counts[rank] for unit, p in zip(units, pieces.values(), strict=True)]
+        [unit * counts[rank] for unit, counts in zip(units, counts_of, strict=True)]
         for rank in range(ranks.world)
     ]
     flat = torch.cat([p.rows.reshape(-1) for p in pieces.values()])
@@ -123,7 +116,7 @@ def joined(pieces: Mapping[Any, Piece], ranks: Ranks) -> dict[Any, Tensor]:
         name: torch.cat(
             [
                 parts[rank][number].view(piece.rows.shape[0], count, *piece.rows.shape[2:])
-                for rank, count in enumerate(piece.counts)
+                for rank, count in enumerate(counts_of[number])
             ],
             1,
         )
@@ -139,13 +132,12 @@ def share_out(part: Part, ranks: Ranks) -> Part:
 
     (Unequal numbers of encoder passes would make a wrapped encoder wait for ever.)
     """
-    ids = part.want.ids.flatten()
+    ids = part.ids.flatten()
     if part.per_row or not len(ids) or not (ranks.join or part.purpose == "refresh"):
         return part
     size = -(-len(ids) // ranks.world)
     mine = torch.arange(size, device=ids.device) + ranks.rank * size
-    want = part.want._replace(ids=ids[mine.clamp(max=len(ids) - 1)])
-    return replace(part, want=want, whole=ids)
+    return replace(part, ids=ids[mine.clamp(max=len(ids) - 1)], whole=part.ids)
 
 
 def together(z: Tensor, count: int, ranks: Ranks) -> Tensor:  # [n,D] -> [count,D]
@@ -206,27 +198,26 @@ def gathered(
     sizes, widest = [head["batch"] for head in heads], max(head["known"] for head in heads)
     size, copies = len(call.z_a), max(head["copies"] for head in heads)
     if widest >= 0:
-        none = Own(torch.zeros(1, size, 0, dtype=torch.int64, device=call.z_a.device))
+        none = Piece(torch.zeros(1, size, 0, dtype=torch.int64, device=call.z_a.device))
         known = numbers.pop("known", none).rows
-        numbers["known"] = Own(F.pad(known, (0, widest - known.shape[2]), value=-1))
+        numbers["known"] = Piece(F.pad(known, (0, widest - known.shape[2]), value=-1))
 
-    def counted(own: dict[str, Own]) -> dict[str, Piece]:
-        pieces = {}
-        for name, (value, of_batch) in own.items():
+    for own in (numbers, rows):
+        for name, (value, _) in own.items():
             if is_drawn(name, own[name]):  # of the batch's rows, view after view
-                value = value.reshape(copies, size, *value.shape[2:])
-            pieces[name] = Piece(value, sizes if of_batch else [value.shape[1]] * ranks.world)
-        return pieces
-
-    found, z_of = joined(counted(numbers), ranks), joined(counted(rows), ranks)
-    given = [] if call.draw is None else drawn_for(call, None, ranks.loss_fn.num_sides)
+                own[name] = Piece(value.reshape(copies, size, *value.shape[2:]))
+    found, z_of = joined(numbers, ranks, sizes), joined(rows, ranks, sizes)
+    given = [] if call.draw is None else given_draws(call, ranks.loss_fn.num_sides)
     draws = [
         Draw(found[f"draw{side}"].flatten(0, 1), draw.log_q) for side, (draw, _) in enumerate(given)
     ]
     answers = [replace(request, index=found["index"][0], parts=[]) for request in requests]
     for at, part in parts_of(requests):
         place = answers[int(at.split(".")[0])]
-        whole = _whole_part(part, found.get(at), z_of[at].flatten(0, 1))
+        asked = part.ids if part.whole is None else part.whole
+        asked = found[at].flatten() if at in found else asked
+        z = z_of[at].flatten(0, 1)[: asked.numel()]
+        whole = replace(part, ids=asked, embeddings=z)
         if part.purpose == "draw" and part.per_row and ranks.loss_fn.gather != "even":
             whole = _drawn_once(whole, torch.split(found["index"][0], sizes))
         place.parts.append(whole)
@@ -251,26 +242,13 @@ def _one_or_both(sides: list[Any]) -> Any:
     return (sides[0] if len(sides) == 1 else tuple(sides)) if sides else None
 
 
-def _whole_part(part: Part, ids: Tensor | None, z: Tensor) -> Part:
-    """A part with the ids and embeddings of all ranks."""
-    if ids is None:
-        ids = part.want.ids if part.whole is None else part.whole
-    draw = part.draw
-    if draw is not None and part.whole is None:
-        draw = Draw(ids.flatten(), draw.log_q)
-    want = part.want._replace(ids=ids.flatten())
-    return replace(part, want=want, draw=draw, embeddings=z[: ids.numel()])
-
-
 def _drawn_once(part: Part, index: Sequence[Tensor]) -> Part:
     """Draws by sample, given every rank's samples: what two ranks have drawn alike counts once."""
     assert part.embeddings is not None
     rows = torch.cat([sample_rows(own) for own in index])
     first = first_writer(rows, torch.ones_like(rows, dtype=torch.bool))
     new = first == torch.arange(len(rows), device=rows.device)
-    ids = part.want.ids[new]
-    want, z = part.want._replace(ids=ids), part.embeddings[new]
-    return replace(part, want=want, draw=Draw(ids), embeddings=z)
+    return replace(part, ids=part.ids[new], embeddings=part.embeddings[new])
 
 
 # ---------------------------------------------------------------------- pools of their own
@@ -278,13 +256,14 @@ def _drawn_once(part: Part, index: Sequence[Tensor]) -> Part:
 
 def _renewed_together(requests: Sequence[Request], ranks: Ranks) -> list[Request]:
     """Requests in which refreshed rows of the stale tables are those of all ranks."""
-    new = [replace(request, parts=list(request.parts)) for request in requests]
-    for request in new:
-        for place, part in enumerate(request.parts):
-            if part.whole is not None and part.embeddings is not None:
-                z = together(part.embeddings, len(part.whole), ranks)
-                request.parts[place] = _whole_part(part, None, z)
-    return new
+
+    def renewed(part: Part) -> Part:
+        if part.whole is None or part.embeddings is None:
+            return part
+        z = together(part.embeddings, len(part.whole), ranks)
+        return replace(part, ids=part.whole, embeddings=z)
+
+    return [replace(one, parts=[renewed(part) for part in one.parts]) for one in requests]
 
 
 def _tell(ranks: Ranks, call: Call, requests: Sequence[Request]) -> None:

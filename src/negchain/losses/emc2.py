@@ -29,7 +29,7 @@ from negchain.losses.base import ContrastiveLoss
 from negchain.losses.batch import Batch, Call, Ids, as_ids, check_answer, check_batch
 from negchain.losses.chains import Carried, ChainTable
 from negchain.losses.proposals import Proposals, corpus_proposals
-from negchain.losses.request import Part, Request, Want, answered, tower_of
+from negchain.losses.request import Part, Request, answered
 from negchain.losses.settings import (
     ISIR,
     InBatch,
@@ -142,6 +142,8 @@ class EMC2Loss(ContrastiveLoss):
         self.kernel = kernel
         self.carried = carried
         self.augmentations = augmentations
+        self.multiplicity = augmentations or self.multiplicity
+        self._views_per_item = 2 if views == "shared" and self.symmetric else 1
         self.backend = backend
         self.chains = ChainTable(
             self.num_sides,
@@ -155,11 +157,6 @@ class EMC2Loss(ContrastiveLoss):
             file=chain_file,
             ranks=self.rows.ranks,
         )
-
-    @property
-    def multiplicity(self) -> int:
-        """Negatives of the target per item: its stored augmentations, or its two views."""
-        return self.augmentations or (2 if self.views == "shared" else 1)
 
     def held(
         self, index: Ids, augmentation: tuple[Tensor, Tensor] | None = None
@@ -182,7 +179,7 @@ class EMC2Loss(ContrastiveLoss):
         if self.carried == "encode":
             per_row = self._views_per_item if self.augmentations else 1
             parts[:0] = [
-                Part("carried", side, Want(ids, tower_of(side)), per_row=per_row)
+                Part("carried", side, ids, per_row=per_row)
                 for side, ids in enumerate(self._asked(index, augmentation))
             ]
         return parts
@@ -202,7 +199,10 @@ class EMC2Loss(ContrastiveLoss):
             raise fused.not_applicable(call.z_a)
         visit = self.visit(call, requests)
         if self.training:
-            self._store(visit, requests)
+            if self.tables or self._counts_keys:
+                self._remember(visit.batch, visit.sides, requests)
+            for number, arrival in enumerate(visit.arrivals):
+                self.chains.commit(number, arrival, visit.batch.valid)
             self.step += 1
         return self._finish(visit.total, visit.report | visit.rates(), visit.batch.faults)
 
@@ -232,7 +232,6 @@ class EMC2Loss(ContrastiveLoss):
             walk = walk_chains(side, similarity, start, beta, logits, slots, mover)
             self._weigh(visit, side, similarity, logits, start, walk)
             visit.arrivals.append(walk.arrival)
-            visit.moves.append((walk.accepts, walk.num_steps))
             visit.note(walk.report())
         return visit
 
@@ -249,8 +248,9 @@ class EMC2Loss(ContrastiveLoss):
         beta = self._beta(similarity)
         low, high, middle = bracket(side, logits, beta, start.ids, start.logit)
         saturation = torch.where(low > -math.inf, low, high) if self.denominator == "all" else None
-        estimate = Estimate(walk.weights, middle, saturation, walk.carried_weight)
-        visit.total.append(self._value(side, similarity, estimate, start.similarity))
+        carried = walk.carried_weight, start.similarity
+        estimate = Estimate(walk.weights, middle, saturation, carried)
+        visit.total.append(self._value(side, similarity, estimate))
         mean = partial(mean_loss, side.to_positives.detach(), constant(beta), self.denominator)
         ends = {"global_loss_low": low, "global_loss_high": high, "global_loss": middle}
         visit.note({name: partial(mean, log_partition) for name, log_partition in ends.items()})
@@ -273,7 +273,7 @@ class EMC2Loss(ContrastiveLoss):
             keys = check_answer(part.embeddings, batch.both, self.normalize)
             keys = keys.view(-1, *shape)[:, items]
             # what was asked for, not the table again: on all ranks the state of the one that asked
-            ids = part.want.ids.view(-1, shape[0])[:, items].expand(side.views, -1).flatten()
+            ids = part.ids.view(-1, shape[0])[:, items].expand(side.views, -1).flatten()
             excluded = side.excludes(ids)
         rows = side.queries.view(side.views, *keys.shape[1:])
         similarity = torch.linalg.vecdot(rows, keys).flatten()
@@ -290,13 +290,6 @@ class EMC2Loss(ContrastiveLoss):
         keys = keys.masked_fill(unseen[:, None], 0.0)  # 0 * NaN would spread
         return ids, keys.view(side.views, -1, keys.shape[1]), side.excludes(ids) | unseen
 
-    def _store(self, visit: Visit, requests: Sequence[Request]) -> None:
-        """Where the chains ended, and what else the next visit needs."""
-        if self.tables or self._counts_keys:
-            self._remember(visit.batch, visit.sides, requests)
-        for number, arrival in enumerate(visit.arrivals):
-            self.chains.commit(number, arrival, visit.batch.valid)
-
     def _touched(
         self, call: Call, index: Tensor, requests: Sequence[Request]
     ) -> Iterator[tuple[Tensor, Tensor]]:
@@ -310,10 +303,6 @@ class EMC2Loss(ContrastiveLoss):
     def _fuses(self, like: Tensor) -> bool:
         """Whether the kernels of `fused` take such a batch; on a CPU only where asked for."""
         return (like.is_cuda or self.backend == "fused") and fused.applies(self, like)
-
-    @property
-    def _views_per_item(self) -> int:
-        return 2 if self.views == "shared" and self.symmetric else 1
 
     def _slots(self, index: Tensor, augmentation: tuple[Tensor, Tensor] | None) -> Tensor:
         """Chains of a batch: [B], one per item; or view after view, of (item, augmentation)."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from negchain.fast.backends import prefers_triton, triton_error
 from negchain.fast.fused import MAX_COLUMNS
-from negchain.losses.batch import Call, as_ids, check_call, check_width, positions
+from negchain.losses.batch import Call, check_call, positions
 from negchain.losses.request import Request, answered
 from negchain.losses.settings import ISIR, MH, InBatch
 from negchain.losses.state import Report
@@ -89,14 +88,12 @@ def carried_ids(loss_fn: EMC2Loss, side: int, index: Tensor) -> Tensor:  # [B] -
 def emc2(loss_fn: EMC2Loss, call: Call, requests: Sequence[Request]) -> Sides:
     """The EMC² loss of a batch; in training mode its chains move."""
     kernel, chains, beta = loss_fn.kernel, loss_fn.chains, loss_fn.beta
-    carried: list[Tensor | None] = [None] * loss_fn.num_sides
-    keys = None
+    carried, keys = [], None
     assert isinstance(loss_fn.proposals, InBatch)
     if loss_fn.carried == "encode":
         carried = [answered(requests, "carried", n).embeddings for n in range(loss_fn.num_sides)]
     else:
-        chains.check_width(call.z_a.shape[1])
-        keys = chains.keys
+        keys = chains.wide("keys", call.z_a.shape[1], math.nan)
     return _sides(
         loss_fn,
         call,
@@ -124,15 +121,8 @@ def in_batch(
         if loss_fn.backend == "fused":
             raise not_applicable(call.z_a)
         return None
-    index = positions(call, loss_fn.num_samples)
-    if loss_fn.num_samples is None:  # any integers will do: only which are equal matters
-        index = torch.searchsorted(index.sort().values, index)
-    call = dataclasses.replace(call, index=index)
     weighting = "softmax" if log_u is None else "sogclr"
-    none: list[Tensor | None] = [None] * loss_fn.num_sides
-    total, report = _sides(
-        loss_fn, call, none, {"averages": log_u}, weighting=weighting, gamma=gamma
-    )
+    total, report = _sides(loss_fn, call, [], {"averages": log_u}, weighting=weighting, gamma=gamma)
     if loss_fn.num_positions is None:
         del report["global_loss_low"]
     return total, report
@@ -141,7 +131,7 @@ def in_batch(
 def _sides(
     loss_fn: ContrastiveLoss,
     call: Call,
-    carried: Sequence[Tensor | None],  # [B, D] of each side
+    carried: Sequence[Tensor | None],  # [B, D] of each side; empty: none has any
     tables: dict[str, Tensor | None],  # [sides, M, ...] each
     **settings: Any,  # of a `Plan`
 ) -> Sides:
@@ -149,15 +139,14 @@ def _sides(
 
     z_a, z_b = call.z_a, call.z_b
     check_call(loss_fn, call)
-    assert call.index is not None
-    index = as_ids("index", call.index, len(z_a), z_a.device)
+    index = positions(call, loss_fn.num_samples)
+    if loss_fn.num_samples is None:  # any integers will do: only which are equal matters
+        index = torch.searchsorted(index.sort().values, index)
     shared = loss_fn.views == "shared"
     total: list[Tensor] = []
     report: Report = {}
     counts = loss_fn.training and settings["weighting"] != "softmax"
-    for side, held in enumerate(carried):
-        if held is not None:
-            check_width(held, z_a.shape[1])
+    for side in range(loss_fn.num_sides):
         mine: dict[str, Any] = {n: table[side] for n, table in tables.items() if table is not None}
         one = plan.Plan(
             index=index, side=side, step=loss_fn.step,
@@ -165,11 +154,13 @@ def _sides(
             dim=z_a.shape[1], denominator=loss_fn.denominator, shared=shared,
             views=2 if shared and loss_fn.symmetric else 1, normalize=loss_fn.normalize,
             training=loss_fn.training, seed=loss_fn.seed,
-            num_samples=loss_fn.num_samples or 2**31 - 1, multiplicity=loss_fn.multiplicity, **mine,
+            num_samples=loss_fn.num_samples or 2**31 - 1, **mine,
             **settings,
         )  # fmt: skip
         pair = (z_a, z_b) if side == 0 else (z_b, z_a)
-        value, numbers = function.fused_loss(*pair, held, loss_fn.beta, one)
+        value, numbers = function.fused_loss(
+            *pair, carried[side] if carried else None, loss_fn.beta, one
+        )
         total.append(value)
         for name, number in numbers.items():
             report.setdefault(name, []).append(number)

@@ -23,7 +23,7 @@ from torch import Tensor
 from negchain.losses.batch import Call, as_embedding, is_traced
 from negchain.losses.chains import Arrival, Carried
 from negchain.losses.emc2 import EMC2Loss
-from negchain.losses.request import Part, Request
+from negchain.losses.request import Request
 from negchain.losses.settings import MH, InBatch, Kernel, Shared
 from negchain.losses.walk import Visit
 from negchain.pool import Side
@@ -131,29 +131,20 @@ class LargeBatchEMC2Loss(EMC2Loss):
 
 def _cut_answers(requests: Sequence[Request], cut: Callable[[Tensor], Tensor]) -> list[Request]:
     """Requests whose answers are leaves: the caller's may share a graph."""
-
-    def leaf(part: Part) -> Part:
-        z = part.embeddings
-        return part if z is None else dataclasses.replace(part, embeddings=cut(z))
-
-    return [
-        dataclasses.replace(request, parts=[leaf(part) for part in request.parts])
-        for request in requests
-    ]
+    new = []
+    for request in requests:
+        answers = [(part, cut(part.embeddings)) for part in request.parts]  # type: ignore[arg-type]
+        parts = [dataclasses.replace(part, embeddings=z) for part, z in answers]
+        new.append(dataclasses.replace(request, parts=parts))
+    return new
 
 
 def _joined(panels: list[Visit], shares: list[float]) -> Visit:
     """Panels as one visit: chains in the batch's order, means weighted by the panels' sizes."""
-    first = panels[0]
-    arrivals = []
+    first, arrivals = panels[0], []
     for parts in zip(*(panel.arrivals for panel in panels), strict=True):
-        slots, moved, ids = (torch.cat([part[field] for part in parts]) for field in range(3))
-        keys = [part.key for part in parts if part.key is not None]
-        arrivals.append(Arrival(slots, moved, ids, torch.cat(keys) if keys else None))
-    moves = [
-        (torch.cat([made for made, _ in parts]), torch.cat([possible for _, possible in parts]))
-        for parts in zip(*(panel.moves for panel in panels), strict=True)
-    ]
+        columns: Any = zip(*parts, strict=True)  # field by field
+        arrivals.append(Arrival._make(f[0] if f[0] is None else torch.cat(f) for f in columns))
     return Visit(
         batch=first.batch,
         sides=[],
@@ -166,7 +157,6 @@ def _joined(panels: list[Visit], shares: list[float]) -> Visit:
             for name, v in first.report.items()
         },
         arrivals=arrivals,
-        moves=moves,
     )
 
 

@@ -18,14 +18,14 @@ from torch import Tensor
 
 from negchain.losses.base import ContrastiveLoss
 from negchain.losses.batch import Call, check_answer, check_batch
-from negchain.losses.columns import rows_alone, with_private
-from negchain.losses.proposals import check_refresh
-from negchain.losses.request import Part, Request, Want, answered, tower_of
+from negchain.losses.columns import Key, rows_alone, with_private
+from negchain.losses.proposals import Informed
+from negchain.losses.request import Part, Request, answered
 from negchain.losses.settings import Shared, require_samples
 from negchain.losses.state import Report, keep
-from negchain.losses.table import Tables
+from negchain.losses.table import StaleTable
 from negchain.objective import Estimate, effective_negatives
-from negchain.pool import Draw
+from negchain.pool import Side
 
 
 class NegativeCacheLoss(ContrastiveLoss):
@@ -65,27 +65,15 @@ class NegativeCacheLoss(ContrastiveLoss):
         **shared: Unpack[Shared],
     ) -> None:
         require_samples(num_samples)
-        super().__init__(num_samples, beta, **shared)
+        table = Informed(refresh=refresh, alone=True)
+        super().__init__(num_samples, beta, proposals=table, **shared)
+        self.multiplicity = 1  # every item is one negative
         self._counts_keys = False  # of no use: the batch is no column here
-        check_refresh(refresh)
-        self.refresh_fraction = refresh
-        self.tables = Tables(self.num_sides, self.num_ids or 0, shared.get("dim"), self.rows.ranks)
 
-    @property
-    def multiplicity(self) -> int:
-        """Every item is one negative."""
-        return 1
-
-    def _parts_given(self, call: Call, step: Tensor) -> list[Part]:
+    def _drawn(self, side: Side, table: StaleTable, key: Key) -> Part:
         """One draw per row from its stale softmax."""
-        parts = []
-        sides = rows_alone(self, check_batch(self, call))
-        for number, (side, table) in enumerate(zip(sides, self.tables, strict=True)):
-            key = (self.seed, step, number)
-            ids, log_partition = table.winners(side, self._beta(side.queries), key)
-            want = Want(ids, tower_of(number))
-            parts.append(Part("draw", number, want, Draw(ids), log_partition=log_partition))
-        return parts
+        ids, log_partition = table.winners(side, self._beta(side.queries), key)
+        return Part("draw", key[2], ids, log_partition=log_partition)
 
     def _loss(self, call: Call, requests: Sequence[Request]) -> Tensor:
         batch = check_batch(self, call)
@@ -97,13 +85,12 @@ class NegativeCacheLoss(ContrastiveLoss):
             assert part.embeddings is not None and part.log_partition is not None
             keys = check_answer(part.embeddings, batch.both, self.normalize)
             similarity = torch.linalg.vecdot(side.queries, keys)[:, None]
-            weights = (~side.excludes(part.want.ids)).to(similarity.dtype)[:, None]
+            weights = (~side.excludes(part.ids)).to(similarity.dtype)[:, None]
             estimate = Estimate(weights, part.log_partition)
             total.append(self._value(side, similarity, estimate))
             report["global_loss"].append(keep(total[-1]))
             report["effective_negatives"].append(partial(effective_negatives, weights))
-            drawn = part.want.ids[:, None]
-            sides[number] = with_private(side, drawn, keys[:, None])
+            sides[number] = with_private(side, part.ids[:, None], keys[:, None])
         if self.training:
             self._remember(batch, sides, requests)
             self.step += 1

@@ -64,7 +64,10 @@ class Informed:
             )
         if not 0 < self.sharpness < math.inf:
             raise ValueError(f"sharpness must be positive and finite, got {self.sharpness}")
-        check_refresh(self.refresh)
+        if not 0 <= self.refresh <= 1:
+            raise ValueError(
+                f"refresh (share of the table per step) must be in [0, 1], got {self.refresh}"
+            )
 
 
 @dataclass(frozen=True)
@@ -126,12 +129,6 @@ def checked_proposals(proposals: Proposals, num_samples: int | None, views: str)
             "use InBatch()"
         )
     return proposals
-
-
-def check_refresh(refresh: float) -> None:
-    """Refuse a share outside [0, 1]."""
-    if not 0 <= refresh <= 1:
-        raise ValueError(f"refresh (share of the table per step) must be in [0, 1], got {refresh}")
 
 
 def _check_num(num: int | None) -> None:

@@ -22,18 +22,14 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from negchain.losses.batch import Ids, check_width
-from negchain.pool import Draw
+from negchain.losses.batch import kept
+from negchain.pool import LogQ
 
 Tower = Literal["keys", "anchors"]
+TOWERS: tuple[Tower, Tower] = ("keys", "anchors")  # whose encoder makes the keys of a side
 Purpose = Literal["carried", "draw", "refresh"]
 Encode = Callable[[Tensor], Tensor]
 Encodes = Encode | tuple[Encode, Encode]  # of keys and anchors, or (anchors', keys')
-
-
-def tower_of(side: int) -> Tower:
-    """Whose encoder makes the keys of a side."""
-    return "keys" if side == 0 else "anchors"
 
 
 class Want(NamedTuple):
@@ -53,16 +49,21 @@ class Want(NamedTuple):
 
 @dataclass
 class Part:
-    """One want, and what the loss remembers of it."""
+    """Ids to encode for one purpose, and what the loss remembers of them."""
 
     purpose: Purpose
     side: int
-    want: Want
-    draw: Draw | None = None
+    ids: Tensor  # [R]; draws of their own for each row [N,C]
+    log_q: LogQ = None  # of draws, as in `Draw`
     embeddings: Tensor | None = None
     log_partition: Tensor | None = None  # [N] of the distribution a negative was drawn from
     per_row: int = 0  # ids that every sample of the batch has here; 0: it is not made per sample
     whole: Tensor | None = None  # where ranks share the work: the ids of all of them
+
+    @property
+    def want(self) -> Want:
+        """What the caller has to know of it."""
+        return Want(self.ids.flatten(), TOWERS[self.side], self.purpose != "refresh")
 
 
 @dataclass
@@ -88,9 +89,7 @@ class Request:
     ahead: int = 0  # calls between its making and the one it is for
 
     def __post_init__(self) -> None:
-        self.index = _kept(self.index)
-        if self.augmentation is not None:
-            self.augmentation = (_kept(self.augmentation[0]), _kept(self.augmentation[1]))
+        self.index, self.augmentation = kept(self.index), kept(self.augmentation)
 
     @property
     def wants(self) -> tuple[Want, ...]:
@@ -108,7 +107,7 @@ class Request:
         if len(self.parts) == 1:
             return self.parts[0].want.ids
         empty = torch.zeros(0, dtype=torch.int64, device=self.index.device)
-        return torch.cat([want.ids.flatten() for want in self.wants]) if self.parts else empty
+        return torch.cat([want.ids for want in self.wants]) if self.parts else empty
 
     def answer(self, embeddings: Tensor | Sequence[Tensor]) -> Request:
         """Hand back the embeddings [R, D] of `ids`, or a list with one tensor per want."""
@@ -136,14 +135,14 @@ class Request:
         Args:
             encode: positions [R] to embeddings [R, D]; a pair (anchors', keys') for two encoders.
         """
-        asked = [part for request in (self, *others) for part in request.parts]
-        encoders = encoders_of(encode, {part.want.tower for part in asked})
+        asked = [(part, part.want) for request in (self, *others) for part in request.parts]
+        encoders = encoders_of(encode, {want.tower for _, want in asked})
         passes: dict[tuple[int, bool], list[Part]] = {}
-        for part in asked:
-            number = len(encoders) - 1 if part.want.tower == "keys" else 0
-            passes.setdefault((number, part.want.gradient), []).append(part)
+        for part, want in asked:
+            number = len(encoders) - 1 if want.tower == "keys" else 0
+            passes.setdefault((number, want.gradient), []).append(part)
         for (number, gradient), parts in passes.items():
-            ids = [part.want.ids for part in parts]
+            ids = [part.ids.flatten() for part in parts]
             with torch.set_grad_enabled(gradient and torch.is_grad_enabled()):
                 z = encoders[number](ids[0] if len(ids) == 1 else torch.cat(ids))
             counts = [len(i) for i in ids]
@@ -197,10 +196,9 @@ def check_answers(requests: Sequence[Request], like: Tensor) -> None:
             raise ValueError(
                 "this request was not answered: call request.answer(encoder(items[request.ids]))"
             )
-        check_width(part.embeddings, like.shape[-1])
-
-
-def _kept(ids: Ids) -> Tensor:
-    """Ids as they are now: a loop may fill one buffer again and again (a CUDA graph has to)."""
-    ids = ids if isinstance(ids, Tensor) else torch.as_tensor(ids)
-    return ids if ids.is_cuda else ids.to(torch.int64, copy=True)
+        z, dim = part.embeddings, like.shape[-1]
+        if z.dim() != 2 or z.shape[1] != dim or not z.is_floating_point():
+            raise ValueError(
+                f"an answer must hold embeddings [R, D] with D = {dim} in floating point, got "
+                f"{z.dtype} {tuple(z.shape)}"
+            )

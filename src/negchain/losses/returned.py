@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from negchain.losses.batch import Call, Ids, as_ids
 from negchain.losses.request import Request
@@ -49,21 +48,22 @@ def check_held(loss_fn: Any, call: Call, requests: Sequence[Request]) -> None:
             continue
         held = loss_fn._asked(request.index, call.augmentation)
         for part, now in zip(asked, held, strict=True):
-            if not torch.equal(part.want.ids, now):
+            if not torch.equal(part.ids, now):
                 raise ValueError(
                     "the chains of this batch have moved since its request was made; ask again"
                 )
 
 
-def _same(mine: Tensor, given: Ids) -> bool:
+def _same(mine: Ids, given: Ids) -> bool:
     """Whether two batches have equal positions; taken for granted in a CUDA graph."""
     if mine is given:
         return True
     if len(given) != len(mine):
         return False
+    mine = torch.as_tensor(mine)
     given = as_ids("index", given, len(mine), mine.device)
     if mine.is_cuda and (
         mine.data_ptr() == given.data_ptr() or torch.cuda.is_current_stream_capturing()
     ):
         return True
-    return torch.equal(mine, given)
+    return torch.equal(mine.long(), given)

@@ -51,7 +51,11 @@ class Rows:
     @staticmethod
     def of(total: int, ranks: Ranks | None) -> Rows:
         """All rows, or this rank's block of them."""
-        return Rows(total) if ranks is None else ranks.rows(total)
+        if ranks is None:
+            return Rows(total)
+        from negchain.losses.shards import Shards  # imports this module
+
+        return Shards(total, ranks)
 
     @property
     def first(self) -> int:
@@ -168,6 +172,25 @@ class Stateful(nn.Module):
                 f"add_state needs a name that is free, and there is a {name!r} already"
             )
         self._state[name], self._kept_as[name] = value, Kept(lazy, saved, given, rows, dim)
+
+    def wide(self, name: str, dim: int, empty: float) -> Tensor:
+        """A lazy state of embeddings; before anything is written to it, `empty` of width `dim`."""
+        value = self._state[name]
+        if value.shape[-1] == 0:
+            return value.new_full((1,) * value.dim(), empty).expand(*value.shape[:-1], dim)
+        if value.shape[-1] != dim:
+            raise ValueError(
+                f"the loss keeps embeddings of dimension {value.shape[-1]}, got {dim}; build a new "
+                "loss for another encoder"
+            )
+        return value
+
+    def widen(self, name: str, dim: int, empty: float) -> None:
+        """Give a lazy state the memory to be written to."""
+        value = self.wide(name, dim, empty)
+        if value is not self._state[name]:
+            with torch.inference_mode(False):
+                self._state[name] = value.clone(memory_format=torch.contiguous_format)
 
     def state_tensors(self) -> Iterator[Tensor]:
         """Every state tensor of this module and of those inside it."""

@@ -28,7 +28,7 @@ from negchain.losses.batch import as_embedding, check_answer
 from negchain.losses.columns import Key, PrivateSide
 from negchain.losses.distributed import Ranks, share_out, together
 from negchain.losses.proposals import Informed
-from negchain.losses.request import Encodes, Part, Request, Want, encoders_of, tower_of
+from negchain.losses.request import TOWERS, Encodes, Part, Request, encoders_of
 from negchain.losses.settings import check_dim
 from negchain.losses.shards import Shards
 from negchain.losses.state import Rows, Stateful
@@ -98,24 +98,12 @@ class StaleTable(Stateful):
         self.add_state("embeddings", embeddings, lazy=True, rows=self.rows)
         self.add_state("cursor", torch.zeros((), dtype=torch.int64))
 
-    def _rows(self, dim: int) -> Tensor:
-        """The table; before the first batch shows its width, zeros of width `dim`."""
-        size, width = self.embeddings.shape
-        if width == 0:
-            return self.embeddings.new_zeros(1, 1).expand(size, dim)
-        if width != dim:
-            raise ValueError(
-                f"the table holds embeddings of dimension {width}, got {dim}; build a new loss for "
-                "another encoder"
-            )
-        return self.embeddings
-
     def logits(self, side: Side, beta: float | Tensor) -> Iterator[Chunk]:
         """Stale logits of a side's rows, some keys at a time; own and known positives excluded.
 
         The keys are those of this rank.
         """
-        table = self._rows(side.queries.shape[1])
+        table = self.wide("embeddings", side.queries.shape[1], 0.0)
         queries = side.queries.detach() * constant(beta)
         positives = side.positive_ids[:, None]
         if side.known is not None:
@@ -201,8 +189,8 @@ class StaleTable(Stateful):
             before = upto[:, -1:]
         drawn = self.rows.every(drawn).amax(0)
         drawn = torch.where(drawn < 0, self.size - 1, drawn)  # beyond the sum by rounding
-        table, queries = self._rows(side.queries.shape[1]), side.queries.detach() * beta
-        writes = self.writes
+        table, queries = self.wide("embeddings", side.queries.shape[1], 0.0), side.queries.detach()
+        queries, writes = queries * beta, self.writes
 
         def log_q(ids: Tensor) -> Tensor:
             if self.writes != writes:
@@ -268,11 +256,8 @@ class StaleTable(Stateful):
 
     def write(self, ids: Tensor, embeddings: Tensor) -> None:
         """Remember embeddings [R, D] of keys, as they are; non-finite ones are left out."""
-        rows = self._rows(embeddings.shape[1])
+        self.widen("embeddings", embeddings.shape[1], 0.0)
         self.writes += 1
-        if self.embeddings.shape[1] == 0:
-            with torch.inference_mode(False):
-                self.embeddings = torch.zeros(rows.shape, device=rows.device, dtype=rows.dtype)
         finite = torch.isfinite(embeddings).all(1)
         self.rows.write(self.embeddings, ids, embeddings.detach(), finite)
 
@@ -322,18 +307,18 @@ class Tables(nn.ModuleList):
         for side, table in enumerate(self):
             ids = table.next_ids(math.ceil(share * table.size), ahead)
             if len(ids):
-                parts.append(Part("refresh", side, Want(ids, tower_of(side), gradient=False)))
+                parts.append(Part("refresh", side, ids))
         return parts
 
     def fill(self, loss_fn: ContrastiveLoss, encode: Encodes, chunk: int) -> None:
         """Encode every key once, `chunk` at a time; ranks share the work."""
-        encoders_of(encode, [tower_of(number) for number in range(len(self))])  # before any row
+        encoders_of(encode, TOWERS[: len(self)])  # before any row
         ranks = loss_fn.ranks()
         world = 1 if ranks is None else ranks.world
         for number, table in enumerate(self):
             whole = table.order.ids(torch.arange(table.size, device=loss_fn.step.device))
             for ids in torch.split(whole, chunk * world):
-                part = Part("refresh", number, Want(ids, tower_of(number), gradient=False))
+                part = Part("refresh", number, ids)
                 part = part if ranks is None else share_out(part, ranks)
                 z = Request(loss_fn, ids, 0, [part]).encode(encode).parts[0].embeddings
                 assert z is not None
@@ -355,10 +340,10 @@ class Tables(nn.ModuleList):
                     if part.side != number or part.embeddings is None:
                         continue
                     if part.purpose == "refresh":
-                        table.refresh(part.want.ids, part.embeddings, normalize=normalize)
+                        table.refresh(part.ids, part.embeddings, normalize=normalize)
                     elif part.purpose == "carried":
                         z = check_answer(part.embeddings.detach(), like, normalize)
-                        table.write(part.want.ids, z)
+                        table.write(part.ids, z)
 
     def touched(
         self, index: Tensor, key_index: Tensor, requests: Sequence[Request]
@@ -368,5 +353,5 @@ class Tables(nn.ModuleList):
             ids = [index if number else key_index]
             for request in requests:
                 parts = (p for p in request.parts if p.side == number and p.purpose != "refresh")
-                ids += [part.want.ids.flatten() for part in parts]
+                ids += [part.ids.flatten() for part in parts]
             yield table.embeddings, torch.cat(ids)

@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 
 from negchain import rng
-from negchain.losses.batch import Call, check_batch
-from negchain.losses.columns import rows_alone
+from negchain.losses.columns import Key
 from negchain.losses.proposals import Informed
-from negchain.losses.request import Part, Want, tower_of
+from negchain.losses.request import Part
 from negchain.losses.settings import Shared, check_count
 from negchain.losses.softmax import without_probabilities
+from negchain.losses.table import StaleTable
 from negchain.losses.weighted import WeightedLoss
-from negchain.pool import Draw, Side
+from negchain.pool import Side
 from negchain.weights.softmax import softmax_weights
 
 
@@ -74,25 +74,20 @@ class TopKLoss(WeightedLoss):
         super().__init__(num_samples, beta, proposals=table, **shared)
         self.num, self.top = num, top
 
-    def _parts_given(self, call: Call, step: Tensor) -> list[Part]:
+    def _drawn(self, side: Side, table: StaleTable, key: Key) -> Part:
         """`num` of the `top` of every row."""
-        parts = []
-        sides = rows_alone(self, check_batch(self, call))
-        for number, (side, table) in enumerate(zip(sides, self.tables, strict=True)):
-            if table.embeddings.shape[1] == 0:
-                warnings.warn(
-                    "the table of TopKLoss is empty, so the nearest keys of all rows are the same "
-                    "few; call loss_fn.fill(encode) once before training",
-                    stacklevel=2,
-                )
-            nearest = table.top(self.top, side)
-            row = torch.arange(side.num_rows, device=nearest.device)
-            use = rng.FOR_PROPOSE + 16 * number
-            lot = rng.bits(self.seed, step, use, row, nearest.shape[1])
-            ids = nearest.gather(1, lot.argsort(1)[:, : self.num]).flatten()
-            want = Want(ids, tower_of(number))
-            parts.append(Part("draw", number, want, Draw(ids)))
-        return parts
+        if table.embeddings.shape[1] == 0:
+            warnings.warn(
+                "the table of TopKLoss is empty, so the nearest keys of all rows are the same "
+                "few; call loss_fn.fill(encode) once before training",
+                stacklevel=2,
+            )
+        seed, step, number = key
+        nearest = table.top(self.top, side)
+        row = torch.arange(side.num_rows, device=nearest.device)
+        lot = rng.bits(seed, step, rng.FOR_PROPOSE + 16 * number, row, nearest.shape[1])
+        ids = nearest.gather(1, lot.argsort(1)[:, : self.num])
+        return Part("draw", number, ids.flatten())
 
     def _begin(self, *given: Any, **layout: Any) -> list[Side]:
         """Columns without probabilities, from a set of unknown size."""

@@ -22,10 +22,9 @@ from torch import Tensor
 from negchain import rng
 from negchain.losses.batch import Batch
 from negchain.losses.chains import Arrival
-from negchain.losses.resample import resample
 from negchain.losses.settings import ISIR, Kernel
 from negchain.losses.state import Number, Report
-from negchain.losses.sweeps import columns_skipped, sweep_kinds
+from negchain.losses.sweeps import columns_skipped, resample, sweep_kinds
 from negchain.objective import effective_negatives
 from negchain.pool import Kind, Side
 from negchain.weights.metropolis import Backend, Scan, mh_scan
@@ -75,7 +74,7 @@ class Sampler:
         """
         kernel, num_columns, first = self.kernel, logits.shape[1], side.kinds[number].first
         if isinstance(kernel, ISIR):
-            return resample(side, number, logits, ids, start, self, kernel.count_every)
+            return resample(side, number, logits, ids, start, self)
         at = num_columns, logits.dtype, first
         log_u = self.draw(rng.log_uniform, rng.FOR_ACCEPT, self.rows, *at)
         burn_in: int | Tensor = skipped
@@ -113,8 +112,6 @@ class Walk:
 
     weights: Tensor  # [N,K]
     carried_weight: Tensor  # [N] weight on the carried state
-    accepts: Tensor  # [N]
-    num_steps: Tensor  # [N] moves each row could make: its proposals, or one for i-SIR
     arrival: Arrival
 
     def report(self) -> dict[str, Number]:
@@ -134,7 +131,6 @@ class Visit:
     total: list[Tensor] = field(default_factory=list)
     report: Report = field(default_factory=dict)
     arrivals: list[Arrival] = field(default_factory=list)
-    moves: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # [N] made, [N] possible
 
     def note(self, numbers: dict[str, Number]) -> None:
         """Numbers of one side for `info`."""
@@ -145,17 +141,17 @@ class Visit:
         """Ratios for `info`: of sums over the batch, whichever panels it came in."""
         kind, valid = self.total[0].dtype, self.batch.valid
 
-        def rate(moves: tuple[Tensor, Tensor]) -> Tensor:
-            return moves[0].sum().to(kind) / moves[1].sum().clamp(min=1)
+        def rate(there: Arrival) -> Tensor:
+            return there.accepts.sum().to(kind) / there.num_steps.sum().clamp(min=1)
 
-        def age(moved: Tensor) -> Tensor:
-            good = valid.repeat(len(moved) // max(len(valid), 1))
-            number = (moved & good).sum()
+        def age(there: Arrival) -> Tensor:
+            good = valid.repeat(len(there.moved) // max(len(valid), 1))
+            number = (there.moved & good).sum()
             return (good.sum() - number).to(kind) / number.clamp(min=1)
 
         return {
-            "acceptance_rate": [partial(rate, moves) for moves in self.moves],
-            "chain_age": [partial(age, arrival.moved) for arrival in self.arrivals],
+            "acceptance_rate": [partial(rate, there) for there in self.arrivals],
+            "chain_age": [partial(age, there) for there in self.arrivals],
         }
 
 
@@ -190,12 +186,14 @@ def walk_chains(
     if sampler.kernel.count_every > 1:  # it may also have counted there before its first proposal
         rest = 1 - (scan.start_weight - mass)[:, None]
         weights = weights / torch.where(rest > 0, rest, 1.0)
-    arrival = _arrival(side, start, scan.last, slots, sampler)
-    return Walk(weights, mass, scan.accepts, num_steps, arrival)
+    return Walk(weights, mass, _arrival(side, start, scan, num_steps, slots, sampler))
 
 
-def _arrival(side: Side, start: Start, last: Tensor, slots: Tensor, sampler: Sampler) -> Arrival:
+def _arrival(
+    side: Side, start: Start, scan: Scan, num_steps: Tensor, slots: Tensor, sampler: Sampler
+) -> Arrival:
     """Where the chains ended: where their row did, or one of their two rows, by a coin."""
+    last = scan.last
     size, row = len(last) // side.views, torch.arange(len(last), device=last.device)
     if side.views == 2:
         coin = sampler.draw(rng.coins, rng.FOR_VIEW, sampler.rows[:size], 1)[:, 0]
@@ -205,7 +203,8 @@ def _arrival(side: Side, start: Start, last: Tensor, slots: Tensor, sampler: Sam
             row = torch.cat([torch.where(slots[:size] == slots[size:], row, first), second])
     column = last[row]
     moved, column = column >= 0, column.clamp(min=0)
-    if side.kinds[-1].last == 0:
-        return Arrival(slots, moved, start.ids[row], None)
-    keys = side.keys_at(row, column).detach() if sampler.keep_keys else None
-    return Arrival(slots, moved, side.ids_at(row, column), keys)
+    ids, keys = start.ids[row], None
+    if side.kinds[-1].last > 0:
+        ids = side.ids_at(row, column)
+        keys = side.keys_at(row, column).detach() if sampler.keep_keys else None
+    return Arrival(slots, moved, ids, keys, scan.accepts, num_steps)

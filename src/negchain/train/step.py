@@ -32,7 +32,8 @@ from negchain.chunked import statistics_kept
 from negchain.fast import encoder as fast_encoder
 from negchain.fast.streams import forked, join, new_stream
 from negchain.losses import ContrastiveLoss
-from negchain.losses.distributed import Piece, Ranks, joined
+from negchain.losses.agreement import Piece
+from negchain.losses.distributed import Ranks, joined
 from negchain.losses.request import Request, Tower, Want
 from negchain.printable import reason
 from negchain.tasks.task import Task
@@ -287,7 +288,7 @@ class TrainStep:
                 found.append(Share(want, count))
             elif part.whole is not None:
                 places = torch.arange(count, device=self.device) + self.ranks.rank * count
-                found.append(Share(want, len(part.whole), places))
+                found.append(Share(want, part.whole.numel(), places))
             else:  # so many of every row of the batch
                 copies = torch.arange(part.per_row, device=self.device)[:, None] * size
                 places = (copies + self._places).flatten()

@@ -25,7 +25,7 @@ from negchain import (
     LargeBatchEMC2Loss,
     SogCLRLoss,
 )
-from negchain.losses import resample, walk
+from negchain.losses import sweeps, walk
 from negchain.weights import metropolis
 
 NEAR = 1e-5  # of a tie: logits and log u are exact to about 3e-6
@@ -147,7 +147,7 @@ def _step(
 def near_ties(size: int, device: str) -> Iterator[Tensor]:
     """Look over the readable walk's shoulder: items with a comparison within rounding of a tie."""
     near = torch.zeros(size, dtype=torch.bool, device=device)
-    scan, isir = walk.mh_scan, resample.isir_weights
+    scan, isir = walk.mh_scan, sweeps.isir_weights
 
     def watched_scan(logits: Tensor, start: Tensor, log_u: Tensor, *rest: Any) -> Any:
         threshold = logits - log_u
@@ -164,11 +164,11 @@ def near_ties(size: int, device: str) -> Iterator[Tensor]:
                 near.logical_or_((first - second < 3 * NEAR).view(-1, size).any(0))
         return isir(logits, start, gumbel, every)
 
-    walk.mh_scan, resample.isir_weights = watched_scan, watched_isir
+    walk.mh_scan, sweeps.isir_weights = watched_scan, watched_isir
     try:
         yield near
     finally:
-        walk.mh_scan, resample.isir_weights = scan, isir
+        walk.mh_scan, sweeps.isir_weights = scan, isir
 
 
 def compare(case: Case, device: str = "cpu") -> list[str]:

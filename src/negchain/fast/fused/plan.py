@@ -38,7 +38,6 @@ class Plan:
     training: bool
     seed: int
     num_samples: int
-    multiplicity: int
     states: Tensor | None = None  # [M] where the chains stand; None: no chains
     keys: Tensor | None = None  # [M,D] embeddings of their states, with carried="cached"
     averages: Tensor | None = None  # [M] SogCLR's moving averages
@@ -80,7 +79,7 @@ class Plan:
     @property
     def log_negatives(self) -> float:
         """log m_neg."""
-        return math.log(max(self.num_samples - 1, 1) * self.multiplicity)
+        return math.log(max(self.num_samples - 1, 1) * (2 if self.shared else 1))
 
     @property
     def skipped(self) -> int:
