@@ -16,7 +16,7 @@ from torch import Tensor
 
 import negchain.losses.chain_file as chain_file
 from forked import fork
-from negchain import EMC2Loss, rng
+from negchain import EMC2Loss, LargeBatchEMC2Loss, rng
 from negchain.losses.chains import ChainTable, state_dtype
 from negchain.losses.state import Rows
 from negchain.pool import write_rows
@@ -273,3 +273,13 @@ def test_a_large_mapped_table_is_small_and_fast(tmp_path) -> None:
     large.num_samples, large.chains = size, chains
     ratios = (_best_seconds(step(large)) / _best_seconds(step(small)) for _ in range(3))
     assert any(ratio < 1.5 for ratio in ratios)
+
+
+@pytest.mark.parametrize("build", [EMC2Loss, LargeBatchEMC2Loss])
+def test_info_keeps_no_embeddings(build) -> None:
+    """It is read seldom and kept until the next call, so what it holds is memory of every step."""
+    loss_fn, z = build(20, 5.0, carried="cached"), torch.randn(6, 11)
+    loss_fn(z, z, torch.arange(6))
+    later = [loss_fn._info[name] for name in ("acceptance_rate", "chain_age")]
+    held = [value for number in later for there in number.args for value in there]
+    assert held and not any(value is not None and 11 in value.shape for value in held)

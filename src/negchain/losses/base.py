@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Literal, Never
 
 import torch
@@ -272,6 +273,9 @@ class ContrastiveLoss(Reporting):
                 raise ValueError("encode= stands instead of requests; pass one or the other")
             call = call.kept()  # `encode` may fill the caller's buffers for the next batch
             requests = self._answered(encode, call)  # under the caller's autocast, as the batch
+            if requests:  # whose ids are on the device: not moved there again, nor compared
+                first = requests[0]
+                call = replace(call, index=first.index, augmentation=first.augmentation)
         with without_autocast(z_a):
             ranks = self.ranks()
             if ranks is not None:

@@ -149,9 +149,10 @@ class Visit:
             number = (there.moved & good).sum()
             return (good.sum() - number).to(kind) / number.clamp(min=1)
 
+        ends = [there._replace(key=None) for there in self.arrivals]  # `info` keeps them
         return {
-            "acceptance_rate": [partial(rate, there) for there in self.arrivals],
-            "chain_age": [partial(age, there) for there in self.arrivals],
+            "acceptance_rate": [partial(rate, there) for there in ends],
+            "chain_age": [partial(age, there) for there in ends],
         }
 
 
