@@ -149,6 +149,12 @@ def test_loading_keeps_own_settings_and_rate_tensor() -> None:
     assert all("momentum_buffer" in fresh.state[p] for p in model.parameters())
 
 
+def test_another_models_state_is_refused() -> None:
+    saved = build_optimizer(nn.Linear(2, 2), "sgd", lr=0.1).state_dict()
+    with pytest.raises(ValueError, match="same parameters"):
+        load_optimizer(build_optimizer(network(), "sgd", lr=0.1), saved)
+
+
 def test_schedule() -> None:
     rates = [lr_at(t, 100, 10, 0.4) for t in range(101)]
     assert rates[0] == 0 and rates[5] == pytest.approx(0.2) and rates[10] == 0.4

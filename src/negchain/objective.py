@@ -154,9 +154,8 @@ def effective_negatives(weights: Tensor, private: Tensor | None = None) -> Tenso
     """
     own = weights[:, :0] if private is None else private[:, None]
     joint, tiny = torch.cat([weights, own], 1), torch.finfo(weights.dtype).tiny
-    share = joint / joint.sum(1, keepdim=True).clamp(
-        min=tiny
-    )  # SogCLR's may be too small to square
+    # as shares first: SogCLR's weights may be too small to square
+    share = joint / joint.sum(1, keepdim=True).clamp(min=tiny)
     squares = torch.linalg.vecdot(share, share).clamp(min=tiny)
     mean: Tensor = (share.sum(1).square() / squares).mean()
     return mean

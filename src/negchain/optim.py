@@ -145,6 +145,13 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> N
         0.2
     """
     own = optimizer.state_dict()
+    if [len(g["params"]) for g in own["param_groups"]] != [
+        len(g["params"]) for g in saved["param_groups"]
+    ]:
+        raise ValueError(
+            "the saved optimizer must hold the same parameters as this one, got another number of "
+            "them; resume with the encoder and optimizer settings of that run"
+        )
     rates = [group["lr"] for group in optimizer.param_groups]
     optimizer.load_state_dict({"state": saved["state"], "param_groups": own["param_groups"]})
     for group, rate in zip(optimizer.param_groups, rates, strict=True):

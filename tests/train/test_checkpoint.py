@@ -86,6 +86,22 @@ def test_old_ones_go_only_after_the_new_one_is_durable(
     assert os.listdir(tmp_path) == ["step-000000001.pt"]
 
 
+def test_what_torch_says_is_not_taken_for_what_was_handled_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C writes a checkpoint too: an error of torch's has it for a context."""
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("torch's own")
+
+    monkeypatch.setattr(torch, "save", refuse)
+    with pytest.raises(RuntimeError, match="torch's own"):
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            save(tmp_path, state_of(2), 2, keep=1)
+
+
 def test_write_order_is_file_rename_folder_prune(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

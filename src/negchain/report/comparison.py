@@ -81,11 +81,7 @@ def results(groups: Sequence[Group]) -> str:
             f'<th scope="row">{key_line(group)}{escape(group.label)}{beside}</th>',
             f"<td>{_seeds(group)}</td>",
             *(_cell(cell) for cell in found.rows[i]),
-            *(
-                f"<td>{escape(str(group.settings[key])) if has_setting(group.method, key) else '–'}"
-                "</td>"
-                for key in differing
-            ),
+            *(f"<td>{escape(_setting(group, key))}</td>" for key in differing),
             f"<td>{strip(finals[i], limits, method_colour(group.method))}</td>",
         ]
         rows.append(f"<tr>{''.join(cells)}</tr>")
@@ -121,6 +117,10 @@ def gallery(groups: Sequence[Group]) -> str:
     shown = [(g.label, method_colour(g.method), g.runs[0]) for g in groups[:_GALLERIES]]
     html = side_by_side(shown)
     return f"<section><h2>Nearest neighbours, side by side</h2>{html}</section>" if html else ""
+
+
+def _setting(group: Group, key: str) -> str:
+    return str(group.settings[key]) if has_setting(group.method, key) else "–"
 
 
 def _seeds(group: Group) -> str:

@@ -84,8 +84,9 @@ class ImageTextTask(Task):
         notes = list(bundle.notes)
         if cut:
             longest = self.tokens["input_ids"].shape[1]
-            all_of_it = f"fill {longest} tokens: longer ones are cut"
-            notes.append(f"{cut:,} of {len(texts):,} captions {all_of_it}")
+            notes.append(
+                f"{cut:,} of {len(texts):,} captions fill {longest} tokens: longer ones are cut"
+            )
         if beyond:
             notes.append(
                 f"{beyond:,} images share a caption with more than {MOST_KNOWN} others, of which "

@@ -156,8 +156,10 @@ def _write(path: Path, state: dict[str, Any], step: int) -> None:
         writer = _HashingWriter(file)
         try:
             torch.save({"schema": CHECKPOINT_SCHEMA, "step": step, "state": state}, writer)  # type: ignore[arg-type]
-        except RuntimeError as error:  # torch makes "unexpected pos" of "no space left"
-            raise error.__context__ or error from None
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):  # a full disk is "unexpected pos" to torch
+                raise error.__context__ from None
+            raise
         file.write(_FOOTER + writer.digest.hexdigest().encode())
 
 

@@ -70,9 +70,7 @@ class _Loss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         a, b, carried, _ = ctx.saved_tensors
         plan, walked = ctx.plan, ctx.walked
-        with torch.autocast(
-            a.device.type, enabled=False
-        ):  # which is on where backward() is under it
+        with torch.autocast(a.device.type, enabled=False):  # on, where backward() is under it
             grads = _backward(a, b, carried, grad, plan, walked)
         grad_beta = walked.stats[6].mean() * grad if ctx.needs_input_grad[3] else None
         return *grads, grad_beta, None, None
