@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import multiprocessing
 import os
 import sys
+import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -24,7 +28,6 @@ TINY = (
     "train --data digits --subset 64 --encoder small-cnn --batch-size 12 --steps 10 --log-every 1 "
     "--eval-every 0 --warmup-epochs 0 --probe-samples 32 --device cpu --logger none --quiet"
 )
-STORES: list[dist.TCPStore] = []
 Hook = Callable[[int], Any] | None
 
 
@@ -42,12 +45,30 @@ def _rank(rank: int, world: int, port: int, words: list[str], log: str, before: 
     os._exit(run(words))
 
 
-def start(world: int, words: str, log: Path, before: Hook = None) -> list[BaseProcess]:
-    """Ranks of one run; `before` is called in each, with its number."""
+def _store(port: Connection, ours: Connection) -> None:
+    """What torchrun serves its ranks, until the last of them is gone."""
+    ours.close()
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    STORES.append(store)  # lives as long as torchrun would
-    given = (world, store.port, words.split(), str(log), before)
-    return [fork(_rank, rank, *given) for rank in range(world)]
+    port.send(store.port)
+    with contextlib.suppress(EOFError):
+        port.recv()
+    os._exit(0)
+
+
+def start(world: int, words: str, log: Path, before: Hook = None) -> list[BaseProcess]:
+    """Ranks of one run; `before` is called in each, with its number.
+
+    The store has a process of its own. Its thread looks names up, and a rank forked in that very
+    moment inherits the C library's lock on names: it then waits for ever in getaddrinfo (1 run of
+    3 ranks in some 700).
+    """
+    ours, theirs = multiprocessing.Pipe()
+    fork(_store, theirs, ours)
+    theirs.close()
+    given = (world, ours.recv(), words.split(), str(log), before)
+    ranks = [fork(_rank, rank, *given) for rank in range(world)]  # they hold `ours` open
+    ours.close()
+    return ranks
 
 
 def unjudged() -> None:
@@ -80,10 +101,12 @@ def at_step(step: int, do: Callable[[trainer.Run], Any]) -> None:
 def ended(world: int, words: str, log: Path, before: Hook = None) -> list[int | None]:
     """Exit states of the ranks of one run."""
     ranks = start(world, words, log, before)
+    latest = time.monotonic() + 240
     for rank in ranks:
-        rank.join(240)
+        rank.join(max(0.0, latest - time.monotonic()))
         if rank.is_alive():
             rank.kill()
+            rank.join()
     return [rank.exitcode for rank in ranks]
 
 
