@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from negchain import tasks
 from negchain.data import DataBundle, ImageSet
 from negchain.neighbours import accuracy
-from negchain.tasks.image_judge import ImageJudge
+from negchain.tasks.image_judge import ImageJudge, OnlineProbe
 from negchain.tasks.images import ImageTask, load_images
+from negchain.train import start
 from negchain.train.resolve import resolve
+from negchain.train.run_folder import RunFolder
 
 SETTINGS = {"data": "digits", "probe_samples": 16, "encoder": "small-cnn", "device": "cpu"}
 
@@ -105,3 +109,30 @@ def test_no_picture_is_its_own_neighbour(digits: ImageTask) -> None:
     assert not (near == queries[:, None]).any()
     assert (near[:, 0] == (queries.int() + 12) % 24).all()
     assert torch.allclose(found["neighbour_similarities"][:, 0], torch.tensor(1.0))
+
+
+def test_the_online_probe_ignores_what_has_no_label() -> None:
+    labels = torch.tensor([0, 1, -1, -1])
+    probe = OnlineProbe(labels, dim=2)
+    probe.learn(torch.eye(2), torch.tensor([2, 3]))
+    assert not probe.weight.any() and float(probe.accuracy) == 0
+    for _ in range(20):
+        probe.learn(torch.eye(2)[[0, 1, 0]], torch.tensor([0, 1, 3]))
+    assert float(probe.accuracy) > 0.9 and probe.weight.any()
+
+
+def test_the_online_probe_learns_while_the_encoder_does(tmp_path: Path) -> None:
+    config = resolve(None, {"device": "cpu", "subset": 1000})
+    run = start.prepare(tasks.load(config), lambda: RunFolder.create(tmp_path / "r", config="{}"))
+    found = []
+    with run.folder:
+        for step in range(40):
+            run.step(step, run.order.batch(step))
+            found.append(float(run.task.watched["online_probe"]))
+        run.done = 40
+        run._save()
+        again = start.prepare(tasks.load(config), lambda: run.folder)
+        again.restore()
+    assert found[0] < 0.4 and found[-1] > 0.6
+    pairs = zip(run.task.state_tensors(), again.task.state_tensors(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)

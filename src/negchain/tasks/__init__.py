@@ -4,7 +4,7 @@ A task is what the trainer is given: data with stable positions, one or two towe
 and what the report shows. `task.py` has the interface. The command line, the trainer, checkpoints,
 `compare` and the report read this register and know no task by name.
 
-    images       images, image_judge, online_probe, own_augmentation
+    images       images, image_judge
     retrieval    retrieval, retrieval_judge, beir (the data), text (the encoder)
     image-text   image_text, image_text_judge, image_text_towers, captions (the data), text
     all          checks: what a machine must have

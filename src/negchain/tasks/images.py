@@ -6,7 +6,7 @@ Shapes: `M` images, `B` batch, `R` rows of a pass, `k` stored augmentations.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,9 +18,7 @@ from negchain.data import DataBundle, load_batches, load_data
 from negchain.data.listing import Listing
 from negchain.encoders import SMALL_IMAGE, Encoder, build_encoder
 from negchain.losses.request import Want
-from negchain.tasks.image_judge import ImageJudge
-from negchain.tasks.online_probe import OnlineProbe
-from negchain.tasks.own_augmentation import OwnAugmentation
+from negchain.tasks.image_judge import ImageJudge, OnlineProbe
 from negchain.tasks.task import Batch, Task
 from negchain.train.config import ConfigError, TrainConfig
 
@@ -214,6 +212,58 @@ class ImageTask(Task):
     def judge(self) -> ImageJudge:
         """Probes, neighbours and the exact loss."""
         return ImageJudge(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnAugmentation(Augmentation):
+    """`function` in the place of a recipe: uint8 [N,C,H,W] to pixels [N,C,size,size].
+
+    It draws from torch's global generator, which is seeded by the step before each call. So a
+    resumed run draws what an uninterrupted one would have.
+
+    Example:
+        >>> own = OwnAugmentation(size=4, function=lambda x: x[:, :, ::2, ::2])
+        >>> own(torch.full((2, 1, 8, 8), 51, dtype=torch.uint8), torch.rand(2, 1))[0, 0, 0, 0]
+        tensor(0.2000)
+    """
+
+    function: Callable[[Tensor], Tensor]
+
+    @property
+    def name(self) -> str:
+        """What the function is called, for the record."""
+        return str(getattr(self.function, "__qualname__", type(self.function).__qualname__))
+
+    @property
+    def num_uniforms(self) -> int:
+        """One, which seeds the function's generator."""
+        return 1
+
+    def __call__(self, images: Images, uniforms: Tensor | Uniforms) -> Tensor:
+        """Pixels of a batch, seeded by the first uniform of its first image."""
+        drawn = uniforms.made(1, 1) if isinstance(uniforms, Uniforms) else uniforms
+        with torch.random.fork_rng(), torch.autocast(images.device.type, enabled=False):
+            torch.manual_seed(int(drawn[0, 0].item() * 2**24))
+            found = self.function(self._squares(images))
+        channels = images.shape[1] if isinstance(images, Tensor) else images.channels
+        wanted = [len(images), channels, self.size, self.size]
+        if not isinstance(found, Tensor) or list(found.shape) != wanted:
+            got = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+            raise ConfigError(f"augment must return pixels of shape {wanted}, got {got}")
+        if found.dtype != torch.uint8 and (not found.is_floating_point() or (found > 32).any()):
+            raise ConfigError(
+                f"augment must return uint8, or floats in [0, 1], got {found.dtype} up to "
+                f"{found.max().item():g}; divide by 255"
+            )
+        pixels = found.float() / 255 if found.dtype == torch.uint8 else found.float()
+        return self._normalized(pixels)
+
+    def _squares(self, images: Images) -> Tensor:
+        """Pictures of their own sizes as central squares of twice the side that is wanted."""
+        if isinstance(images, Tensor):
+            return images
+        squares = Augmentation(size=2 * self.size).plain(images)
+        return (255 * squares).round().to(torch.uint8)
 
 
 def load_images(
