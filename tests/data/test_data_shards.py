@@ -18,11 +18,11 @@ import negchain
 from negchain.data import (
     DataBundle,
     Indexed,
+    decode,
     from_files,
     image_set,
     load_batches,
     load_data,
-    places,
     prefetch,
 )
 from negchain.data import sources as data_sources
@@ -325,7 +325,7 @@ def test_a_huge_member_is_left_out_by_name(tmp_path: Path, monkeypatch: pytest.M
     """A range is read whole, so there is a limit to it."""
     huge = png(3) + bytes(10_000)
     write_tar(tmp_path / "a.tar", [*samples(range(3)), ("big.png", huge), ("big.cls", b"cat")])
-    monkeypatch.setattr(places, "LARGEST", len(huge) - 1)
+    monkeypatch.setattr(decode, "LARGEST", len(huge) - 1)
     found = load(str(tmp_path))
     assert len(found.pretrain) == 3
     assert [name for name, _ in found.skipped] == ["a.tar/big.png"]

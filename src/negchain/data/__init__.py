@@ -4,8 +4,8 @@ A folder of photographs takes this way:
 
     named.py                          what --data names, and who lists its files
     folder.py, shards.py, arrow.py    list them by split; nothing is opened yet
-    listing.py                        which are trained on, which test probes
-    places.py, decode.py              where a picture's bytes are; from bytes to pixels
+    listing.py                        where the bytes are; which are trained on, which test probes
+    decode.py                         from bytes to pixels
     from_files.py                     all files measured, then decoded or left on disk
     built_in.py                       digits, cifar10, stl10 instead of files
     image_set.py                      the result: `ImageSet`, `DataBundle`, and batches of them

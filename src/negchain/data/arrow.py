@@ -1,7 +1,7 @@
 """Pictures of a Hugging Face data set: a folder that `save_to_disk` wrote.
 
 Arrow keeps a column's bytes one behind the other and uncompressed, so a picture of a saved data set
-is a range of its file (see `negchain.data.places`): the table of ranges is all that stays in
+is a range of its file (see `negchain.data.listing`): the table of ranges is all that stays in
 memory, and workers read files. Items are named `split/row`. The classes are those of the ClassLabel
 column, or of `label`.
 
@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from negchain.data.listing import SPLITS, ImageFile, Listing, divide
-from negchain.data.places import Place
+from negchain.data.listing import SPLITS, ImageFile, Listing, Place, divide
 from negchain.files import FileRefused, read_object
 from negchain.printable import printable
 

@@ -13,18 +13,20 @@ All threads of a process together decode at most `IN_FLIGHT` bytes at a time (or
 however large the pictures are.
 """
 
+import io
 import os
+import stat
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from PIL import ExifTags, Image, UnidentifiedImageError, features
 
-from negchain.data.places import Place, opened
+from negchain.data.listing import Place
 
 _AVIF = "avif" in features.modules and features.check("avif")  # Pillow 11.3 and newer
 IMAGE_SUFFIXES = frozenset(
@@ -35,6 +37,9 @@ IMAGE_SUFFIXES = frozenset(
 
 IN_FLIGHT = 1 << 30
 """Bytes of decoded pixels that all threads of a process hold at a time."""
+
+LARGEST = 1 << 30
+"""Bytes of a picture inside a file, at most: it is read whole."""
 
 # A list keeps PIL from handing a disguised file to its other readers (EPS starts Ghostscript).
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM") + (("AVIF",) if _AVIF else ())
@@ -140,6 +145,39 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 
 # --------------------------------------------------------------------------------------- one file
+
+
+def opened(place: Place | str) -> BinaryIO:
+    """The bytes at a place as a file of their own; a range is read at once.
+
+    A place is valid only while its file is unchanged: one written since is refused.
+
+    >>> import tempfile
+    >>> with tempfile.NamedTemporaryFile() as file:
+    ...     _ = file.write(b"...picture..."), file.flush()
+    ...     with opened(Place(file.name, 3, 7)) as part:
+    ...         part.read()
+    b'picture'
+    """
+    place = Place(place) if isinstance(place, str) else place
+    # Without O_NONBLOCK opening a pipe would wait for ever.
+    file = open(place.path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK))
+    try:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError("not a regular file")
+        size = status.st_size if place.size < 0 else place.size
+        if place.changed not in (-1, status.st_mtime_ns) or place.begin + size > status.st_size:
+            raise OSError("the file has changed since it was listed")
+        if size == status.st_size:
+            return file
+        if size > LARGEST:
+            raise OSError(f"{size >> 20:,} MB of a file, and at most {LARGEST >> 20:,} are read")
+        with file:
+            return io.BytesIO(os.pread(file.fileno(), size, place.begin))
+    except BaseException:
+        file.close()
+        raise
 
 
 def stored_size(size: Size, short: int) -> Size:

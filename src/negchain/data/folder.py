@@ -38,9 +38,9 @@ from negchain.data.listing import (
     divide,
     ignored,
     tested_on,
+    whole_file,
     without_classes,
 )
-from negchain.data.places import whole_file
 from negchain.files import read_table
 from negchain.printable import printable
 

@@ -36,8 +36,14 @@ from negchain.data.decode import (
     why_unreadable,
 )
 from negchain.data.image_set import DataBundle, ImageSet, fingerprint
-from negchain.data.listing import ImageFile, Listing, classes_of, require_known_classes, too_few
-from negchain.data.places import Place
+from negchain.data.listing import (
+    ImageFile,
+    Listing,
+    Place,
+    classes_of,
+    require_known_classes,
+    too_few,
+)
 from negchain.printable import printable
 from negchain.progress import Progress
 

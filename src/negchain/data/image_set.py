@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from negchain.augment.pictures import Images, Pictures
 from negchain.data.decode import Bytes, num_cores, read_image, read_picture, why_unreadable
-from negchain.data.places import Place
+from negchain.data.listing import Place
 from negchain.printable import printable
 
 

@@ -1,5 +1,8 @@
 """What a source of images holds, by names alone: files, classes and splits. Nothing is opened.
 
+Shards (.tar) and Arrow files hold pictures uncompressed, so a picture is a range of bytes. It costs
+one read, in any order and from any process.
+
 Folders and tables (`folder`), shards (`shards`) and saved data sets (`arrow`) list their files by
 split; `divide` makes of them what is pretrained on and what probes are tested on. Where there are
 classes and no test split, a share of every class is held out.
@@ -10,14 +13,29 @@ import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-
-from negchain.data.places import Place
+from typing import NamedTuple
 
 TEST_SPLITS = ("test", "val", "valid", "validation")
 SPLITS = ("train", "unlabeled", *TEST_SPLITS)
 
 LEAST_TRAIN = 3
 """Training pictures that a class must have for a probe to set some aside to tune itself."""
+
+
+class Place(NamedTuple):
+    """Where the bytes of a picture are: `size` bytes of a file from `begin` on."""
+
+    path: str
+    begin: int = 0
+    size: int = -1
+    """-1: all of the file."""
+    changed: int = -1
+    """When the file was last written, in nanoseconds as `os.stat` has them; -1: not compared."""
+
+
+def whole_file(path: str, status: os.stat_result) -> Place:
+    """All of a file, in its present state."""
+    return Place(path, 0, status.st_size, status.st_mtime_ns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +129,6 @@ def hold_out(listing: Listing, share: float) -> Listing:
     Of a class's pictures those whose names hash lowest are held out, one at least of two. They are
     left out of pretraining too, so that probes are tested on pictures the encoder has never seen.
 
-    >>> from negchain.data.places import Place
     >>> files = [ImageFile(f"{c}/{n}", Place("x"), c) for c in ("cat", "dog") for n in range(10)]
     >>> held = hold_out(Listing("pets", tuple(files)), 0.2)
     >>> len(held.pretrain), [file.class_name for file in held.test]

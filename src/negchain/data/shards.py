@@ -19,8 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from negchain.data.decode import IMAGE_SUFFIXES
-from negchain.data.listing import SPLITS, ImageFile, Listing, divide, ignored
-from negchain.data.places import Place
+from negchain.data.listing import SPLITS, ImageFile, Listing, Place, divide, ignored
 from negchain.files import FileRefused, open_plain
 from negchain.printable import printable
 

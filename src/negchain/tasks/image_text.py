@@ -21,8 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from negchain import rng
 from negchain.augment import Images
 from negchain.data import DataBundle, ImageSet
-from negchain.data.listing import ImageFile, Listing
-from negchain.data.places import whole_file
+from negchain.data.listing import ImageFile, Listing, whole_file
 from negchain.losses.request import Want
 from negchain.tasks.captions import read_pairs
 from negchain.tasks.image_text_judge import ImageTextJudge
