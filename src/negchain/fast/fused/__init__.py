@@ -9,8 +9,7 @@ Kernels, in the order of a step:
     layout     rows and columns of a batch: unit length, order of proposal, carried states; and the
                gradients' way back
     ranks      order of proposal and repeated ids, by sorting (torch, no kernel)
-    rows       a small batch: one program per row turns its similarities into EMC²'s weights
-    in_batch   the same for InfoNCE, DCL and SogCLR
+    rows       a small batch: one program per row turns its similarities into weights
     tiles      a large batch: similarities are computed, scanned and forgotten, tile by tile
     tile_rows  what follows for each of its rows
     objective  a row's value and factor, inside the kernels above

@@ -1,7 +1,7 @@
 """The forward pass of a side, kernel by kernel: lay out the batch, weigh its columns, store state.
 
-    prepare -> similarities -> rows | in_batch   (small batch)   -> commit
-    prepare -> tiles -> tile_rows                (large batch)   -> commit
+    prepare -> similarities -> rows   (small batch)   -> commit
+    prepare -> tiles -> tile_rows     (large batch)   -> commit
 
 Shapes: as in `layout_triton`; those of tiles as in `tiles_triton`.
 """
@@ -20,7 +20,6 @@ from negchain.fast.backends import copies_tiles, float32_products, on_its_device
 from negchain.fast.fused import (
     MAX_COLUMNS,
     commit_triton,
-    in_batch_triton,
     layout_triton,
     ranks,
     rows_triton,
@@ -54,9 +53,7 @@ def walk(
     same = plan.index  # unused where it is not counted
     if plan.weighting == "isir":
         walked.repeated = ranks.repeated(plan.index, walked.valid).repeat(plan.copies)
-    if plan.states is None:
-        _in_batch(walked, plan)
-    elif plan.tiled:
+    if plan.tiled:
         same = ranks.num_equal(plan.index, walked.valid)
         _tiles(walked, same, plan)
     else:
@@ -119,34 +116,33 @@ def _prepare(
     return walked
 
 
-def _in_batch(walked: Walked, plan: Plan) -> None:
-    size, rows, columns = len(plan.index), len(walked.pull), plan.num_columns
-    similarity = walked.queries @ walked.pool.T
-    walked.weights = torch.empty_like(similarity)
-    tile = triton.next_power_of_2(max(plan.blocks * columns, 16))
-    in_batch_triton.in_batch_kernel[(rows,)](
-        similarity, plan.index, walked.pool_ids, walked.penalty, walked.positive,
-        given(plan.averages, walked.pull), walked.beta, walked.weights, walked.pull,
-        walked.averages, walked.last, walked.stats, plan.faults, rows, size, columns,
-        plan.num_samples, plan.gamma, plan.log_negatives, TILE=tile, BLOCKS=plan.blocks,
-        SOGCLR=plan.weighting == "sogclr", ALL=plan.denominator == "all",
-        num_warps=max(1, min(4, tile // 256)),
-    )  # fmt: skip
-
-
 def _rows(walked: Walked, plan: Plan) -> None:
+    """A small batch: all columns of a row at once."""
     size, rows, columns = len(plan.index), len(walked.pull), plan.num_columns
+    width = plan.blocks * columns if plan.states is None else columns
     similarity = walked.queries @ walked.pool.T
-    walked.weights = torch.empty(rows, columns, device=similarity.device)
-    tile = triton.next_power_of_2(max(columns, 16))
+    walked.weights = torch.empty(rows, width, device=similarity.device)
+    tile = triton.next_power_of_2(max(width, 16))
+    launch: dict[str, Any] = {
+        "TILE": tile, "BLOCKS": plan.blocks, "ALL": plan.denominator == "all",
+        "num_warps": max(1, min(4, tile // 256)),
+    }  # fmt: skip
+    if plan.states is None:
+        rows_triton.in_batch_kernel[(rows,)](
+            similarity, plan.index, walked.pool_ids, walked.penalty, walked.positive,
+            given(plan.averages, walked.pull), walked.beta, walked.weights, walked.pull,
+            walked.averages, walked.last, walked.stats, plan.faults, rows, size, columns,
+            plan.num_samples, plan.gamma, plan.log_negatives, SOGCLR=plan.weighting == "sogclr",
+            **launch,
+        )  # fmt: skip
+        return
     rows_triton.rows_kernel[(rows,)](
         similarity, plan.index, walked.pool_ids, walked.penalty, walked.repeated, walked.positive,
         walked.start_logit, walked.start_similarity, walked.beta, walked.step, walked.weights,
         walked.pull, walked.carried_weight, walked.last, walked.stats, plan.faults,
         rng.seed_key(plan.seed), rows, size, columns, plan.num_samples, plan.burn_in,
-        plan.count_every, plan.log_negatives, SIDE=plan.side, TILE=tile,
-        BLOCKS=plan.blocks, ISIR=plan.weighting == "isir", ALL=plan.denominator == "all",
-        num_warps=max(1, min(4, tile // 256)),
+        plan.count_every, plan.log_negatives, SIDE=plan.side, ISIR=plan.weighting == "isir",
+        **launch,
     )  # fmt: skip
 
 
