@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 import negchain as nc
-from negchain.losses.proposals import Informed
+from negchain.losses.settings import Informed
 
 BETA, ANCHORS = 50.0, 4096
 

@@ -14,7 +14,6 @@ import torch
 from losses_under_test import METHODS, M, data, run, same_state, snapshot
 from torch import Tensor
 
-import negchain.losses.chain_file as chain_file
 from forked import fork
 from negchain import EMC2Loss, LargeBatchEMC2Loss, rng
 from negchain.losses.chains import ChainTable, state_dtype
@@ -219,7 +218,7 @@ def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch) -> 
 
 
 def test_chunks_join_without_a_seam(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(chain_file, "CHUNK", 16)
+    monkeypatch.setattr("negchain.losses.chains.CHUNK", 16)
     chains = ChainTable(2, 41, num_states=41, ids_per_item=1, own=True, keep="encode", seed=0)
     chains.states.copy_(torch.arange(82).view(2, 41))
     chains.map_to(tmp_path / "chains.bin")

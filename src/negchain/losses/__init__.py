@@ -10,18 +10,16 @@
 | `importance.py` | `ImportanceLoss`: fresh draws from a stale table, no chain |
 | `top_k.py` | `TopKLoss`: the nearest keys of a stale table, uncorrected |
 | `weighted.py` | `WeightedLoss`, base of a method of your own |
-| `settings.py` | how chains move |
+| `settings.py` | how chains move, and what they are offered |
 | `request.py` | what a loss wants encoded |
 | `base.py`, `batch.py`, `state.py` | what all of them share |
-| `returned.py` | requests that a caller kept and hands back |
 | `sweeps.py` | a visit over columns of several kinds, and by i-SIR |
-| `stored.py`, `chain_file.py` | stored augmentations; chains in a file |
-| `proposals.py`, `columns.py`, `table.py` | draws from beyond the batch, and their stale table |
+| `columns.py`, `table.py` | draws from beyond the batch, and their stale table |
 | `distributed.py`, `agreement.py`, `shards.py` | several ranks: one joined batch, equal state |
 | `fused.py` | what a loss hands the kernels of `negchain.fast` |
 
 To read EMC² on a CPU: `emc2.py`, `walk.py` and `chains.py`, then `base.py` and `batch.py`. From
-`returned.py` on the files are of other paths (docs/design.md says where they are chosen).
+`sweeps.py` on the files are of other paths (docs/design.md says where they are chosen).
 """
 
 from negchain.losses.base import ContrastiveLoss
@@ -29,9 +27,8 @@ from negchain.losses.emc2 import EMC2Loss
 from negchain.losses.importance import ImportanceLoss
 from negchain.losses.large_batch import LargeBatchEMC2Loss
 from negchain.losses.negative_cache import NegativeCacheLoss
-from negchain.losses.proposals import Given, Informed, Uniform
 from negchain.losses.request import Request, Want
-from negchain.losses.settings import ISIR, MH, InBatch
+from negchain.losses.settings import ISIR, MH, Given, InBatch, Informed, Uniform
 from negchain.losses.softmax import DCLLoss, InfoNCELoss
 from negchain.losses.sogclr import SogCLRLoss
 from negchain.losses.top_k import TopKLoss

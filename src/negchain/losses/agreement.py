@@ -18,8 +18,7 @@ from torch import Tensor
 
 from negchain.losses.batch import Call, as_ids, check_answer, check_batch, check_call
 from negchain.losses.columns import check_draw, check_ids, given_draws
-from negchain.losses.request import Part, Request, check_answers
-from negchain.losses.returned import check_held, check_requests
+from negchain.losses.request import Part, Request, check_answers, check_held, check_requests
 
 if TYPE_CHECKING:
     from negchain.losses.distributed import Ranks

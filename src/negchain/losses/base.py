@@ -38,15 +38,22 @@ from negchain.losses.batch import (
     without_autocast,
 )  # fmt: skip
 from negchain.losses.distributed import Ranks
-from negchain.losses.proposals import Informed, Proposals, Uniform, checked_proposals
 from negchain.losses.request import (
     Encodes,
     Part,
     Request,
     check_answers,
+    check_held,
+    check_requests,
 )
-from negchain.losses.returned import check_held, check_requests
-from negchain.losses.settings import Gather, InBatch
+from negchain.losses.settings import (
+    Gather,
+    InBatch,
+    Informed,
+    Proposals,
+    Uniform,
+    checked_proposals,
+)
 from negchain.losses.state import Reporting, Rows
 from negchain.losses.table import StaleTable, Tables
 from negchain.objective import Denominator, Estimate, contrastive_objective

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from negchain.losses.proposals import Given
+from negchain.losses.settings import Given
 from negchain.objective import SHORTEST
 from negchain.pool import Draw, Kind, Side, all_finite, matches
 from negchain.rng import fit_for_numpy

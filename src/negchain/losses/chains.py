@@ -22,6 +22,7 @@ Shapes: `S` sides, `M` chains, `B` chains of the batch, `D` embedding.
 from __future__ import annotations
 
 import math
+import mmap
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -31,12 +32,14 @@ import torch
 from torch import Tensor
 
 from negchain import rng
-from negchain.losses import chain_file
+from negchain.files import replacing
+from negchain.losses.batch import Views, as_ids
 from negchain.losses.distributed import Ranks
-from negchain.losses.settings import check_dim
+from negchain.losses.settings import InBatch, Informed, check_count, check_dim
 from negchain.losses.state import Rows, Stateful
 
 Carried = Literal["encode", "cached"]
+CHUNK = 1 << 20  # states of a table that are copied at a time when it is written to a file
 NOT_MOVED = -1  # in `ChainTable.states`: the chain is still at its initial draw
 
 
@@ -173,11 +176,33 @@ class ChainTable(Stateful):
             >>> make().states
             tensor([[-1, -1,  4, -1, -1]], dtype=torch.int32)
         """
-        self.states = chain_file.mapped(self.states, Path(path))
+        states, path = self.states, Path(path)
+        if states.device.type != "cpu":
+            raise ValueError(
+                "a chain table in a file needs a loss on the CPU, but this one is on "
+                f"{states.device}; move it with .cpu(), or keep the table in device memory"
+            )
+        if not path.exists():
+            _write_states(path, states)
+        (num_sides, num_chains), count, dtype = states.shape, states.numel(), states.dtype
+        size, needed = path.stat().st_size, count * dtype.itemsize
+        if size != needed:
+            raise ValueError(
+                f"a file of {num_sides} x {num_chains} chains of {dtype.itemsize} bytes has "
+                f"{needed} bytes, but {path} has {size}: it belongs to another data set, or is no "
+                "chain table; give another path, or delete it to start the chains anew"
+            )
+        flat = torch.from_file(str(path), shared=True, size=count, dtype=dtype, device="cpu")
+        self.states = flat.view(num_sides, num_chains)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Refuse to move away from a file: no step would write to it any more."""
-        chain_file.refuse_to_move(self.states, fn)
+        file = self.states.untyped_storage().filename
+        if file is not None and fn(torch.empty(0, device="cpu")).device.type != "cpu":
+            raise ValueError(
+                f"a chain table in a file stays on the CPU, and this one is in {file}; load its "
+                "state_dict into a loss without a file, and move that one"
+            )
         return super()._apply(fn, recurse)
 
 
@@ -189,3 +214,47 @@ def state_dtype(num_states: int) -> torch.dtype:
         (torch.int32, torch.int64)
     """
     return torch.int32 if num_states <= 2**31 else torch.int64
+
+
+def _write_states(path: Path, states: Tensor) -> None:
+    """Create a file that is there whole or not at all, in little memory.
+
+    It is written page by page because Linux may cache a file in units of the size it was written
+    in, up to 2 MiB, and changing one state of a unit marks all of it as changed: slow at once, and
+    slow again when all of it goes to the disk.
+    """
+    page = mmap.PAGESIZE
+    with replacing(path, buffering=page) as file:
+        for row in states:
+            for chunk in row.split(CHUNK):
+                data = memoryview(chunk.contiguous().numpy()).cast("B")
+                for begin in range(0, len(data), page):
+                    file.write(data[begin : begin + page])
+
+
+def stored_ids(
+    index: Tensor, augmentation: tuple[Tensor, Tensor], per_item: int
+) -> Tensor:  # [B], two [B] -> [2,B]
+    """Ids of (item, stored augmentation), for both views.
+
+    Example:
+        >>> stored_ids(torch.tensor([3]), (torch.tensor([0]), torch.tensor([1])), 2)
+        tensor([[6],
+                [7]])
+    """
+    chosen = [as_ids("augmentation", a, len(index), index.device) for a in augmentation]
+    for a in chosen:
+        if rng.fit_for_numpy(a) and not bool(((a >= 0) & (a < per_item)).all()):
+            raise ValueError(f"augmentation must lie in [0, {per_item}), got {a.tolist()[:8]}")
+    return torch.stack([index * per_item + a.clamp(0, per_item - 1) for a in chosen])
+
+
+def check_stored(augmentations: int, views: Views, proposals: object) -> None:
+    """Refuse numbers of stored augmentations, and combinations, that cannot be."""
+    check_count("augmentations (stored per item)", augmentations)
+    offered = InBatch() if proposals in (None, "batch") else proposals
+    if views != "shared" or isinstance(proposals, Informed):
+        raise ValueError(
+            "augmentations (stored per item) go with views='shared' and proposals other than "
+            f"Informed; got {augmentations}, {views!r}, {offered}"
+        )

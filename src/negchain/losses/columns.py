@@ -23,9 +23,8 @@ from negchain.losses.batch import (
     is_traced,
     lay_out,
 )
-from negchain.losses.proposals import Given, Informed, Uniform
 from negchain.losses.request import Part, Request, answered
-from negchain.losses.settings import InBatch
+from negchain.losses.settings import Given, InBatch, Informed, Uniform
 from negchain.pool import Draw, Kind, Side, matches
 from negchain.printable import show
 

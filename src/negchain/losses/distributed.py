@@ -31,8 +31,7 @@ from torch import Tensor
 from negchain.losses.agreement import Piece, agreed, is_drawn, parts_of
 from negchain.losses.batch import Call, as_ids
 from negchain.losses.columns import count_keys, given_draws, sample_rows
-from negchain.losses.request import Part, Request, check_answers
-from negchain.losses.returned import check_held, check_requests
+from negchain.losses.request import Part, Request, check_answers, check_held, check_requests
 from negchain.pool import Draw, first_writer, write_rows
 
 if TYPE_CHECKING:

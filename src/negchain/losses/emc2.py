@@ -27,19 +27,19 @@ from negchain import rng
 from negchain.losses import fused
 from negchain.losses.base import ContrastiveLoss
 from negchain.losses.batch import Batch, Call, Ids, as_ids, check_answer, check_batch
-from negchain.losses.chains import Carried, ChainTable
-from negchain.losses.proposals import Proposals, corpus_proposals
+from negchain.losses.chains import Carried, ChainTable, check_stored, stored_ids
 from negchain.losses.request import Part, Request, answered
 from negchain.losses.settings import (
     ISIR,
     InBatch,
     Kernel,
+    Proposals,
     Shared,
     as_kernel,
+    corpus_proposals,
     one_of,
     require_samples,
 )
-from negchain.losses.stored import check_stored, stored_ids
 from negchain.losses.walk import Sampler, Start, Visit, Walk, walk_chains
 from negchain.objective import Estimate, bracket, constant, detached_logits, mean_loss
 from negchain.pool import Side, usable

@@ -27,8 +27,7 @@ from typing import Unpack
 
 from torch import Tensor
 
-from negchain.losses.proposals import Informed, Proposals
-from negchain.losses.settings import Shared
+from negchain.losses.settings import Informed, Proposals, Shared
 from negchain.losses.weighted import WeightedLoss
 from negchain.weights.softmax import softmax_weights
 

@@ -19,9 +19,8 @@ from torch import Tensor
 from negchain.losses.base import ContrastiveLoss
 from negchain.losses.batch import Call, check_answer, check_batch
 from negchain.losses.columns import Key, rows_alone, with_private
-from negchain.losses.proposals import Informed
 from negchain.losses.request import Part, Request, answered
-from negchain.losses.settings import Shared, require_samples
+from negchain.losses.settings import Informed, Shared, require_samples
 from negchain.losses.state import Report, keep
 from negchain.losses.table import StaleTable
 from negchain.objective import Estimate, effective_negatives

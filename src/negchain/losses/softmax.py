@@ -16,9 +16,8 @@ from torch import Tensor
 
 from negchain.losses import fused
 from negchain.losses.batch import Call
-from negchain.losses.proposals import Proposals
 from negchain.losses.request import Request
-from negchain.losses.settings import Common, InBatch, one_of
+from negchain.losses.settings import Common, InBatch, Proposals, one_of
 from negchain.losses.weighted import WeightedLoss
 from negchain.objective import Denominator
 from negchain.pool import Side

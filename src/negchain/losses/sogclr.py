@@ -17,9 +17,8 @@ from torch import Tensor
 
 from negchain.losses import fused
 from negchain.losses.batch import Call
-from negchain.losses.proposals import Proposals, Uniform
 from negchain.losses.request import Request
-from negchain.losses.settings import Shared, one_of, require_samples
+from negchain.losses.settings import Proposals, Shared, Uniform, one_of, require_samples
 from negchain.losses.weighted import Learn, WeightedLoss
 from negchain.objective import Estimate, global_log_partition
 from negchain.pool import Side, write_rows

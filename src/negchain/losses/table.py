@@ -27,9 +27,8 @@ from negchain import rng
 from negchain.losses.batch import as_embedding, check_answer
 from negchain.losses.columns import Key, PrivateSide
 from negchain.losses.distributed import Ranks, share_out, together
-from negchain.losses.proposals import Informed
 from negchain.losses.request import TOWERS, Encodes, Part, Request, encoders_of
-from negchain.losses.settings import check_dim
+from negchain.losses.settings import Informed, check_dim
 from negchain.losses.shards import Shards
 from negchain.losses.state import Rows, Stateful
 from negchain.objective import constant

@@ -20,9 +20,8 @@ from torch import Tensor
 
 from negchain import rng
 from negchain.losses.columns import Key
-from negchain.losses.proposals import Informed
 from negchain.losses.request import Part
-from negchain.losses.settings import Shared, check_count
+from negchain.losses.settings import Informed, Shared, check_count
 from negchain.losses.softmax import without_probabilities
 from negchain.losses.table import StaleTable
 from negchain.losses.weighted import WeightedLoss
