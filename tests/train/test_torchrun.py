@@ -22,7 +22,7 @@ from torchrun_ranks import TINY, at_step, ended, metrics, said, start, unjudged
 from negchain.cli import run
 from negchain.tasks.image_judge import ImageJudge
 from negchain.tasks.images import ImageTask
-from negchain.train import checkpoint, sharded, trainer
+from negchain.train import checkpoint, parallel, trainer
 from negchain.train.config import TrainConfig
 from negchain.train.pretrained import load_trained
 from negchain.train.step import TrainStep
@@ -46,7 +46,7 @@ def quick(rank: int) -> None:
 
 def every_block(rank: int) -> None:
     """With --shard-encoder: cut small blocks too."""
-    sharded.BLOCK = 1
+    parallel.BLOCK = 1
 
 
 def in_parts(rank: int) -> None:

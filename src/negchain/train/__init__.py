@@ -4,11 +4,11 @@
 |---|---|
 | `config.py`, `presets.py`, `resolve.py` | settings: each with its rule; by name; what counts |
 | `start.py` | a new run, or one to resume, from settings to `trainer.Run` |
-| `trainer.py`, `step.py` | the loop, and one step of it |
-| `order.py`, `reading.py`, `device.py` | batches; numbers from the device; where to compute |
+| `trainer.py`, `step.py` | the loop; the order of samples, and one step |
+| `reading.py`, `device.py` | numbers from the device; where to compute |
 | `run_folder.py`, `checkpoint.py`, `loggers.py` | what a run writes |
 | `stopping.py` | signals and divergence |
-| `team.py`, `joint_norm.py`, `sharded.py` | several processes: ranks, BatchNorm, FSDP2 |
+| `team.py`, `parallel.py` | several processes: ranks, BatchNorm, FSDP2 |
 | `pretrained.py`, `trained.py` | weights to start from; a finished encoder at work |
 """
 

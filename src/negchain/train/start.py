@@ -20,8 +20,6 @@ from negchain.tasks.task import Task
 from negchain.train import checkpoint, loggers, trainer
 from negchain.train.config import ConfigError, TrainConfig
 from negchain.train.device import autocast_dtype, check_ranks, choose_device, in_double
-from negchain.train.joint_norm import join_norms
-from negchain.train.order import DataOrder
 from negchain.train.run_folder import (
     RunFolder,
     check_writable,
@@ -29,7 +27,7 @@ from negchain.train.run_folder import (
     load_run_config,
     refuse_taken,
 )
-from negchain.train.step import TrainStep, build_loss
+from negchain.train.step import DataOrder, TrainStep, build_loss
 from negchain.train.team import here
 
 
@@ -142,13 +140,14 @@ def prepare(task: Task, open_folder: Callable[[], RunFolder], fresh: bool = True
         notes.append(task.start_from(encoder, config.pretrained))
     if config.precision == "float64":
         in_double(encoder)
-    joint = join_norms(encoder) if team.world > 1 else 0
     loss_fn = build_loss(task, encoder).to(device)
-    shards = None
-    if config.shard_encoder and team.world > 1:
-        from negchain.train.sharded import Shards
+    joint, shards = 0, None
+    if team.world > 1:
+        from negchain.train.parallel import Shards, join_norms  # FSDP2 takes time to import
 
-        shards = Shards(encoder, task.towers(encoder), team, device)
+        joint = join_norms(encoder)
+        if config.shard_encoder:
+            shards = Shards(encoder, task.towers(encoder), team, device)
     if trainer.graphed(task) and (shards or joint or config.batch_size % team.world):
         task.capturable = False
         notes.append("ranks with BatchNorm, uneven batches or parts: steps are no CUDA graph")

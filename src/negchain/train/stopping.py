@@ -5,7 +5,7 @@
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Protocol
@@ -42,24 +42,12 @@ def stopping(run: Stoppable) -> Iterator[None]:
 
     # SIGINT and SIGTERM even if ignored: a script's background job ignores SIGINT, and is sent one
     # only on purpose. An ignored SIGHUP (nohup) stays ignored.
-    with (
-        _answered(ask, signal.SIGINT, signal.SIGTERM, ignored=True),
-        _answered(ask, signal.SIGHUP),
-    ):
-        yield
-
-
-@contextmanager
-def _answered(
-    handler: Callable[[int, FrameType | None], None],
-    *numbers: signal.Signals,
-    ignored: bool = False,
-) -> Iterator[None]:
-    """Answer signals by `handler` inside the block; with `ignored`, also those now ignored."""
-    watched = [s for s in numbers if ignored or signal.getsignal(s) != signal.SIG_IGN]
-    before = {s: signal.signal(s, handler) for s in watched}
+    answered = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        answered.append(signal.SIGHUP)
+    before = {number: signal.signal(number, ask) for number in answered}
     try:
         yield
     finally:
-        for number, old in before.items():
-            signal.signal(number, old)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -23,10 +23,9 @@ from negchain.tasks.task import Judge, Task, at_start
 from negchain.train import checkpoint
 from negchain.train import team as teams
 from negchain.train.config import ConfigError, TrainConfig
-from negchain.train.order import DataOrder
 from negchain.train.reading import Clock, Reading, logged
 from negchain.train.run_folder import RunFolder, read_metrics
-from negchain.train.step import TrainStep
+from negchain.train.step import DataOrder, TrainStep
 from negchain.train.stopping import Diverged, Interrupted, stopping
 
 
@@ -49,7 +48,7 @@ class Run:
     notes: list[str] = field(default_factory=list)  # what the user should know
     stop: bool = False
     team: teams.Team = field(default_factory=teams.here)
-    shards: Any = None  # `sharded.Shards`, where ranks train parts of the encoder
+    shards: Any = None  # `parallel.Shards`, where ranks train parts of the encoder
     config: TrainConfig = field(init=False)
     device: torch.device = field(init=False)
     _reading: Reading | None = None  # logged, but not yet read from the device

@@ -12,7 +12,7 @@ from timm.layers import BatchNormAct2d
 from torch import nn
 
 from negchain.chunked import statistics_kept
-from negchain.train.joint_norm import join_norms
+from negchain.train.parallel import join_norms
 
 
 @pytest.fixture
