@@ -1,4 +1,9 @@
-"""Progress on stderr: a bar that moves on a terminal, elsewhere a line every half minute."""
+"""What commands show: words on stderr, results on stdout, and how far something is.
+
+Progress is a bar that moves on a terminal, elsewhere a line every half minute. Names of files and
+classes come from other people: what a terminal would take for a command (escape sequences) or rich
+for markup (`[/]`) is shown as text.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +17,8 @@ from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as RichProgress
 from rich.text import Text
 
+from negchain.printable import printable
+
 REFRESH = 0.2  # seconds between two states of a bar
 PATIENCE = 30.0  # seconds between two lines in a file or a pipe
 
@@ -22,6 +29,17 @@ class Screen(Console):
     def on_broken_pipe(self) -> None:
         """Nobody reads: say nothing more."""
         self.quiet = True
+
+
+def say(text: str, lead: str = "", style: str = "bold") -> None:
+    """A line on stderr; `lead` stands in front of it in a style of its own."""
+    console = Screen(stderr=True, soft_wrap=True, highlight=False)
+    console.print(Text.assemble((printable(lead), style), printable(text)))
+
+
+def result(text: str) -> None:
+    """A line on stdout."""
+    print(printable(text), flush=True)
 
 
 class Progress:

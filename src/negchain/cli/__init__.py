@@ -5,8 +5,7 @@
     inspect.py      negchain evaluate, embed, export, duplicates, report: what finished runs hold
     reproduce.py    negchain reproduce: the paper's experiments
     bench.py        negchain bench
-    options.py      options of `train` and `compare`, made from the settings
-    terminal.py     what commands say
+    options.py      options of several commands, and those made from the settings
 
 Exit status: 0 done, 1 failed, 2 refused before starting, 130 interrupted.
 Nothing here imports torch: a command does when it runs, so that help and refusals are quick.
@@ -26,7 +25,8 @@ import typer
 from negchain import __version__
 from negchain.__main__ import missing
 from negchain.cli import bench, compare, inspect, reproduce, train
-from negchain.cli.terminal import Failed, Stopped, result, say
+from negchain.progress import result, say
+from negchain.train.stopping import Interrupted
 
 app = typer.Typer(
     help="Train contrastive encoders on the global loss with small batches (EMC² and relatives).",
@@ -95,7 +95,7 @@ def run(arguments: list[str]) -> int:
         return int(status or 0)
     except typer.Exit as request:
         return request.exit_code
-    except Stopped as stopped:
+    except Interrupted as stopped:
         say(f" {stopped}", "stopped", "bold yellow")
         return 130
     except (KeyboardInterrupt, typer.Abort) as stopped:
@@ -109,8 +109,6 @@ def run(arguments: list[str]) -> int:
             return 2
         said = f"{error.format_message()}{_value(error, arguments)} (see --help)"
         return _explain("refused", said, 2)
-    except Failed as failed:
-        return _explain("failed", failed, 1)
     except ModuleNotFoundError as error:
         if (install := missing(error)) is None:
             return _explain("failed", error, 1)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from negchain.cli.terminal import result, say
+from negchain.progress import result, say
 from negchain.train.config import ConfigError
 from negchain.train.presets import choose
 

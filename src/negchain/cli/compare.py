@@ -13,22 +13,22 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple, get_args
+from typing import Annotated, Any, NamedTuple, get_args
 
+import typer
 from rich.console import Console
 
-from negchain.cli.options import IMPORT, option, with_config_options
-from negchain.cli.terminal import Stopped, result, say
+from negchain.cli.options import Import, Quiet, with_config_options
 from negchain.files import open_plain, read_object, real_folder
 from negchain.methods import trained
 from negchain.printable import show
-from negchain.progress import Progress
+from negchain.progress import Progress, result, say
 from negchain.tasks import EXACT, LOSS_OF
 from negchain.train.config import ConfigError, TrainConfig, flag, hints, method_named, same_run
 from negchain.train.presets import choose
 from negchain.train.resolve import for_method, resolve
 from negchain.train.run_folder import is_run, last_metrics, load_run_config
-from negchain.train.stopping import Stoppable, stopping
+from negchain.train.stopping import Interrupted, Stoppable, stopping
 
 HELP = """Train several methods and seeds on one recipe and compare them on one page.
 
@@ -50,27 +50,19 @@ Runs that are finished in --out are kept, unfinished ones are resumed.
 """
 
 
-@with_config_options(
-    [
-        option("methods", str, ",".join(trained()), "--methods", help="Comma-separated methods."),
-        option("seeds", int, 1, "--seeds", help="Seeds 0 .. N-1 for each method."),
-        option(
-            "tune", list[str] | None, None, "--tune",
-            help="SETTING=VALUE,VALUE: values each method chooses from; several times for several.",
-        ),
-        option("jobs", int, 0, "--jobs", help="Runs at a time; 0: 4 on a GPU, 1 on a CPU."),
-        IMPORT,
-        option("quiet", bool, False, "--quiet", help="No progress bar."),
-    ],
-    leave_out=("method", "seed", "graph", "name"),
-)  # fmt: skip
+@with_config_options(leave_out=("method", "seed", "graph", "name"))
 def command(
-    methods: str,
-    seeds: int,
-    tune: list[str] | None,
-    jobs: int,
-    import_: Path | None,
-    quiet: bool,
+    methods: Annotated[str, typer.Option(help="Comma-separated methods.")] = ",".join(trained()),
+    seeds: Annotated[int, typer.Option(help="Seeds 0 .. N-1 for each method.")] = 1,
+    tune: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="SETTING=VALUE,VALUE: values each method chooses from; several times for several."
+        ),
+    ] = None,
+    jobs: Annotated[int, typer.Option(help="Runs at a time; 0: 4 on a GPU, 1 on a CPU.")] = 0,
+    import_: Import = None,
+    quiet: Quiet = False,
     **settings: Any,
 ) -> int:
     """See `HELP`."""
@@ -110,7 +102,9 @@ def command(
             best = {method: _best(method, several) for method, several in tried.items()}
             run_all([plan for plans in best.values() for plan in plans])
     except KeyboardInterrupt:
-        raise Stopped(f"early; the same command with --out {folder} continues the runs") from None
+        raise Interrupted(
+            f"early; the same command with --out {folder} continues the runs"
+        ) from None
     every = [plan.path for plans in best.values() for plan in plans]
     runs = [path for path in every if is_run(path) and last_metrics(path)]
     if runs:

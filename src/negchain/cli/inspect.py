@@ -13,8 +13,8 @@ from rich.console import Console
 
 from negchain import tasks
 from negchain.cli.options import Import
-from negchain.cli.terminal import result, say
 from negchain.files import read_object, replacing, table_columns
+from negchain.progress import result, say
 from negchain.train.config import ConfigError
 from negchain.train.run_folder import load_run_config
 

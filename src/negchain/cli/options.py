@@ -1,4 +1,4 @@
-"""Command-line options made from `TrainConfig`: one per field."""
+"""Options that several commands have, and those made from `TrainConfig`: one per field."""
 
 import inspect
 from collections.abc import Callable, Collection
@@ -9,47 +9,10 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import typer
 
 from negchain.methods import import_file
-from negchain.train.config import Setting, TrainConfig, flag, hints, setting_of
+from negchain.train.config import TrainConfig, flag, hints, setting_of
 from negchain.train.presets import FOLDER_DEFAULTS, PRESET_HELP
 
 Command = Callable[..., int]
-
-
-def with_config_options(
-    extra: list[inspect.Parameter], leave_out: Collection[str] = ()
-) -> Callable[[Command], Command]:
-    """Give a command taking **settings the options of `TrainConfig`, after `extra` ones.
-
-    Values arrive as None where the user gave nothing, so that defaults and presets can apply.
-    """
-
-    def decorate(command: Command) -> Command:
-        parameters = list(extra)
-        for name, hint in hints().items():
-            if name not in leave_out:
-                parameters.append(_option(name, hint, setting_of(name)))
-            if name == "beta":
-                parameters.append(_TEMPERATURE)
-        signature = inspect.Signature(parameters, return_annotation=int)
-        command.__signature__ = signature  # type: ignore[attr-defined]
-        command.__annotations__ = {p.name: p.annotation for p in parameters} | {"return": int}
-        return command
-
-    return decorate
-
-
-def option(
-    name: str, kind: Any, default: Any, *flags: str, help: str, panel: str | None = None
-) -> inspect.Parameter:
-    """A keyword option for `with_config_options`."""
-    return _keyword(
-        name, Annotated[kind, typer.Option(*flags, help=help, rich_help_panel=panel)], default
-    )
-
-
-def _keyword(name: str, annotation: Any, default: Any = None) -> inspect.Parameter:
-    kind = inspect.Parameter.KEYWORD_ONLY
-    return inspect.Parameter(name, kind, default=default, annotation=annotation)
 
 
 def _imported(path: Path | None) -> Path | None:
@@ -66,16 +29,41 @@ Import = Annotated[
         help="A Python file to run first, which registers methods or tasks of your own.",
     ),
 ]
-IMPORT = _keyword("import_", Import)
-_TEMPERATURE = option(
-    "temperature", float | None, None, help="1/beta: instead of --beta.",
-    panel="Negatives",
-)  # fmt: skip
+Quiet = Annotated[bool, typer.Option("--quiet", help="No progress bar.")]
+_Temperature = Annotated[
+    float | None, typer.Option(help="1/beta: instead of --beta.", rich_help_panel="Negatives")
+]
 
 
-def _option(name: str, hint: Any, known: Setting) -> inspect.Parameter:
-    word, default, text = flag(name), getattr(TrainConfig, name), known.help
-    settings: dict[str, Any] = {"rich_help_panel": known.panel, "show_default": False}
+def with_config_options(leave_out: Collection[str] = ()) -> Callable[[Command], Command]:
+    """Give a command taking **settings the options of `TrainConfig`, after its own ones.
+
+    Values arrive as None where the user gave nothing, so that defaults and presets can apply.
+    """
+
+    def decorate(command: Command) -> Command:
+        made = {}
+        for name, hint in hints().items():
+            if name not in leave_out:
+                made[name] = _option(name, hint)
+            if name == "beta":
+                made["temperature"] = _Temperature
+        signature = inspect.signature(command, eval_str=True)
+        *parameters, _ = signature.parameters.values()  # the last is **settings
+        for name, annotation in made.items():
+            kind = inspect.Parameter.KEYWORD_ONLY
+            parameters.append(inspect.Parameter(name, kind, default=None, annotation=annotation))
+        command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {p.name: p.annotation for p in parameters}
+        return command
+
+    return decorate
+
+
+def _option(name: str, hint: Any) -> Any:
+    """The annotation of a setting's option."""
+    known, word, default = setting_of(name), flag(name), getattr(TrainConfig, name)
+    text, settings = known.help, dict[str, Any](rich_help_panel=known.panel, show_default=False)
     listed = known.choices() if known.choices else ()
     if choices := listed or (get_origin(hint) is Literal and get_args(hint)):
         settings["metavar"] = "|".join(choices)
@@ -92,4 +80,4 @@ def _option(name: str, hint: Any, known: Setting) -> inspect.Parameter:
         if pictures != default:
             shown += f" for digits, {pictures} for folders"
         text = f"{text} [default: {shown}]"
-    return _keyword(name, Annotated[kind | None, typer.Option(word, help=text, **settings)])
+    return Annotated[kind | None, typer.Option(word, help=text, **settings)]

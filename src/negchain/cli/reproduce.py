@@ -41,8 +41,8 @@ def command(
     ] = False,
 ) -> int:
     """See `HELP`."""
-    from negchain.cli.terminal import say
     from negchain.data.named import named_sources
+    from negchain.progress import say
     from negchain.reproduce import common, load, pages
     from negchain.train.presets import choose
 

@@ -5,20 +5,20 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from negchain import tasks
-from negchain.cli.options import IMPORT, option, with_config_options
-from negchain.cli.terminal import Failed, Stopped, result, say
+from negchain.cli.options import Import, Quiet, with_config_options
 from negchain.files import FileRefused, read_object
-from negchain.progress import Progress
+from negchain.progress import Progress, result, say
 from negchain.train.config import ConfigError, TrainConfig, from_saved, same_run
 from negchain.train.presets import PRESET_HELP
 from negchain.train.resolve import continued, resolve
 from negchain.train.run_folder import is_run, load_run_config, own_settings
+from negchain.train.stopping import Interrupted
 from negchain.train.team import PATIENCE, Silent, here, joined, restarted
 
 if TYPE_CHECKING:  # what brings torch is imported by the functions below, so that --help is quick
@@ -40,55 +40,46 @@ settings, and the authors' code's where it states none; every value can be overr
 """ + "\n".join(f"* `{name}`: {text}" for name, text in PRESET_HELP.items())  # fmt: skip
 
 
-@with_config_options(
-    [
-        option("resume_", bool, False, "--resume", help="Continue the run in --out exactly."),
-        option(
-            "config_",
-            Path | None,
-            None,
+@with_config_options()
+def command(
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the run in --out exactly.")
+    ] = False,
+    config_file: Annotated[
+        Path | None,
+        typer.Option(
             "--config",
             help="Start from the settings of another run: its folder, or its config.json.",
-        ),  # fmt: skip
-        IMPORT,
-        option("quiet", bool, False, "--quiet", help="No progress bar."),
-        option(
-            "rank_timeout",
-            float,
-            PATIENCE,
-            "--rank-timeout",
-            help="Under torchrun: seconds after which a rank that does not answer is given up.",
         ),
-    ]
-)
-def command(
-    resume_: bool,
-    config_: Path | None,
-    import_: Path | None,
-    quiet: bool,
-    rank_timeout: float,
+    ] = None,
+    import_: Import = None,
+    quiet: Quiet = False,
+    rank_timeout: Annotated[
+        float,
+        typer.Option(
+            help="Under torchrun: seconds after which a rank that does not answer is given up."
+        ),
+    ] = PATIENCE,
     **settings: Any,
 ) -> int:
     """See `HELP`."""
-    if resume_ and config_ is not None:
+    if resume and config_file is not None:
         raise ConfigError("--resume reads the config of the run in --out; leave out --config")
     if not rank_timeout > 0:
         raise ConfigError(f"--rank-timeout must be above 0, got {rank_timeout:g}")
     try:
         with joined(rank_timeout):
-            return _train(resume_, config_, not quiet, settings)
+            return _train(resume, config_file, not quiet, settings)
     except Silent:
         raise typer.Exit(1) from None
 
 
-def _train(resume_: bool, config_: Path | None, show: bool, settings: dict[str, Any]) -> int:
+def _train(resume: bool, config_file: Path | None, show: bool, settings: dict[str, Any]) -> int:
     try:
-        run = _resumed(settings, show) if resume_ else _started(settings, config_, show)
+        run = _resumed(settings, show) if resume else _started(settings, config_file, show)
     except KeyboardInterrupt:
-        raise Stopped("before the first step; give the same command again") from None
+        raise Interrupted("before the first step; give the same command again") from None
     show = show and run.team.leads
-
-    from negchain.train.stopping import Interrupted
 
     with run.folder:
         if run.team.leads:
@@ -98,9 +89,9 @@ def _train(resume_: bool, config_: Path | None, show: bool, settings: dict[str, 
         except (Interrupted, KeyboardInterrupt) as error:
             when = str(error) or "at once, without a checkpoint"
             where = f"continue with: negchain train --out {run.folder.path} --resume"
-            raise Stopped(f"{when}; {where}") from None
+            raise Interrupted(f"{when}; {where}") from None
         except Exception as error:
-            raise Failed(f"{error}") from error
+            raise RuntimeError(str(error)) from error  # no wrong setting, whatever its type
     if run.team.leads:
         _show(run, summary)
     return 0

@@ -14,7 +14,7 @@ STOPPING = "\nstopping after this step or evaluation; Ctrl-C again: at once, wit
 
 
 class Interrupted(Exception):
-    """The run was asked to stop and has written a checkpoint."""
+    """A run or a command was asked to stop; the message says when, to a user also how to go on."""
 
 
 class Diverged(RuntimeError):
