@@ -71,14 +71,14 @@ def write_duplicates(
         )
     pairs = pairs[:SHOWN]
     shown = f" The {len(pairs)} most similar are shown, all are in the .csv." * (len(pairs) < total)
-    lead = (
+    twins = block(
         "Pairs the encoder can hardly tell apart, most similar first. Two photographs of one thing "
-        "are found as well as copies: look before you delete." + shown
-        if pairs
-        else "No two images are that similar. Lower --above to see the nearest."
+        f"are found as well as copies: look before you delete.{shown}",
+        (_card(pair, pixels) for pair in pairs),
+        "chains twins",
     )
-    cards = [_card(pair, pixels) for pair in pairs]
-    page.add(f"<section>{block(lead, cards, 'chains twins')}</section>")
+    none = '<p class="lead">No two images are that similar. Lower --above to see the nearest.</p>'
+    page.add(f"<section>{twins or none}</section>")
     page.write(out, f"Near-duplicates in {title}")
 
 

@@ -61,9 +61,32 @@ def class_name(classes: Sequence[str], label: int) -> str:
     return classes[label] if label < len(classes) else str(label)
 
 
+def figure(pixels: Pixels, alt: str, caption: str | None = None, look: str = "") -> str:
+    """A picture with HTML below it; `look`: attributes."""
+    below = "" if caption is None else f"<figcaption>{caption}</figcaption>"
+    return f"<figure{look}>{picture(pixels, alt)}{below}</figure>"
+
+
+def row(query: str, figures: Sequence[str]) -> str:
+    """What was asked, and what was found beside it."""
+    return f'<div class="row" style="--n:{len(figures)}">{query}{"".join(figures)}</div>'
+
+
 def block(lead: str, cards: Iterable[str], look: str = "neighbours") -> str:
-    """A sentence or two, and cards below them."""
-    return f'<p class="lead">{lead}</p><div class="{look}">{"".join(cards)}</div>'
+    """A sentence or two, and cards below them; empty without cards."""
+    shown = "".join(cards)
+    return f'<p class="lead">{lead}</p><div class="{look}">{shown}</div>' if shown else ""
+
+
+def kept(run: Run, rows: int | None, *names: str) -> list[tuple[Any, ...]]:
+    """The first rows of arrays that a run kept side by side; none where it lacks one."""
+    if not set(names) <= run.artifacts.keys():
+        return []
+    return list(zip(*(run.artifacts[name][:rows] for name in names), strict=True))
+
+
+VERDICTS = {True: ("same", "✓ ", ", same label"), False: ("other", "✗ ", ", other label"),
+            None: ("unknown", "", "")}  # fmt: skip
 
 
 class _Near(NamedTuple):
@@ -76,29 +99,25 @@ class _Near(NamedTuple):
     scores: NDArray[Any]  # [Q,N], NaN: unknown
 
 
-def _near(run: Run, columns: int) -> _Near | None:
+def _near(run: Run, rows: int | None, columns: int) -> _Near | None:
     """The nearest neighbours a run kept, at most `columns` of each; None without any."""
     art = run.artifacts
     if not {"neighbour_queries", "neighbour_images"} <= art.keys():
         return None
-    images = art["neighbour_images"][:, :columns]
+    images = art["neighbour_images"]
     unknown = np.full(images.shape[:2], -1)
     wanted = art.get("neighbour_query_labels", unknown[:, 0]).astype(int)
-    labels = art.get("neighbour_labels", unknown)[:, :columns].astype(int)
-    scores = art.get("neighbour_similarities", np.full(images.shape[:2], np.nan))[:, :columns]
-    return _Near(art["neighbour_queries"], images, wanted, labels, scores)
+    labels = art.get("neighbour_labels", unknown).astype(int)
+    scores = art.get("neighbour_similarities", np.full(images.shape[:2], np.nan))
+    beside = (part[:rows, :columns] for part in (images, labels, scores))
+    return _Near(art["neighbour_queries"][:rows], next(beside), wanted[:rows], *beside)
 
 
-def neighbours(run: Run, *, rows: int = 16) -> str:
+def neighbours(run: Run, rows: int) -> str:
     """Test images, each with its nearest neighbours; empty where the run kept none."""
-    if (near := _near(run, 8)) is None:
+    if (near := _near(run, rows, 8)) is None:
         return ""
-    near = _Near(*(part[:rows] for part in near))
-    cards = [
-        f'<div class="row" style="--n:{near.images.shape[1]}">{_query(run, near, q)}'
-        f"{_found(run, near, q)}</div>"
-        for q in range(len(near.queries))
-    ]
+    cards = [row(_query(run, near, q), _found(run, near, q)) for q in range(len(near.queries))]
     known = (near.labels >= 0) & (near.wanted >= 0)[:, None]
     share = ""
     if known.any():
@@ -117,37 +136,28 @@ def neighbours(run: Run, *, rows: int = 16) -> str:
 def _query(run: Run, near: _Near, q: int) -> str:
     name = class_name(run.classes, near.wanted[q]) if near.wanted[q] >= 0 else ""
     alt = ", ".join(text for text in (run.query_noun, name) if text)
-    return (
-        f'<figure class="query" title="{escape(name)}">{picture(near.queries[q], alt)}'
-        f"<figcaption>{escape(shortened(name, 36))}</figcaption></figure>"
-    )
+    look = f' class="query" title="{escape(name)}"'
+    return figure(near.queries[q], alt, escape(shortened(name, 36)), look)
 
 
-_VERDICTS = {"same": ("✓ ", ", same label"), "other": ("✗ ", ", other label"), "unknown": ("", "")}
-
-
-def _found(run: Run, near: _Near, q: int) -> str:
+def _found(run: Run, near: _Near, q: int) -> list[str]:
     """Neighbours of one image, each with a mark and its similarity."""
-    cells, wanted = [], near.wanted[q]
+    figures, wanted = [], near.wanted[q]
     for image, label, score in zip(near.images[q], near.labels[q], near.scores[q], strict=True):
         known = wanted >= 0 and label >= 0
-        verdict = ("same" if label == wanted else "other") if known else "unknown"
+        verdict, mark, said = VERDICTS[bool(label == wanted) if known else None]
         text = class_name(run.classes, label) if known else ""
         # a right label is the query's own, so only a wrong one needs its name
-        mark, said = _VERDICTS[verdict]
         name = f"<small>{escape(shortened(text, 24))}</small>" if verdict == "other" else ""
         similarity = f"{score:.2f}" if np.isfinite(score) else ""
-        cells.append(
-            f'<figure class="{verdict}" title="{escape(text)}">'
-            f"{picture(image, f'neighbour {text}{said}')}"
-            f"<figcaption>{mark}{similarity}{name}</figcaption></figure>"
-        )
-    return "".join(cells)
+        look = f' class="{verdict}" title="{escape(text)}"'
+        figures.append(figure(image, f"neighbour {text}{said}", mark + similarity + name, look))
+    return figures
 
 
 def side_by_side(runs: Sequence[tuple[str, str, Run]]) -> str:
     """The same images with the neighbours each run finds: (label, colour, run); "" without any."""
-    shown = [(*entry, near) for entry in runs if (near := _near(entry[2], 6)) is not None]
+    shown = [(*entry, near) for entry in runs if (near := _near(entry[2], None, 6)) is not None]
     if not shown:
         return ""
     _, _, first, nearest = shown[0]
@@ -156,7 +166,7 @@ def side_by_side(runs: Sequence[tuple[str, str, Run]]) -> str:
     for q in np.linspace(0, count - 1, min(6, count)).astype(int):
         lines = "".join(
             f'<div class="line" style="--c:{colour}"><span title="{escape(label)}">'
-            f"{escape(label)}</span>{_found(run, near, q)}</div>"
+            f"{escape(label)}</span>{''.join(_found(run, near, q))}</div>"
             for label, colour, run, near in alike
         )
         cards.append(f'<div class="side">{_query(first, nearest, q)}<div>{lines}</div></div>')
@@ -172,44 +182,35 @@ def side_by_side(runs: Sequence[tuple[str, str, Run]]) -> str:
 
 def views(run: Run) -> str:
     """Training images and the augmented views the loss is computed on; empty where none is kept."""
-    art = run.artifacts
-    if not {"views_original", "views_augmented"} <= art.keys():
-        return ""
-    rows = [
-        f'<div class="row" style="--n:{len(augmented)}"><figure class="query">'
-        f"{picture(image, 'training image')}"
-        "<figcaption>as stored</figcaption></figure>"
-        + "".join(f"<figure>{picture(view, 'augmented view')}</figure>" for view in augmented)
-        + "</div>"
-        for image, augmented in zip(art["views_original"], art["views_augmented"], strict=True)
-    ]
     recipe = run.config.get("recipe")
     named = f" (recipe {escape(str(recipe))})" if recipe else ""
     return block(
         f"Training images and views as the encoder gets them{named}, before any normalisation of "
         "the colours. Two views of an image must still show you the same thing; if not, choose a "
         "gentler recipe.",
-        rows,
+        (
+            row(
+                figure(image, "training image", "as stored", ' class="query"'),
+                [figure(view, "augmented view") for view in augmented],
+            )
+            for image, augmented in kept(run, None, "views_original", "views_augmented")
+        ),
     )
 
 
-def chains(run: Run, *, limit: int = 24) -> str:
+def chains(run: Run, rows: int) -> str:
     """Training images, each with the negative its chain now holds; empty without chains."""
-    art = run.artifacts
-    if not {"chain_anchors", "chain_negatives"} <= art.keys():
-        return ""
-    anchors, negatives = art["chain_anchors"][:limit], art["chain_negatives"][:limit]
-    scores = art.get("chain_similarities", np.full(len(anchors), np.nan))[:limit]
-    pairs = [
-        f'<figure>{picture(anchor, "training image")}<span aria-hidden="true">→</span>'
-        f"{picture(negative, 'the negative its chain holds')}"
-        + (f"<figcaption>similarity {score:.2f}</figcaption>" if np.isfinite(score) else "")
-        + "</figure>"
-        for anchor, negative, score in zip(anchors, negatives, scores, strict=True)
-    ]
+    pairs = kept(run, rows, "chain_anchors", "chain_negatives")
+    scores = run.artifacts.get("chain_similarities", np.full(len(pairs), np.nan))[:rows]
     return block(
         "Each training image and the negative its Markov chain holds now. Chains prefer negatives "
         "that the encoder confuses with the image.",
-        pairs,
+        (
+            f'<figure>{picture(anchor, "training image")}<span aria-hidden="true">→</span>'
+            f"{picture(negative, 'the negative its chain holds')}"
+            + (f"<figcaption>similarity {score:.2f}</figcaption>" if np.isfinite(score) else "")
+            + "</figure>"
+            for (anchor, negative), score in zip(pairs, scores, strict=True)
+        ),
         "chains",
     )

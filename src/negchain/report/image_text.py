@@ -3,7 +3,7 @@
 from html import escape
 from typing import Any
 
-from .galleries import block, picture, views
+from .galleries import VERDICTS, Pixels, block, figure, kept, row, views
 from .measures import Metric, Shown
 from .runs import Run
 
@@ -28,37 +28,24 @@ BETA = Metric("beta", "Learned β", "number", "Inverse temperature at the end, a
 
 def _pictures(run: Run, small: bool) -> list[tuple[str, str, Any]]:
     rows = 4 if small else 12
-    titled = [
-        ("Captions found for pictures", _captions_found(run, rows)),
-        ("Pictures found for captions", _pictures_found(run, rows)),
-        ("What the chains hold", _chains(run, rows)),
+    return [
+        ("Captions found for pictures", _captions_found(run, rows), None),
+        ("Pictures found for captions", _pictures_found(run, rows), None),
+        ("What the chains hold", _chains(run, rows), None),
+        ("What the image encoder sees", "" if small else views(run), None),
     ]
-    if not small:
-        titled.append(("What the image encoder sees", views(run)))
-    return [(title, html, None) for title, html in titled]
 
 
 def _captions_found(run: Run, rows: int) -> str:
-    art = run.artifacts
-    if "found_captions" not in art:
-        return ""
+    found = ("found_captions", "found_captions_right", "found_captions_similarity")
     cards = []
-    for q in range(min(rows, len(art["asked_images"]))):
-        own = str(art["asked_images_captions"][q])
-        lines = "".join(
-            f'<li class="{"same" if right else "other"}">{"✓" if right else "✗"} '
-            f"{escape(str(text))} <small>{similarity:.2f}</small></li>"
-            for text, right, similarity in zip(
-                art["found_captions"][q],
-                art["found_captions_right"][q],
-                art["found_captions_similarity"][q],
-                strict=True,
-            )
-        )
-        cards.append(
-            f'<div class="told"><figure>{picture(art["asked_images"][q], own)}</figure>'
-            f"<div><b>{escape(own)}</b><ol>{lines}</ol></div></div>"
-        )
+    for image, own, *answers in kept(run, rows, "asked_images", "asked_images_captions", *found):
+        lines = []
+        for text, right, similarity in zip(*answers, strict=True):
+            look, mark, _ = VERDICTS[bool(right)]
+            told = f"{mark}{escape(str(text))} <small>{similarity:.2f}</small>"
+            lines.append(f'<li class="{look}">{told}</li>')
+        cards.append(_told(image, own, f"<ol>{''.join(lines)}</ol>"))
     return block(
         f"Each {run.query_noun} with one of its own captions (bold), then the nearest captions of "
         "all, with the cosine similarity. ✓ is a caption of the picture. A ✗ that fits as well is "
@@ -67,24 +54,22 @@ def _captions_found(run: Run, rows: int) -> str:
     )
 
 
+def _told(image: Pixels, own: Any, html: str, more: str = "") -> str:
+    """A picture with a caption of its own, and HTML below it."""
+    beside = f"<div><b>{escape(str(own))}</b>{html}</div>"
+    return f'<div class="told">{figure(image, str(own))}{beside}{more}</div>'
+
+
 def _pictures_found(run: Run, rows: int) -> str:
-    art = run.artifacts
-    if "found_images" not in art:
-        return ""
+    found = ("found_images", "found_images_right", "found_images_similarity")
     cards = []
-    for q in range(min(rows, len(art["asked_captions"]))):
-        images = art["found_images"][q]
-        figures = "".join(
-            f'<figure class="{"same" if right else "other"}">{picture(image, "retrieved picture")}'
-            f"<figcaption>{'✓' if right else '✗'} {similarity:.2f}</figcaption></figure>"
-            for image, right, similarity in zip(
-                images, art["found_images_right"][q], art["found_images_similarity"][q], strict=True
-            )
-        )
-        cards.append(
-            f'<div class="row" style="--n:{len(images)}"><div class="query">'
-            f"{escape(str(art['asked_captions'][q]))}</div>{figures}</div>"
-        )
+    for asked, *answers in kept(run, rows, "asked_captions", *found):
+        figures = []
+        for image, right, similarity in zip(*answers, strict=True):
+            look, mark, _ = VERDICTS[bool(right)]
+            caption = f"{mark}{similarity:.2f}"
+            figures.append(figure(image, "retrieved picture", caption, f' class="{look}"'))
+        cards.append(row(f'<div class="query">{escape(str(asked))}</div>', figures))
     return block(
         "Each caption, then the pictures nearest to it. ✓ in a solid frame: the picture has this "
         "caption.",
@@ -93,25 +78,21 @@ def _pictures_found(run: Run, rows: int) -> str:
 
 
 def _chains(run: Run, rows: int) -> str:
-    art = run.artifacts
-    if "chain_held_captions" not in art:
-        return ""
-    cards = [
-        f'<div class="told"><figure>{picture(image, own)}</figure>'
-        f"<div><b>{escape(own)}</b><p>holds: {escape(str(held))}</p></div>"
-        f"<figure>{picture(other, 'picture the chain of the caption holds')}</figure></div>"
-        for image, own, held, other in zip(
-            art["chain_images"][:rows],
-            (str(text) for text in art["chain_captions"][:rows]),
-            art["chain_held_captions"][:rows],
-            art["chain_held_images"][:rows],
-            strict=True,
-        )
-    ]
+    held = ("chain_held_captions", "chain_held_images")
     return block(
         "Each training picture with a caption, the caption that the picture’s chain holds as a "
         "negative, and (right) the picture that the caption’s chain holds.",
-        cards,
+        (
+            _told(
+                image,
+                own,
+                f"<p>holds: {escape(str(caption))}</p>",
+                figure(other, "picture the chain of the caption holds"),
+            )
+            for image, own, caption, other in kept(
+                run, rows, "chain_images", "chain_captions", *held
+            )
+        ),
     )
 
 

@@ -36,12 +36,12 @@ EUCLIDEAN = _accuracy("knn1_euclidean", "1-NN, Euclidean", "Features not normali
 
 def _pictures(run: Run, small: bool) -> list[tuple[str, str, Any]]:
     """Neighbours, confusions, chains, views and map."""
-    near = neighbours(run, rows=4) if small else neighbours(run)
-    held = chains(run, limit=8) if small else chains(run)
-    titled = [("Nearest neighbours", near), ("What the chains hold", held)]
-    if not small:
-        titled.insert(1, ("What is mistaken for what", confusion(run)))
-        titled.append(("What the encoder sees", views(run)))
+    titled = [
+        ("Nearest neighbours", neighbours(run, 4 if small else 16)),
+        ("What is mistaken for what", "" if small else confusion(run)),
+        ("What the chains hold", chains(run, 8 if small else 24)),
+        ("What the encoder sees", "" if small else views(run)),
+    ]
     found = [(title, html, None) for title, html in titled]
     placed = embedding_map(run, thumbs=not small)
     return found if placed is None else [*found, ("Map of the embeddings", *placed)]

@@ -3,7 +3,7 @@
 from html import escape
 from typing import Any
 
-from .galleries import block
+from .galleries import block, kept
 from .measures import Metric, Shown
 from .runs import Run
 
@@ -27,30 +27,27 @@ TEST = [_metric(key, "test") for key in _NAMES]
 
 def proposals(run: Run, *, rows: int) -> str:
     """Training queries, their positive, and the hardest documents beside it; "" without any."""
-    art = run.artifacts
-    if "proposal_queries" not in art:
-        return ""
     # how far the hardest proposal is above the positive: false negatives come first
-    above = art["proposal_scores"].max(axis=1) - art["proposal_positive_scores"]
-    count, blocks = int((above > 0).sum()), []
-    for n in (-above).argsort(kind="stable")[:rows]:
-        query = art["proposal_queries"][n]
-        own = _document(art["proposal_positives"][n], art["proposal_positive_scores"][n], "own")
+    names = ("queries", "positives", "positive_scores", "texts", "scores")
+    asked = kept(run, None, *(f"proposal_{name}" for name in names))
+    asked.sort(key=lambda entry: entry[2] - entry[4].max())
+    count, blocks = sum(scores.max() > own for _, _, own, _, scores in asked), []
+    for query, positive, own, texts, scores in asked[:rows]:
         others = [
-            _document(text, score, "above" if score > art["proposal_positive_scores"][n] else "")
-            for text, score in zip(art["proposal_texts"][n], art["proposal_scores"][n], strict=True)
+            _document(text, score, "above" if score > own else "")
+            for text, score in zip(texts, scores, strict=True)
             if score > -1.5  # else it is one of its positives
         ]
         blocks.append(
             f'<article class="card"><h3>{escape(str(query))}</h3>'
             '<table class="settings proposals"><tbody>'
-            f"{own}{''.join(others)}</tbody></table></article>"
+            f"{_document(positive, own, 'own')}{''.join(others)}</tbody></table></article>"
         )
     return block(
         "Training queries, the positive of each (✓), and the other documents that the encoder "
         "ranks highest, with the cosine: the hardest negatives there are. Read them: a text that "
         "answers the query is a false negative, and where many do, hard negatives gain nothing or "
-        f"harm. ↑ marks those above the positive: {count} of the {len(above)} queries looked at "
+        f"harm. ↑ marks those above the positive: {count} of the {len(asked)} queries looked at "
         "have one, and come first.",
         blocks,
         "grid wide",
