@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import adaptive_avg_pool2d, cosine_similarity, normalize
 
 from negchain import rng
-from negchain.augment import Augmentation, finite_views
+from negchain.augment import Uniforms, finite_views
 from negchain.data import ImageSet
 from negchain.encoders import Encoder
 from negchain.evaluation import (
@@ -87,9 +88,9 @@ class ImageJudge(Judge):
             return torch.cat([encoder.features(images).float(), raw_pixels(images)], 1)
 
         train_x, train_y, test_x, test_y = self._features(encoder, both)
-        parts = [x.tensor_split([encoder.feature_dim], 1) for x in (train_x, test_x)]
-        result |= _accuracies((parts[0][0], train_y, parts[1][0], test_y))
-        pixels = _accuracies((parts[0][1], train_y, parts[1][1], test_y))
+        width = encoder.feature_dim
+        result |= _accuracies((train_x[:, :width], train_y, test_x[:, :width], test_y))
+        pixels = _accuracies((train_x[:, width:], train_y, test_x[:, width:], test_y))
         result |= {f"pixels_{name}": pixels[name] for name in ("knn1", "probe")}
         chance = (test_y == test_y.mode().values).double().mean().item()
         return {**result, "chance": chance}, {}
@@ -102,8 +103,7 @@ class ImageJudge(Judge):
         """
         numbers, answers = self.losses(encoder), dict[str, Tensor]()
         if self.data.labelled:
-            features = self._features(encoder)
-            found, answers = _all_accuracies(features)
+            found, answers = _all_accuracies(self._features(encoder))
             numbers |= found
         return numbers, {name: value.cpu().numpy() for name, value in answers.items()}
 
@@ -123,14 +123,12 @@ class ImageJudge(Judge):
         chosen, device = self.sample(), self.task.device
 
         def embedded(view: int, *, plain: bool = False) -> Tensor:
-            found, use = [], rng.FOR_PROBE
-            step = torch.tensor(view, device=device)
-            for rows in torch.split(torch.arange(len(chosen)), ENCODE_BATCH):
-                images = self.data.pretrain.pictures(chosen[rows]).to(device)
-                number = self.augment.num_uniforms
-                rows = rows.to(device)
-                u = rng.uniform(self.config.seed, step, use, rows, number, torch.float32)
-                pixels = self.augment.plain(images) if plain else self.augment(images, u)
+            found, step = [], torch.tensor(view, device=device)
+            for first in range(0, len(chosen), ENCODE_BATCH):
+                some = chosen[first : first + ENCODE_BATCH]
+                images = self.data.pretrain.pictures(some).to(device)
+                drawn = Uniforms(self.config.seed, step, rng.FOR_PROBE, first)
+                pixels = self.augment.plain(images) if plain else self.augment(images, drawn)
                 found.append(encoder(pixels).float().double())
             return torch.cat(found)
 
@@ -143,47 +141,42 @@ class ImageJudge(Judge):
             found["own_loss"] = float(own)
         return found | {"embedding_variance": variance(z_a)}
 
-    def embed(self, encoder: Encoder, images: ImageSet) -> Tensor:
-        """Features of a whole set, [M, F] float32."""
-        return self._embed(encoder, encoder.features, images)
-
     def artifacts(self, encoder: Encoder, loss_fn: ContrastiveLoss) -> Arrays:
         """Arrays for the report's galleries and its map; see `negchain.report`."""
         shown = self.data.test if self.data.test is not None else self.data.pretrain
         base = self.data.train if self.data.train is not None else self.data.pretrain
-        found: dict[str, Tensor] = {}
-        base_x, shown_x = self.embed(encoder, base), self.embed(encoder, shown)
-        found |= self._neighbours(base, base_x, shown, shown_x)
+        base_x, shown_x = (self.embed(encoder, encoder.features, part) for part in (base, shown))
+        found = self._neighbours(base, base_x, shown, shown_x)
         placed, method = self._map(shown, shown_x)
-        found |= placed
-        found |= self._chains(encoder, loss_fn)
+        found |= placed | self._chains(encoder, loss_fn)
         arrays = {name: value.cpu().numpy() for name, value in found.items()}
         return {**arrays, **self.previews(), "map_method": np.array(method)}
 
     def previews(self) -> Arrays:
-        """A few training images and their augmentations."""
-        return previews(self.data.pretrain, self.augment, self.config.seed)
+        """A few training images and their augmentations, before any normalisation."""
+        images = self.data.pretrain
+        chosen = evenly(len(images), VIEWED)
+        augmented = finite_views(images.pictures(chosen), self.augment, VIEWS, self.config.seed)
+        return {
+            "views_original": images.fetch(chosen).numpy(), "views_augmented": augmented.numpy()
+        }  # fmt: skip
 
     def _neighbours(
         self, base: ImageSet, base_x: Tensor, shown: ImageSet, shown_x: Tensor
     ) -> dict[str, Tensor]:
         queries = evenly(len(shown), GALLERY)
+        queries_x = shown_x[queries.to(shown_x.device)]
         same = base is shown  # then a query is among its nearest, and copies may come before it
         count = min(NEIGHBOURS + same, len(base))
-        nearest = nearest_neighbours(base_x, shown_x[queries.to(shown_x.device)], k=count).cpu()
+        nearest = nearest_neighbours(base_x, queries_x, k=count).cpu()
         if same:
             itself_last = (nearest == queries[:, None]).int().argsort(dim=1, stable=True)
             nearest = nearest.gather(1, itself_last)[:, :-1]
-        unit = torch.nn.functional.normalize
-        similar = torch.einsum(
-            "qd,qkd->qk",
-            unit(shown_x[queries.to(shown_x.device)], dim=-1),
-            unit(base_x[nearest.to(base_x.device)], dim=-1),
-        )
+        nearest_x = base_x[nearest.to(base_x.device)]
         found = {
             "neighbour_queries": shown.fetch(queries),
             "neighbour_images": torch.stack([base.fetch(row) for row in nearest]),
-            "neighbour_similarities": similar,
+            "neighbour_similarities": cosine_similarity(queries_x[:, None], nearest_x, dim=-1),
         }
         if shown.labels is not None and base.labels is not None:
             found["neighbour_query_labels"] = shown.labels[queries]
@@ -197,7 +190,7 @@ class ImageJudge(Judge):
 
         step = max(1, -(-len(shown) // MAP_POINTS))
         chosen = torch.arange(0, len(shown), step)
-        x = torch.nn.functional.normalize(shown_x[chosen.to(shown_x.device)], dim=-1).cpu().numpy()
+        x = normalize(shown_x[chosen.to(shown_x.device)], dim=-1).cpu().numpy()
         method = "PCA"
         if np.ptp(x, axis=0).max() < 1e-6:  # a collapsed encoder: every image at one point
             x = np.zeros((len(x), 2))
@@ -225,12 +218,12 @@ class ImageJudge(Judge):
         if not found:
             return {}
         held = found[0].cpu() // stored
-        both = self._embed(encoder, encoder, images.fetch(torch.cat([anchors, held])))
-        unit = torch.nn.functional.normalize(both, dim=-1)
+        pairs = images.fetch(torch.cat([anchors, held]))
+        anchors_x, held_x = self.embed(encoder, encoder, pairs).chunk(2)
         return {
             "chain_anchors": images.fetch(anchors),
             "chain_negatives": images.fetch(held),
-            "chain_similarities": (unit[: len(anchors)] * unit[len(anchors) :]).sum(1),
+            "chain_similarities": cosine_similarity(anchors_x, held_x),
         }
 
     def _features(
@@ -239,27 +232,20 @@ class ImageJudge(Judge):
         train, test = self.data.train, self.data.test
         assert train is not None and test is not None
         assert train.labels is not None and test.labels is not None
-        x, y = (self._embed(encoder, encode or encoder.features, part) for part in (train, test))
+        x, y = (self.embed(encoder, encode or encoder.features, part) for part in (train, test))
         return x, train.labels.to(x.device), y, test.labels.to(y.device)
 
-    def _embed(
+    def embed(
         self,
-        encoder: Encoder,
+        encoder: nn.Module,
         encode: Callable[[Tensor], Tensor],
         images: ImageSet | Tensor,
+        batch_size: int = ENCODE_BATCH,
     ) -> Tensor:
+        """What `encode`, of this encoder, makes of all images: [M, F] float32."""
         plain, device = self.augment.plain, self.task.device
         with self.judged(encoder):
-            return embed_all(encode, images, plain=plain, batch_size=ENCODE_BATCH, device=device)
-
-
-def previews(images: ImageSet, augment: Augmentation, seed: int) -> Arrays:
-    """A few images and their augmentations, before any normalisation."""
-    chosen = evenly(len(images), VIEWED)
-    augmented = finite_views(images.pictures(chosen), augment, VIEWS, seed)
-    return {
-        "views_original": images.fetch(chosen).numpy(), "views_augmented": augmented.numpy()
-    }  # fmt: skip
+            return embed_all(encode, images, plain=plain, batch_size=batch_size, device=device)
 
 
 def raw_pixels(images: Tensor) -> Tensor:
@@ -270,7 +256,7 @@ def raw_pixels(images: Tensor) -> Tensor:
         (torch.Size([2, 768]), torch.Size([2, 64]))
     """
     side = min(PIXEL_SIDE, *images.shape[-2:])
-    return torch.nn.functional.adaptive_avg_pool2d(images.float(), side).flatten(1)
+    return adaptive_avg_pool2d(images.float(), side).flatten(1)
 
 
 def _accuracies(features: Features) -> dict[str, float]:
@@ -289,11 +275,11 @@ def _all_accuracies(features: Features) -> tuple[dict[str, float], dict[str, Ten
     classes = torch.unique(train_y)
     votes = knn_votes(train_x, train_y, test_x, ks=[1, *(k for k in KNN if k <= len(train_x))])
     probe = linear_probe(*features)
-    right = {k: in_top(scores, classes, test_y, 1) for k, scores in votes.items()}
-    numbers = {f"knn{k}": answers.double().mean().item() for k, answers in right.items()}
+    right = {f"knn{k}": in_top(votes[k], classes, test_y, 1) for k in votes}
+    numbers = {name: answers.double().mean().item() for name, answers in right.items()}
     if len(classes) >= TOP5_FROM:
-        top5 = {k: in_top(scores, classes, test_y, 5) for k, scores in votes.items() if k > 1}
-        numbers |= {f"knn{k}_top5": answers.double().mean().item() for k, answers in top5.items()}
+        top5 = {f"knn{k}_top5": in_top(votes[k], classes, test_y, 5) for k in votes if k > 1}
+        numbers |= {name: answers.double().mean().item() for name, answers in top5.items()}
         numbers["probe_top5"] = probe.top5
     numbers |= {
         "knn1_euclidean": knn_accuracy(*features, metric="euclidean"),
@@ -304,12 +290,10 @@ def _all_accuracies(features: Features) -> tuple[dict[str, float], dict[str, Ten
         **_validated(probe),
     }
     numbers |= {name: few_label_probe(*features, share=s) for name, s in FEW_LABELS.items()}
-    answers = {f"right_knn{k}": answers for k, answers in right.items()}
     predicted = probe.predicted.to(test_y.device)
-    answers |= {
-        "test_labels": test_y, "probe_predicted": predicted, "right_probe": predicted == test_y
-    }  # fmt: skip
-    return numbers, answers
+    right["probe"] = predicted == test_y
+    answers = {f"right_{name}": answers for name, answers in right.items()}
+    return numbers, answers | {"test_labels": test_y, "probe_predicted": predicted}
 
 
 class OnlineProbe:
@@ -334,21 +318,21 @@ class OnlineProbe:
 
     def __init__(self, labels: Tensor, dim: int) -> None:
         self.labels = labels
-        zeros = torch.zeros(int(labels.max()) + 1, dim + 1, device=labels.device)
-        self.weight = zeros  # [C, D + 1]: the last column is the bias
-        self._mean = torch.zeros(2, device=labels.device)  # right answers, answers
+        # [C, D + 1]: the last column is the bias
+        self.weight = torch.zeros(int(labels.max()) + 1, dim + 1, device=labels.device)
+        self.mean = torch.zeros(2, device=labels.device)  # right answers, answers
 
     def learn(self, embeddings: Tensor, index: Tensor) -> None:
         """Answer for the images at `index` [B] by their embeddings [B,D], then take a step."""
         with torch.no_grad():
-            z = SHARPNESS * torch.nn.functional.normalize(embeddings.detach().float(), dim=-1)
+            z = SHARPNESS * normalize(embeddings.float(), dim=-1)
             z = torch.cat([z, torch.ones_like(z[:, :1])], 1)
             labels = self.labels[index]
             labelled = (labels >= 0).float()
             logits = z @ self.weight.T
             right = (logits.argmax(1) == labels).float() * labelled
             now = torch.stack([right.sum(), labelled.sum()])
-            self._mean.copy_(torch.where(now[1] > 0, PROBE_MEMORY * self._mean + now, self._mean))
+            self.mean.copy_(torch.where(now[1] > 0, PROBE_MEMORY * self.mean + now, self.mean))
             classes = torch.arange(len(self.weight), device=labels.device)
             error = logits.softmax(1) - (labels[:, None] == classes).float()
             error *= (labelled / labelled.sum().clamp_min(1))[:, None]
@@ -357,9 +341,4 @@ class OnlineProbe:
     @property
     def accuracy(self) -> Tensor:
         """The share of right answers, recent batches counting most."""
-        return self._mean[0] / self._mean[1].clamp_min(1)
-
-    @property
-    def state(self) -> tuple[Tensor, Tensor]:
-        """What a step changes, for checkpoints."""
-        return self.weight, self._mean
+        return self.mean[0] / self.mean[1].clamp_min(1)

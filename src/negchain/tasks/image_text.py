@@ -8,6 +8,7 @@ Shapes: `M` pictures, `C` captions, `B` batch, `R` rows of a pass, `L` tokens, `
 """
 
 import hashlib
+import math
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from negchain.data import DataBundle, ImageSet
 from negchain.data.listing import ImageFile, Listing, whole_file
 from negchain.losses.request import Want
 from negchain.tasks.captions import read_pairs
+from negchain.tasks.checks import LARGEST_BETA
 from negchain.tasks.image_text_judge import ImageTextJudge
 from negchain.tasks.image_text_towers import (
     ImageText,
@@ -47,6 +49,11 @@ class CaptionedImages:
 
     images: ImageSet
     captions: tuple[tuple[str, ...], ...]
+
+    def take(self, chosen: Sequence[int]) -> "CaptionedImages":
+        """Some of them, in ascending order."""
+        images = self.images.select(torch.tensor(chosen, dtype=torch.int64))
+        return CaptionedImages(images, tuple(self.captions[number] for number in chosen))
 
     def flat(self) -> tuple[list[str], Tensor]:
         """All captions, picture after picture, and where each picture's begin [M + 1]."""
@@ -76,7 +83,6 @@ class ImageTextTask(Task):
         self.unjudged = None if held else bundle.unprobed
         self.pictures = ImageTask(config, replace(bundle, pretrain=train.images))
         self.pictures.one_pass = False  # a step shows one view of each
-        self.augment = self.pictures.augment
         texts, self.begin = train.flat()
         self.tokens, cut = tokens_of(config, texts)
         self.known, beyond = shared_captions(train.captions)
@@ -112,9 +118,8 @@ class ImageTextTask(Task):
 
     def build(self) -> tuple[ImageText, list[str]]:
         """The towers the settings name."""
-        data = self.pictures.data
-        small, notes = small_stem(self.config, data)
-        encoder = build(self.config, self.augment.size, small)
+        small, notes = small_stem(self.config, self.pictures.data)
+        encoder = build(self.config, self.pictures.augment.size, small)
         if (folder := self.config.text_encoder) is not None:
             with explained("--text-encoder", folder):
                 held = (tokens_of(self.config, p.flat()[0])[0] for p in self.held.values())
@@ -139,7 +144,8 @@ class ImageTextTask(Task):
 
     def after_step(self, encoder: ImageText) -> None:
         """Keep beta at most 100."""
-        encoder.clamp()
+        with torch.no_grad():
+            encoder.log_beta.clamp_(max=math.log(LARGEST_BETA))
 
     def batch(self, index: Tensor, step: Tensor) -> Batch:
         """Pictures and their captions go by one position."""
@@ -182,13 +188,17 @@ def load(
     config = replace(config, image_size=side)
     splits = {"train": pairs.train[: config.subset]}
     splits |= {"validation": pairs.validation, "test": pairs.test}
-    everything = [picture for split in splits.values() for picture in split]
-    files = [ImageFile(p.name, whole_file(p.path, os.stat(p.path))) for p in everything]
-    listed = Listing(pairs.root, tuple(files), notes=pairs.notes)
-    bundle = load_images(replace(config, subset=None), progress, listed)
-    captions = {p.name: p.captions for p in everything}
-    home = {p.name: split for split, pictures in splits.items() for p in pictures}
-    parts = {split: _part(bundle.pretrain, captions, home, split) for split in splits}
+    listed = [(p, split) for split, pictures in splits.items() for p in pictures]
+    files = tuple(ImageFile(p.name, whole_file(p.path, os.stat(p.path))) for p, _ in listed)
+    listing = Listing(pairs.root, files, notes=pairs.notes)
+    bundle = load_images(replace(config, subset=None), progress, listing)
+    told = {p.name: (split, p.captions) for p, split in listed}
+    readable = [(name, *told[name]) for name in bundle.pretrain.names]
+    everything = CaptionedImages(bundle.pretrain, tuple(captions for _, _, captions in readable))
+    parts = {
+        split: everything.take([n for n, (_, own, _) in enumerate(readable) if own == split])
+        for split in splits
+    }
     train = parts.pop("train")
     held = {split: part for split, part in parts.items() if part.captions}
     if encoder_config is not None and held and not train.captions:
@@ -200,25 +210,12 @@ def load(
             "never trained on, whatever else is missing)"
         )
     digest = hashlib.sha256(bundle.fingerprint.encode())
-    for name in bundle.pretrain.names:
-        digest.update(repr((name, home[name], captions[name])).encode())
-    bundle = replace(
-        bundle,
-        fingerprint=digest.hexdigest()[:16],
-        unprobed="--holdout 0 leaves nothing to test on"
-        if not config.holdout
-        else "there are too few images to hold some out",
-    )
+    for each in readable:
+        digest.update(repr(each).encode())
+    why = "there are too few images to hold some out"
+    why = why if config.holdout else "--holdout 0 leaves nothing to test on"
+    bundle = replace(bundle, fingerprint=digest.hexdigest()[:16], unprobed=why)
     return ImageTextTask(config, train, held, bundle)
-
-
-def _part(
-    images: ImageSet, captions: Mapping[str, tuple[str, ...]], home: Mapping[str, str], split: str
-) -> CaptionedImages:
-    """The readable pictures of a split, with their captions."""
-    chosen = [number for number, name in enumerate(images.names) if home[name] == split]
-    own = tuple(captions[images.names[number]] for number in chosen)
-    return CaptionedImages(images.select(torch.tensor(chosen, dtype=torch.int64)), own)
 
 
 def shared_captions(captions: Sequence[Sequence[str]]) -> tuple[Tensor | None, int]:

@@ -17,10 +17,8 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from negchain.chunked import Chunked
-from negchain.evaluation import embed_all
 from negchain.exact import global_loss
 from negchain.losses import ContrastiveLoss
-from negchain.tasks.image_judge import previews
 from negchain.tasks.image_text_towers import ImageText, tokens_of
 from negchain.tasks.task import SPLITS, Arrays, Judge, Numbers, evenly, variance
 
@@ -42,7 +40,8 @@ class ImageTextJudge(Judge):
 
     def __init__(self, task: ImageTextTask) -> None:
         super().__init__(task)
-        self._tokens: dict[int, dict[str, Tensor]] = {}
+        self.pictures = task.pictures.judge()
+        self._tokens: dict[CaptionedImages, dict[str, Tensor]] = {}
 
     def quick(self, encoder: ImageText) -> Numbers:
         """The exact loss and beta; recall at 1, 5 and 10 both ways of validation pictures."""
@@ -54,10 +53,10 @@ class ImageTextJudge(Judge):
 
     def _numbers(self, encoder: ImageText, splits: Sequence[str]) -> tuple[Numbers, Arrays]:
         numbers, answers = self.losses(encoder), Arrays()
-        for split, prefix in SPLITS.items():
-            if split not in splits or split not in self.task.held:
+        for split, part in self.task.held.items():
+            if split not in splits:
                 continue
-            part = self.task.held[split]
+            prefix = SPLITS[split]
             (z_i, z_t), pairs = self.embed(encoder, part), distinct(part)[1]
             ways = ("i2t", z_i, z_t, pairs), ("t2i", z_t, z_i, pairs.flip(1))
             recalls, shares = [], []
@@ -105,23 +104,21 @@ class ImageTextJudge(Judge):
 
     def embed(self, encoder: ImageText, part: CaptionedImages) -> tuple[Tensor, Tensor]:
         """Pictures [I,D] and distinct captions [T,D], of unit length."""
-        if id(part) not in self._tokens:
-            texts, _ = distinct(part)
-            tokens, _ = tokens_of(self.task.config, texts)
-            self._tokens[id(part)] = {n: t.to(self.task.device) for n, t in tokens.items()}
-        images = self._images(encoder, part.images)
-        return normalize(images, dim=-1), normalize(
-            self._texts(encoder, self._tokens[id(part)]), dim=-1
-        )
+        if part not in self._tokens:
+            tokens, _ = tokens_of(self.task.config, distinct(part)[0])
+            self._tokens[part] = {n: t.to(self.task.device) for n, t in tokens.items()}
+        both = self._images(encoder, part.images), self._texts(encoder, self._tokens[part])
+        return normalize(both[0], dim=-1), normalize(both[1], dim=-1)
 
     def previews(self) -> Arrays:
         """A few training pictures and their augmentations."""
-        return previews(self.task.train.images, self.task.augment, self.task.config.seed)
+        return self.pictures.previews()
 
     def artifacts(self, encoder: ImageText, loss_fn: ContrastiveLoss) -> Arrays:
         """Examples of what is retrieved both ways, and what chains hold."""
         held = self.task.held
-        part = held.get("test") or held.get("validation") or _first(self.task.train, MOST_SHOWN)
+        train = self.task.train.take(range(self.task.num_samples)[:MOST_SHOWN])
+        part = held.get("test") or held.get("validation") or train
         texts, pairs = distinct(part)
         z_i, z_t = self.embed(encoder, part)
         pictures, captions = evenly(len(part.images), GALLERY), evenly(len(texts), GALLERY)
@@ -157,11 +154,7 @@ class ImageTextJudge(Judge):
         }
 
     def _images(self, encoder: ImageText, images: Any) -> Tensor:
-        plain, device = self.task.augment.plain, self.task.device
-        with self.judged(encoder):
-            return embed_all(
-                encoder.image, images, plain=plain, batch_size=ENCODE_BATCH, device=device
-            )
+        return self.pictures.embed(encoder, encoder.image, images, ENCODE_BATCH)
 
     def _texts(self, encoder: ImageText, tokens: dict[str, Tensor]) -> Tensor:
         with self.judged(encoder):
@@ -213,8 +206,3 @@ def distinct(part: CaptionedImages) -> tuple[list[str], Tensor]:
                 texts.append(text)
             pairs.append((picture, number))
     return texts, torch.tensor(pairs)
-
-
-def _first(part: CaptionedImages, count: int) -> CaptionedImages:
-    kept = min(count, len(part.images))
-    return type(part)(part.images.select(torch.arange(kept)), part.captions[:kept])

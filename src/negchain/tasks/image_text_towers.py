@@ -19,7 +19,7 @@ from negchain import encoders
 from negchain.encoders import EncoderConfig, rebuild_encoder
 from negchain.files import read_object
 from negchain.tasks import text
-from negchain.tasks.checks import LARGEST_BETA, is_open_clip
+from negchain.tasks.checks import is_open_clip
 from negchain.train.config import ConfigError, TrainConfig
 
 DIM = 512  # of the common space, unless --embedding-dim says otherwise
@@ -48,11 +48,6 @@ class ImageText(nn.Module):
     def beta(self) -> Tensor:
         """The inverse temperature, with a gradient to its logarithm."""
         return self.log_beta.exp()
-
-    @torch.no_grad()
-    def clamp(self) -> None:
-        """Keep beta at most 100."""
-        self.log_beta.clamp_(max=math.log(LARGEST_BETA))
 
 
 class Absent(nn.Module):

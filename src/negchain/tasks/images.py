@@ -149,7 +149,12 @@ class ImageTask(Task):
         is_key = self.plain_keys and wants[0].tower == "keys"
         if is_key or self.stored is not None:
             return self.augment.plain(self._pictures(ids, loaded))
-        drawn = self.drawn(step, row)
+        seed, use, number = self.config.seed, rng.FOR_AUGMENT, self.augment.num_uniforms
+        drawn: Tensor | Uniforms = (
+            Uniforms(seed, step, use, row)
+            if isinstance(row, int)
+            else rng.uniform(seed, step, use, row, number, torch.float32)
+        )
         if self.table is not None:
             dtype = self.autocast or torch.float32
             return self.augment.from_table(self.table, ids, drawn, dtype)
@@ -175,13 +180,6 @@ class ImageTask(Task):
         pictures = self.data.pretrain.pictures(ids.cpu())
         return pictures.to(self.device, non_blocking=True)
 
-    def drawn(self, step: Tensor, row: int | Tensor) -> Uniforms | Tensor:
-        """The draws of a step's views, from a row on or of given rows [R]."""
-        seed, use = self.config.seed, rng.FOR_AUGMENT
-        if isinstance(row, int):
-            return Uniforms(seed, step, use, row)
-        return rng.uniform(seed, step, use, row, self.augment.num_uniforms, torch.float32)
-
     def watch(self, embeddings: Tensor, index: Tensor) -> None:
         """Let the online probe answer and learn."""
         if self._probe is not None:
@@ -194,7 +192,7 @@ class ImageTask(Task):
 
     def state_tensors(self) -> list[Tensor]:
         """The online probe's."""
-        return [] if self._probe is None else [*self._probe.state]
+        return [] if self._probe is None else [self._probe.weight, self._probe.mean]
 
     def augment_by(self, function: Callable[[Tensor], Tensor]) -> None:
         """Views by a function of the user's; nothing in it can be captured in a graph."""
@@ -282,27 +280,20 @@ def load_images(
         progress=progress,
     )
     if config.subset is not None and config.subset < len(data.pretrain):
-        first, everything = data.pretrain.select(torch.arange(config.subset)), data.pretrain
-        data = replace(
-            data,
-            pretrain=first,
-            fingerprint=f"{data.fingerprint}-first{config.subset}",
-            notes=(*data.notes, *_classes_left(first.labels, everything.labels)),
+        first, notes = data.pretrain.select(torch.arange(config.subset)), data.notes
+        kept, known = (
+            0 if part.labels is None else len(set(part.labels.tolist()) - {-1})
+            for part in (first, data.pretrain)
         )
+        if kept < known:  # as in the first images of a sorted folder
+            notes = (
+                *notes,
+                f"--subset {config.subset} takes the first images in the data's order, which hold "
+                f"{kept} of {known} classes",
+            )
+        fingerprint = f"{data.fingerprint}-first{config.subset}"
+        data = replace(data, pretrain=first, fingerprint=fingerprint, notes=notes)
     return data
-
-
-def _classes_left(first: Tensor | None, labels: Tensor | None) -> list[str]:
-    """A note if a subset misses classes, as the first images of a sorted folder do."""
-    if first is None or labels is None:
-        return []
-    kept, known = (len(set(found.tolist()) - {-1}) for found in (first, labels))
-    if kept == known:
-        return []
-    return [
-        f"--subset {len(first)} takes the first images in the data's order, which hold {kept} of "
-        f"{known} classes"
-    ]
 
 
 def run_augmentation(config: TrainConfig, data: DataBundle) -> Augmentation:
