@@ -58,9 +58,7 @@ def save(folder: Path, state: dict[str, Any], step: int, keep: int) -> Path:
     {'weights': tensor([1., 1., 1.])}
     """
     assert keep >= 1 and step >= 0
-    _check_plain(state, "state")
-    real_folder(folder)
-    for stale in folder.glob(".step-*.tmp"):  # left by a process that was killed while saving
+    for stale in real_folder(folder).glob(".step-*.tmp"):  # of a process killed while saving
         stale.unlink()
     path = folder / f"step-{step:09d}.pt"
     _write(path, state, step)
@@ -75,7 +73,6 @@ def save(folder: Path, state: dict[str, Any], step: int, keep: int) -> Path:
 
 def save_best(folder: Path, state: dict[str, Any], step: int) -> None:
     """Write `state` as the best checkpoint so far, in the place of the one before."""
-    _check_plain(state, "state")
     _write(real_folder(folder) / BEST, state, step)
 
 
@@ -152,6 +149,7 @@ class _HashingWriter:
 
 
 def _write(path: Path, state: dict[str, Any], step: int) -> None:
+    _check_plain(state, "state")
     with replacing(path) as file:
         writer = _HashingWriter(file)
         try:
@@ -230,20 +228,16 @@ def _checkpoints(folder: Path) -> list[tuple[int, Path]]:
     return sorted((int(m.group(1)), p) for m, p in matches if m)
 
 
-def _check_plain(value: object, where: str) -> None:
+def _check_plain(value: Any, where: str) -> None:
     """Refuse what could be written but not read back, naming the place."""
-    if type(value) in (dict, OrderedDict):
-        assert isinstance(value, dict)
-        for key, item in value.items():
-            if type(key) not in (str, int):
-                raise ValueError(f"{where} has a key of type {type(key).__name__}; use str or int")
-            _check_plain(item, f"{where}[{key!r}]")
-    elif type(value) in (list, tuple):
-        assert isinstance(value, list | tuple)
-        for position, item in enumerate(value):
-            _check_plain(item, f"{where}[{position}]")
-    elif type(value) not in _LEAVES:
+    if type(value) in _LEAVES:
+        return
+    if type(value) not in (dict, OrderedDict, list, tuple):
         raise ValueError(
             f"{where} is of type {type(value).__name__}; a checkpoint holds tensors, numbers, "
             "strings, None, dictionaries, lists and tuples, so convert it to one of them"
         )
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+        if type(key) not in (str, int):
+            raise ValueError(f"{where} has a key of type {type(key).__name__}; use str or int")
+        _check_plain(item, f"{where}[{key!r}]")
