@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import negchain
 from forked import fork
-from negchain.data.indexed import Indexed, _renewed, prefetch
+from negchain.data.indexed import Indexed, _Pairs, prefetch
 
 NUM = 30
 Loss = negchain.ContrastiveLoss
@@ -123,7 +123,8 @@ def test_padded_items_are_those_that_were_asked_for(ids: list[int]) -> None:
     words = [torch.full((6 if i == 0 else 1,), i) for i in range(NUM)]
     for had in ([0, 1, 2], [1, 1, 2]):
         stale = padded([words[i] for i in had])
-        found = _renewed(stale, torch.tensor(had), torch.tensor(ids), words, padded)
+        pairs = _Pairs(words, words, padded)
+        found = pairs.renewed(stale, torch.tensor(had), torch.tensor(ids))
         assert torch.equal(found, padded([words[i] for i in ids]))
 
 
@@ -144,7 +145,7 @@ def test_what_is_of_the_whole_batch_is_of_what_was_asked_for(collate: Any, ids: 
     """A sum was an error, and a text of one word was put into the place of another's second."""
     words = [torch.full((6 if i == 0 else 1,), i) for i in range(NUM)]
     stale, had = collate([words[i] for i in [0, 1, 2]]), torch.tensor([0, 1, 2])
-    found = _renewed(stale, had, torch.tensor(ids), words, collate)
+    found = _Pairs(words, words, collate).renewed(stale, had, torch.tensor(ids))
     torch.testing.assert_close(found, collate([words[i] for i in ids]))
 
 

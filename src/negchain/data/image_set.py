@@ -18,17 +18,20 @@ import hashlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from negchain.augment.pictures import Images, Pictures
 from negchain.data.decode import Bytes, num_cores, read_image, read_picture, why_unreadable
 from negchain.data.listing import Place
 from negchain.printable import printable
+
+Read = Callable[[Place, int, int], Bytes]
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,18 +86,20 @@ class ImageSet:
         """All that crops are cut from; None when the set is on disk."""
         return self.images if self.whole is None else self.whole
 
-    def fetch(self, positions: Tensor) -> Tensor:  # int64 [B] -> uint8 [B,C,S,S]
+    def fetch(self, positions: Tensor, threads: int | None = None) -> Tensor:  # [B] -> [B,C,S,S]
         """The squares at `positions`, in that order: by indexing, or decoded now on all cores."""
         if self.images is not None:
             return self.images[positions]
-        return _stack(self._decode_all(positions, whole=False), self.side)
+        decoded = self._decode_all(read_image, positions, threads)
+        return torch.stack(decoded) if decoded else torch.empty(0, 3, *self.size, dtype=torch.uint8)
 
     def pictures(self, positions: Tensor, threads: int | None = None) -> Images:  # [B] -> B of them
         """What crops of the items at `positions` are cut from; decoded now, where on disk."""
         if self.table is not None:
             return self.table[positions]
-        decoded = self._decode_all(positions, bool(self.short), threads)
-        return Pictures.pack(decoded) if self.short else _stack(decoded, self.side)
+        if not self.short:
+            return self.fetch(positions, threads)
+        return Pictures.pack(self._decode_all(read_picture, positions, threads))
 
     def select(self, positions: Tensor) -> "ImageSet":  # int64 [N], ascending
         """The items at `positions` as a set of its own; shares memory when they are consecutive."""
@@ -102,14 +107,13 @@ class ImageSet:
         consecutive = bool(rows) and rows == list(range(rows[0], rows[0] + len(rows)))
         chosen = slice(rows[0], rows[0] + len(rows)) if consecutive else positions
         whole = None if self.whole is None else self.whole[chosen]
-        return ImageSet(
+        return replace(
+            self,
             names=tuple(self.names[i] for i in rows),
             labels=None if self.labels is None else self.labels[positions],
             images=None if self.images is None else self.images[chosen],
             places=None if self.places is None else tuple(self.places[i] for i in rows),
-            side=self.side,
             whole=whole.trimmed() if isinstance(whole, Pictures) else whole,
-            short=self.short,
         )
 
     def labelled_part(self) -> "ImageSet | None":
@@ -123,17 +127,14 @@ class ImageSet:
             return None
         return self.select((self.labels >= 0).nonzero().flatten())
 
-    def _decode_all(
-        self, positions: Tensor, whole: bool, threads: int | None = None
-    ) -> list[Tensor]:
+    def _decode_all(self, read: Read, positions: Tensor, threads: int | None) -> list[Tensor]:
         with warnings.catch_warnings(), ThreadPoolExecutor(threads or num_cores()) as pool:
             warnings.simplefilter("ignore")  # PIL warns of odd metadata; what matters raises
-            return list(pool.map(lambda p: self._decode(p, whole), positions.tolist()))
+            return list(pool.map(lambda p: self._decode(read, p), positions.tolist()))
 
-    def _decode(self, position: int, whole: bool) -> Tensor:
+    def _decode(self, read: Read, position: int) -> Tensor:
         assert self.places is not None
         place = self.places[position]
-        read: Callable[[Place, int, int], Bytes] = read_picture if whole else read_image
         try:
             return torch.from_numpy(np.ascontiguousarray(read(place, self.side, self.short)))
         except Exception as error:  # PIL's readers raise nearly every type on damaged files
@@ -199,25 +200,12 @@ def fingerprint(
     return digest.hexdigest()[:16]
 
 
-def _stack(decoded: list[Tensor], side: int) -> Tensor:
-    return torch.stack(decoded) if decoded else torch.empty(0, 3, side, side, dtype=torch.uint8)
-
-
-@dataclass(frozen=True, eq=False)
-class _Batches(Dataset[Images | str]):
-    """Item t is batch t: what `pictures` gives, or the message of the error that ends the run."""
-
-    image_set: ImageSet
-    positions: Tensor  # [T,B]
-
-    def __len__(self) -> int:
-        return len(self.positions)
-
-    def __getitem__(self, t: int) -> Images | str:
-        try:
-            return self.image_set.pictures(self.positions[t], threads=1)
-        except ValueError as error:  # a DataLoader would wrap it in a page of traceback
-            return str(error)
+def _batch(image_set: ImageSet, positions: Tensor) -> Images | str:
+    """What `pictures` gives, or the message of the error that ends the run."""
+    try:
+        return image_set.pictures(positions, threads=1)
+    except ValueError as error:  # a DataLoader would wrap it in a page of traceback
+        return str(error)
 
 
 def load_batches(
@@ -240,8 +228,9 @@ def load_batches(
         return
     workers = num_cores() if num_workers is None else num_workers
     loader: DataLoader[Images | str] = DataLoader(
-        _Batches(image_set, positions),
+        positions,  # type: ignore[arg-type]
         batch_size=None,
+        collate_fn=partial(_batch, image_set),
         num_workers=min(workers, len(positions)),
         pin_memory=pin and torch.cuda.is_available(),
         generator=torch.Generator(),  # else it would draw its worker seed from the global one

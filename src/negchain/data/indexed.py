@@ -9,6 +9,7 @@ Shapes: `B` batch, `R` positions a loss wants encoded.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -110,28 +111,43 @@ def prefetch(
 
     pairs = _Pairs(dataset, source, collate)
     for index, batch, ids, items in DataLoader(
-        pairs, sampler=plans(), batch_size=None, collate_fn=_as_it_is, **loader
+        pairs, sampler=plans(), batch_size=None, collate_fn=tuple, **loader
     ):
         request = loss_fn.request(index)
-        yield Prefetched(index, batch, request, _renewed(items, ids, request.ids, source, collate))
+        yield Prefetched(index, batch, request, pairs.renewed(items, ids, request.ids))
         used += 1
 
 
-def _renewed(
-    items: Any, had: Tensor, ids: Tensor, source: Any, collate: Callable[[list[Any]], Any]
-) -> Any:
-    """The items at `ids`, given those at `had`: where they differ, fetched now.
+@dataclass(eq=False)
+class _Pairs(Dataset[Any]):
+    """A whole batch and what is wanted with it, from a plan; runs in the workers."""
 
-    Where rows of a batch cannot be exchanged (texts padded to the longest, sums, strings), all are.
-    """
-    ids = ids.cpu()
-    if torch.equal(ids, had):
-        return items
-    if len(ids) == len(had):
-        rows = torch.nonzero(ids != had).flatten()
-        if _put(items, rows, collate([source[i] for i in ids[rows].tolist()]), len(ids)):
+    dataset: Any
+    source: Any
+    collate: Callable[[list[Any]], Any]
+
+    def __getitem__(self, plan: Plan) -> tuple[Tensor, Any, Tensor, Any]:
+        index, ids = plan
+        batch = self.collate([self.dataset[i] for i in index])
+        return torch.tensor(index), batch, torch.tensor(ids, dtype=torch.int64), self.wanted(ids)
+
+    def wanted(self, ids: list[int]) -> Any:
+        return self.collate([self.source[i] for i in ids]) if ids else None
+
+    def renewed(self, items: Any, had: Tensor, ids: Tensor) -> Any:
+        """The items at `ids`, given those at `had`: where they differ, fetched now.
+
+        Where rows of a batch cannot be exchanged (texts padded to the longest, sums, strings), all
+        are.
+        """
+        ids = ids.cpu()
+        if torch.equal(ids, had):
             return items
-    return collate([source[i] for i in ids.tolist()]) if len(ids) else None
+        if len(ids) == len(had):
+            rows = torch.nonzero(ids != had).flatten()
+            if _put(items, rows, self.wanted(ids[rows].tolist()), len(ids)):
+                return items
+        return self.wanted(ids.tolist())
 
 
 def _put(into: Any, rows: Tensor, values: Any, size: int) -> bool:
@@ -145,20 +161,3 @@ def _put(into: Any, rows: Tensor, values: Any, size: int) -> bool:
         names = into if isinstance(into, dict) else range(len(into))
         return all(_put(into[name], rows, values[name], size) for name in names)
     return False
-
-
-class _Pairs(Dataset[Any]):
-    """A whole batch and what is wanted with it, from a plan; runs in the workers."""
-
-    def __init__(self, dataset: Any, source: Any, collate: Callable[[list[Any]], Any]) -> None:
-        self.dataset, self.source, self.collate = dataset, source, collate
-
-    def __getitem__(self, plan: Any) -> tuple[Tensor, Any, Tensor, Any]:
-        index, ids = plan
-        batch = self.collate([self.dataset[i] for i in index])
-        items = self.collate([self.source[i] for i in ids]) if ids else None
-        return torch.tensor(index), batch, torch.tensor(ids, dtype=torch.int64), items
-
-
-def _as_it_is(sample: Any) -> Any:
-    return sample
