@@ -138,37 +138,41 @@ def _combine(entries: Sequence[str], bundles: Sequence[DataBundle]) -> DataBundl
     titles = [n if n not in names[:k] else f"{n}#{k + 1}" for k, n in enumerate(names)]
     # Names of built-in sets begin with the set already.
     prefixes = ["" if e in BUILT_IN else f"{t}/" for e, t in zip(entries, titles, strict=True)]
-    ranked = sorted(bundles, key=lambda bundle: not bundle.labelled)  # stable: the first stays so
-    probed = next((bundle for bundle in ranked if bundle.train is not None), None)
-    train = test = None
+    bundles = [_under(prefix, bundle) for prefix, bundle in zip(prefixes, bundles, strict=True)]
+    probed = min(bundles, key=lambda bundle: (not bundle.labelled, bundle.train is None))
     parts = list[ImageSet]()
-    for bundle, prefix in zip(bundles, prefixes, strict=True):
-        part = _under(prefix, bundle.pretrain)
-        parts.append(part if bundle is probed else replace(part, labels=None))
+    for bundle in bundles:
+        labels = bundle.pretrain.labels if bundle is probed else None
+        parts.append(replace(bundle.pretrain, labels=labels))
         if bundle is not probed and bundle.test is not None and bundle.held_out:
-            parts.append(replace(_under(prefix, bundle.test), labels=None))  # it tests nothing here
-        if bundle is probed:
-            train, test = (part and _under(prefix, part) for part in (bundle.train, bundle.test))
+            parts.append(replace(bundle.test, labels=None))  # it tests nothing here
     pretrain = _concatenate(parts)
     prints = [(t, int(b.fingerprint, 16)) for t, b in zip(titles, bundles, strict=True)]
-    pairs = list(zip(bundles, prefixes, strict=True))
-    return DataBundle(
+    return replace(
+        probed,
         name="+".join(titles),
         pretrain=pretrain,
-        train=train,
-        test=test,
-        classes=() if probed is None else probed.classes,
-        skipped=tuple((f"{prefix}{file}", why) for b, prefix in pairs for file, why in b.skipped),
+        skipped=tuple(pair for bundle in bundles for pair in bundle.skipped),
         fingerprint=fingerprint(prints, [], (pretrain.channels, *pretrain.size)),
-        notes=tuple(f"{prefix} {note}" for b, prefix in pairs for note in b.notes),
-        unprobed=ranked[0].unprobed,
-        held_out=0 if probed is None else probed.held_out,
+        notes=tuple(note for bundle in bundles for note in bundle.notes),
+        unprobed=bundles[0].unprobed,
     )
 
 
-def _under(prefix: str, part: ImageSet) -> ImageSet:
-    """`part` under its source's name."""
-    return replace(part, names=tuple(prefix + name for name in part.names))
+def _under(prefix: str, bundle: DataBundle) -> DataBundle:
+    """`bundle` with its source's name before those of its files."""
+
+    def named(part: ImageSet) -> ImageSet:
+        return replace(part, names=tuple(prefix + name for name in part.names))
+
+    return replace(
+        bundle,
+        pretrain=named(bundle.pretrain),
+        train=bundle.train and named(bundle.train),
+        test=bundle.test and named(bundle.test),
+        skipped=tuple((prefix + file, why) for file, why in bundle.skipped),
+        notes=tuple(f"{prefix} {note}" for note in bundle.notes),
+    )
 
 
 def _concatenate(parts: Sequence[ImageSet]) -> ImageSet:
