@@ -67,33 +67,18 @@ def sample_box(
     aspect = (low + (high - low) * uniforms[:, NUM_TRIES:-2]).exp()
 
     # The fallback is an eleventh try that always fits, so that one argmax picks the box.
-    last_height, last_width = _central_box(height, width, ratio)
+    shape = width / height
+    last_height = torch.where(shape < ratio[0], (width / ratio[0]).round(), height)
+    last_width = torch.where(shape > ratio[1], (height * ratio[1]).round(), width)
     heights = torch.cat([(area / aspect).sqrt().round(), last_height], dim=1)
     widths = torch.cat([(area * aspect).sqrt().round(), last_width], dim=1)
     fits = (heights > 0) & (heights <= height) & (widths > 0) & (widths <= width)
     first = fits.int().argmax(dim=1, keepdim=True)
-    box_height = heights.gather(1, first)
-    box_width = widths.gather(1, first)
-
+    box_height, box_width = heights.gather(1, first), widths.gather(1, first)
     central = first == NUM_TRIES
-    sides = (
-        _offset(uniforms[:, -2:-1], height - box_height, central),
-        _offset(uniforms[:, -1:], width - box_width, central),
-        box_height,
-        box_width,
-    )
-    return Box(*(side.squeeze(1) for side in sides))
-
-
-def _central_box(
-    height: Tensor, width: Tensor, ratio: tuple[float, float]
-) -> tuple[Tensor, Tensor]:
-    """Return (height, width) of the largest box whose width/height lies within `ratio`."""
-    aspect = width / height
-    return (
-        torch.where(aspect < ratio[0], (width / ratio[0]).round(), height),
-        torch.where(aspect > ratio[1], (height * ratio[1]).round(), width),
-    )
+    top = _offset(uniforms[:, -2:-1], height - box_height, central)
+    left = _offset(uniforms[:, -1:], width - box_width, central)
+    return Box(*(side.squeeze(1) for side in (top, left, box_height, box_width)))
 
 
 def _offset(uniform: Tensor, slack: Tensor, central: Tensor) -> Tensor:
@@ -148,13 +133,7 @@ def resample(images: Tensor, box: Box, flip: Tensor, *, size: int) -> Tensor:
 
 
 def resample_each(pictures: Pictures, box: Box, flip: Tensor, *, size: int) -> Tensor:
-    """`resample` for pictures of their own sizes, one at a time: float32 [N,C,size,size].
-
-    >>> pictures = Pictures.pack([torch.arange(8).byte().view(1, 2, 4)])
-    >>> box = Box(*torch.tensor([[0.0], [1.0], [2.0], [2.0]]))
-    >>> (resample_each(pictures, box, torch.tensor([True]), size=2) * 255).round().int().tolist()
-    [[[[2, 1], [6, 5]]]]
-    """
+    """`resample` for pictures of their own sizes, one at a time: float32 [N,C,size,size]."""
     out = torch.empty(len(pictures), pictures.channels, size, size, device=pictures.device)
     boxes = torch.stack(box, dim=1).int().tolist()
     for n, (picture, (top, left, height, width)) in enumerate(zip(pictures, boxes, strict=True)):
