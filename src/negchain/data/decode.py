@@ -59,12 +59,13 @@ Size = tuple[int, int]  # width, height, as PIL has them
 Bytes = npt.NDArray[np.uint8]
 
 
-def num_cores() -> int:
-    """Cores this process may use.
+def is_image(name: str) -> bool:
+    """Whether the ending of a file's name says so."""
+    return os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES
 
-    >>> num_cores() >= 1
-    True
-    """
+
+def num_cores() -> int:
+    """Cores this process may use."""
     if sys.platform == "linux":
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

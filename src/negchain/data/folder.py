@@ -28,7 +28,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from negchain.data.decode import IMAGE_SUFFIXES
+from negchain.data.decode import is_image
 from negchain.data.listing import (
     SPLITS,
     TEST_SPLITS,
@@ -38,6 +38,7 @@ from negchain.data.listing import (
     divide,
     ignored,
     tested_on,
+    visible,
     whole_file,
     without_classes,
 )
@@ -63,7 +64,7 @@ class _Walk:
             here, name = stack.pop()
             try:
                 status = os.stat(here)
-                entries = sorted(os.scandir(here), key=lambda entry: entry.name, reverse=True)
+                entries = sorted(visible(here), key=lambda entry: entry.name, reverse=True)
             except OSError as error:
                 self.unreadable.append((name, f"folder cannot be listed: {error.strerror}"))
                 continue
@@ -71,8 +72,6 @@ class _Walk:
                 continue
             seen.add((status.st_dev, status.st_ino))
             for entry in entries:
-                if entry.name.startswith("."):
-                    continue
                 shown = name + printable(entry.name)
                 try:
                     status = entry.stat()
@@ -96,9 +95,8 @@ class _Walk:
         return True
 
     def _add_file(self, entry: os.DirEntry[str], name: str, status: os.stat_result | None) -> None:
-        suffix = os.path.splitext(entry.name)[1].lower()
-        if suffix not in IMAGE_SUFFIXES:
-            self.other[printable(suffix) or "no suffix"] += 1
+        if not is_image(entry.name):
+            self.other[os.path.splitext(entry.name)[1].lower()] += 1
         elif status is None:
             self.unreadable.append((name, "broken link"))
         elif not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for ever
@@ -155,17 +153,14 @@ def list_folder(root: str | Path, holdout: float = 0.2) -> Listing:
 def _only_folder(top: str) -> str | None:
     """The one folder in which everything lies; None if there is another folder or an image."""
     try:
-        entries = [entry for entry in os.scandir(top) if not entry.name.startswith(".")]
+        entries = visible(top)
     except OSError:
         return None
-    folders = [entry.name for entry in entries if entry.is_dir()]
-    if len(folders) != 1 or _called(folders[0]) in SPLITS or any(map(_is_image, entries)):
+    folders = [entry for entry in entries if entry.is_dir()]
+    if len(folders) != 1 or any(is_image(entry.name) for entry in entries):
         return None
-    return None if os.path.islink(os.path.join(top, folders[0])) else folders[0]
-
-
-def _is_image(entry: os.DirEntry[str]) -> bool:
-    return os.path.splitext(entry.name)[1].lower() in IMAGE_SUFFIXES
+    only = folders[0]
+    return None if _called(only.name) in SPLITS or only.is_symlink() else only.name
 
 
 def _called(folder: str) -> str:
@@ -175,7 +170,7 @@ def _called(folder: str) -> str:
 
 def _split_folders(top: str) -> dict[str, str]:
     """The folder of each split; beside folders that are none, only our own spellings count."""
-    folders = [e.name for e in os.scandir(top) if e.is_dir() and not e.name.startswith(".")]
+    folders = [entry.name for entry in visible(top) if entry.is_dir()]
     named = {_called(folder): folder for folder in sorted(folders)}
     if len(named) < len(folders) or not set(named) <= set(SPLITS):
         named = {folder: folder for folder in folders}
@@ -225,10 +220,8 @@ def _beside(top: str, splits: Sequence[str]) -> list[str]:
     """A note if images may lie beside the folders of the splits."""
     beside = sorted(
         printable(entry.name)
-        for entry in os.scandir(top)
-        if not entry.name.startswith(".")
-        and entry.name not in splits
-        and (entry.is_dir() or _is_image(entry))
+        for entry in visible(top)
+        if entry.name not in splits and (entry.is_dir() or is_image(entry.name))
     )
     if not beside:
         return []

@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -76,11 +77,7 @@ class Storage:
 
 
 def choose_storage(sizes: Sequence[Size], side: int, budget: int) -> Storage:
-    """Decide from the sizes of all files, (0, 0) for unreadable ones, and a budget in bytes.
-
-    >>> choose_storage([(96, 96)] * 10, side=96, budget=0).short
-    0
-    """
+    """Decide from the sizes of all files, (0, 0) for unreadable ones, and a budget in bytes."""
     sizes = [size for size in sizes if size != (0, 0)]
     if set(sizes) <= {(side, side)}:
         return Storage(side, 0, len(sizes) * 3 * side * side <= budget)
@@ -111,7 +108,7 @@ def _note(sizes: Sequence[Size], times: int, short: int, num_bytes: int, budget:
 
 
 def _run(
-    work: Callable[[int], None],
+    work: Callable[[int], object],
     places: Sequence[Place | str],
     *,
     workers: int,
@@ -148,11 +145,7 @@ def _run(
 def read_sizes(
     places: Sequence[Place | str], *, workers: int, title: str | None = None
 ) -> list[Size]:
-    """Width and height of every file, from its header; (0, 0) where that cannot be read.
-
-    >>> read_sizes(["/nowhere/a.png"], workers=1)
-    [(0, 0)]
-    """
+    """Width and height of every file, from its header; (0, 0) where that cannot be read."""
     sizes = [(0, 0)] * len(places)
 
     def work(i: int) -> None:
@@ -182,30 +175,26 @@ def decode_files(
     (torch.Size([0, 3, 8, 8]), {0: 'no such file (a broken link?)'})
     """
     squares = torch.empty(len(places), 3, side, side, dtype=torch.uint8)
-    stored = [stored_size(size, short) for size in sizes] if short else []
-    num_bytes = 3 * torch.tensor(stored, dtype=torch.int64).view(-1, 2).prod(1)
-    ends = num_bytes.cumsum(0)
-    begins = ends - num_bytes
-    flat = torch.empty(int(num_bytes.sum()), dtype=torch.uint8)
+    num_bytes = [3 * math.prod(stored_size(size, short)) for size in sizes] if short else []
+    begins = [0, *accumulate(num_bytes)]
+    flat = torch.empty(begins[-1], dtype=torch.uint8)
     sizes_hw = torch.zeros(len(places), 2, dtype=torch.int32)
     rows, slots = squares.numpy(), flat.numpy()
-    spans = list(zip(begins.tolist(), ends.tolist(), strict=True))
 
     def work(i: int) -> None:
         if not short:
             rows[i] = read_image(places[i], side)
             return
-        begin, end = spans[i]
         rows[i], picture = read_both(places[i], side, short)
-        if picture.size != end - begin:
+        if picture.size != num_bytes[i]:
             raise OSError("its size is not what its header says")
-        slots[begin:end] = picture.reshape(-1)
+        slots[begins[i] : begins[i + 1]] = picture.reshape(-1)
         sizes_hw[i] = torch.tensor(picture.shape[1:])
 
     failed = _run(work, places, workers=workers, title=title)
     keep = torch.tensor([i for i in range(len(places)) if i not in failed], dtype=torch.int64)
     # The bytes of unreadable files stay where they are: nobody's offset leads there.
-    pictures = Pictures(flat, begins[keep], sizes_hw[keep]) if short else None
+    pictures = Pictures(flat, torch.tensor(begins)[keep], sizes_hw[keep]) if short else None
     return _close_gaps(squares, keep), pictures, failed
 
 
@@ -225,15 +214,8 @@ def check_files(
 
     Each file is decoded to one pixel (a JPEG at 1/8 of its size), since a truncated JPEG passes
     PIL's `verify`; so a set holds the same items whether it is resident or on disk.
-
-    >>> check_files(["/nowhere/a.png"], workers=1)
-    {0: 'no such file (a broken link?)'}
     """
-
-    def work(i: int) -> None:
-        read_image(places[i], 1)
-
-    return _run(work, places, workers=workers, title=title)
+    return _run(lambda i: read_image(places[i], 1), places, workers=workers, title=title)
 
 
 # ----------------------------------------------------------------------------- from files to sets
@@ -248,13 +230,7 @@ def load_files(
     workers: int,
     progress: bool,
 ) -> DataBundle:
-    """The listed files as sets, kept as `storage` says; `sizes` are those of pretrain + test.
-
-    >>> nothing, squares = Listing("/nowhere", ()), Storage(8, 0, True)
-    >>> load_files(nothing, [], squares, strict=False, workers=1, progress=False)
-    Traceback (most recent call last):
-    ValueError: /nowhere holds 0 readable images; give a folder with files ending in ...
-    """
+    """The listed files as sets, kept as `storage` says; `sizes` are those of pretrain + test."""
     files = listing.pretrain + listing.test
     name = printable(Path(listing.root).resolve().name)
     places, images, whole = [file.place for file in files], None, None

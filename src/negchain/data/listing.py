@@ -15,6 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from negchain.printable import printable
+
 TEST_SPLITS = ("test", "val", "valid", "validation")
 SPLITS = ("train", "unlabeled", *TEST_SPLITS)
 
@@ -62,6 +64,11 @@ class Listing:
     """Whether `test` was held out here; else it is the data's own."""
     unprobed: str = "the data has no labels"
     """Why nothing is probed, where `test` is empty."""
+
+
+def visible(folder: str) -> list[os.DirEntry[str]]:
+    """What lies in a folder, without what is hidden (a leading dot)."""
+    return [entry for entry in os.scandir(folder) if not entry.name.startswith(".")]
 
 
 def classes_of(files: Iterable[ImageFile]) -> tuple[str, ...]:
@@ -182,5 +189,5 @@ def ignored(
     """A note about what was passed over, by its ending; none if there was nothing."""
     if not other:
         return []
-    kinds = ", ".join(f"{suffix} {n}" for suffix, n in other.most_common(5))
-    return [f"{other.total()} {things} without {without} ignored ({kinds})"]
+    kinds = (f"{printable(suffix) or 'no suffix'} {n}" for suffix, n in other.most_common(5))
+    return [f"{other.total()} {things} without {without} ignored ({', '.join(kinds)})"]

@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from negchain.data.decode import IMAGE_SUFFIXES
-from negchain.data.listing import SPLITS, ImageFile, Listing, Place, divide, ignored
+from negchain.data.decode import is_image
+from negchain.data.listing import SPLITS, ImageFile, Listing, Place, divide, ignored, visible
 from negchain.files import FileRefused, open_plain
 from negchain.printable import printable
 
@@ -60,12 +60,10 @@ is pets-08.tar; correct the range
 
 
 def _in_folder(folder: str) -> list[str]:
-    listed = [e.path for e in os.scandir(folder) if not e.name.startswith(".")]
-    for split in SPLITS:
-        if os.path.isdir(inner := os.path.join(folder, split)):
-            listed += [e.path for e in os.scandir(inner) if not e.name.startswith(".")]
+    folders = [folder, *filter(os.path.isdir, (os.path.join(folder, name) for name in SPLITS))]
+    listed = [entry.path for each in folders for entry in visible(each)]
     shards = sorted(path for path in listed if path.endswith(".tar"))
-    pictures = [path for path in listed if os.path.splitext(path)[1].lower() in IMAGE_SUFFIXES]
+    pictures = [path for path in listed if is_image(path)]
     if shards and pictures:
         raise ValueError(
             f"a folder holds pictures or .tar shards, and {printable(folder)} holds "
@@ -143,12 +141,11 @@ class _Shard:
 
     def _add(self, member: str, place: Place, descriptor: int) -> None:
         folder, _, base = member.rpartition("/")
-        stem, _, ending = base.partition(".")
+        stem, _, kind = base.partition(".")
         key = f"{folder}/{stem}" if folder else stem
-        suffix = os.path.splitext(base)[1].lower()
         if base.startswith((".", "__")):  # hidden, and webdataset's own
             return
-        if suffix in IMAGE_SUFFIXES:
+        if is_image(base):
             if key in self.pictures:
                 raise FileRefused(
                     f"a sample must have one picture, and {printable(key)} of "
@@ -157,11 +154,11 @@ class _Shard:
                     "name before the first dot"
                 )
             self.pictures[key] = member, place
-        elif ending.lower() == "cls":
+        elif kind.lower() == "cls":
             text = os.pread(descriptor, min(place.size, LONGEST_CLASS + 1), place.begin)
             self.classes[key] = self._class(member, text, key)
         else:
-            self.other[printable(suffix) or "no suffix"] += 1
+            self.other[os.path.splitext(base)[1].lower()] += 1
 
     def _class(self, member: str, text: bytes, key: str) -> str:
         try:
