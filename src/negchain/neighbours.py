@@ -58,12 +58,7 @@ def _nearest(
 
 
 def knn_votes(
-    train_x: Tensor,
-    train_y: Tensor,
-    test_x: Tensor,
-    *,
-    ks: Sequence[int],
-    chunk: int = 1024,
+    train_x: Tensor, train_y: Tensor, test_x: Tensor, *, ks: Sequence[int], chunk: int = 1024
 ) -> dict[int, Tensor]:
     """For each k the votes of the k nearest rows, weighted by exp(cosine / 0.07): [Q,C].
 
@@ -98,12 +93,7 @@ def in_top(scores: Tensor, classes: Tensor, truth: Tensor, k: int) -> Tensor:
 
 
 def knn_accuracy(
-    train_x: Tensor,
-    train_y: Tensor,
-    test_x: Tensor,
-    test_y: Tensor,
-    *,
-    metric: Metric = "cosine",
+    train_x: Tensor, train_y: Tensor, test_x: Tensor, test_y: Tensor, *, metric: Metric = "cosine"
 ) -> float:
     """Share of test rows whose nearest training row is of their class.
 

@@ -153,21 +153,17 @@ class Side:
         return sum((kind.count for kind in self.kinds[1:]), self.kinds[0].count)
 
     def correction(self, ids: Tensor) -> Tensor | None:  # [N, ...] -> [N, ...]
-        """log(q m_neg) of ids under the mixture of all kinds; None where all are uniform."""
-        plain = all(kind.log_q is None for kind in self.kinds)
-        return None if plain else mixture(self.kinds, ids, self.counts().to(self.queries.dtype))
-
-
-def mixture(kinds: tuple[Kind, ...], ids: Tensor, counts: Tensor) -> Tensor:
-    """log( sum_k n_k q_k m_neg / n ) of ids [N, ...]; n is `counts`, [N]."""
-    if len(kinds) == 1 and kinds[0].log_q is not None:
-        return kinds[0].log_q(ids)
-    shape = (-1, *[1] * (ids.dim() - 1))
-    terms = []
-    for kind in kinds:
-        weight = kind.count.to(counts.dtype).log().view(shape).expand(ids.shape)
-        terms.append(weight if kind.log_q is None else weight + kind.log_q(ids))
-    return torch.logsumexp(torch.stack(terms), 0) - counts.log().view(shape)
+        """log( sum_k n_k q_k m_neg / n ) of ids over all kinds; None where all are uniform."""
+        if all(kind.log_q is None for kind in self.kinds):
+            return None
+        if len(self.kinds) == 1 and self.kinds[0].log_q is not None:
+            return self.kinds[0].log_q(ids)
+        kind_of, shape, terms = self.queries.dtype, (-1, *[1] * (ids.dim() - 1)), []
+        for kind in self.kinds:
+            weight = kind.count.to(kind_of).log().view(shape).expand(ids.shape)
+            terms.append(weight if kind.log_q is None else weight + kind.log_q(ids))
+        counts = self.counts().to(kind_of)
+        return torch.logsumexp(torch.stack(terms), 0) - counts.log().view(shape)
 
 
 def products(queries: Tensor, keys: Tensor) -> Tensor:  # [N,D] [G,K,D] -> [N,K]

@@ -2,13 +2,8 @@
 
 | file | what |
 |---|---|
-| `softmax.py` | `InfoNCELoss`, `DCLLoss` |
-| `sogclr.py` | `SogCLRLoss` |
-| `negative_cache.py` | `NegativeCacheLoss` |
-| `emc2.py` (`chains.py` its state, `walk.py` one visit) | `EMC2Loss` |
-| `large_batch.py` | `LargeBatchEMC2Loss`, for batches of thousands |
-| `importance.py` | `ImportanceLoss`: fresh draws from a stale table, no chain |
-| `top_k.py` | `TopKLoss`: the nearest keys of a stale table, uncorrected |
+| `softmax.py`, `sogclr.py`, `negative_cache.py`, `importance.py`, `top_k.py` | a method each |
+| `emc2.py` (`chains.py` its state, `walk.py` one visit), `large_batch.py` | EMC² |
 | `weighted.py` | `WeightedLoss`, base of a method of your own |
 | `settings.py` | how chains move, and what they are offered |
 | `request.py` | what a loss wants encoded |

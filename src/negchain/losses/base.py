@@ -123,8 +123,7 @@ class ContrastiveLoss(Reporting):
         self.seed = settings.as_seed(seed)
         self.ids_per_item = ids_per_item
         self._turn = 0
-        if gather is not True:
-            settings.check_gather(gather, shard_state)
+        settings.check_gather(gather, shard_state)
         self.gather: Gather = gather
         self.bytes_sent = 0  # to other ranks, so far
         self.rows = Rows.of(num_samples or 0, self.ranks() if shard_state else None)
@@ -221,7 +220,11 @@ class ContrastiveLoss(Reporting):
 
     def _drawn(self, side: Side, table: StaleTable, key: columns.Key) -> Part:
         """Once the batch is encoded: what the rows of a side want from its stale table."""
-        return columns.informed_part(self, side, table, key)
+        proposals = self.proposals
+        assert isinstance(proposals, Informed)
+        draw = table.informed_rows if proposals.per_row else table.informed
+        count = proposals.num or (1 if proposals.per_row else side.num_rows // side.views)
+        return Part("draw", key[2], *draw(count, side, self._beta(side.queries), proposals, key))
 
     def held(
         self, index: Ids, augmentation: tuple[Tensor, Tensor] | None = None

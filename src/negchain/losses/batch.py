@@ -154,22 +154,15 @@ def lay_out(
     loss_fn: ContrastiveLoss,
     batch: Batch,
     *,
-    one_way: bool = False,
-    key_ids: Tensor | None = None,
-    coin: Tensor | None = None,
-    items: slice = slice(None),
+    one_way: bool = False,  # z_a's rows alone are anchors
+    key_ids: Tensor | None = None,  # [2,B] names of the columns of stored augmentations
+    coin: Tensor | None = None,  # [B] bool
+    items: slice = slice(None),  # whose rows; all items are columns
 ) -> list[Side]:
     """The sides of a batch: one for shared views, one or two for paired ones.
 
-    Args:
-        loss_fn: its settings say which sides there are.
-        batch: what `check_batch` returned.
-        one_way: z_a's rows alone are anchors.
-        key_ids: [2, B] names of the columns of shared views, where the stored augmentations of an
-            item have ids of their own.
-        coin: [B] bool: with shared views a row is offered one copy of every item, rows of the
-            first view z_a's where the coin is True, rows of the second view the other.
-        items: whose rows; all items are columns.
+    With a coin and shared views a row is offered one copy of every item: rows of the first view
+    z_a's where the coin is True, rows of the second view the other.
     """
     side = partial(_side, loss_fn, batch, items, _positives(batch, items))
     symmetric = loss_fn.symmetric and not one_way

@@ -15,22 +15,14 @@ import torch
 from torch import Tensor
 
 from negchain import rng
-from negchain.losses.batch import (
-    INTEGERS,
-    Batch,
-    Call,
-    check_answer,
-    is_traced,
-    lay_out,
-)
+from negchain.losses.batch import INTEGERS, Batch, Call, check_answer, is_traced, lay_out
 from negchain.losses.request import Part, Request, answered
-from negchain.losses.settings import Given, InBatch, Informed, Uniform
+from negchain.losses.settings import Given, InBatch, Uniform
 from negchain.pool import Draw, Kind, Side, matches
 from negchain.printable import show
 
 if TYPE_CHECKING:
     from negchain.losses.base import ContrastiveLoss
-    from negchain.losses.table import StaleTable
 
 Popularity = Callable[[Tensor], Tensor]  # key ids -> log-probability as somebody's positive
 Key = tuple[int, Tensor, int]  # seed, step, side number: what random draws are a function of
@@ -160,16 +152,6 @@ def uniform_parts(loss_fn: ContrastiveLoss, index: Tensor, step: Tensor) -> list
         bound = torch.full_like(u, loss_fn.num_ids, dtype=torch.int64)
         parts.append(Part("draw", side, rng.integers_below(bound, u), per_row=per_row))
     return parts
-
-
-def informed_part(loss_fn: ContrastiveLoss, side: Side, table: StaleTable, key: Key) -> Part:
-    """A side's draws from its stale table, for the caller to encode."""
-    proposals = loss_fn.proposals
-    assert isinstance(proposals, Informed)
-    draw = table.informed_rows if proposals.per_row else table.informed
-    count = proposals.num or (1 if proposals.per_row else side.num_rows // side.views)
-    ids, log_q = draw(count, side, loss_fn._beta(side.queries), proposals, key)
-    return Part("draw", key[2], ids, log_q)
 
 
 def sample_rows(index: Tensor) -> Tensor:  # [B] -> [B]
@@ -302,19 +284,19 @@ def count_keys(key_counts: Tensor, keys: Tensor, valid: Tensor | None = None) ->
     key_counts[-1] += ones.sum()
 
 
-def popularity(counts: Tensor, batch: Batch, num_samples: int | None, counting: bool) -> Popularity:
+def popularity(
+    counts: Tensor,  # [num_keys + 1] how often each key was a positive, and the sum
+    batch: Batch,
+    num_samples: int | None,  # m
+    counting: bool,  # False: the counts were given
+) -> Popularity:
     """key ids -> log-probability that another pair of a batch has this key: its count / (m - 1).
 
     A batch holds no pair twice: a row's columns come from the m - 1 other pairs. The row's own key
     is never its negative, so no other count lacks a pair. Counted on the way, after E whole passes
-    and a share f of the next, a key of the batch was met E times, and counts for E + f. A pass then
-    has m pairs, one per anchor: where it has more, counts have to be given.
-
-    Args:
-        counts: [num_keys + 1] how often each key was a positive, and the sum.
-        batch: counted too while `counting`, whole in the first pass: there may be nothing else.
-        num_samples: m.
-        counting: False where the counts were given.
+    and a share f of the next, a key of the batch was met E times, and counts for E + f (in the
+    first pass the batch counts whole: there may be nothing else). A pass then has m pairs, one per
+    anchor: where it has more, counts have to be given.
     """
     kind = batch.both.dtype
     if not counting or num_samples is None:

@@ -123,6 +123,11 @@ def joined(
     }
 
 
+def joined_rows(rows: Tensor, counts: Sequence[int], ranks: Ranks) -> Tensor:  # [n,...] -> [B,...]
+    """The rows of all ranks, of which each has so many."""
+    return joined({0: Piece(rows[None], counts)}, ranks)[0][0]
+
+
 # ---------------------------------------------------------------------- what to encode
 
 
@@ -141,7 +146,7 @@ def share_out(part: Part, ranks: Ranks) -> Part:
 
 def together(z: Tensor, count: int, ranks: Ranks) -> Tensor:  # [n,D] -> [count,D]
     """The shares of all ranks, in order."""
-    return joined({0: Piece(z[None], [len(z)] * ranks.world)}, ranks)[0][0, :count]
+    return joined_rows(z, [len(z)] * ranks.world, ranks)[:count]
 
 
 # ---------------------------------------------------------------------- the call
@@ -281,8 +286,7 @@ def _tell(ranks: Ranks, call: Call, requests: Sequence[Request]) -> None:
     whole = {n: Piece(slots[None], counts[n]) for n, (_, slots) in enumerate(touched)}
     slots = joined(whole | {"keys": Piece(keys[None], sizes)}, ranks)
     for number, (table, own) in enumerate(touched):
-        values = joined({0: Piece(table[own][None], counts[number])}, ranks)[0][0]
-        at = slots[number][0]
+        values, at = joined_rows(table[own], counts[number], ranks), slots[number][0]
         write_rows(table, at, values, torch.ones_like(at, dtype=torch.bool))
     first = sum(sizes[: ranks.rank])
     others = torch.cat([slots["keys"][0][:first], slots["keys"][0][first + len(keys) :]])

@@ -236,13 +236,7 @@ class EMC2Loss(ContrastiveLoss):
         return visit
 
     def _weigh(
-        self,
-        visit: Visit,
-        side: Side,
-        similarity: Tensor,
-        logits: Tensor,
-        start: Start,
-        walk: Walk,
+        self, visit: Visit, side: Side, similarity: Tensor, logits: Tensor, start: Start, walk: Walk
     ) -> None:
         """The value of a side, with the bracket of the global loss its columns allow."""
         beta = self._beta(similarity)

@@ -1,10 +1,4 @@
-"""InfoNCE and DCL: the batch's own softmax, with and without the positive in the denominator.
-
-Estimates   p_i by the softmax over the batch.
-State       none.
-Cost        B^2 D for the similarities.
-Bias        shrinks only with the batch size.
-"""
+"""InfoNCE and DCL: the batch's own softmax, with and without the positive in the denominator."""
 
 from __future__ import annotations
 

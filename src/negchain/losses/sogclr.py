@@ -1,10 +1,4 @@
-"""SogCLR as a module: one moving average per sample, in log space, in the state dict.
-
-Estimates   p_i by the batch's exponentials over a remembered denominator.
-State       log u: one float per sample (per direction).
-Cost        B^2 D for the similarities.
-Bias        does not vanish: u lags behind the encoder.
-"""
+"""SogCLR as a module: one moving average per sample and direction, in log space."""
 
 from __future__ import annotations
 
@@ -102,21 +96,13 @@ class SogCLRLoss(WeightedLoss):
 
 
 def write_view_mean(
-    table: Tensor,
-    index: Tensor,
-    log_values: Tensor,
-    allowed: Tensor,
+    table: Tensor,  # [M]
+    index: Tensor,  # [B] items
+    log_values: Tensor,  # [V * B] of the rows, view after view
+    allowed: Tensor,  # [B] bool
     write: Callable[[Tensor, Tensor, Tensor, Tensor], None] = write_rows,
 ) -> None:
-    """Store the log of the mean over views of exp(log_values), one value per item, in place.
-
-    Args:
-        table: [M] state to change.
-        index: [B] items.
-        log_values: [V * B] one value per row, view after view.
-        allowed: [B] bool; a value that is not finite is never written.
-        write: how rows of the table are written.
-    """
+    """Store the log of the mean over views of exp(log_values) in place, where it is finite."""
     views = log_values.view(-1, len(index))
     mean = torch.logsumexp(views, 0) - math.log(len(views))
     write(table, index, mean, allowed & torch.isfinite(mean))

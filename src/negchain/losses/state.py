@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from negchain.losses.batch import is_traced
 from negchain.pool import write_rows
-from negchain.weights.cache import draw_from
+from negchain.weights.softmax import draw_from
 
 if TYPE_CHECKING:
     from negchain.losses.distributed import Ranks

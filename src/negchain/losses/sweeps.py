@@ -84,12 +84,7 @@ def columns_skipped(burn_in: float, side: Side, number: int) -> int:
 
 
 def resample(
-    side: Side,
-    number: int,
-    logits: Tensor,
-    ids: Tensor,
-    start: Tensor,
-    sampler: Sampler,
+    side: Side, number: int, logits: Tensor, ids: Tensor, start: Tensor, sampler: Sampler
 ) -> Scan:
     """An i-SIR step over the columns of one kind; arguments as of `Sampler.sweep`."""
     kind = side.kinds[number]

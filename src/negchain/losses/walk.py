@@ -60,18 +60,15 @@ class Sampler:
         return (num_steps * burn_in + 1e-3).long()
 
     def sweep(
-        self, side: Side, number: int, logits: Tensor, ids: Tensor, start: Tensor, skipped: Tensor
+        self,
+        side: Side,
+        number: int,  # of the kind
+        logits: Tensor,  # [N,K] corrected by its q
+        ids: Tensor,  # [N] of the states the chains are in
+        start: Tensor,  # [N] their logits, corrected likewise
+        skipped: Tensor,  # [N] steps that are not counted
     ) -> Scan:
-        """Move over the columns of one kind: a scan in a random order, or an i-SIR step.
-
-        Args:
-            side: whose rows move.
-            number: of the kind.
-            logits: [N, K] corrected by its q.
-            ids: [N] of the states the chains are in.
-            start: [N] their logits, corrected likewise.
-            skipped: [N] steps that are not counted.
-        """
+        """Move over the columns of one kind: a scan in a random order, or an i-SIR step."""
         kernel, num_columns, first = self.kernel, logits.shape[1], side.kinds[number].first
         if isinstance(kernel, ISIR):
             return resample(side, number, logits, ids, start, self)
@@ -158,24 +155,14 @@ class Visit:
 
 def walk_chains(
     side: Side,
-    similarity: Tensor,
+    similarity: Tensor,  # [N,K]
     start: Start,
     beta: float | Tensor,
-    logits: Tensor,
-    slots: Tensor,
+    logits: Tensor,  # [N,K] corrected by the mixture of all kinds, -inf = excluded
+    slots: Tensor,  # the chains: [B] of the items, or [N] of the rows
     sampler: Sampler,
 ) -> Walk:
-    """Move the chains of a side; pure.
-
-    Args:
-        side: the anchors and their columns.
-        similarity: [N, K] to every column.
-        start: where the chains stand.
-        beta: inverse temperature.
-        logits: [N, K] corrected by the mixture of all kinds, -inf = excluded.
-        slots: the chains: [B] of the items, or [N] of the rows.
-        sampler: how to move.
-    """
+    """Move the chains of a side; pure."""
     if len(side.kinds) > 1:
         scan, num_steps = sweep_kinds(side, similarity, start, beta, sampler)
     else:

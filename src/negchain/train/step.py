@@ -33,8 +33,7 @@ from negchain.chunked import statistics_kept
 from negchain.fast import encoder as fast_encoder
 from negchain.fast.streams import forked, join, new_stream
 from negchain.losses import ContrastiveLoss
-from negchain.losses.agreement import Piece
-from negchain.losses.distributed import Ranks, joined
+from negchain.losses.distributed import Ranks, joined_rows
 from negchain.losses.request import Request, Tower, Want
 from negchain.printable import reason
 from negchain.tasks.task import Task
@@ -326,7 +325,7 @@ class TrainStep:
         if self.ranks is None:
             return rows
         counts = [end - begin for begin, end in itertools.pairwise(self._bounds)]
-        return joined({0: Piece(rows[None], counts)}, self.ranks)[0][0]
+        return joined_rows(rows, counts, self.ranks)
 
     def _of_batch(self, ids: Tensor, tower: Tower) -> Share:
         """This rank's rows of the batch."""

@@ -6,17 +6,15 @@ function here keeps state, draws random numbers or knows about encoders, ids or 
 
 | file | estimate |
 |---|---|
-| `softmax.py` | softmax over the pool (InfoNCE, DCL) |
+| `softmax.py` | softmax over the pool (InfoNCE, DCL); draws from one over everything |
 | `sogclr.py` | exponentials over a moving average |
 | `metropolis.py` | visits of a Metropolis-Hastings chain |
 | `isir.py` | softmax over the carried state and the pool |
-| `cache.py` | draws from a stale table's distribution |
 """
 
-from negchain.weights.cache import draw_from
 from negchain.weights.isir import isir_weights
 from negchain.weights.metropolis import Scan, mh_scan
-from negchain.weights.softmax import softmax_weights
+from negchain.weights.softmax import draw_from, softmax_weights
 from negchain.weights.sogclr import moving_log_mean, sogclr_weights
 
 __all__ = [

@@ -105,11 +105,7 @@ def mh_scan(
 
 
 def scan_reference(
-    logits: Tensor,
-    start_logit: Tensor,
-    log_u: Tensor,
-    burn_in: int | Tensor,
-    count_every: int = 1,
+    logits: Tensor, start_logit: Tensor, log_u: Tensor, burn_in: int | Tensor, count_every: int = 1
 ) -> Scan:
     """Algorithm 1, lines 4-8, for N chains side by side; same signature as `mh_scan`."""
     num_chains, num_columns = logits.shape
@@ -143,11 +139,7 @@ def scan_reference(
 
 
 def scan_torch(
-    logits: Tensor,
-    start_logit: Tensor,
-    log_u: Tensor,
-    burn_in: int | Tensor,
-    count_every: int = 1,
+    logits: Tensor, start_logit: Tensor, log_u: Tensor, burn_in: int | Tensor, count_every: int = 1
 ) -> Scan:
     """The same without a loop over columns, as an associative scan.
 
