@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Annotated, Any, NamedTuple, get_args
 
 import typer
@@ -28,7 +27,7 @@ from negchain.train.config import ConfigError, TrainConfig, flag, hints, method_
 from negchain.train.presets import choose
 from negchain.train.resolve import for_method, resolve
 from negchain.train.run_folder import is_run, last_metrics, load_run_config
-from negchain.train.stopping import Interrupted, Stoppable, stopping
+from negchain.train.stopping import Interrupted, stopping
 
 HELP = """Train several methods and seeds on one recipe and compare them on one page.
 
@@ -66,7 +65,6 @@ def command(
     **settings: Any,
 ) -> int:
     """See `HELP`."""
-    first = [] if import_ is None else ["--import", str(import_.absolute())]  # of every run
     chosen = [method_named("--methods", name.strip()) for name in methods.split(",")]
     if len(set(chosen)) < len(chosen):
         twice = max(chosen, key=chosen.count)
@@ -80,41 +78,32 @@ def command(
 
     from negchain.report import comparison_table, write_report
 
+    always = [] if import_ is None else ["--import", str(import_.absolute())]  # of every run
     on_gpu = tried[chosen[0]][0][0].config.device != "cpu" and torch.cuda.is_available()
-    jobs = jobs or (4 if on_gpu else 1)
-    failed: dict[Path, int] = {}  # exit status
-    finished, asked = 0, SimpleNamespace(stop=False)  # runs, in this process; whether to stop
-
-    def run_all(plans: list[Plan], later: int = 0) -> None:
-        nonlocal finished
-        waiting = [p for p in plans if not ended(p.path) and p.path not in failed]
-        if on_gpu:  # a run that cannot get it then fails; with "auto" it would train on the CPU
-            waiting = [p._replace(given={**p.given, "device": "cuda"}) for p in waiting]
-        counts = finished, later
-        finished += len(waiting)
-        failed.update(_run_all(waiting, jobs, first, counts, asked, show=not quiet))
-
+    if on_gpu:  # a run that cannot get it then fails; with "auto" it would train on the CPU
+        always += ["--device", "cuda"]
+    runs = Runs(jobs or (4 if on_gpu else 1), always, show=not quiet)
     try:
-        with stopping(asked):
+        with stopping(runs):
             tuned_first = [p for several in tried.values() if len(several) > 1 for p in several]
             chosen_once = sum(seeds - (len(several) > 1) for several in tried.values())
-            run_all([plans[0] for plans in tuned_first], later=chosen_once)
+            runs.train([plans[0] for plans in tuned_first], later=chosen_once)
             best = {method: _best(method, several) for method, several in tried.items()}
-            run_all([plan for plans in best.values() for plan in plans])
+            runs.train([plan for plans in best.values() for plan in plans])
     except KeyboardInterrupt:
         raise Interrupted(
             f"early; the same command with --out {folder} continues the runs"
         ) from None
     every = [plan.path for plans in best.values() for plan in plans]
-    runs = [path for path in every if is_run(path) and last_metrics(path)]
-    if runs:
-        Console(highlight=False).print(comparison_table(runs))
-        result(f"report: {write_report(runs, folder / 'report.html')}")
-    for path, status in failed.items():
+    begun = [path for path in every if is_run(path) and last_metrics(path)]
+    if begun:
+        Console(highlight=False).print(comparison_table(begun))
+        result(f"report: {write_report(begun, folder / 'report.html')}")
+    for path, status in runs.failed.items():
         said = Path(f"{path}.log").read_text(encoding="utf-8", errors="replace").splitlines()
         why = [line for line in said if line.startswith(("refused:", "failed:"))]
         say(f"{[f'failed: exit status {status}', *why][-1]} ({path.name}, see {path}.log)")
-    return 0 if not failed else 2 if set(failed.values()) == {2} else 1
+    return 0 if not runs.failed else 2 if set(runs.failed.values()) == {2} else 1
 
 
 # ---------------------------------------------------------------------- what is run
@@ -144,22 +133,17 @@ def _plans(
         for seed in range(seeds):
             config = resolve(given.get("preset"), {**given, "method": method, "seed": seed})
             path = folder / f"{method}{label(known)}-seed{seed}"
-            _refuse_another(path, config)
+            if path.is_symlink():
+                real_folder(path)  # refuses it
+            if is_run(path) and (differences := same_run(load_run_config(path), config)):
+                raise ConfigError(
+                    f"{path} holds a run with other settings: {'; '.join(differences)}; choose "
+                    "another --out"
+                )
             plans.append(Plan(path, config, given))
         if plans not in tried[method]:  # a method may not know what is tuned
             tried[method].append(plans)
     return tried
-
-
-def _refuse_another(path: Path, config: TrainConfig) -> None:
-    """Refuse to take a run of other settings for the one asked for."""
-    if path.is_symlink():
-        real_folder(path)
-    if is_run(path) and (differences := same_run(load_run_config(path), config)):
-        raise ConfigError(
-            f"{path} holds a run with other settings: {'; '.join(differences)}; choose another "
-            "--out"
-        )
 
 
 # ---------------------------------------------------------------------- what is tuned
@@ -249,55 +233,52 @@ def _best(method: str, several: list[list[Plan]]) -> list[Plan]:
 # ---------------------------------------------------------------------- processes
 
 
-def _run_all(
-    waiting: list[Plan],
-    jobs: int,
-    first: list[str],
-    counts: tuple[int, int],
-    asked: Stoppable,
-    show: bool,
-) -> dict[Path, int]:
-    """Run the plans, `jobs` at a time; returns those that failed with their exit status.
+class Runs:
+    """Runs of `negchain train`, `jobs` at a time."""
 
-    `counts`: runs that were done before these, and that will follow. `asked`: to stop.
-    """
-    running: dict[Path, subprocess.Popen[bytes]] = {}
-    failed: dict[Path, int] = {}
-    done, later = counts
-    total = done + len(waiting) + later
-    with Progress(show) as bar:
-        bar.begin(total if waiting else 0, "runs done", done=done)
-        try:
-            while waiting or running:
-                while waiting and len(running) < jobs and not asked.stop:
-                    plan = waiting.pop(0)
-                    running[plan.path] = _launch(plan, first)
-                    bar.say(f"run {done + len(running)} of {total}: {plan.path.name}")
-                if asked.stop:  # not raised by a signal: whatever was started is known by now
-                    raise KeyboardInterrupt
-                for path, process in list(running.items()):
-                    if process.poll() is not None:
-                        del running[path]
-                        done += 1
-                        if process.returncode != 0:
-                            failed[path] = process.returncode
-                shares = {path.name: progress_of(path) for path in running}
-                several = len(shares) > 1  # one alone is named in front
-                parts = (f"{name} {share:.0%}" for name, share in shares.items())
-                text = ", ".join(parts if several else (f"{s:.0%} of it" for s in shares.values()))
-                bar.at(done + sum(shares.values()), text)
-                time.sleep(0.1)
-        finally:
-            for process in running.values():  # each finishes its step and writes a checkpoint
-                process.terminate()
-            for process in running.values():
-                process.wait()
-    return failed
+    def __init__(self, jobs: int, always: list[str], show: bool) -> None:
+        """`always` are words that every run is given, `show` is whether to show progress."""
+        self.jobs, self.always, self.show = jobs, always, show
+        self.stop, self.done = False, 0
+        self.failed: dict[Path, int] = {}  # with their exit status
+
+    def train(self, plans: list[Plan], later: int = 0) -> None:
+        """Train what has neither ended nor failed, before `later` others."""
+        waiting = [p for p in plans if not ended(p.path) and p.path not in self.failed]
+        running: dict[Path, subprocess.Popen[bytes]] = {}
+        total = self.done + len(waiting) + later
+        with Progress(self.show) as bar:
+            bar.begin(total if waiting else 0, "runs done", done=self.done)
+            try:
+                while waiting or running:
+                    while waiting and len(running) < self.jobs and not self.stop:
+                        plan = waiting.pop(0)
+                        running[plan.path] = _launch(plan, self.always)
+                        bar.say(f"run {self.done + len(running)} of {total}: {plan.path.name}")
+                    if self.stop:  # not raised by a signal: whatever was started is known by now
+                        raise KeyboardInterrupt
+                    for path, process in list(running.items()):
+                        if process.poll() is not None:
+                            del running[path]
+                            self.done += 1
+                            if process.returncode != 0:
+                                self.failed[path] = process.returncode
+                    shares = {path.name: progress_of(path) for path in running}
+                    text = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
+                    if len(shares) == 1:  # it is named in front
+                        text = f"{sum(shares.values()):.0%} of it"
+                    bar.at(self.done + sum(shares.values()), text)
+                    time.sleep(0.1)
+            finally:
+                for process in running.values():  # each finishes its step, writes a checkpoint
+                    process.terminate()
+                for process in running.values():
+                    process.wait()
 
 
-def _launch(plan: Plan, first: list[str]) -> subprocess.Popen[bytes]:
+def _launch(plan: Plan, always: list[str]) -> subprocess.Popen[bytes]:
     path, config, given = plan
-    arguments = [*first, "--quiet", "--out", str(path)]
+    arguments = ["--quiet", "--out", str(path)]
     if is_run(path):
         arguments += ["--resume", "--device", given.get("device", config.device)]
     else:
@@ -308,7 +289,7 @@ def _launch(plan: Plan, first: list[str]) -> subprocess.Popen[bytes]:
             else:
                 arguments += [word, str(value)]
     path.parent.mkdir(parents=True, exist_ok=True)
-    return launch(arguments, Path(f"{path}.log"))
+    return launch([*arguments, *always], Path(f"{path}.log"))
 
 
 def launch(arguments: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
