@@ -21,7 +21,7 @@ with BatchNorm .87), which is the plateau a run without norm layers has to leave
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, TypedDict, TypeVar, get_args
+from typing import Any, Literal, TypedDict, get_args
 
 import timm
 import torch
@@ -31,7 +31,6 @@ from torch import Tensor, nn
 
 Norm = Literal["batch", "group", "none"]
 Projection = Literal["paper", "linear", "mlp"]
-Module = TypeVar("Module", bound=nn.Module)
 
 OWN_ENCODERS = ("resnet18", "resnet50", "small-cnn")
 
@@ -128,13 +127,9 @@ def build_encoder(
         _replace_batch_norm(backbone, norm)
         feature_dim = _feature_dim(backbone, config)
         projector, dim = _projector(config, feature_dim)
-    return in_channels_last(Encoder(backbone, projector, dims=(feature_dim, dim), config=config))
-
-
-def in_channels_last(module: Module) -> Module:
-    """The module with its convolutions' weights laid out as they are fastest, on any device."""
-    laid_out: Module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return laid_out
+    encoder = Encoder(backbone, projector, dims=(feature_dim, dim), config=config)
+    # as convolutions are fastest, on any device
+    return encoder.to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
 
 
 def rebuild_encoder(config: dict[str, Any] | EncoderConfig) -> Encoder:

@@ -143,14 +143,7 @@ def _quietly() -> Iterator[None]:
         yield
 
 
-def linear_probe(
-    train_x: Tensor,
-    train_y: Tensor,
-    test_x: Tensor,
-    test_y: Tensor,
-    *,
-    grid: tuple[float, ...] = L2_GRID,
-) -> ProbeResult:
+def linear_probe(train_x: Tensor, train_y: Tensor, test_x: Tensor, test_y: Tensor) -> ProbeResult:
     """Test accuracy of multinomial logistic regression with a tuned L2 penalty.
 
     Features are standardised by the training rows. The strength with the best accuracy on a
@@ -171,18 +164,18 @@ def linear_probe(
     with threadpool_limits(1 if x.size <= FEW_NUMBERS else None), _quietly():
         fit_x, held_x = _standardised(x[~held], x[held])
         scores = []
-        for l2 in grid:
+        for l2 in L2_GRID:
             model.set_params(C=1 / (l2 * len(fit_x))).fit(fit_x, y[~held])
             scores.append(float(model.score(held_x, y[held])))
         best = int(np.argmax(scores))
         all_x, x_test = _standardised(x, x_test)
-        model.set_params(C=1 / (grid[best] * len(x)), warm_start=False).fit(all_x, y)
+        model.set_params(C=1 / (L2_GRID[best] * len(x)), warm_start=False).fit(all_x, y)
     predicted = torch.from_numpy(model.predict(x_test))
     likely = torch.from_numpy(model.predict_proba(x_test))
     top5 = in_top(likely, torch.from_numpy(model.classes_), torch.from_numpy(y_test), 5)
     return ProbeResult(
         accuracy=float((predicted.numpy() == y_test).mean()),
-        l2=grid[best],
+        l2=L2_GRID[best],
         predicted=predicted,
         top5=top5.double().mean().item(),
         validation=scores[best],
@@ -191,12 +184,7 @@ def linear_probe(
 
 
 def few_label_probe(
-    train_x: Tensor,
-    train_y: Tensor,
-    test_x: Tensor,
-    test_y: Tensor,
-    *,
-    share: float,
+    train_x: Tensor, train_y: Tensor, test_x: Tensor, test_y: Tensor, *, share: float
 ) -> float:
     """Test accuracy of logistic regression on a stratified share of the labels, mean of 3 draws.
 

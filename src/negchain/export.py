@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import timm
 import torch
@@ -32,8 +32,7 @@ from negchain.train.config import ConfigError, TrainConfig
 from negchain.train.loggers import for_others
 from negchain.train.presets import choose
 
-Format = Literal["timm", "torchvision", "onnx", "safetensors"]
-FORMATS: tuple[str, ...] = get_args(Format)
+FORMATS = ("timm", "torchvision", "onnx", "safetensors")
 
 _RESNETS = {"resnet18": 512, "resnet50": 2048}
 _LOAD = 'model.load_state_dict(load_file("model.safetensors"))\nmodel.eval()'
@@ -56,19 +55,19 @@ def export_encoder(
         raise ConfigError(f"--out {folder} is not empty; name a new folder")
     described = encoder.encoder_config
     normalize = recipe_for(config.recipe, described["image_size"], described["channels"]).normalize
+    scaled = ""
     if form == "onnx":
-        content: Any = _onnx(encoder, normalize)
-        code = _ONNX_CODE
+        file_name, model, code = "model.onnx", _onnx(encoder, normalize), _ONNX_CODE
     else:
-        content, code = _WEIGHTS[form](encoder)
+        weights, code = _WEIGHTS[form](encoder)
+        file_name, model = "model.safetensors", save(weights, metadata={"format": "pt"})
+        if normalize is not None:
+            scaled = f", less the mean {normalize[0]}, over {normalize[1]}"
     record = {"encoder": dict(described), "training": for_others(config)}
-    inside = form == "onnx" or normalize is None
-    scaled = "" if inside else f", less the mean {normalize[0]}, over {normalize[1]}"  # type: ignore[index]
     card = _card(encoder, record["training"], results, code, scaled)
-    model = content if form == "onnx" else save(content, metadata={"format": "pt"})
     folder.mkdir(parents=True, exist_ok=True)
     for name, data in (
-        (f"model.{'onnx' if form == 'onnx' else 'safetensors'}", model),
+        (file_name, model),
         ("config.json", json.dumps(record, indent=2).encode() + b"\n"),
         ("README.md", card.encode("utf-8", "backslashreplace")),
     ):
@@ -92,28 +91,24 @@ def _negchain(encoder: Encoder) -> tuple[dict[str, Tensor], str]:
     )
 
 
-def _resnet(encoder: Encoder) -> dict[str, Tensor]:
-    """The weights of our ResNets under the names torchvision and timm share."""
-    weights = _weights(encoder.backbone)
-    return {name.replace("fc.0.", "fc."): value for name, value in weights.items()}
-
-
-def _resnet_code(encoder: Encoder, create: str, norms: Mapping[str, str], head: str) -> str:
-    """Lines that build one of our ResNets from a library's; `create` up to its norm layer."""
+def _resnet(
+    encoder: Encoder, head: str, create: str, group_norm: str
+) -> tuple[dict[str, Tensor], str]:
+    """One of our ResNets as a library's, `create` up to its norm layer; names are shared."""
     described = encoder.encoder_config
-    norm = norms.get(described["norm"])
+    norm = {"none": "nn.Identity", "group": group_norm}.get(described["norm"])
+    channels = described["channels"]
     lines = [
         f"import torch\n{head}\nfrom safetensors.torch import load_file\nfrom torch import nn\n",
         f"model = {create}{f', norm_layer={norm}' if norm else ''})",
     ]
     if described["small_stem"]:
-        channels = described["channels"]
         lines.append(f"model.conv1 = nn.Conv2d({channels}, 64, 3, padding=1, bias=False)")
         lines.append("model.maxpool = nn.Identity()")
-    elif described["channels"] != 3:
-        channels = described["channels"]
+    elif channels != 3:
         lines.append(f"model.conv1 = nn.Conv2d({channels}, 64, 7, 2, 3, bias=False)")
-    return "\n".join([*lines, _LOAD, "features = model(images).relu()"])
+    weights = {k.replace("fc.0.", "fc."): v for k, v in _weights(encoder.backbone).items()}
+    return weights, "\n".join([*lines, _LOAD, "features = model(images).relu()"])
 
 
 def _torchvision(encoder: Encoder) -> tuple[dict[str, Tensor], str]:
@@ -123,10 +118,9 @@ def _torchvision(encoder: Encoder) -> tuple[dict[str, Tensor], str]:
             f"--format torchvision is for {' and '.join(_RESNETS)}, and this encoder is {name}; "
             f"use --format {'onnx' if name == 'small-cnn' else 'timm'}"
         )
-    norms = {"none": "nn.Identity", "group": "lambda width: nn.GroupNorm(32, width)"}
     create = f"{name}(num_classes={_RESNETS[name]}"
-    head = f"from torchvision.models import {name}"
-    return _resnet(encoder), _resnet_code(encoder, create, norms, head)
+    group_norm = "lambda width: nn.GroupNorm(32, width)"
+    return _resnet(encoder, f"from torchvision.models import {name}", create, group_norm)
 
 
 def _timm(encoder: Encoder) -> tuple[dict[str, Tensor], str]:
@@ -136,8 +130,7 @@ def _timm(encoder: Encoder) -> tuple[dict[str, Tensor], str]:
         raise ConfigError("timm has no small-cnn; use --format onnx or safetensors")
     if name in _RESNETS:
         create = f"timm.create_model({name!r}, num_classes={_RESNETS[name]}"
-        norms = {"none": "nn.Identity", "group": "timm.layers.GroupNorm"}
-        return _resnet(encoder), _resnet_code(encoder, create, norms, "import timm")
+        return _resnet(encoder, "import timm", create, "timm.layers.GroupNorm")
     arguments = timm_arguments(described)
     weights = _weights(encoder.backbone)
     if timm.create_model(name, **arguments).state_dict().keys() != weights.keys():

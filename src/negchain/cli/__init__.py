@@ -44,10 +44,10 @@ app.command("train", help=train.HELP)(train.command)
 app.command("evaluate")(inspect.evaluate)
 app.command("embed")(inspect.embed)
 app.command("export")(inspect.export)
-app.command("compare", help=compare.HELP)(compare.command)
+app.command("compare")(compare.command)
 app.command("duplicates")(inspect.duplicates)
 app.command("report")(inspect.report)
-app.command("bench", help=bench.HELP)(bench.command)
+app.command("bench")(bench.command)
 app.command("reproduce", help=reproduce.HELP)(reproduce.command)
 
 

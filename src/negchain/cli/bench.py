@@ -21,21 +21,6 @@ if TYPE_CHECKING:
 
     from negchain.bench.record import Record
 
-HELP = """Measure the speed of this machine: tables of ratios, and a dated record of them.
-
-For example:
-
-    negchain bench                          # everything; minutes
-    negchain bench --only scan,step         # some tables
-
-Tables: `scan` (mh_scan against a loop over columns), `losses` (each against InfoNCE), `step` (the
-trainer's step of each method against InfoNCE's), `trainer` (images per second against a DataLoader
-with torchvision's transforms), `large` (the loss for large batches), `tables` (chain
-tables of many samples).
-
-Fast paths are compared with their readable twins in the same run; a mismatch ends in exit status 1.
-"""
-
 
 def command(
     only: Annotated[str, typer.Option(metavar="TABLE,...", help="Tables; by default all.")] = "",
@@ -51,7 +36,21 @@ def command(
         int, typer.Option(help="Seed of the random inputs; -1 draws one and records it.")
     ] = -1,
 ) -> int:
-    """See `HELP`."""
+    """Measure the speed of this machine: tables of ratios, and a dated record of them.
+
+    For example:
+
+        negchain bench                          # everything; minutes
+        negchain bench --only scan,step         # some tables
+
+    Tables: `scan` (mh_scan against a loop over columns), `losses` (each against InfoNCE), `step`
+    (the trainer's step of each method against InfoNCE's), `trainer` (images per second against a
+    DataLoader with torchvision's transforms), `large` (the loss for large batches), `tables` (chain
+    tables of many samples).
+
+    Fast paths are compared with their readable twins in the same run; a mismatch ends in exit
+    status 1.
+    """
     from rich.markdown import Markdown
 
     from negchain.bench import SUBJECTS  # torch, which --help does not need

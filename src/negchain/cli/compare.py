@@ -29,25 +29,6 @@ from negchain.train.resolve import for_method, resolve
 from negchain.train.run_folder import is_run, last_metrics, load_run_config
 from negchain.train.stopping import Interrupted, stopping
 
-HELP = """Train several methods and seeds on one recipe and compare them on one page.
-
-For example:
-
-    negchain compare --methods dcl,sogclr,emc2 --seeds 3 --data ./photos --out runs/duel
-
-    negchain compare --methods dcl,hard --import own_method.py
-
-    negchain compare --methods infonce,informed --tune beta=20,50 \\
-        --tune lr=2e-5,5e-5 --data ./scifact --encoder ./all-MiniLM-L6-v2
-
-With `--tune` every method is run with each combination (seed 0) and keeps the one with the best
-validation score (without labels: the lowest exact loss); its other seeds run with that, and the
-page shows these runs.
-
-Takes all options of `negchain train`; an option only some methods know is given to those only.
-Runs that are finished in --out are kept, unfinished ones are resumed.
-"""
-
 
 @with_config_options(leave_out=("method", "seed", "graph", "name"))
 def command(
@@ -64,7 +45,24 @@ def command(
     quiet: Quiet = False,
     **settings: Any,
 ) -> int:
-    """See `HELP`."""
+    """Train several methods and seeds on one recipe and compare them on one page.
+
+    For example:
+
+        negchain compare --methods dcl,sogclr,emc2 --seeds 3 --data ./photos --out runs/duel
+
+        negchain compare --methods dcl,hard --import own_method.py
+
+        negchain compare --methods infonce,informed --tune beta=20,50 \\
+            --tune lr=2e-5,5e-5 --data ./scifact --encoder ./all-MiniLM-L6-v2
+
+    With `--tune` every method is run with each combination (seed 0) and keeps the one with the best
+    validation score (without labels: the lowest exact loss); its other seeds run with that, and the
+    page shows these runs.
+
+    Takes all options of `negchain train`; an option only some methods know is given to those only.
+    Runs that are finished in --out are kept, unfinished ones are resumed.
+    """
     chosen = [method_named("--methods", name.strip()) for name in methods.split(",")]
     if len(set(chosen)) < len(chosen):
         twice = max(chosen, key=chosen.count)

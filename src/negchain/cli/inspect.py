@@ -244,12 +244,10 @@ def duplicates(
         Pair(score, (names[a], names[b]), (kinds[a], kinds[b]), (a, b))
         for (a, b), score in zip(positions.tolist(), cosines.tolist(), strict=True)
     ]
-    title = Path(data or trained.config.data).name
-
-    def pixels(position: int) -> Any:
-        return found.picture(position).numpy()
-
-    write_duplicates(out, title, pairs, pixels, total=total, images=count, above=above)
+    write_duplicates(
+        out, Path(data or trained.config.data).name, pairs, lambda i: found.picture(i).numpy(),
+        total=total, images=count, above=above,
+    )  # fmt: skip
     pair = "pair" if total == 1 else "pairs"
     result(f"{total:,} {pair} of {count:,} images with a similarity of at least {above:g}")
     for name, reason in found.skipped:

@@ -96,7 +96,7 @@ def rebuild(described: Mapping[str, Any]) -> ImageText:
         torch.manual_seed(described["seed"])
         if "open_clip" in described:
             model = _clip(described["open_clip"])
-            image = encoders.in_channels_last(model.visual)
+            image = model.visual.to(memory_format=torch.channels_last)
             return ImageText(image, ClipText(model.text), described)
         image = rebuild_encoder(described["image"])
         words: nn.Module = Absent()
