@@ -26,13 +26,18 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def applies(loss_fn: EMC2Loss, like: Tensor) -> bool:
     """Whether the fused path takes a batch of such embeddings [B, D], or of such positions [B]."""
-    chains = loss_fn.chains
-    return (
-        _can_run(loss_fn, like)
-        and loss_fn.augmentations is None
-        and (loss_fn.carried != "cached" or chains.keys.shape[2] > 0)
-        and _size_applies(loss_fn, like.shape[0])
-    )
+    kernel, proposals, size = loss_fn.kernel, loss_fn.proposals, like.shape[0]
+    if not _can_run(loss_fn, like) or loss_fn.augmentations is not None or size < 2:
+        return False
+    if loss_fn.carried == "cached" and loss_fn.chains.keys.shape[2] == 0:
+        return False
+    assert isinstance(proposals, InBatch)
+    softmax = isinstance(kernel, ISIR) and kernel.count_every == 1
+    if loss_fn.large_batch:  # tiles of a softmax do not add up what beta's gradient needs
+        return not isinstance(loss_fn.beta, Tensor) if softmax else kernel.count_every % 128 == 0
+    # it takes both copies of as many, as in-batch losses do
+    most = MAX_COLUMNS if softmax else MAX_COLUMNS // proposals.copies
+    return size <= most and (softmax or isinstance(kernel, MH))
 
 
 def _can_run(loss_fn: Any, like: Tensor) -> bool:
@@ -63,19 +68,6 @@ def not_applicable(like: Tensor) -> ValueError:
         "fixed beta); "
         f"got {like.dtype} {tuple(like.shape)} on {like.device}; use backend='auto'"
     )
-
-
-def _size_applies(loss_fn: EMC2Loss, size: int) -> bool:
-    kernel, proposals = loss_fn.kernel, loss_fn.proposals
-    assert isinstance(proposals, InBatch)
-    dense = isinstance(kernel, ISIR) and kernel.count_every == 1
-    if not loss_fn.large_batch:  # a softmax takes both copies of as many, as in-batch losses do
-        most = MAX_COLUMNS if dense else MAX_COLUMNS // proposals.copies
-        return 2 <= size <= most and (isinstance(kernel, MH) or dense)
-    learned = isinstance(loss_fn.beta, Tensor)
-    if dense:
-        return size >= 2 and not learned  # its tiles do not add up what beta's gradient needs
-    return size >= 2 and kernel.count_every % 128 == 0
 
 
 def carried_ids(loss_fn: EMC2Loss, side: int, index: Tensor) -> Tensor:  # [B] -> [B]
@@ -151,11 +143,10 @@ def _sides(
         one = plan.Plan(
             index=index, side=side, step=loss_fn.step,
             counts=counts and side == loss_fn.num_sides - 1, faults=loss_fn.faults,
-            dim=z_a.shape[1], denominator=loss_fn.denominator, shared=shared,
+            denominator=loss_fn.denominator, shared=shared,
             views=2 if shared and loss_fn.symmetric else 1, normalize=loss_fn.normalize,
             training=loss_fn.training, seed=loss_fn.seed,
-            num_samples=loss_fn.num_samples or 2**31 - 1, **mine,
-            **settings,
+            num_samples=loss_fn.num_samples or 2**31 - 1, **mine, **settings,
         )  # fmt: skip
         pair = (z_a, z_b) if side == 0 else (z_b, z_a)
         value, numbers = function.fused_loss(

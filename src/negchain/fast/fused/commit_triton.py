@@ -19,18 +19,6 @@ FOR_VIEW = tl.constexpr(rng.FOR_VIEW)
 
 
 @triton.jit
-def _final(
-    last_ptr, item, mask, seed_key, step, num_items, SIDE: tl.constexpr, VIEWS: tl.constexpr
-):
-    """The row and column an item's chain is stored at (column -1: it did not move)."""
-    row = item
-    if VIEWS == 2:
-        first = heads(seed_key, step, item, item * 0, FOR_VIEW + 16 * SIDE)
-        row = tl.where(first, item, num_items + item)
-    return row, tl.load(last_ptr + row, mask=mask, other=-1)
-
-
-@triton.jit
 def _mean(averages_ptr, item, mask, num_items, VIEWS: tl.constexpr):
     """An item's new average: the mean of its rows'."""
     mean = tl.load(averages_ptr + item, mask=mask, other=float("-inf"))
@@ -81,7 +69,11 @@ def commit_kernel(
     index = tl.load(index_ptr + item, mask=there, other=0)
     valid = tl.load(valid_ptr + item, mask=there, other=0)
     ok = valid == 3
-    row, column = _final(last_ptr, item, there, seed_key, step, num_items, SIDE, VIEWS)
+    row = item
+    if VIEWS == 2:  # a coin says whose final state is stored
+        first = heads(seed_key, step, item, item * 0, FOR_VIEW + 16 * SIDE)
+        row = tl.where(first, item, num_items + item)
+    column = tl.load(last_ptr + row, mask=there, other=-1)
     moved = ok & (column >= 0)
     tl.store(moved_ptr + item, moved.to(tl.float32), mask=there)
     tl.store(moved_ptr + num_items + item, ok.to(tl.float32), mask=there)

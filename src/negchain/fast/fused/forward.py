@@ -8,6 +8,7 @@ Shapes: as in `layout_triton`; those of tiles as in `tiles_triton`.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ def walk(
         _tiles(walked, same, plan)
     else:
         _rows(walked, plan)
-    return walked, _commit(walked, same, plan)
+    return walked, _commit(walked, same, plan, a.shape[1])
 
 
 def _prepare(
@@ -84,11 +85,9 @@ def _prepare(
         held = carried_ids(plan.states, plan.side, plan.index, plan.seed)
         in_batch = ranks.among(held, plan.index)
 
-    def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
-
+    new = partial(torch.empty, dtype=torch.float32, device=device)
     walked = Walked(
-        beta=beta if isinstance(beta, Tensor) else new(), step=torch.empty_like(plan.step),
+        beta=beta if isinstance(beta, Tensor) else new(()), step=torch.empty_like(plan.step),
         queries=new(rows, stride, dtype=kind), pool=new(plan.blocks * columns, stride, dtype=kind),
         pool_ids=new(columns, dtype=torch.int32), penalty=new(columns),
         column=new(plan.copies * size, dtype=torch.int32), norms=new(3, size), positive=new(size),
@@ -160,12 +159,8 @@ def _tiles(walked: Walked, same: Tensor, plan: Plan) -> None:
         split = counted // 2 * every if sparse else num_tiles // 2
     parts = 2 if 0 < split < num_tiles and plan.bounded and blocks <= MAX_SPLIT_BLOCKS else 1
 
-    def integers(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=device)
-
-    def floats(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.float32, device=device)
-
+    integers = partial(torch.empty, dtype=torch.int32, device=device)
+    floats = partial(torch.empty, dtype=torch.float32, device=device)
     positions, runs, last = integers(rows, slots), integers(rows), integers(parts, rows)
     weights, ends, accepts = floats(rows, slots), floats(parts, 5, rows), floats(2, rows)
     reached = floats(rows, slots) if parts == 2 or isir else floats(1, 1)
@@ -199,25 +194,21 @@ def tile_launch(walked: Walked) -> tuple[tuple[Any, Any], dict[str, Any]]:
     """
     queries, pool = walked.queries, walked.pool
     rows, tile, depth = tiles_triton.ROWS, tiles_triton.TILE, tiles_triton.DEPTH
-    tma = copies_tiles(pool)
-    operands: tuple[Any, Any] = queries, pool
-    if tma:
-        operands = (
-            TensorDescriptor.from_tensor(queries, [rows, depth]),
-            TensorDescriptor.from_tensor(pool, [tile, depth]),
-        )
-    stages = tiles_triton.NUM_STAGES if pool.element_size() == 2 else 2
     launch = {
         "STRIDE": pool.shape[1], "ROWS": rows, "TILE": tile, "DEPTH": depth,
-        "PRECISION": float32_products(), "TMA": tma, "num_warps": tiles_triton.NUM_WARPS,
-        "num_stages": stages,
+        "PRECISION": float32_products(), "TMA": copies_tiles(pool),
+        "num_warps": tiles_triton.NUM_WARPS,
+        "num_stages": tiles_triton.NUM_STAGES if pool.element_size() == 2 else 2,
     }  # fmt: skip
-    return operands, launch
+    if not launch["TMA"]:
+        return (queries, pool), launch
+    described = TensorDescriptor.from_tensor
+    return (described(queries, [rows, depth]), described(pool, [tile, depth])), launch
 
 
-def _commit(walked: Walked, same: Tensor, plan: Plan) -> Tensor:
+def _commit(walked: Walked, same: Tensor, plan: Plan, dim: int) -> Tensor:
     """Store what the next visit needs; the value of the side, []."""
-    size, rows, dim = len(plan.index), len(walked.pull), plan.dim
+    size, rows = len(plan.index), len(walked.pull)
     value = walked.pull.new_empty(())
     unused = walked.pull
     commit_triton.commit_kernel[(triton.cdiv(size, COMMITTED) + 1,)](

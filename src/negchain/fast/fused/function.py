@@ -70,47 +70,35 @@ class _Loss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         a, b, carried, _ = ctx.saved_tensors
         plan, walked = ctx.plan, ctx.walked
+        if walked.queries.numel() == 0:
+            raise RuntimeError(
+                "the loss of a large batch can be differentiated once: its rows are freed to save "
+                "memory; call it again instead of passing retain_graph=True"
+            )
+        stride, (size, dim) = walked.pool.shape[1], a.shape
         with torch.autocast(a.device.type, enabled=False):  # on, where backward() is under it
-            grads = _backward(a, b, carried, grad, plan, walked)
+            grad_queries, grad_pool = _products(plan, walked)
+        if plan.tiled:
+            walked.queries, walked.pool = walked.queries.new_empty(0), walked.pool.new_empty(0)
+        grad_a, grad_b = torch.empty_like(a), torch.empty_like(b)
+        grad_carried = None if carried is None else torch.empty_like(carried)
+        layout_triton.finish_kernel[(size,)](
+            a, b, given(carried, a) if plan.keys is None else walked.held, grad_queries, grad_pool,
+            walked.column, walked.norms, walked.pull, walked.carried_weight, grad, walked.step,
+            grad_a, grad_b, given(grad_carried, grad_a), rng.seed_key(plan.seed), size,
+            plan.num_columns, D=dim, WIDTH=triton.next_power_of_2(dim), STRIDE=stride,
+            SHARED=plan.shared, VIEWS=plan.views, CARRIED=plan.carried, COPIES=plan.copies,
+            NORMALIZE=plan.normalize, num_warps=2,
+        )  # fmt: skip
         grad_beta = walked.stats[6].mean() * grad if ctx.needs_input_grad[3] else None
-        return *grads, grad_beta, None, None
+        return grad_a, grad_b, grad_carried, grad_beta, None, None
 
 
-def _backward(
-    a: Tensor,
-    b: Tensor,
-    carried: Tensor | None,
-    grad: Tensor,
-    plan: Plan,
-    walked: Walked,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients of both embeddings and of the carried states' ones."""
-    if walked.queries.numel() == 0:
-        raise RuntimeError(
-            "the loss of a large batch can be differentiated once: its rows are freed to save "
-            "memory; call it again instead of passing retain_graph=True"
-        )
-    stride = walked.pool.shape[1]
+def _products(plan: Plan, walked: Walked) -> tuple[Tensor, Tensor]:
+    """Gradients of rows and columns."""
     if walked.weights is not None:
-        grad_queries, grad_pool = _dense_products(walked.weights, plan, walked)
-    elif walked.visits is not None:
-        grad_queries, grad_pool = _sparse_products(plan, walked)
-    else:
-        grad_queries, grad_pool = _panel_products(plan, walked)
-    if plan.tiled:
-        walked.queries, walked.pool = walked.queries.new_empty(0), walked.pool.new_empty(0)
-    size, dim = a.shape
-    grad_a, grad_b = torch.empty_like(a), torch.empty_like(b)
-    grad_carried = None if carried is None else torch.empty_like(carried)
-    layout_triton.finish_kernel[(size,)](
-        a, b, given(carried, a) if plan.keys is None else walked.held, grad_queries, grad_pool,
-        walked.column, walked.norms, walked.pull, walked.carried_weight, grad, walked.step, grad_a,
-        grad_b, given(grad_carried, grad_a), rng.seed_key(plan.seed), size, plan.num_columns,
-        D=dim, WIDTH=triton.next_power_of_2(dim), STRIDE=stride, SHARED=plan.shared,
-        VIEWS=plan.views, CARRIED=plan.carried, COPIES=plan.copies, NORMALIZE=plan.normalize,
-        num_warps=2,
-    )  # fmt: skip
-    return grad_a, grad_b, grad_carried
+        return _dense_products(walked.weights, plan, walked)
+    return (_panel_products if walked.visits is None else _sparse_products)(plan, walked)
 
 
 def _dense_products(weights: Tensor, plan: Plan, walked: Walked) -> tuple[Tensor, Tensor]:

@@ -169,13 +169,11 @@ def prepare_kernel(
         if COPIES == 2:
             second_time = _time(num_items + item, COPIES * num_items, key, ITEMS)
     column = _tile_column(time, TILE)
-    tl.store(column_ptr + item, column)
-    tl.store(pool_ids_ptr + column, chain.to(tl.int32))
-    tl.store(penalty_ptr + column, tl.where(valid, 0.0, float("-inf")))
-    if COPIES == 2:
-        tl.store(column_ptr + num_items + item, second_time)
-        tl.store(pool_ids_ptr + second_time, chain.to(tl.int32))
-        tl.store(penalty_ptr + second_time, tl.where(valid, 0.0, float("-inf")))
+    for copy in tl.static_range(COPIES):
+        place = column if copy == 0 else second_time
+        tl.store(column_ptr + copy * num_items + item, place)
+        tl.store(pool_ids_ptr + place, chain.to(tl.int32))
+        tl.store(penalty_ptr + place, tl.where(valid, 0.0, float("-inf")))
 
     # ---- rows and columns
     kind = queries_ptr.dtype.element_ty

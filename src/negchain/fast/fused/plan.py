@@ -29,7 +29,6 @@ class Plan:
     step: Tensor  # [] of the caller
     counts: bool  # whether this side increases `step`
     faults: Tensor  # [3]
-    dim: int
     denominator: Denominator
     weighting: Weighting
     shared: bool

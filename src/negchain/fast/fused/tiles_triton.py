@@ -209,13 +209,8 @@ def tiles_kernel(
                     offered = (first_t > float("-inf")).to(tl.float32)
                     tl.store(accepts_ptr + num_rows + row, offered, mask=inside)
                 s2 = column[None, :] + tl.zeros((ROWS, TILE), tl.int32)
-                t2, logit, s2 = _fold(t2, logit, s2, ROWS, 128)
-                t2, logit, s2 = _fold(t2, logit, s2, ROWS, 64)
-                t2, logit, s2 = _fold(t2, logit, s2, ROWS, 32)
-                t2, logit, s2 = _fold(t2, logit, s2, ROWS, 16)
-                t2, logit, s2 = _fold(t2, logit, s2, ROWS, 8)
-                t2, logit, s2 = _fold(t2, logit, s2, ROWS, 4)
-                t2, logit, s2 = _fold(t2, logit, s2, ROWS, 2)
+                for fold in tl.static_range(7):
+                    t2, logit, s2 = _fold(t2, logit, s2, ROWS, 128 >> fold)
                 t, level, source = tl.max(t2, 1), tl.max(logit, 1), tl.max(s2, 1)
                 moved = t > current
             reach = tl.maximum(reach, t)
