@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -21,6 +21,9 @@ from .runs import Curve, FloatArray
 
 Axis = Literal["samples", "seconds"]
 AXES: tuple[Axis, ...] = ("samples", "seconds")
+
+_Box = tuple[float, float, float, float]  # left, top, right, bottom
+_Scale = Callable[[FloatArray], FloatArray]
 
 _DASHES = ("", "7 4", "2 3", "10 3 2 3")
 _TOP, _BOTTOM, _LEFT, _RIGHT = 14.0, 38.0, 56.0, 16.0
@@ -81,94 +84,98 @@ def ticks(low: float, high: float, count: int) -> FloatArray:
     return np.arange(first, last + 1, dtype=np.float64) * step
 
 
-@dataclass(frozen=True)
-class _Scale:
-    """Data to pixels on one chart."""
+class _Line(NamedTuple):
+    """A series on an axis: its points [n], finite and in order."""
 
-    x_limits: tuple[float, float]
-    y_limits: tuple[float, float]
-    box: tuple[float, float, float, float]  # left, top, right, bottom
+    series: Series
+    x: FloatArray
+    y: FloatArray
+    spread: FloatArray | None
 
-    def x(self, values: FloatArray) -> FloatArray:
-        (low, high), (left, _, right, _) = self.x_limits, self.box
-        return left + (values - low) / (high - low) * (right - left)
-
-    def y(self, values: FloatArray) -> FloatArray:
-        (low, high), (_, top, _, bottom) = self.y_limits, self.box
-        return bottom - (values - low) / (high - low) * (bottom - top)
+    def group(self, html: str) -> str:
+        """What the page's legend shows and dims."""
+        look = f'data-series="{self.series.index}" style="--c:{self.series.colour}"'
+        return f'<g class="series" {look}>{html}</g>'
 
 
 def draw(chart: Chart, axis: Axis) -> tuple[str, dict[str, Any]] | None:
     """The chart's SVG and its hover numbers; None where no line has a point on this axis."""
-    drawn = [(series, *_points(series, axis)) for series in chart.series]
-    drawn = [entry for entry in drawn if len(entry[1])]
-    if not drawn:
+    lines = [line for series in chart.series if len((line := _line(series, axis)).x)]
+    if not lines:
         return None
-    labels = [s.label for s, *_ in drawn] if 1 < len(drawn) <= _MAX_DIRECT_LABELS else []
+    named = 1 < len(lines) <= _MAX_DIRECT_LABELS
     # 7.2 px: the mean advance of a bold 12 px system font, widest case
-    margin = _RIGHT + (min(170.0, 7.2 * max(map(len, labels))) if labels else 0.0)
-    box = (_LEFT, _TOP, chart.width - margin, chart.height - _BOTTOM)
-    y_ticks = _y_ticks(chart.unit, drawn)
-    x_ticks, x_text, x_name = _x_ticks(axis, max(x[-1] for _, x, _, _ in drawn))
-    scale = _Scale((0.0, float(x_ticks[-1])), (float(y_ticks[0]), float(y_ticks[-1])), box)
+    room = min(170.0, 7.2 * max(len(line.series.label) for line in lines)) if named else 0.0
+    box = (_LEFT, _TOP, chart.width - (_RIGHT + room), chart.height - _BOTTOM)
+    left, top, right, bottom = box
+    y_ticks = _y_ticks(chart.unit, lines)
+    x_ticks, x_text, x_name = _x_ticks(axis, max(line.x[-1] for line in lines))
+    x_limits, y_limits = (0.0, float(x_ticks[-1])), (float(y_ticks[0]), float(y_ticks[-1]))
+    to_x, to_y = _scale(x_limits, (left, right)), _scale(y_limits, (bottom, top))
     parts = [
         f'<svg class="chart" data-chart="{chart.key}-{axis}" role="img" '
         f'viewBox="0 0 {chart.width} {chart.height}" '
-        f'style="--crop:{chart.width / (box[2] + _RIGHT):.3f}" '
-        f'aria-label="{escape(chart.title)} against {escape(x_name)}">',
-        _frame(scale, y_ticks, _y_text(chart.unit, y_ticks), x_ticks, x_text, x_name),
-        *(_line(s, scale.x(x), y, spread, scale, len(drawn) <= 3) for s, x, y, spread in drawn),
+        f'style="--crop:{chart.width / (right + _RIGHT):.3f}" '
+        f'aria-label="{escape(chart.title)} against {escape(x_name)}"><g class="frame">',
         *(
-            _lone(s, scale.x(x)[0], scale.y(y)[0], number(y[0], chart.unit) * (len(drawn) == 1))
-            for s, x, y, _ in drawn
-            if len(x) == 1
+            f'<path d="M{left:.0f} {place:.1f}H{right:.0f}"/>'
+            f'<text x="{left - 8:.0f}" y="{place + 4:.1f}" text-anchor="end">{text}</text>'
+            for place, text in zip(to_y(y_ticks), _y_text(chart.unit, y_ticks), strict=True)
         ),
-        _direct_labels(labels, drawn, scale),
+        *(
+            f'<text x="{place:.1f}" y="{bottom + 17:.0f}" text-anchor="middle">{text}</text>'
+            for place, text in zip(to_x(x_ticks), x_text, strict=True)
+        ),
+        f'<text class="axis" x="{(left + right) / 2:.0f}" y="{bottom + 34:.0f}" '
+        f'text-anchor="middle">{escape(x_name)}</text></g>',
+        *(line.group(_drawn(line, to_x, to_y, dots=len(lines) <= 3)) for line in lines),
+        *(
+            line.group(_lone(*at, number(line.y[0], chart.unit) * (len(lines) == 1)))
+            for line in lines
+            for at in zip(to_x(line.x), to_y(line.y), strict=True)
+            if len(line.x) == 1
+        ),
+        _direct_labels(lines, to_x, to_y, box) if named else "",
         '<g class="cursor"></g></svg>',
     ]
     hover = {
-        "box": box,
-        "x": scale.x_limits,
-        "y": scale.y_limits,
-        "unit": chart.unit,
-        "axis": axis,
+        "box": box, "x": x_limits, "y": y_limits, "unit": chart.unit, "axis": axis,
         "series": [
-            {
-                "label": s.label,
-                "index": s.index,
-                "colour": s.colour,
-                "x": _rounded(x),
-                "y": _rounded(y),
-                "sd": None if spread is None else _rounded(spread),
-            }
-            for s, x, y, spread in drawn
+            {"label": series.label, "index": series.index, "colour": series.colour,
+             "x": _rounded(x), "y": _rounded(y), "sd": None if sd is None else _rounded(sd)}
+            for series, x, y, sd in lines
         ],
-    }
+    }  # fmt: skip
     return "".join(parts), hover
 
 
-def _points(series: Series, axis: Axis) -> tuple[FloatArray, FloatArray, FloatArray | None]:
+def _line(series: Series, axis: Axis) -> _Line:
     x = series.curve.samples if axis == "samples" else series.curve.seconds
     good = np.isfinite(x) & np.isfinite(series.curve.values)
-    order = np.argsort(x[good], kind="stable")
-    spread = None if series.spread is None else series.spread[good][order]
-    return x[good][order], series.curve.values[good][order], spread
+    order = np.flatnonzero(good)[np.argsort(x[good], kind="stable")]
+    spread = None if series.spread is None else series.spread[order]
+    return _Line(series, x[order], series.curve.values[order], spread)
+
+
+def _scale(limits: tuple[float, float], pixels: tuple[float, float]) -> _Scale:
+    """Data to pixels; what is beyond the limits is drawn at them."""
+    (low, high), (first, last) = limits, pixels
+    return lambda values: first + (np.clip(values, low, high) - low) / (high - low) * (last - first)
 
 
 def _rounded(values: FloatArray) -> list[float]:
     return [float(f"{value:.5g}") for value in values]
 
 
-def _y_ticks(unit: str, drawn: Sequence[tuple[Any, ...]]) -> FloatArray:
-    lows = [np.min(y if spread is None else y - spread) for _, _, y, spread in drawn]
-    highs = [np.max(y if spread is None else y + spread) for _, _, y, spread in drawn]
-    low, high = float(min(lows)), float(max(highs))
+def _y_ticks(unit: str, lines: Sequence[_Line]) -> FloatArray:
+    bands = [(y, 0.0 if spread is None else spread) for _, _, y, spread in lines]
+    low = float(min(np.min(y - spread) for y, spread in bands))
+    high = float(max(np.max(y + spread) for y, spread in bands))
     if unit == "count":
         low = 0.0
     if high - low <= 1e-9 * max(abs(low), abs(high), 1.0):
-        middle = high
-        pad = 0.05 if unit == "percent" else max(abs(middle) * 0.1, 1e-3)
-        low, high = middle - pad, middle + pad
+        pad = 0.05 if unit == "percent" else max(abs(high) * 0.1, 1e-3)
+        low, high = high - pad, high + pad
     if unit == "percent":
         low, high = max(low, 0.0), min(high, 1.0)
     return ticks(low, high, 4)
@@ -203,89 +210,47 @@ def _x_ticks(axis: Axis, end: float) -> tuple[FloatArray, list[str], str]:
     return np.append(inner, end / size) * size, [*labels, ""], name
 
 
-def _frame(
-    scale: _Scale,
-    y_ticks: FloatArray,
-    y_text: Sequence[str],
-    x_ticks: FloatArray,
-    x_text: Sequence[str],
-    x_name: str,
-) -> str:
-    left, top, right, bottom = scale.box
-    parts = ['<g class="frame">']
-    for place, text in zip(scale.y(y_ticks), y_text, strict=True):
-        parts.append(
-            f'<path d="M{left:.0f} {place:.1f}H{right:.0f}"/>'
-            f'<text x="{left - 8:.0f}" y="{place + 4:.1f}" text-anchor="end">{text}</text>'
-        )
-    for place, text in zip(scale.x(x_ticks), x_text, strict=True):
-        parts.append(
-            f'<text x="{place:.1f}" y="{bottom + 17:.0f}" text-anchor="middle">{text}</text>'
-        )
-    middle = (left + right) / 2
-    parts.append(
-        f'<text class="axis" x="{middle:.0f}" y="{bottom + 34:.0f}" text-anchor="middle">'
-        f"{escape(x_name)}</text></g>"
-    )
-    return "".join(parts)
-
-
 def _path(x: FloatArray, y: FloatArray) -> str:
     return "M" + "L".join(f"{a:.1f} {b:.1f}" for a, b in zip(x, y, strict=True))
 
 
-def _line(
-    series: Series,
-    x: FloatArray,
-    values: FloatArray,
-    spread: FloatArray | None,
-    scale: _Scale,
-    dots: bool,
-) -> str:
+def _drawn(line: _Line, to_x: _Scale, to_y: _Scale, *, dots: bool) -> str:
     """A band of one s.d. where there is one, the line, and dots where points and lines are few."""
-    y = scale.y(values)
-    parts = [f'<g class="series" data-series="{series.index}" style="--c:{series.colour}">']
-    if spread is not None and np.any(spread > 0):
-        low, high = scale.y_limits
-        upper = scale.y(np.clip(values + spread, low, high))
-        lower = scale.y(np.clip(values - spread, low, high))
+    x, y, parts = to_x(line.x), to_y(line.y), []
+    if line.spread is not None and np.any(line.spread > 0):
+        upper, lower = to_y(line.y + line.spread), to_y(line.y - line.spread)
         outline = _path(np.append(x, x[::-1]), np.append(upper, lower[::-1]))
         parts.append(f'<path class="band" d="{outline}Z"/>')
     if len(x) > 1:
-        parts.append(f'<path class="line" d="{_path(x, y)}"{dash(series.variant)}/>')
-    if len(x) > 1 and dots and len(x) <= 24:
+        parts.append(f'<path class="line" d="{_path(x, y)}"{dash(line.series.variant)}/>')
+    if 1 < len(x) <= 24 and dots:
         parts += [f'<circle cx="{a:.1f}" cy="{b:.1f}" r="2.6"/>' for a, b in zip(x, y, strict=True)]
-    return "".join(parts) + "</g>"
+    return "".join(parts)
 
 
-def _lone(series: Series, x: float, y: float, value: str) -> str:
+def _lone(x: float, y: float, value: str) -> str:
     """The one point of a curve, with its value: a small dot alone looks like a speck."""
     place, anchor = (x - 9, "end") if x > 100 else (x + 9, "start")
     return (
-        f'<g class="series" data-series="{series.index}" style="--c:{series.colour}">'
         f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5"/>'
-        f'<text x="{place:.1f}" y="{y + 1:.1f}" text-anchor="{anchor}">{value}</text></g>'
+        f'<text x="{place:.1f}" y="{y + 1:.1f}" text-anchor="{anchor}">{value}</text>'
     )
 
 
-def _direct_labels(labels: Sequence[str], drawn: Sequence[tuple[Any, ...]], scale: _Scale) -> str:
+def _direct_labels(lines: Sequence[_Line], to_x: _Scale, to_y: _Scale, box: _Box) -> str:
     """Each line's name right of its end, pushed apart where lines end together."""
-    if not labels:
-        return ""
-    _, top, right, bottom = scale.box
-    ends = [(scale.x(x)[-1], scale.y(y)[-1]) for _, x, y, _ in drawn]
-    places = spaced([y for _, y in ends], _LABEL_GAP, top, bottom)
-    parts = ['<g class="labels">']
-    for i, (series, *_) in enumerate(drawn):
-        text = shortened(labels[i], 24)
-        x, y = ends[i]
+    _, top, right, bottom = box
+    ends = [to_y(line.y)[-1] for line in lines]
+    parts = []
+    for line, y, place in zip(lines, ends, spaced(ends, _LABEL_GAP, top, bottom), strict=True):
+        x, label = to_x(line.x)[-1], line.series.label
         parts.append(
-            f'<g data-series="{series.index}" style="--c:{series.colour}">'
-            f'<path d="M{x + 3:.1f} {y:.1f}H{right + 3:.0f}L{right + 9:.0f} {places[i]:.1f}"/>'
-            f'<text x="{right + 13:.0f}" y="{places[i] + 4:.1f}">'
-            f"<title>{escape(labels[i])}</title>{escape(text)}</text></g>"
+            f'<g data-series="{line.series.index}" style="--c:{line.series.colour}">'
+            f'<path d="M{x + 3:.1f} {y:.1f}H{right + 3:.0f}L{right + 9:.0f} {place:.1f}"/>'
+            f'<text x="{right + 13:.0f}" y="{place + 4:.1f}">'
+            f"<title>{escape(label)}</title>{escape(shortened(label, 24))}</text></g>"
         )
-    return "".join(parts) + "</g>"
+    return f'<g class="labels">{"".join(parts)}</g>'
 
 
 def spaced(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from html import escape
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,15 @@ _METHODS = {
 }
 
 
+class _Class(NamedTuple):
+    """A class on the map: its dots [P,2] in the view."""
+
+    label: int
+    name: str
+    colour: str
+    dots: NDArray[Any]
+
+
 def embedding_map(run: Run, *, thumbs: bool = True) -> tuple[str, dict[str, Any]] | None:
     """The 2-D map as SVG with a legend, and its hover numbers; None where the run kept none."""
     art = run.artifacts
@@ -42,19 +51,25 @@ def embedding_map(run: Run, *, thumbs: bool = True) -> tuple[str, dict[str, Any]
     keep = finite[np.linspace(0, len(finite) - 1, min(len(finite), _MAX_POINTS)).astype(int)]
     places = _fitted(art["map_xy"][keep].astype(np.float64))
     labels = art.get("map_labels", np.full(len(art["map_xy"]), -1))[keep].astype(int)
-    present = sorted({int(label) for label in labels}, key=lambda label: (label < 0, label))
-    named = [label for label in present if label >= 0]
-    colours = dict(zip(named, class_colours(len(named)), strict=True)) | {-1: "var(--muted)"}
-    names = {label: class_name(run.classes, label) for label in present}
-    groups = {label: places[labels == label] for label in present}
+    named = np.unique(labels[labels >= 0]).tolist()
+    colours = [*zip(named, class_colours(len(named)), strict=True), (-1, "var(--muted)")]
+    every = [
+        _Class(label, class_name(run.classes, label), colour, dots)
+        for label, colour in colours
+        if len(dots := places[labels == label if label >= 0 else labels < 0])
+    ]
+    # a zero-length stroke with round caps is a dot: a tenth of the bytes of a <circle>
     dots = "".join(
-        _class_dots(label, groups[label], colours[label], len(labels)) for label in present
+        f'<path class="dots" data-class="{one.label}" '
+        f'd="{"".join(f"M{x:.1f} {y:.1f}h0" for x, y in one.dots)}" '
+        f'stroke="{one.colour}" stroke-width="{7 if len(labels) <= 800 else 5}"/>'
+        for one in every
     )
     texts = "".join(
-        f'<g class="names{look}">{_class_labels(named, names, groups, size)}</g>'
+        f'<g class="names{look}">{_class_labels(every[: len(named)], size)}</g>'
         for look, size in (("", 15.0), (" large", 26.0))
     )
-    legend = _legend(present, names, colours, groups) if named else ""
+    legend = _legend(every) if named else ""
     sheet, size = "", 0
     if thumbs and "map_thumbs" in art:
         sheet, size = _thumb_sheet(art["map_thumbs"][keep])
@@ -67,7 +82,7 @@ def embedding_map(run: Run, *, thumbs: bool = True) -> tuple[str, dict[str, Any]
     )
     hover = {
         "xy": places.round(1).tolist(), "labels": labels.tolist(), "thumb": size,
-        "names": {str(label): name if named else "" for label, name in names.items()},
+        "names": {str(one.label): one.name if named else "" for one in every},
         "columns": _SHEET_COLUMNS, "thumbs": min(len(labels), _MAX_THUMBS) if size else 0,
     }  # fmt: skip
     return html, hover
@@ -111,45 +126,28 @@ def class_colours(count: int) -> list[str]:
     ]
 
 
-def _legend(
-    present: Sequence[int],
-    names: dict[int, str],
-    colours: dict[int, str],
-    groups: dict[int, NDArray[Any]],
-) -> str:
+def _legend(classes: Sequence[_Class]) -> str:
     buttons = "".join(
-        f'<button type="button" data-class="{label}" style="--c:{colours[label]}" '
-        f'title="{escape(names[label])}"><span>{escape(shortened(names[label], 22))}</span> '
-        f"<small>{len(groups[label])}</small></button>"
-        for label in present
+        f'<button type="button" data-class="{label}" style="--c:{colour}" '
+        f'title="{escape(name)}"><span>{escape(shortened(name, 22))}</span> '
+        f"<small>{len(dots)}</small></button>"
+        for label, name, colour, dots in classes
     )
     search = (
         '<input type="search" placeholder="Find a class" aria-label="Find a class">'
-        if len(present) > _MANY
+        if len(classes) > _MANY
         else ""
     )
     return f'<div class="choices">{search}<div class="legend">{buttons}</div></div>'
 
 
-def _class_dots(label: int, places: NDArray[Any], colour: str, total: int) -> str:
-    # a zero-length stroke with round caps is a dot: a tenth of the bytes of a <circle>
-    dots = "".join(f"M{x:.1f} {y:.1f}h0" for x, y in places)
-    size = 7 if total <= 800 else 5
-    return (
-        f'<path class="dots" data-class="{label}" d="{dots}" stroke="{colour}" '
-        f'stroke-width="{size}"/>'
-    )
-
-
-def _class_labels(
-    labels: Sequence[int], names: dict[int, str], groups: dict[int, NDArray[Any]], size: float
-) -> str:
+def _class_labels(classes: Sequence[_Class], size: float) -> str:
     """Names in the middle of their dots, largest class first; what finds no room is left out."""
     texts, taken = [], list[NDArray[Any]]()
-    for label in sorted(labels, key=lambda label: -len(groups[label]))[:_MOST_NAMES]:
-        short = shortened(names[label], 16)
+    for label, name, _, dots in sorted(classes, key=lambda one: -len(one.dots))[:_MOST_NAMES]:
+        short = shortened(name, 16)
         half = np.array([_LETTER * size * len(short), 1.25 * size]) / 2
-        middle = np.clip(np.median(groups[label], axis=0), half, (_WIDTH, _HEIGHT) - half)
+        middle = np.clip(np.median(dots, axis=0), half, (_WIDTH, _HEIGHT) - half)
         box = np.array([middle - half, middle + half])  # left and top, right and bottom
         if any((box[0] < other[1]).all() and (other[0] < box[1]).all() for other in taken):
             continue
