@@ -13,7 +13,7 @@ import torch
 import negchain
 from negchain import bench, methods
 from negchain.augment import augmentation
-from negchain.bench import losses, record, runs, throughput, timing
+from negchain.bench import losses, record, runs, timing, training
 from negchain.weights.metropolis import Scan, mh_scan
 from tool_runs import negchain as run
 
@@ -140,7 +140,7 @@ def test_short_calls_are_repeated_until_the_window_is_full(monkeypatch: pytest.M
 
 def test_the_usual_way_has_the_same_recipe() -> None:
     augment = augmentation("simclr-stl10", size=96)
-    steps_: list[Any] = list(throughput.transforms(augment).transforms)  # type: ignore[attr-defined]
+    steps_: list[Any] = list(training.transforms(augment).transforms)  # type: ignore[attr-defined]
     names = [type(step).__name__ for step in steps_]
     assert names == ["RandomResizedCrop", "RandomHorizontalFlip", "ToDtype", "RandomApply",
                      "RandomGrayscale", "GaussianBlur"]  # fmt: skip
@@ -150,21 +150,21 @@ def test_the_usual_way_has_the_same_recipe() -> None:
 
 
 def test_the_usual_step_trains(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(throughput, "WORKERS", 1)
+    monkeypatch.setattr(training, "WORKERS", 1)
     data = runs.pictures(QUICK)
     chosen = runs.config(QUICK, 32, {"method": "infonce"}, {})
-    encoder = throughput.build_run_encoder(chosen, data)
+    encoder = training.build_run_encoder(chosen, data)
     optimizer = torch.optim.Adam(encoder.parameters(), 1e-3)
-    augment = throughput.run_augmentation(chosen, data)
+    augment = training.run_augmentation(chosen, data)
     assert data.pretrain.images is not None
-    batches = throughput.batches(data.pretrain.images, augment, 32, pin=False)
+    batches = training.batches(data.pretrain.images, augment, 32, pin=False)
     views = next(batches)
     batches.close()  # type: ignore[attr-defined]
     assert views[0].shape == (32, 1, 8, 8) and views[0].dtype == torch.float32
     assert 0 <= views[0].min() and views[0].max() <= 1 and not torch.equal(*views)
     found = []
     for _ in range(15):
-        throughput.usual_step(encoder, optimizer, views, 14.28)
+        training.usual_step(encoder, optimizer, views, 14.28)
         z_a, z_b = encoder(torch.cat(views)).detach().chunk(2)
         found.append(float(losses.info_nce(z_a, z_b, 14.28)))
     assert found[-1] < 0.8 * found[0]

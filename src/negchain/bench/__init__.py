@@ -8,15 +8,15 @@ from collections.abc import Callable
 
 import torch
 
-from negchain.bench import losses, steps, throughput
+from negchain.bench import losses, training
 from negchain.bench.record import Settings, Table
 from negchain.bench.timing import release
 
 SUBJECTS: dict[str, Callable[[Settings], Table]] = {
     "scan": losses.scan,
     "losses": losses.alone,
-    "step": steps.table,
-    "trainer": throughput.table,
+    "step": training.steps,
+    "trainer": training.images,
     "large": losses.large,
     "tables": losses.tables,
 }

@@ -9,7 +9,7 @@ Shapes: `B` batch, `D` embedding.
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -102,13 +102,14 @@ def scan(settings: Settings) -> Table:
     checks: list[Check] = []
     for batch in BATCHES:
         settings.say(f"b = {batch}")
-        given, size = _scan_inputs(settings, batch), 2 * batch
+        drawn, size = _scan_inputs(settings, batch), 2 * batch
+        logits, start, log_u = (tensor.to(settings.device) for tensor in drawn)
+        given = logits, start, log_u, batch - 1
         here = "the loop on this GPU" if settings.on_gpu else "the loop"
         timed = {here: Timed(partial(scan_reference, *given), settings.device)}
         if settings.on_gpu:
-            logits, start, log_u, burn_in = given
-            loop = partial(scan_reference, logits.cpu(), start.cpu(), log_u.cpu(), burn_in)
-            timed["the loop on the CPU"] = Timed(loop, torch.device("cpu"))
+            on_cpu = partial(scan_reference, *drawn, batch - 1)
+            timed["the loop on the CPU"] = Timed(on_cpu, torch.device("cpu"))
         backends: list[Backend] = ["triton", "torch"] if settings.on_gpu else ["torch"]
         for backend in backends:
             run = partial(mh_scan, *given, backend)
@@ -128,16 +129,14 @@ def scan(settings: Settings) -> Table:
     )
 
 
-def _scan_inputs(settings: Settings, batch: int) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Logits with each chain's own two columns excluded, starts, log-uniforms, burn-in."""
+def _scan_inputs(settings: Settings, batch: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits with each chain's own two columns excluded, starts, log-uniforms; on the CPU."""
     generator, size = settings.generator(), 2 * batch
     logits = BETA * 0.3 * torch.randn(size, size, generator=generator)
     own = torch.arange(size)
     logits[own, own] = logits[own, (own + batch) % size] = -math.inf
     start = BETA * 0.3 * torch.randn(size, generator=generator)
-    log_u = torch.rand(size, size, generator=generator).log()
-    device = settings.device
-    return logits.to(device), start.to(device), log_u.to(device), batch - 1
+    return logits, start, torch.rand(size, size, generator=generator).log()
 
 
 # ---------------------------------------------------------------------- losses alone
@@ -206,27 +205,18 @@ def _gradients(
 # ---------------------------------------------------------------------- large batches
 
 
-def _cases(
-    size: int,
-) -> dict[str, tuple[float, negchain.MH | negchain.ISIR, Literal["shared", "paired"]]]:
-    """beta, kernel and views of the loss for large batches at B = size."""
+def _cases(size: int) -> dict[str, dict[str, Any]]:
+    """Settings of the losses for large batches at B = size."""
     mh = negchain.MH(count_every=max(128, size // 128))  # 128 counted states of a row at most
     groups = negchain.ISIR(max(2, -(-size // 4096)) * 128)  # 32 columns that have weight
+    common = {"num_samples": NUM_LARGE, "beta": BETA, "views": "paired", "symmetric": False}
     return {
-        "MH": (BETA, mh, "paired"),
-        "MH, β = 50": (50.0, mh, "paired"),
-        "i-SIR": (BETA, groups, "paired"),
-        "i-SIR, all weights": (BETA, negchain.ISIR(), "paired"),
-        "MH, shared views": (BETA, mh, "shared"),
+        "MH": {**common, "kernel": mh},
+        "MH, β = 50": {**common, "kernel": mh, "beta": 50.0},
+        "i-SIR": {**common, "kernel": groups},
+        "i-SIR, all weights": {**common, "kernel": negchain.ISIR()},
+        "MH, shared views": {**common, "kernel": mh, "views": "shared", "symmetric": True},
     }
-
-
-def _large_loss(size: int, name: str, tiled: bool) -> negchain.EMC2Loss:
-    beta, kernel, views = _cases(size)[name]
-    make = negchain.LargeBatchEMC2Loss if tiled else negchain.EMC2Loss
-    backend: Literal["auto", "torch"] = "auto" if tiled else "torch"
-    symmetric = views == "shared"
-    return make(NUM_LARGE, beta, kernel, views=views, symmetric=symmetric, backend=backend)
 
 
 def large(settings: Settings) -> Table:
@@ -234,16 +224,16 @@ def large(settings: Settings) -> Table:
     settings.say("comparing with the dense loss")
     given = inputs(settings, CHECKED_SIZE, LARGE_DIM, NUM_LARGE, torch.bfloat16)
     checks = []
-    for name, (_, _, views) in _cases(CHECKED_SIZE).items():
-        fast, slow = (_large_loss(CHECKED_SIZE, name, tiled) for tiled in (True, False))
+    for name, case in _cases(CHECKED_SIZE).items():
+        fast, slow = negchain.LargeBatchEMC2Loss(**case), negchain.EMC2Loss(**case, backend="torch")
         # with shared views the dense value counts two copies of every item, the tiled one one
-        tolerance = 1e-3 if views == "paired" else 0.05
+        tolerance = 1e-3 if case["views"] == "paired" else 0.05
         checks.append(check(f"large batch, {name}", fast, slow, given, tolerance))
     found: list[Row] = []
     sizes = SIZES if settings.on_gpu else CPU_SIZES
-    for size, shared in ((sizes[0], True), *((size, False) for size in sizes)):
+    for size, views in ((sizes[0], "shared"), *((size, "paired") for size in sizes)):
         settings.say(f"B = {size:,}")
-        found += _large_rows(settings, size, "shared" if shared else "paired")
+        found += _large_rows(settings, size, views)
         release()
     return Table(
         title=f"EMC² loss for large batches, forward + backward, d = {LARGE_DIM}",
@@ -275,8 +265,8 @@ def _large_rows(settings: Settings, size: int, views: str) -> list[Row]:
 
     calls: dict[str, Callable[[], object]] = {"InfoNCE": baseline}
     for name, case in _cases(size).items():
-        if case[2] == views:
-            calls[name] = tiled(_large_loss(size, name, True).to(settings.device))
+        if case["views"] == views:
+            calls[name] = tiled(negchain.LargeBatchEMC2Loss(**case).to(settings.device))
     if views == "paired":
         a, b = z_a.detach(), z_b.detach()
         calls["one matrix product"] = lambda: a @ b.T
