@@ -138,8 +138,7 @@ def read_beir(folder: Path, holdout: float, subset: int | None = None) -> Beir:
         train = train.take([n for n in range(len(train)) if n not in held])
         notes.append(f"{len(held):,} training queries are held out for validation (--holdout)")
     train = _apart(train, "training", [*validation.texts, *test.texts], notes)
-    if subset is not None:
-        train = train.take(list(range(len(train)))[:subset])
+    train = train.take(list(range(len(train)))[:subset])
     alike: dict[str, list[int]] = {}
     for number, text in enumerate(documents):
         alike.setdefault(text, []).append(number)

@@ -13,6 +13,7 @@ This module imports no torch: the command line asks it whether a folder is its o
 
 import os
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 
 from negchain.data.listing import lowest
@@ -22,7 +23,7 @@ from negchain.printable import printable
 COLUMNS = ("image", "caption")
 _HELD = {"test": "test", **dict.fromkeys(("val", "valid", "validation", "dev"), "validation")}
 _SPLITS = {"train": "train", "restval": "train", **_HELD}
-_Split = dict[str, tuple[str, dict[str, None]]]  # path and distinct captions of a picture, by name
+_Found = dict[str, tuple[str, str, dict[str, None]]]  # by name: split, path, distinct captions
 
 
 @dataclass(frozen=True)
@@ -76,16 +77,16 @@ def read_pairs(data: str, holdout: float = 0.2) -> Pairs:
     tables = find_tables(data)
     main = _main_table(data, tables)
     root = str(Path(data) if Path(data).is_dir() else Path(data).parent)
-    splits: dict[str, _Split] = {"train": {}, "validation": {}, "test": {}}
+    found: _Found = {}
     if main:
-        _read(main, root, splits)
+        _read(main, root, found)
     for name, split in _HELD.items():
-        if name in tables and not splits[split]:
-            _read(tables[name], root, splits, into=split)
-    train, validation, test = (
-        tuple(Captioned(name, path, tuple(texts)) for name, (path, texts) in sorted(split.items()))
-        for split in splits.values()
-    )
+        if name in tables and all(own != split for own, _, _ in found.values()):
+            _read(tables[name], root, found, into=split)
+    splits: dict[str, list[Captioned]] = {"train": [], "validation": [], "test": []}
+    for name, (split, path, texts) in sorted(found.items()):
+        splits[split].append(Captioned(name, path, tuple(texts)))
+    train, validation, test = map(tuple, splits.values())
     pairs = Pairs(root, train, validation, test)
     return pairs if pairs.validation else _hold_out(pairs, holdout)
 
@@ -110,11 +111,10 @@ def _main_table(data: str, tables: dict[str, Path]) -> Path | None:
     return tables[(wanted or others)[0]] if wanted or others else None
 
 
-def _read(table: Path, root: str, splits: dict[str, _Split], into: str = "train") -> None:
+def _read(table: Path, root: str, pictures: _Found, into: str = "train") -> None:
     """Add the rows of a table to the splits they name, or to `into`."""
     bases = [table.parent, *(table.parent / name for name in (table.stem, "images", "Images"))]
-    where: dict[str, tuple[str, str] | None] = {}
-    home = {name: split for split, part in splits.items() for name in part}
+    locate = cache(partial(_locate, bases=bases, root=root))
     missing: dict[str, int] = {}  # the line that names it first
     for line, row in read_table(table, COLUMNS):
         image, caption = row["image"].strip(), " ".join(row["caption"].split())
@@ -125,20 +125,25 @@ def _read(table: Path, root: str, splits: dict[str, _Split], into: str = "train"
                 f"{printable(table.name)} has no {lacking} "
                 f"({printable(told[:80]) or 'it is empty'}); write it, or remove the row"
             )
-        if image not in where:
-            where[image] = _locate(image, bases, root)
-        found = where[image]
+        found = locate(image)
         if found is None:
             missing.setdefault(image, line)
             continue
         name, path = found
-        split = _split_of(row, line, table) or into
-        if home.setdefault(name, split) != split:
+        named = row.get("split", "").strip().lower()
+        if named and named not in _SPLITS:
             raise ValueError(
-                f"an image must be in one split, and {printable(image)} is in {home[name]} and in "
+                f"split must be one of {', '.join(_SPLITS)}, got {printable(named)!r} in line "
+                f"{line} of {printable(table.name)}; correct it, or remove the column"
+            )
+        split = _SPLITS.get(named, into)
+        home, _, captions = pictures.setdefault(name, (split, path, {}))
+        if home != split:
+            raise ValueError(
+                f"an image must be in one split, and {printable(image)} is in {home} and in "
                 f"{split} (line {line} of {printable(table.name)}); remove it from one"
             )
-        splits[split].setdefault(name, (path, {}))[1][caption] = None
+        captions[caption] = None
     if missing:
         image, line = next(iter(missing.items()))
         raise ValueError(
@@ -168,16 +173,6 @@ def _alike(image: str, bases: list[Path]) -> str:
                 if change(near) == change(name):
                     return f"did you mean {printable(near)!r}? If so, "
     return ""
-
-
-def _split_of(row: dict[str, str], line: int, table: Path) -> str | None:
-    named = row.get("split", "").strip().lower()
-    if named and named not in _SPLITS:
-        raise ValueError(
-            f"split must be one of {', '.join(_SPLITS)}, got {printable(named)!r} in line {line} "
-            f"of {printable(table.name)}; correct it, or remove the column"
-        )
-    return _SPLITS.get(named)
 
 
 def _hold_out(pairs: Pairs, share: float) -> Pairs:

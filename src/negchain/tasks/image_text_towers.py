@@ -95,7 +95,7 @@ def rebuild(described: Mapping[str, Any]) -> ImageText:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(described["seed"])
         if "open_clip" in described:
-            model = _clip(described["open_clip"])
+            model = _clip(**described["open_clip"])
             image = model.visual.to(memory_format=torch.channels_last)
             return ImageText(image, ClipText(model.text), described)
         image = rebuild_encoder(described["image"])
@@ -108,7 +108,7 @@ def rebuild(described: Mapping[str, Any]) -> ImageText:
 def refuse_larger(described: Mapping[str, Any], num_bytes: int) -> None:
     """Refuse towers whose weights cannot be in a file of so many bytes, before they are built."""
     if "open_clip" in described:
-        text.refuse_larger(described["open_clip"], num_bytes, lambda **config: _clip(config))
+        text.refuse_larger(described["open_clip"], num_bytes, _clip)
     elif not is_open_clip(described.get("name", "")):
         encoders.refuse_larger(described.get("image", described), num_bytes)
     if "text" in described:
@@ -200,7 +200,7 @@ def _clip_config(file: str) -> dict[str, Any]:
     return {name: content[name] for name in names if name in content}
 
 
-def _clip(config: Mapping[str, Any]) -> Any:
+def _clip(**config: Any) -> Any:
     try:
         from open_clip.model import CustomTextCLIP
     except ModuleNotFoundError as error:

@@ -86,10 +86,10 @@ class RetrievalTask(Task):
         self.key_counts = torch.zeros(len(data.documents), dtype=torch.float64)
         for graded in data.train.relevant:
             positives.append(torch.tensor(list(graded)))
-            grades.append(torch.tensor(list(graded.values()), dtype=torch.float64).cumsum(0))
-            shares = grades[-1].diff(prepend=grades[-1].new_zeros(1)) / grades[-1][-1]
-            self.key_counts[positives[-1]] += shares  # a step takes one positive, by grade
-        known = [torch.tensor(own) for own in data.known]
+            own = torch.tensor(list(graded.values()), dtype=torch.float64)
+            grades.append(own.cumsum(0))
+            self.key_counts[positives[-1]] += own / own.sum()  # a step takes one, by grade
+        known = [torch.tensor(places) for places in data.known]
         self.positives, self.known, self.grades = (
             pad_sequence(rows, batch_first=True, padding_value=-1) if rows else torch.empty(0)
             for rows in (positives, known, grades)

@@ -62,13 +62,21 @@ def _check_sizes(folder: str) -> None:
             refuse_larger(config, 8 * sum(found.stat().st_size for found in files))
 
 
+def _fresh(**config: Any) -> nn.Module:
+    """A transformers model of a config, with fresh weights."""
+    from transformers import AutoConfig, AutoModel
+
+    made: nn.Module = AutoModel.from_config(AutoConfig.for_model(**config))  # type: ignore[no-untyped-call,unused-ignore]
+    return made
+
+
 def refuse_larger(
-    described: Mapping[str, Any], num_bytes: int, build: Callable[..., nn.Module] | None = None
+    described: Mapping[str, Any], num_bytes: int, build: Callable[..., nn.Module] = _fresh
 ) -> None:
     """Refuse a config whose weights cannot be in a file of so many bytes, before it is built.
 
     Others may have written the file. On torch's meta device a model takes no memory. `build` makes
-    a model of the config's entries; by default transformers does.
+    a model of the config's entries.
 
     >>> refuse_larger({"in_features": 1000, "out_features": 1000}, 1000, nn.Linear)
     Traceback (most recent call last):
@@ -77,7 +85,7 @@ def refuse_larger(
     if found := [n for n in _layers(described) if n > MOST_LAYERS]:  # they take too long
         raise ValueError(f"layers must be at most {MOST_LAYERS}, got {found[0]}")
     with torch.device("meta"):
-        model = (build or _fresh)(**described)
+        model = build(**described)
     refuse_weights(model, f"this {described.get('model_type', 'model')}", num_bytes)
 
 
@@ -90,14 +98,6 @@ def _layers(described: Mapping[str, Any]) -> list[int]:
         elif "layer" in name or "depth" in name:
             found += [n for n in (value if isinstance(value, list) else [value]) if type(n) is int]
     return found
-
-
-def _fresh(**config: Any) -> nn.Module:
-    """A transformers model of a config, with fresh weights."""
-    from transformers import AutoConfig, AutoModel
-
-    made: nn.Module = AutoModel.from_config(AutoConfig.for_model(**config))  # type: ignore[no-untyped-call,unused-ignore]
-    return made
 
 
 class TextEncoder(nn.Module):
@@ -155,10 +155,9 @@ class TextEncoder(nn.Module):
     def forward(self, tokens: Mapping[str, Any]) -> Tensor:  # -> [R, D]
         """Embeddings; a model with routes uses that of the role."""
         count = len(tokens["input_ids"])
-        parts = [slice(None)]
-        if not torch.is_grad_enabled():
-            parts = [slice(begin, begin + PASS) for begin in range(0, count, PASS)]
-        return torch.cat([self._pass(tokens, part) for part in parts])
+        size = count if torch.is_grad_enabled() else PASS
+        begins = range(0, count, size)
+        return torch.cat([self._pass(tokens, slice(begin, begin + size)) for begin in begins])
 
     def _pass(self, tokens: Mapping[str, Any], part: slice) -> Tensor:
         given = {k: v[part] if isinstance(v, Tensor) else v for k, v in tokens.items()}
@@ -218,9 +217,8 @@ class Texts:
         told: Callable[[int], None] = lambda count: None,
     ) -> None:
         model, self.role = encoder.model, role
-        prompt = next((model.prompts[n] for n in PROMPTS[role] if n in model.prompts), None)
-        if prompt is None and model.default_prompt_name is not None:
-            prompt = model.prompts[model.default_prompt_name]
+        names = (*PROMPTS[role], model.default_prompt_name)
+        prompt = next((model.prompts[name] for name in names if name in model.prompts), None)
         tokenizer: Any = model.tokenizer
         self.left = tokenizer.padding_side == "left"
         self.padding = tokenizer.pad_token_id or 0
@@ -303,11 +301,9 @@ def read_tokenizer(folder: str) -> Any:
 def tokenise(tokenizer: Any, texts: Sequence[str]) -> tuple[dict[str, Tensor], int]:
     """Tokens of all texts, int32 [texts,L], and how many fill the limit."""
     limit = min(MAX_TOKENS, tokenizer.model_max_length)
-    found = tokenizer(list(texts), truncation=True, max_length=limit, padding=True)
-    tokens = {
-        name: torch.tensor(found[name], dtype=torch.int32)
-        for name in ("input_ids", "attention_mask", "token_type_ids")
-        if name in found
-    }
-    cut = int((tokens["attention_mask"].sum(1) >= limit).sum())
-    return tokens, cut
+    found = tokenizer(
+        list(texts), truncation=True, max_length=limit, padding=True, return_tensors="pt"
+    )
+    names = [n for n in ("input_ids", "attention_mask", "token_type_ids") if n in found]
+    cut = int((found["attention_mask"].sum(1) >= limit).sum())
+    return {name: found[name].int() for name in names}, cut
