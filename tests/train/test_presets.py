@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from negchain.train.config import ConfigError, TrainConfig
-from negchain.train.presets import DATA_DEFAULTS, PRESET_HELP, PRESETS
+from negchain.train.presets import DATA_DEFAULTS, FOLDER_DEFAULTS, PRESET_HELP, PRESETS
 from negchain.train.resolve import resolve
 
 # The appendix table row by row: model, beta, b, lr, d, weight decay, cache refresh, burn-in steps.
@@ -61,7 +61,7 @@ def test_recipe_beyond_the_table(tmp_path: Path) -> None:
 
 def test_every_field_named_exists_and_every_preset_is_described() -> None:
     names = {f.name for f in fields(TrainConfig)}
-    for values in (*PRESETS.values(), *DATA_DEFAULTS.values()):
+    for values in (*PRESETS.values(), *DATA_DEFAULTS.values(), FOLDER_DEFAULTS):
         assert set(values) <= names and "steps" not in values  # steps would beat a user's --epochs
     assert PRESET_HELP.keys() == PRESETS.keys()
 

@@ -19,7 +19,7 @@ from negchain.train.presets import PRESET_HELP
 from negchain.train.resolve import continued, resolve
 from negchain.train.run_folder import is_run, load_run_config, own_settings
 from negchain.train.stopping import Interrupted
-from negchain.train.team import PATIENCE, Silent, here, joined, restarted
+from negchain.train.team import PATIENCE, Silent, here, joined
 
 if TYPE_CHECKING:  # what brings torch is imported by the functions below, so that --help is quick
     from negchain.train.trainer import Run
@@ -104,7 +104,8 @@ def _started(settings: dict[str, Any], file: Path | None, show: bool) -> Run:
         raise ConfigError(
             "torchrun --max-restarts needs --out, the folder in which a restarted run goes on"
         )
-    if here().on_rank_0(lambda: restarted() and _same_as_there(config)):
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    if here().on_rank_0(lambda: restarted and _same_as_there(config)):
         return _resumed(settings, show)
 
     _reading(config, show)

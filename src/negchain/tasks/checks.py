@@ -6,10 +6,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from negchain import methods
-from negchain.data.named import named_sources
+from negchain.data.named import BUILT_IN, named_sources
 from negchain.printable import show
 from negchain.train.config import ConfigError, TrainConfig
-from negchain.train.presets import DATA_DEFAULTS, choose
+from negchain.train.presets import choose
 
 LARGEST_BETA = 100.0
 """A learned inverse temperature is kept below this, as CLIP's is."""
@@ -17,14 +17,12 @@ LARGEST_BETA = 100.0
 
 def check_images(config: TrainConfig) -> TrainConfig:
     """Refuse a folder or an encoder that is not there; absolute folders."""
-    data = config.data
-    if data not in DATA_DEFAULTS:
-        try:
-            parts = named_sources(data)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-        data = ",".join(p if p in DATA_DEFAULTS else os.path.abspath(p) for p in parts)
+    try:
+        parts = named_sources(config.data)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     check_encoder(config.encoder)
+    data = ",".join(part if part in BUILT_IN else os.path.abspath(part) for part in parts)
     return replace(config, data=data)
 
 

@@ -144,8 +144,6 @@ FOLDER_DEFAULTS: dict[str, Value] = {**_PICTURES, "recipe": "simclr-stl10", "ima
 DATA_DEFAULTS: dict[str, dict[str, Value]] = {
     "digits": {},
     "cifar10": {**_PICTURES, "recipe": "cifar", "image_size": 32},
-    "stl10": FOLDER_DEFAULTS,
-    "stl10-unlabeled": FOLDER_DEFAULTS,
 }
 
 CAPTION_DEFAULTS: dict[str, Value] = {

@@ -155,8 +155,6 @@ class RunFolder:
     def resume(cls, path: str | Path) -> Self:
         """Take up the run in `path`; call `truncate_after` with the checkpoint's step next."""
         path = Path(path)
-        if not is_run(path):
-            raise ConfigError(f"{path} holds no run to resume; leave out --resume to start one")
         for name in ("checkpoints", "tensorboard"):
             if os.path.lexists(path / name):
                 real_folder(path / name)
@@ -240,9 +238,24 @@ class RunFolder:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Metric]]:
-    """Return the complete lines of a run's metrics; also while it is still being written."""
-    lines = _metric_lines(Path(path) / "metrics.jsonl")
-    return [record for line in lines if (record := _parsed(line))]
+    """Return the complete lines of a run's metrics; also while it is still being written.
+
+    Of a very long file evenly chosen lines, and evaluations.
+    """
+    file = Path(path) / "metrics.jsonl"
+    if not file.exists():
+        return []
+    every = 1 + file.stat().st_size // METRICS_LIMIT
+    room = 2 * METRICS_LIMIT  # bytes; a hostile file may call every line an evaluation
+    found = []
+    for number, line in enumerate(_lines(file)):
+        if number % every == 0 or b'"global_loss"' in line:
+            if record := _parsed(line):
+                found.append(record)
+            room -= len(line)
+            if room < 0:
+                break
+    return found
 
 
 def last_metrics(path: str | Path) -> dict[str, Metric]:
@@ -254,22 +267,6 @@ def last_metrics(path: str | Path) -> dict[str, Metric]:
         content.seek(max(0, os.fstat(content.fileno()).st_size - LINE_LIMIT))
         lines = content.read(LINE_LIMIT).splitlines(keepends=True)
     return next((record for line in reversed(lines) if (record := _parsed(line))), {})
-
-
-def _metric_lines(file: Path) -> list[bytes]:
-    """The lines of a metrics.jsonl; of a very long one evenly chosen lines, and evaluations."""
-    if not file.exists():
-        return []
-    every = 1 + file.stat().st_size // METRICS_LIMIT
-    kept: list[bytes] = []
-    room = 2 * METRICS_LIMIT  # bytes; a hostile file may call every line an evaluation
-    for number, line in enumerate(_lines(file)):
-        if number % every == 0 or b'"global_loss"' in line:
-            kept.append(line)
-            room -= len(line)
-            if room < 0:
-                break
-    return kept
 
 
 def _lines(file: Path) -> Iterator[bytes]:

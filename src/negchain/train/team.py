@@ -48,13 +48,9 @@ class Team:
         self, rank: int = 0, world: int = 1, group: dist.ProcessGroup | None = None
     ) -> None:
         self.rank, self.world = rank, world
-        self._group = group
+        self.leads = rank == 0  # it evaluates and writes
         self.leading = False  # others wait for what this rank does
-
-    @property
-    def leads(self) -> bool:
-        """Whether this is the rank that evaluates and writes."""
-        return self.rank == 0
+        self._group = group
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank; all ranks ask at the same point."""
@@ -123,11 +119,6 @@ _here = Team()
 def here() -> Team:
     """The team of this process."""
     return _here
-
-
-def restarted() -> bool:
-    """Whether torchrun has started this run anew after a failure (--max-restarts)."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import io
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -100,13 +101,10 @@ def check_embedding_file(out: Path) -> None:
     """Refuse a file name whose ending says nothing we can write, before anything is encoded."""
     if out.suffix not in FORMATS:
         raise ConfigError(f"embeddings go to {', '.join(FORMATS)}, got {out.name!r}; rename it")
-    if out.suffix == ".parquet":
-        try:
-            import pyarrow.parquet  # noqa: F401
-        except ImportError as error:
-            raise ConfigError(
-                "writing .parquet needs pyarrow: pip install 'negchain[parquet]', or use .npz"
-            ) from error
+    if out.suffix == ".parquet" and find_spec("pyarrow") is None:
+        raise ConfigError(
+            "writing .parquet needs pyarrow: pip install 'negchain[parquet]', or use .npz"
+        )
 
 
 @dataclass(frozen=True)
