@@ -15,7 +15,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-if TYPE_CHECKING:  # the command line reads names and options, and torch takes seconds
+import negchain  # whose losses are imported when one is built: torch takes seconds
+
+if TYPE_CHECKING:
     from torch import Tensor
 
     from negchain.losses import ContrastiveLoss
@@ -40,7 +42,7 @@ class LossSettings:
     layout: Mapping[str, Any] = field(default_factory=dict)
     """How anchors and keys lie, as losses take it: `views`, `symmetric`, `num_keys`, ..."""
 
-    def option(self, name: str, default: Any) -> Any:
+    def option(self, name: str, default: Any = None) -> Any:
         """An option, or `default` if it was not given."""
         value = self.options.get(name)
         return default if value is None else value
@@ -175,158 +177,99 @@ def reproduced(small: bool = True) -> tuple[str, ...]:
     return tuple(name for name, method in METHODS.items() if method.reproduced in kinds)
 
 
-def _loss(kind: str, s: LossSettings, *given: Any, **more: Any) -> ContrastiveLoss:
-    """A loss by the name of its class, imported now: torch takes seconds."""
-    from negchain import losses
-
-    loss: ContrastiveLoss = getattr(losses, kind)(s.num_samples, s.beta, *given, **more)
-    return loss
-
-
 def _uniform(num: int | None) -> Any:
     """Random items beside the batch; 0: the batch alone; None: the loss's default."""
-    from negchain.losses import InBatch, Uniform
-
-    return InBatch() if num == 0 else num and Uniform(num)
+    return negchain.InBatch() if num == 0 else num and negchain.Uniform(num)
 
 
-def _informed(s: LossSettings, num: int | None, **more: Any) -> Any:
-    from negchain.losses import Informed
-
+def _informed(s: LossSettings, num: int | None, **more: Any) -> negchain.Informed:
     defaults = {"share": 0.5, "sharpness": 1.0, "refresh": 0.01}
-    return Informed(
-        num, **{name: s.option(name, value) for name, value in defaults.items()}, **more
-    )
+    given = {name: s.option(name, value) for name, value in defaults.items()}
+    return negchain.Informed(num, **given, **more)
 
 
-def _in_batch(s: LossSettings, kind: str) -> ContrastiveLoss:
-    proposals = _uniform(s.option("draws", None)) or "batch"
-    return _loss(kind, s, proposals=proposals, seed=s.seed, **s.common)
+def _in_batch(s: LossSettings, kind: Callable[..., ContrastiveLoss]) -> ContrastiveLoss:
+    proposals = _uniform(s.option("draws")) or "batch"
+    return kind(s.num_samples, s.beta, proposals=proposals, seed=s.seed, **s.common)
 
 
 def _sogclr(s: LossSettings) -> ContrastiveLoss:
-    proposals = _uniform(s.option("draws", None))
-    return _loss("SogCLRLoss", s, s.option("gamma", 0.9), proposals=proposals, **s.chosen)
+    gamma, proposals = s.option("gamma", 0.9), _uniform(s.option("draws"))
+    return negchain.SogCLRLoss(s.num_samples, s.beta, gamma, proposals=proposals, **s.chosen)
+
+
+def _negative_cache(s: LossSettings) -> ContrastiveLoss:
+    refresh = s.option("refresh", 0.01)
+    return negchain.NegativeCacheLoss(s.num_samples, s.beta, refresh, **s.chosen)
 
 
 def _topk(s: LossSettings) -> ContrastiveLoss:
     numbers = s.option("k", 2), s.option("top", 20), s.option("refresh", 0.01)
-    return _loss("TopKLoss", s, *numbers, **s.chosen)
+    return negchain.TopKLoss(s.num_samples, s.beta, *numbers, **s.chosen)
 
 
 def _importance(s: LossSettings) -> ContrastiveLoss:
-    informed = _informed(s, s.option("draws", None), alone=True)
-    return _loss("ImportanceLoss", s, informed, **s.chosen)
+    informed = _informed(s, s.option("draws"), alone=True)
+    return negchain.ImportanceLoss(s.num_samples, s.beta, informed, **s.chosen)
 
 
 def _logq(s: LossSettings) -> ContrastiveLoss:
-    from negchain.losses import Uniform
+    uniform = _uniform(s.option("draws")) or negchain.Uniform()
+    chosen = {**s.chosen, "denominator": "all"}
+    return negchain.ImportanceLoss(s.num_samples, s.beta, uniform, **chosen)
 
-    proposals = _uniform(s.option("draws", None)) or Uniform()
-    return _loss("ImportanceLoss", s, proposals, **{**s.chosen, "denominator": "all"})
 
-
-def _emc2(s: LossSettings, isir: bool = False) -> ContrastiveLoss:
-    from negchain.losses import ISIR, MH, InBatch
-
-    kernel = ISIR() if isir else MH(burn_in=s.option("burn_in", 0.5))
-    stored, carried = s.option("augmentations", None), s.option("carried", "encode")
-    num, k = s.option("draws", None), s.option("k", None)
+def _emc2(s: LossSettings, isir: bool = False, **always: str) -> ContrastiveLoss:
+    s = replace(s, options={**s.options, **always})
+    kernel = negchain.ISIR() if isir else negchain.MH(burn_in=s.option("burn_in", 0.5))
+    stored, proposal = s.option("augmentations"), s.option("proposal")
+    num, k = s.option("draws"), s.option("k")
     if num and k:
         num -= num // k  # each sample encodes a carried one as well
-    proposal, shared = s.option("proposal", None), s.layout.get("views", "shared") == "shared"
+    shared = s.layout.get("views", "shared") == "shared"
     # Stored views have a chain each, so that both copies of an item are different states. i-SIR's
     # set would hold two of every item beside one of the held: biased (tests/losses/test_found.py).
     both = proposal == "both" or (proposal is None and stored and not isir)
-    proposals: Any = InBatch(copies=2) if both else _uniform(num)
+    proposals: Any = negchain.InBatch(copies=2) if both else _uniform(num)
     if proposal == "batch" and shared and not (both or num):
-        proposals = InBatch()
+        proposals = negchain.InBatch()
     if proposal == "informed":
         proposals = _informed(s, num or None)
-    chain = {"proposals": proposals, "carried": carried, "augmentations": stored}
-    return _loss("EMC2Loss", s, kernel, **chain, **s.chosen)
+    return negchain.EMC2Loss(
+        s.num_samples, s.beta, kernel, proposals=proposals,
+        carried=s.option("carried", "encode"), augmentations=stored, **s.chosen,
+    )  # fmt: skip
 
 
 _CHAIN = ("carried", "proposal", "refresh")
 
-for _method in (
-    Method(
-        "infonce",
-        "InfoNCE",
-        ("#0072b2", "#4ba3e0"),
-        lambda s: _in_batch(s, "InfoNCELoss"),
-        denominator="all",
-        aliases=("simclr",),
-        reproduced="all",
-    ),
-    Method(
-        "dcl",
-        "DCL",
-        ("#3fa3dc", "#8fd0f5"),
-        lambda s: _in_batch(s, "DCLLoss"),
-        denominator="negatives",
-        reproduced="all",
-    ),
-    Method(
-        "sogclr",
-        "SogCLR",
-        ("#009e73", "#2fc898"),
-        _sogclr,
-        options=("gamma",),
-        reproduced="all",
-    ),
-    Method(
-        "negcache",
-        "Negative Cache",
-        ("#c0649a", "#e092c0"),
-        lambda s: _loss("NegativeCacheLoss", s, s.option("refresh", 0.01), **s.chosen),
-        options=("refresh",),
-        plain_keys=True,
-        lr_share=1 / 3,  # with all of it it did not learn: records/2026-11-17_negcache-rate_h200
-        reproduced="small",
-    ),
-    Method(
-        "emc2",
-        "EMC²",
-        ("#d55e00", "#f5823d"),
-        _emc2,
-        options=("burn_in", *_CHAIN),
-        proposal="both",
-        stored_proposal="both",  # the paper's R = 2b - 2
-        reproduced="all",
-    ),
-    Method(
-        "isir",
-        "EMC² i-SIR",
-        ("#d99000", "#f2b63c"),
-        lambda s: _emc2(s, isir=True),
-        options=_CHAIN,
-        proposal="both",
-        reproduced="all",
-    ),
-    Method(
-        "informed",
-        "Informed importance",
-        ("#7a5195", "#b99ad6"),
-        _importance,
-        options=("refresh",),
-        reproduced="small",
-    ),
+# fmt: off
+_TABLE = (
+    Method("infonce", "InfoNCE", ("#0072b2", "#4ba3e0"),
+        lambda s: _in_batch(s, negchain.InfoNCELoss),
+        denominator="all", aliases=("simclr",), reproduced="all"),
+    Method("dcl", "DCL", ("#3fa3dc", "#8fd0f5"),
+        lambda s: _in_batch(s, negchain.DCLLoss),
+        denominator="negatives", reproduced="all"),
+    Method("sogclr", "SogCLR", ("#009e73", "#2fc898"), _sogclr,
+        options=("gamma",), reproduced="all"),
+    Method("negcache", "Negative Cache", ("#c0649a", "#e092c0"), _negative_cache,
+        options=("refresh",), plain_keys=True, reproduced="small",
+        lr_share=1 / 3),  # with all of it it did not learn: records/2026-11-17_negcache-rate_h200
+    Method("emc2", "EMC²", ("#d55e00", "#f5823d"), _emc2,
+        options=("burn_in", *_CHAIN), reproduced="all",
+        proposal="both", stored_proposal="both"),  # the paper's R = 2b - 2
+    Method("isir", "EMC² i-SIR", ("#d99000", "#f2b63c"), lambda s: _emc2(s, isir=True),
+        options=_CHAIN, proposal="both", reproduced="all"),
+    Method("informed", "Informed importance", ("#7a5195", "#b99ad6"), _importance,
+        options=("refresh",), reproduced="small"),
     Method("topk", "Top-k, uncorrected", ("#5b6b7a", "#a3b3c2"), _topk, options=("refresh",)),
     Method("logq", "Corrected logQ", ("#2c7f86", "#6cc5cc"), _logq, denominator="all"),
-    Method(
-        "emc2-cached",
-        "EMC², cached",
-        ("#8a5a2b", "#c99a6b"),
-        lambda s: _emc2(replace(s, options={**s.options, "carried": "cached"})),
-        trains=False,
-    ),
-    Method(
-        "emc2-informed",
-        "EMC², informed",
-        ("#a8322d", "#e57373"),
-        lambda s: _emc2(replace(s, options={**s.options, "proposal": "informed"})),
-        trains=False,
-    ),
-):
+    Method("emc2-cached", "EMC², cached", ("#8a5a2b", "#c99a6b"),
+        lambda s: _emc2(s, carried="cached"), trains=False),
+    Method("emc2-informed", "EMC², informed", ("#a8322d", "#e57373"),
+        lambda s: _emc2(s, proposal="informed"), trains=False),
+)
+# fmt: on
+for _method in _TABLE:
     register(_method)
