@@ -24,7 +24,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -153,13 +152,11 @@ def estimator_report(
         raise ValueError(f"warm_up must be at least 0, got {warm_up}")
     rows = []
     for name in names:
-        given: dict[str, Any] = {"denominator": denominator, "normalize": False}
         pair = [
-            named(name).build(LossSettings(size, beta, dim, seed + half, **given))
-            for half in (0, 1)
+            named(name).build(LossSettings(size, beta, dim, own, denominator, normalize=False))
+            for own in (seed, seed + 1)
         ]
-        whole = 2 * warm_up + steps
-        count: Iterable[int] = range(whole)
+        count: Iterable[int] = range(2 * warm_up + steps)
         if progress:
             from rich.progress import track
 
@@ -198,22 +195,11 @@ def exact_negative_gradient(
 def step_negative_gradient(
     loss_fn: ContrastiveLoss,
     table: Tensor,
-    index: Tensor,
-    views: Tensor,
-    generator: torch.Generator,
-) -> Tensor:
-    """One step's gradient with respect to all embeddings, without its positive term.
-
-    Args:
-        loss_fn: moves its state, as in training.
-        table: [V, M, D] unit embeddings.
-        index: [B] the batch.
-        views: [2, B] which views of its items it sees.
-        generator: says in which view a carried or drawn negative is seen.
-
-    Returns:
-        [V, M, D]
-    """
+    index: Tensor,  # [B]
+    views: Tensor,  # [2,B] of its items
+    generator: torch.Generator,  # says in which view a carried or drawn negative is seen
+) -> Tensor:  # [V,M,D] -> [V,M,D]
+    """One training step's gradient with respect to all embeddings, without its positive term."""
     table = table.detach().requires_grad_()
 
     def encode(ids: Tensor) -> Tensor:
@@ -269,10 +255,10 @@ def _measure(
     for step in count:
         index = torch.randperm(size, generator=generator)[:batch_size].to(table.device)
         view = torch.randint(0, num_views, (batch_size,), generator=generator)
-        hop = (
-            torch.randint(1, num_views, (batch_size,), generator=generator) if num_views > 1 else 0
-        )
-        views = torch.stack([view, (view + hop) % num_views]).to(table.device)
+        other = view
+        if num_views > 1:
+            other = view + torch.randint(1, num_views, (batch_size,), generator=generator)
+        views = torch.stack([view, other % num_views]).to(table.device)
         gradient = step_negative_gradient(pair[step % 2], table, index, views, generator)
         if step >= warm_up:
             halves[step % 2] += gradient

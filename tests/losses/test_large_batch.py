@@ -267,14 +267,22 @@ def test_a_refused_batch_changes_nothing(small_panels) -> None:
 
 def panels_count_the_same(monkeypatch) -> None:
     """Whatever their size."""
-    monkeypatch.setattr(large_batch, "_mean", lambda values, shares: sum(values) / len(values))
+    joined = large_batch._joined
+
+    def alike(panels):
+        for panel in panels:
+            scale = B / len(panels) / len(panel.arrivals[0].slots)
+            panel.total = [value * scale for value in panel.total]
+        return joined(panels)
+
+    monkeypatch.setattr(large_batch, "_joined", alike)
 
 
 def only_the_first_panel_is_stored(monkeypatch) -> None:
     joined = large_batch._joined
 
-    def cut(parts, shares):
-        whole = joined(parts, shares)
+    def cut(panels):
+        whole = joined(panels)
         first = torch.arange(B) < 3
         whole.arrivals = [
             arrival._replace(moved=arrival.moved & first) for arrival in whole.arrivals

@@ -108,7 +108,7 @@ def with_proposals(
         drawn = given_draws(call, len(sides))
     else:
         parts = [answered(requests, "draw", number) for number in range(len(sides))]
-        drawn = [(Draw(p.ids, p.log_q), p.embeddings) for p in parts]  # type: ignore[misc]
+        drawn = [(Draw(part.ids, part.log_q), z) for part, z in parts]
     pairs = zip(sides, drawn, strict=True)
     return [with_draw(side, *pair, loss_fn.num_ids, loss_fn.normalize) for side, pair in pairs]
 

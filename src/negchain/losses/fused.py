@@ -83,7 +83,7 @@ def emc2(loss_fn: EMC2Loss, call: Call, requests: Sequence[Request]) -> Sides:
     carried, keys = [], None
     assert isinstance(loss_fn.proposals, InBatch)
     if loss_fn.carried == "encode":
-        carried = [answered(requests, "carried", n).embeddings for n in range(loss_fn.num_sides)]
+        carried = [answered(requests, "carried", n)[1] for n in range(loss_fn.num_sides)]
     else:
         keys = chains.wide("keys", call.z_a.shape[1], math.nan)
     return _sides(
@@ -123,7 +123,7 @@ def in_batch(
 def _sides(
     loss_fn: ContrastiveLoss,
     call: Call,
-    carried: Sequence[Tensor | None],  # [B, D] of each side; empty: none has any
+    carried: Sequence[Tensor],  # [B, D] of each side; empty: none has any
     tables: dict[str, Tensor | None],  # [sides, M, ...] each
     **settings: Any,  # of a `Plan`
 ) -> Sides:

@@ -23,8 +23,9 @@ from torch import Tensor
 from negchain.losses.batch import Call, as_embedding, is_traced
 from negchain.losses.chains import Arrival, Carried
 from negchain.losses.emc2 import EMC2Loss
-from negchain.losses.request import Request
+from negchain.losses.request import Part, Request
 from negchain.losses.settings import MH, InBatch, Kernel, Shared
+from negchain.losses.state import keep
 from negchain.losses.walk import Visit
 from negchain.pool import Side
 from negchain.weights.metropolis import Backend
@@ -96,21 +97,21 @@ class LargeBatchEMC2Loss(EMC2Loss):
         if isinstance(self.beta, Tensor) and self.beta.requires_grad and tracks:
             given.append(self.beta)
             leaves.append(self.beta)
-        panels, shares, grads = self._panels(inner, answers, leaves)
-        whole = _joined(panels, shares)
-        whole.total = [sum(whole.total[1:], whole.total[0]) / len(whole.total)]
+        panels, grads = self._panels(inner, answers, leaves)
+        whole = _joined(panels)
+        total = _sum(whole.total) / len(whole.total)
         for z, grad in zip(given, grads, strict=True):
             surrogate = torch.dot(z.flatten(), grad.flatten())
-            whole.total[0] = whole.total[0] + (surrogate - surrogate.detach())
+            total = total + (surrogate - surrogate.detach())
+        whole.total = [total]
         return whole
 
     def _panels(
         self, call: Call, requests: Sequence[Request], leaves: list[Tensor]
-    ) -> tuple[list[Visit], list[float], list[Tensor]]:
-        """Visits of the panels, their shares of the batch, and gradients of the leaves."""
-        size = len(call.z_a)
+    ) -> tuple[list[Visit], list[Tensor]]:
+        """Visits of the panels, numbers times their share of the batch; gradients of the leaves."""
+        size, panels = len(call.z_a), []
         grads = [torch.zeros_like(z) for z in leaves]
-        panels, shares = [], []
         step = max(1, PANEL_ELEMENTS // max(2 * size, 1))
         for begin in range(0, max(size, 1), step):  # an empty batch has one too, which refuses it
             items = slice(begin, min(begin + step, size))
@@ -120,46 +121,36 @@ class LargeBatchEMC2Loss(EMC2Loss):
             if leaves:
                 for total, grad in zip(grads, torch.autograd.grad(value, leaves), strict=True):
                     total += grad
-            visit.total = [v.detach() for v in visit.total]
-            visit.sides = []
+            visit.total, visit.sides = [v.detach() * share for v in visit.total], []
             for name, numbers in visit.report.items():  # now: they hold on to the panel
-                visit.report[name] = [number().detach for number in numbers]
+                visit.report[name] = [keep(number() * share) for number in numbers]
             panels.append(visit)
-            shares.append(share)
-        return panels, shares, grads
+        return panels, grads
 
 
 def _cut_answers(requests: Sequence[Request], cut: Callable[[Tensor], Tensor]) -> list[Request]:
     """Requests whose answers are leaves: the caller's may share a graph."""
-    new = []
-    for request in requests:
-        answers = [(part, cut(part.embeddings)) for part in request.parts]  # type: ignore[arg-type]
-        parts = [dataclasses.replace(part, embeddings=z) for part, z in answers]
-        new.append(dataclasses.replace(request, parts=parts))
-    return new
+
+    def leaf(part: Part) -> Part:
+        return dataclasses.replace(part, embeddings=cut(part.embeddings))  # type: ignore[arg-type]
+
+    return [dataclasses.replace(one, parts=[*map(leaf, one.parts)]) for one in requests]
 
 
-def _joined(panels: list[Visit], shares: list[float]) -> Visit:
-    """Panels as one visit: chains in the batch's order, means weighted by the panels' sizes."""
-    first, arrivals = panels[0], []
+def _joined(panels: list[Visit]) -> Visit:
+    """Panels as one visit: chains in the batch's order, sums of the panels' shares."""
+    whole = Visit(panels[0].batch, [])
     for parts in zip(*(panel.arrivals for panel in panels), strict=True):
         columns: Any = zip(*parts, strict=True)  # field by field
-        arrivals.append(Arrival._make(f[0] if f[0] is None else torch.cat(f) for f in columns))
-    return Visit(
-        batch=first.batch,
-        sides=[],
-        total=[_mean(values, shares) for values in zip(*(p.total for p in panels), strict=True)],
-        report={
-            name: [
-                _mean([p.report[name][side]() for p in panels], shares).detach
-                for side in range(len(v))
-            ]
-            for name, v in first.report.items()
-        },
-        arrivals=arrivals,
-    )
+        whole.arrivals.append(
+            Arrival._make(f[0] if f[0] is None else torch.cat(f) for f in columns)
+        )
+    whole.total = [_sum(values) for values in zip(*(p.total for p in panels), strict=True)]
+    for name in panels[0].report:
+        numbers = zip(*(panel.report[name] for panel in panels), strict=True)
+        whole.report[name] = [keep(_sum([n() for n in parts])) for parts in numbers]
+    return whole
 
 
-def _mean(values: list[Tensor] | tuple[Tensor, ...], shares: list[float]) -> Tensor:
-    weighted = [value * share for value, share in zip(values, shares, strict=True)]
-    return sum(weighted[1:], weighted[0])
+def _sum(values: Sequence[Tensor]) -> Tensor:
+    return sum(values[1:], values[0])

@@ -80,9 +80,9 @@ class NegativeCacheLoss(ContrastiveLoss):
         total: list[Tensor] = []
         report: Report = {"global_loss": [], "effective_negatives": []}
         for number, side in enumerate(sides):
-            part = answered(requests, "draw", number)
-            assert part.embeddings is not None and part.log_partition is not None
-            keys = check_answer(part.embeddings, batch.both, self.normalize)
+            part, answer = answered(requests, "draw", number)
+            assert part.log_partition is not None
+            keys = check_answer(answer, batch.both, self.normalize)
             similarity = torch.linalg.vecdot(side.queries, keys)[:, None]
             weights = (~side.excludes(part.ids)).to(similarity.dtype)[:, None]
             estimate = Estimate(weights, part.log_partition)

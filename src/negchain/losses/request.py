@@ -177,11 +177,11 @@ def _embeddings(z: object, count: int) -> Tensor:  # [count, D]
     return z
 
 
-def answered(requests: Sequence[Request], purpose: Purpose, side: int) -> Part:
-    """The part for a purpose and side; where there is none, the error says what to do."""
+def answered(requests: Sequence[Request], purpose: Purpose, side: int) -> tuple[Part, Tensor]:
+    """The part for a purpose and side, and its embeddings; an error that says what to do."""
     for part in (part for request in requests for part in request.parts):
-        if (part.purpose, part.side) == (purpose, side):
-            return part
+        if (part.purpose, part.side) == (purpose, side) and part.embeddings is not None:
+            return part, part.embeddings
     raise ValueError(
         f"this loss needs its {purpose} negatives encoded: call it with "
         "encode=lambda ids: encoder(items[ids]), or pass loss_fn.request(index) and "

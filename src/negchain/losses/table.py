@@ -174,13 +174,16 @@ class StaleTable(Stateful):
         points = rng.uniform(seed, step, use, rows, count, torch.float64)
         drawn = torch.full_like(points, -1, dtype=torch.int64)
         before = torch.zeros_like(points[:, :1])
+
+        def shares() -> Iterator[Chunk]:
+            for keys, logits in chunks():
+                yield keys, self._mixed(logits - log_sum, settings).double().exp()
+
         if self.rows.ranks is not None:  # the mass of the ranks before this one
-            for _, logits in chunks():
-                share = self._mixed(logits - log_sum, settings).double().exp()
+            for _, share in shares():
                 before = before + share.sum(1, keepdim=True)
             before = self.rows.every(before)[: self.rows.ranks.rank].sum(0)
-        for keys, logits in chunks():
-            share = self._mixed(logits - log_sum, settings).double().exp()
+        for keys, share in shares():
             upto = before + share.cumsum(1)
             at = torch.searchsorted(upto, points).clamp_(max=share.shape[1] - 1)
             inside = (points > before) & (points <= upto[:, -1:])
@@ -335,9 +338,8 @@ class Tables(nn.ModuleList):
             if isinstance(side, PrivateSide):
                 table.write(side.private_ids.flatten(), side.private_keys.flatten(0, 1))
             for request in requests:
-                for part in request.parts:
-                    if part.side != number or part.embeddings is None:
-                        continue
+                for part in (p for p in request.parts if p.side == number):
+                    assert part.embeddings is not None
                     if part.purpose == "refresh":
                         table.refresh(part.ids, part.embeddings, normalize=normalize)
                     elif part.purpose == "carried":
