@@ -289,7 +289,7 @@ def test_every_field_has_one_row_per_image() -> None:
         assert not any(math.isnan(value) for value in params.sigma.tolist())
 
 
-@pytest.mark.parametrize("module", ["crop", "colour", "blur", "pipeline", "recipes"])
+@pytest.mark.parametrize("module", ["crop", "colour", "blur", "pipeline"])
 def test_doctests(module: str) -> None:
     results = doctest.testmod(importlib.import_module(f"negchain.augment.{module}"))
     assert results.attempted > 0 and results.failed == 0

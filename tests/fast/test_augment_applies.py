@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from negchain.augment import Augmentation, recipes
+from negchain.augment import RECIPES, Augmentation, augmentation
 from negchain.augment.pipeline import Params
 from negchain.fast import augment as fused
 
@@ -37,9 +37,9 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_recipe_has_kernels() -> None:
-    assert recipes.RECIPES
-    for name in recipes.RECIPES:
-        assert fused.applies(recipes.augmentation(name, size=32), IMAGES), name
+    assert RECIPES
+    for name in RECIPES:
+        assert fused.applies(augmentation(name, size=32), IMAGES), name
 
 
 def test_an_operation_without_a_kernel_is_not_dropped() -> None:

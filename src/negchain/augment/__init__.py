@@ -9,8 +9,14 @@ Images of different sizes come as `Pictures`: crops are cut from each as it is.
 """
 
 from negchain.augment.pictures import Images, Pictures, joined
-from negchain.augment.pipeline import Augmentation, Params, Uniforms, finite_views
-from negchain.augment.recipes import RECIPES, augmentation
+from negchain.augment.pipeline import (
+    RECIPES,
+    Augmentation,
+    Params,
+    Uniforms,
+    augmentation,
+    finite_views,
+)
 
 __all__ = [
     "RECIPES",

@@ -10,16 +10,11 @@ has none left), then hue once, then the blends after it. Six blends and one hue 
 each. Pixels equal torchvision's functional operations on float images.
 """
 
-from typing import Final
-
 import torch
 from torch import Tensor
 
-BRIGHTNESS: Final = 0  # the numbers torchvision's ColorJitter gives its operations
-CONTRAST: Final = 1
-SATURATION: Final = 2
-HUE: Final = 3
-NUM_UNIFORMS: Final = 9  # applied?, four factors, four sort keys of the order
+CONTRAST, SATURATION, HUE = 1, 2, 3  # as torchvision's ColorJitter; brightness is 0
+NUM_UNIFORMS = 9  # applied?, four factors, four sort keys of the order
 
 
 def sample_jitter(

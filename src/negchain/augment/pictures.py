@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -90,8 +91,7 @@ class Pictures:
         return self._each(Tensor.pin_memory)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Pictures:
-        tensors = (self.pixels, self.offsets, self.sizes)
-        pixels, offsets, sizes = (change(tensor) for tensor in tensors)
+        pixels, offsets, sizes = map(change, (self.pixels, self.offsets, self.sizes))
         return Pictures(pixels, offsets, sizes, self.channels)
 
 
@@ -111,13 +111,10 @@ def joined(parts: Sequence[Images]) -> Images:
         return torch.cat(tensors)
     pictures = [part for part in parts if isinstance(part, Pictures)]
     assert len(pictures) == len(parts) and len({p.channels for p in pictures}) == 1
-    begin, offsets = 0, list[Tensor]()
-    for part in pictures:
-        offsets.append(part.offsets + begin)
-        begin += len(part.pixels)
+    begins = accumulate((len(p.pixels) for p in pictures), initial=0)
     return Pictures(
         torch.cat([p.pixels for p in pictures]),
-        torch.cat(offsets),
+        torch.cat([p.offsets + begin for p, begin in zip(pictures, begins, strict=False)]),
         torch.cat([p.sizes for p in pictures]),
         pictures[0].channels,
     )

@@ -11,8 +11,9 @@ On a GPU each of the torch operations here is a launch: simclr-stl10 took 0.73 m
 96 pixels on an H200, `fast.augment` 0.023 ms for 64, so CUDA tensors take that.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -266,6 +267,45 @@ def check_images(images: Images) -> None:
             "images must be uint8 of shape [N,1,H,W] or [N,3,H,W], got "
             f"{images.dtype} of shape {list(images.shape)}; convert them to grey or RGB bytes"
         )
+
+
+# SimCLR's operations; each recipe adds its own strengths.
+_SIMCLR = partial(Augmentation, crop_scale=(0.08, 1.0), flip=True, grey_p=0.2)
+_RECIPES: dict[str, Callable[..., Augmentation]] = {
+    # EMC² on STL-10: strong jitter, always blurred
+    "simclr-stl10": partial(_SIMCLR, jitter=(0.8, 0.8, 0.8, 0.2), blur_sigma=(0.1, 2.0)),
+    "simclr-imagenet": partial(
+        _SIMCLR, jitter=(0.4, 0.4, 0.2, 0.1), blur_sigma=(0.1, 2.0), blur_p=0.5
+    ),
+    # the common SimCLR recipe for 32-pixel images: a blur would leave nothing
+    "cifar": partial(
+        _SIMCLR,
+        jitter=(0.4, 0.4, 0.4, 0.1),
+        normalize=((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)),
+    ),
+    # no mirror image: a mirrored 2 is no digit
+    "digits": partial(Augmentation, crop_scale=(0.5, 1.0)),
+    # pictures with captions, which say "left" and "red": no mirror image, no other colours
+    "mild": partial(
+        Augmentation,
+        crop_scale=(0.6, 1.0),
+        normalize=((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+    ),
+    "none": Augmentation,
+}
+RECIPES: tuple[str, ...] = tuple(_RECIPES)
+"""Names that `augmentation` knows."""
+
+
+def augmentation(name: str, *, size: int) -> Augmentation:
+    """Return the recipe `name` for square outputs of `size` pixels.
+
+    Change single settings with `dataclasses.replace`.
+
+    >>> augmentation("simclr-stl10", size=96).blur_sigma
+    (0.1, 2.0)
+    """
+    return _RECIPES[name](size=size)
 
 
 _CHUNK_PIXELS = 2**23  # float32 values per intermediate tensor: 32 MiB
