@@ -65,14 +65,11 @@ def load_built_in(name: str, side: int, root: Path, download: bool) -> DataBundl
     )
 
 
-def _resize(pixels: Tensor, side: int, chunk: int = 4096) -> Tensor:
+def _resize(pixels: Tensor, side: int) -> Tensor:
     """uint8 [M,C,S,S] -> [M,C,side,side], bilinear with antialiasing, in pieces for memory."""
     if pixels.shape[-1] == side:
         return pixels.contiguous()
-    size = [side, side]
-    return torch.cat(
-        [tvf.resize(part, size, antialias=True) for part in torch.split(pixels, chunk)]
-    )
+    return torch.cat([tvf.resize(part, [side, side]) for part in torch.split(pixels, 4096)])
 
 
 def _digits(root: Path, download: bool) -> Read:
@@ -101,9 +98,8 @@ def _cifar10(root: Path, download: bool) -> Read:
     train, test = (CIFAR10(root, train=train, download=download) for train in (True, False))
 
     def part(split: str, data: CIFAR10) -> Part:
-        names = [f"{split}/{i}" for i in range(len(data.data))]
-        pixels = torch.from_numpy(data.data).permute(0, 3, 1, 2)
-        return names, torch.tensor(data.targets), pixels
+        names = [f"{split}/{i}" for i in range(len(data))]
+        return names, torch.tensor(data.targets), torch.from_numpy(data.data).permute(0, 3, 1, 2)
 
     return part("train", train), part("test", test), train.classes
 
