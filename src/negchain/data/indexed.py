@@ -8,13 +8,18 @@ fetched in the main process, and the numbers equal those of a loop without worke
 Shapes: `B` batch, `R` positions a loss wants encoded.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+
+if TYPE_CHECKING:
+    from negchain.losses.base import ContrastiveLoss
 
 Plan = tuple[list[int], list[int]]  # positions of a batch, and of what its loss will ask for
 
@@ -52,13 +57,6 @@ def _refuse_without(dataset: Any, has: str) -> None:
         )
 
 
-class Asks(Protocol):
-    """What is needed of a loss here: it says what it wants encoded for a batch."""
-
-    def request(self, index: Tensor, *, ahead: int = 0) -> Any:
-        """What is wanted for a batch, `ahead` calls from now; see `negchain.Request`."""
-
-
 class Prefetched(NamedTuple):
     """A batch, and what the loss wants encoded for it."""
 
@@ -69,7 +67,7 @@ class Prefetched(NamedTuple):
 
 
 def prefetch(
-    loss_fn: Asks,
+    loss_fn: ContrastiveLoss,
     dataset: Any,
     batches: Iterable[Sequence[int]],
     *,
