@@ -56,11 +56,7 @@ def grey(pixels: Tensor) -> Tensor:
 
 
 def to_grey(pixels: Tensor, chosen: Tensor) -> Tensor:
-    """Replace the `chosen` [N] bool images of [N,C,H,W] by their luminance in every channel.
-
-    >>> to_grey(torch.ones(1, 3, 2, 2), torch.tensor([True])).shape
-    torch.Size([1, 3, 2, 2])
-    """
+    """Replace the `chosen` [N] bool images of [N,C,H,W] by their luminance in every channel."""
     return torch.where(chosen[:, None, None, None], grey(pixels), pixels)
 
 

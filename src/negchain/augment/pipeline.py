@@ -247,11 +247,7 @@ class Augmentation:
 
 
 def sides(images: Images) -> tuple[int, int] | tuple[Tensor, Tensor]:
-    """Height and width: of all images as numbers, or of each picture as float32 [N].
-
-    >>> sides(torch.zeros(2, 3, 4, 5).byte())
-    (4, 5)
-    """
+    """Height and width: of all images as numbers, or of each picture as float32 [N]."""
     if isinstance(images, Tensor):
         return images.shape[2], images.shape[3]
     height, width = images.sizes.float().unbind(1)

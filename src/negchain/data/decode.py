@@ -152,13 +152,6 @@ def opened(place: Place | str) -> BinaryIO:
     """The bytes at a place as a file of their own; a range is read at once.
 
     A place is valid only while its file is unchanged: one written since is refused.
-
-    >>> import tempfile
-    >>> with tempfile.NamedTemporaryFile() as file:
-    ...     _ = file.write(b"...picture..."), file.flush()
-    ...     with opened(Place(file.name, 3, 7)) as part:
-    ...         part.read()
-    b'picture'
     """
     place = Place(place) if isinstance(place, str) else place
     # Without O_NONBLOCK opening a pipe would wait for ever.
@@ -251,15 +244,6 @@ def read_image(place: Place | str, side: int, short: int = 0) -> Bytes:  # -> [3
     large is decoded by libjpeg at 1/2, 1/4 or 1/8 of its size, never below twice `side` (or
     `short`: the bits are then those of `read_both`), and resampled from there: large photos decode
     several times faster, and a smooth one differs by less than one grey level on average.
-
-    >>> import os, tempfile
-    >>> from PIL import Image
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     path = os.path.join(folder, "a.png")
-    ...     Image.new("RGB", (40, 20), "red").save(path)
-    ...     pixels = read_image(path, 8)
-    >>> pixels.shape, pixels[:, 0, 0].tolist()
-    ((3, 8, 8), [255, 0, 0])
     """
     with _decoded(place, max(side, short)) as decoded:
         return _square(decoded, side)

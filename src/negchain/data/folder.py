@@ -115,18 +115,7 @@ class _Walk:
 
 
 def list_folder(root: str | Path, holdout: float = 0.2) -> Listing:
-    r"""The image files under `root`, in order, with the classes that the layout gives them.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     for name in ("train/cat/b.png", "train/cat/a.png", "train/dog/c.PNG", "train/x.txt"):
-    ...         file = Path(folder, name)
-    ...         file.parent.mkdir(parents=True, exist_ok=True)
-    ...         _ = file.write_text("")
-    ...     listing = list_folder(folder)
-    >>> [file.name for file in listing.pretrain], listing.pretrain[2].class_name
-    (['train/cat/a.png', 'train/cat/b.png', 'train/dog/c.PNG'], 'dog')
-    """
+    """The image files under `root`, in order, with the classes that the layout gives them."""
     top, inside = os.fspath(root), ""
     while (only := _only_folder(os.path.join(top, inside))) is not None:
         inside += f"{only}/"
@@ -230,16 +219,7 @@ def _beside(top: str, splits: Sequence[str]) -> list[str]:
 
 
 def list_table(path: str | Path, holdout: float = 0.2) -> Listing:
-    r"""The image files that a table with the columns `path` and `label` names.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     table = Path(folder, "pets.csv")
-    ...     _ = table.write_text("path,label\nb.png,dog\na.png,cat\n")
-    ...     listing = list_table(table)
-    >>> listing.unreadable
-    (('a.png', 'no such file'), ('b.png', 'no such file'))
-    """
+    """The image files that a table with the columns `path` and `label` names."""
     table = os.fspath(path)
     folder = os.path.dirname(table)
     names, unreadable = set[str](), list[tuple[str, str]]()

@@ -135,22 +135,16 @@ def hold_out(listing: Listing, share: float) -> Listing:
 
     Of a class's pictures those whose names hash lowest are held out, one at least of two. They are
     left out of pretraining too, so that probes are tested on pictures the encoder has never seen.
-
-    >>> files = [ImageFile(f"{c}/{n}", Place("x"), c) for c in ("cat", "dog") for n in range(10)]
-    >>> held = hold_out(Listing("pets", tuple(files)), 0.2)
-    >>> len(held.pretrain), [file.class_name for file in held.test]
-    (16, ['cat', 'cat', 'dog', 'dog'])
     """
-    members: dict[str, list[ImageFile]] = defaultdict(list)
+    members: dict[str, list[str]] = defaultdict(list)
     for file in listing.pretrain:
         if file.class_name is not None:
-            members[file.class_name].append(file)
+            members[file.class_name].append(file.name)
     if len(members) < 2:
         return listing
     chosen = set[str]()
-    for files in members.values():
-        count = max(round(share * len(files)), len(files) > 1)
-        chosen |= lowest((file.name for file in files), count)
+    for names in members.values():
+        chosen |= lowest(names, max(round(share * len(names)), len(names) > 1))
     test = [file for file in listing.pretrain if file.name in chosen]
     rest = tuple(file for file in listing.pretrain if file.name not in chosen)
     reason = too_few(rest) if share else "--holdout 0 leaves nothing to test on"
