@@ -104,7 +104,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, bool]]]:
     calls, apply = [], residual.Residuals.apply
 
     def counted(x, blocks, gradients, *weights):
-        calls.append([(len(block.sizes), block.down is not None) for block in blocks])
+        calls.append([(len(block.layers), block.down is not None) for block in blocks])
         return apply(x, blocks, gradients, *weights)
 
     monkeypatch.setattr(residual.Residuals, "apply", counted)

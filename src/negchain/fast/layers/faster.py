@@ -44,11 +44,7 @@ def faster_layers(
         >>> layer.weight.grad is None, found.join()[layer.weight].shape
         (True, torch.Size([8, 4]))
     """
-    answers: dict[type, Any] = {
-        nn.Linear: _linear,
-        nn.Conv2d: _first_layer,
-        nn.MaxPool2d: _max_pool,
-    }
+    answers: Any = {nn.Linear: _linear, nn.Conv2d: _first_layer, nn.MaxPool2d: _max_pool}
     patched: list[nn.Module] = []
     try:
         for module in encoder.modules():

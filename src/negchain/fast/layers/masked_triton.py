@@ -37,16 +37,14 @@ def masked_triton(grad: Tensor, rectified: Tensor, added: Tensor | None) -> Tens
     """`residual.masked`."""
     pooled = grad.shape != rectified.shape
     last = torch.channels_last
-    if not pooled:
-        grad = grad.contiguous(memory_format=last)
+    grad = grad.contiguous() if pooled else grad.contiguous(memory_format=last)
     if added is not None:
         added = added.contiguous(memory_format=last)
     assert rectified.is_contiguous(memory_format=last)
     out = torch.empty_like(rectified, dtype=grad.dtype)
     count, channels = rectified.numel(), rectified.shape[1]
     masked_kernel[(triton.cdiv(count, BLOCK),)](
-        out, grad.contiguous() if pooled else grad, rectified, grad if added is None else added,
-        count, channels, rectified[0].numel(), POOLED=pooled, ADDED=added is not None, BLOCK=BLOCK,
-        num_warps=4,
+        out, grad, rectified, grad if added is None else added, count, channels,
+        rectified[0].numel(), POOLED=pooled, ADDED=added is not None, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
     return out

@@ -28,38 +28,26 @@ from negchain.fast.layers.weight_gradients import WeightGradients
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Stride, padding, dilation and groups of a convolution, and what it computes."""
+def _sizes(layer: nn.Conv2d) -> tuple[Any, ...]:
+    """As `aten.convolution` takes them."""
+    return layer.stride, layer.padding, layer.dilation, False, (0, 0), layer.groups
 
-    stride: tuple[int, int]
-    padding: tuple[int, int]
-    dilation: tuple[int, int]
-    groups: int
 
-    def convolve(self, x: Tensor, weight: Tensor) -> Tensor:
-        """[N,C,H,W] [O,C,KH,KW] -> [N,O,OH,OW]."""
-        sizes = (self.stride, self.padding, self.dilation, False, (0, 0), self.groups)
-        y: Tensor = aten.convolution(x, weight, None, *sizes)
-        return y
+def _convolved(layer: nn.Conv2d, x: Tensor, weight: Tensor) -> Tensor:
+    y: Tensor = aten.convolution(x, weight, None, *_sizes(layer))
+    return y
 
-    def rectified(self, x: Tensor, weight: Tensor, added: Tensor | None = None) -> Tensor:
-        """ReLU(weight * x + added); on a GPU one launch of cuDNN."""
-        if not x.is_cuda:
-            y = self.convolve(x, weight)
-            return torch.relu_(y if added is None else y.add_(added))
-        bias = _zeros(len(weight), weight.dtype, weight.device)
-        sizes = (self.stride, self.padding, self.dilation, self.groups)
-        if added is None:
-            return torch.cudnn_convolution_relu(x, weight, bias, *sizes)
-        return torch.cudnn_convolution_add_relu(x, weight, added, 1.0, bias, *sizes)
 
-    def gradient(self, of: int, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        """Gradient of x (0) or of the weight (1)."""
-        sizes = (self.stride, self.padding, self.dilation, False, (0, 0), self.groups)
-        wanted = (of == 0, of == 1, False)
-        found: Tensor = aten.convolution_backward(grad, x, weight, None, *sizes, wanted)[of]
-        return found
+def _rectified(layer: nn.Conv2d, x: Tensor, weight: Tensor, added: Tensor | None = None) -> Tensor:
+    """ReLU(weight * x + added); on a GPU one launch of cuDNN."""
+    if not x.is_cuda:
+        y = _convolved(layer, x, weight)
+        return torch.relu_(y if added is None else y.add_(added))
+    bias = _zeros(len(weight), weight.dtype, weight.device)
+    sizes: Any = (layer.stride, layer.padding, layer.dilation, layer.groups)
+    if added is None:
+        return torch.cudnn_convolution_relu(x, weight, bias, *sizes)
+    return torch.cudnn_convolution_add_relu(x, weight, added, 1.0, bias, *sizes)
 
 
 @functools.cache
@@ -69,26 +57,39 @@ def _zeros(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return zeros
 
 
+def _back(
+    layer: nn.Conv2d, grad: Tensor, x: Tensor, weight: Tensor, found: WeightGradients
+) -> Tensor:
+    """Gradient of a convolution's x; that of its weight goes to `found`."""
+
+    def gradient(of: int) -> Tensor:
+        wanted = (of == 0, of == 1, False)
+        both = aten.convolution_backward(grad, x, weight, None, *_sizes(layer), wanted)
+        return both[of]  # type: ignore[no-any-return]
+
+    found.add(weight, lambda: gradient(1), (grad, x))
+    return gradient(0)
+
+
 @dataclass(frozen=True)
 class Block:
-    """Sizes of a block's convolutions and of its shortcut's; their weights are in this order."""
+    """A block's convolutions and that of its shortcut."""
 
-    sizes: tuple[Sizes, ...]
-    down: Sizes | None
+    layers: tuple[nn.Conv2d, ...]
+    down: nn.Conv2d | None
 
     @property
-    def num_weights(self) -> int:
-        """Of the convolutions and the shortcut."""
-        return len(self.sizes) + (self.down is not None)
+    def all(self) -> tuple[nn.Conv2d, ...]:
+        """In the order of their weights."""
+        return self.layers if self.down is None else (*self.layers, self.down)
 
     def forward(self, x: Tensor, weights: list[Tensor]) -> list[Tensor]:
         """a_1, ..., a_{n-1}, y."""
-        states = [x]
-        for size, weight in zip(self.sizes[:-1], weights, strict=False):
-            states.append(size.rectified(states[-1], weight))
-        shortcut = x if self.down is None else self.down.convolve(x, weights[-1])
-        last = len(self.sizes) - 1
-        return [*states[1:], self.sizes[last].rectified(states[-1], weights[last], shortcut)]
+        states, last = [x], len(self.layers) - 1
+        for layer, weight in zip(self.layers[:-1], weights, strict=False):
+            states.append(_rectified(layer, states[-1], weight))
+        shortcut = x if self.down is None else _convolved(self.down, x, weights[-1])
+        return [*states[1:], _rectified(self.layers[last], states[-1], weights[last], shortcut)]
 
     def backward(
         self, grad: Tensor, inputs: list[Tensor], weights: list[Tensor], found: WeightGradients
@@ -97,18 +98,13 @@ class Block:
 
         `grad` is that of the sum before the last ReLU, `inputs` are a_0, ..., a_{n-1}.
         """
-
-        def down(size: Sizes, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-            found.add(weight, lambda: size.gradient(1, grad, x, weight), (grad, x))
-            return size.gradient(0, grad, x, weight)
-
         through = grad
-        for i in reversed(range(len(self.sizes))):
-            if i < len(self.sizes) - 1:
+        for i in reversed(range(len(self.layers))):
+            if i < len(self.layers) - 1:
                 through = masked(through, inputs[i + 1])
-            through = down(self.sizes[i], through, inputs[i], weights[i])
+            through = _back(self.layers[i], through, inputs[i], weights[i], found)
         if self.down is not None:
-            grad = down(self.down, grad, inputs[0], weights[-1])
+            grad = _back(self.down, grad, inputs[0], weights[-1], found)
         return through, grad
 
 
@@ -137,13 +133,14 @@ class Residuals(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, blocks: tuple[Block, ...], found: WeightGradients, *weights: Tensor
+        ctx: Any, x: Tensor, blocks: list[Block], found: WeightGradients, *weights: Tensor
     ) -> Tensor:
         """[N,C,H,W] -> [N,O,1,1]."""
         states, left = [x], list(weights)
         for block in blocks:
-            states += block.forward(states[-1], left[: block.num_weights])
-            left = left[block.num_weights :]
+            count = len(block.all)
+            states += block.forward(states[-1], left[:count])
+            left = left[count:]
         ctx.save_for_backward(*states, *weights)
         ctx.blocks, ctx.found = blocks, found
         return states[-1].mean((2, 3), keepdim=True)
@@ -153,13 +150,14 @@ class Residuals(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Gradient of x."""
         saved = list(ctx.saved_tensors)
-        num_weights = sum(block.num_weights for block in ctx.blocks)
+        num_weights = sum(len(block.all) for block in ctx.blocks)
         states, weights = saved[:-num_weights], saved[-num_weights:]
         y = states.pop()
         grad = masked(grad / (y.shape[2] * y.shape[3]), y)
         for number, block in reversed(list(enumerate(ctx.blocks))):
-            inputs, states = states[-len(block.sizes) :], states[: -len(block.sizes)]
-            own, weights = weights[-block.num_weights :], weights[: -block.num_weights]
+            size, count = len(block.layers), len(block.all)
+            inputs, states = states[-size:], states[:-size]
+            own, weights = weights[-count:], weights[:-count]
             through, around = block.backward(grad, inputs, own, ctx.found)
             # every block but the first follows a ReLU of the block before it
             grad = masked(through, inputs[0], around) if number else through.add_(around)
@@ -168,13 +166,7 @@ class Residuals(torch.autograd.Function):
 
 # ---------------------------------------------------------------------- finding the blocks
 
-_WATCHED = (
-    "forward",
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def parts(network: ResNet) -> list[nn.Module]:
@@ -182,8 +174,8 @@ def parts(network: ResNet) -> list[nn.Module]:
     return [network.layer1, network.layer2, network.layer3, network.layer4, network.avgpool]
 
 
-def _convolutions(block: nn.Module) -> tuple[list[nn.Conv2d], nn.Conv2d | None] | None:
-    """A block's convolutions and that of its shortcut; None: something else is in between."""
+def _found(block: nn.Module) -> Block | None:
+    """A block's convolutions; None: something else is in between."""
     if type(block) not in (BasicBlock, Bottleneck) or type(block.relu) is not nn.ReLU:
         return None
     numbers = range(1, 4 if type(block) is Bottleneck else 3)
@@ -196,26 +188,27 @@ def _convolutions(block: nn.Module) -> tuple[list[nn.Conv2d], nn.Conv2d | None] 
             return None
         down = steps[0]
         norms.append(steps[1])
+    found = Block(tuple(layers), down)
     plain = all(
         type(layer) is nn.Conv2d
         and layer.bias is None
         and layer.padding_mode == "zeros"
         and layer.padding not in ("same", "valid")
-        for layer in [*layers, *([] if down is None else [down])]
+        for layer in found.all
     )
-    return (layers, down) if plain and all(type(norm) is nn.Identity for norm in norms) else None
+    return found if plain and all(type(norm) is nn.Identity for norm in norms) else None
 
 
-def chain(network: ResNet) -> list[tuple[list[nn.Conv2d], nn.Conv2d | None]] | None:
-    """The convolutions of all blocks; None if one is of another kind, or a hook watches one."""
+def chain(network: ResNet) -> list[Block] | None:
+    """All blocks; None if one is of another kind, or a hook watches one."""
     *stages, pool = parts(network)
-    found = [_convolutions(block) for stage in stages for block in stage.children()]
-    modules = [module for part in parts(network) for module in part.modules()]
-    watched = any(module.__dict__.get(name) for module in modules for name in _WATCHED)
+    found = [_found(block) for stage in stages for block in stage.children()]
+    of_modules = [vars(module) for part in parts(network) for module in part.modules()]
+    watched = any(own.get(name) for own in of_modules for name in ("forward", *_HOOKS))
     pools = isinstance(pool, nn.AdaptiveAvgPool2d) and pool.output_size in (1, (1, 1))
     if watched or not pools or None in found:
         return None
-    return [layers for layers in found if layers is not None]
+    return [block for block in found if block is not None]
 
 
 def is_fused(encoder: nn.Module) -> bool:
@@ -228,17 +221,10 @@ def patch(network: ResNet, weights: set[Tensor], gradients: WeightGradients) -> 
 
     Returns the modules whose `forward` is another now: none if the blocks are of another kind.
     """
-    found = chain(network)
-    if found is None:
+    blocks = chain(network)
+    if blocks is None:
         return []
-
-    def sizes(layer: nn.Conv2d) -> Sizes:
-        return Sizes(layer.stride, layer.padding, layer.dilation, layer.groups)  # type: ignore[arg-type]
-
-    layers = [layer for own, down in found for layer in (*own, down) if layer is not None]
-    blocks = tuple(
-        Block(tuple(map(sizes, own)), None if down is None else sizes(down)) for own, down in found
-    )
+    layers = [layer for block in blocks for layer in block.all]
 
     def run(x: Tensor) -> Tensor:
         own = [layer.weight for layer in layers]
