@@ -36,23 +36,15 @@ class Estimate(NamedTuple):
 
 
 def contrastive_objective(
-    positive: Tensor,
-    similarity: Tensor,
+    positive: Tensor,  # [N] similarity of each anchor to its positive, differentiable
+    similarity: Tensor,  # [N,K] to each column, differentiable
     estimate: Estimate,
     beta: float | Tensor,
     denominator: Denominator,
-) -> Tensor:
+) -> Tensor:  # []
     """Mean over rows of a loss with the value and the gradient of the module's header.
 
-    Args:
-        positive: [N] similarity of each anchor to its positive, differentiable.
-        similarity: [N, K] similarity to each column, differentiable.
-        estimate: weights and partition of the negatives.
-        beta: inverse temperature, a number or a scalar tensor.
-        denominator: "negatives" or "all".
-
-    Returns:
-        [] scalar. A row without any negative contributes nothing.
+    A row without any negative contributes nothing.
 
     Example:
         >>> s = torch.tensor([[0.1, -0.3]], requires_grad=True)

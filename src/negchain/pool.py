@@ -229,17 +229,15 @@ def first_writer(slots: Tensor, allowed: Tensor) -> Tensor:  # [N] [N] bool -> [
 
 
 def write_rows(
-    table: Tensor, slots: Tensor, values: Tensor, allowed: Tensor, changed: Tensor | None = None
+    table: Tensor,  # [M,...]
+    slots: Tensor,  # [N]
+    values: Tensor,  # [N,...]
+    allowed: Tensor,  # [N] bool
+    changed: Tensor | None = None,  # [N] bool: whether a writer has anything to write
 ) -> None:
     """table[slots] = values where allowed, in place, first writer wins; no host synchronisation.
 
-    Args:
-        table: [M, ...] state to change.
-        slots: [N] rows of the table.
-        values: [N, ...] new values.
-        allowed: [N] bool.
-        changed: [N] bool: whether a writer has anything to write; the first one that has not still
-            keeps the others from it.
+    A first writer that has nothing to write still keeps the others from it.
 
     Example:
         >>> table = torch.zeros(3)

@@ -57,18 +57,6 @@ class Arrival(NamedTuple):
 class ChainTable(Stateful):
     """State of one chain per anchor.
 
-    Args:
-        num_sides: S, tables of chains (directions).
-        num_chains: M.
-        num_states: number of ids a chain can hold.
-        ids_per_item: ids per item (stored augmentations).
-        own: chain i belongs to an item whose own ids are no negatives: no chain starts there.
-        keep: what is remembered of the carried state beside its id.
-        dim: D, for keep="cached"; None waits for the first batch.
-        seed: of the initial draws.
-        file: keep the states in this file instead of in memory; see `map_to`.
-        ranks: that own a block of the chains each; None: all chains are here.
-
     Example:
         >>> table = ChainTable(1, 5, num_states=5, ids_per_item=1, own=True, keep="encode", seed=0)
         >>> table.states
@@ -83,17 +71,17 @@ class ChainTable(Stateful):
 
     def __init__(
         self,
-        num_sides: int,
-        num_chains: int,
+        num_sides: int,  # S, tables of chains (directions)
+        num_chains: int,  # M
         *,
-        num_states: int,
-        ids_per_item: int,
-        own: bool,
+        num_states: int,  # ids a chain can hold
+        ids_per_item: int,  # k with k stored augmentations, else 1
+        own: bool,  # chain i is of an item whose own ids are no negatives: no chain starts there
         keep: Carried,
-        dim: int | None = None,
-        seed: int,
-        file: str | os.PathLike[str] | None = None,
-        ranks: Ranks | None = None,
+        dim: int | None = None,  # D, for keep="cached"; None waits for the first batch
+        seed: int,  # of the initial draws
+        file: str | os.PathLike[str] | None = None,  # see `map_to`
+        ranks: Ranks | None = None,  # that own a block of the chains each; None: all are here
     ) -> None:
         super().__init__()
         self.keep = keep

@@ -1,12 +1,9 @@
 """EMC² as a module: one persistent Markov chain per sample supplies its negatives.
 
-Estimates   p_i by the visits of a Metropolis-Hastings chain (or the softmax of an i-SIR step) that
-            starts at the state carried over from the sample's last visit and moves over the batch.
-State       one integer per sample.
-Cost        B^2 D for the similarities, one scan; with `carried="encode"` B more encodes.
-Bias        none at stationarity where an item's views are equal, or have a chain each, and
-            proposals are i.i.d. (tests/losses/test_battery.py). Views that differ share one chain:
-            then it is biased, less than the batch alone (docs/methods/emc2.md has the numbers).
+A chain starts at the state carried over from the sample's last visit and moves over the batch. No
+bias at stationarity where an item's views are equal, or have a chain each, and proposals are i.i.d.
+(tests/losses/test_battery.py). Views that differ share one chain: then it is biased, less than the
+batch alone (docs/methods/emc2.md has the numbers).
 
 Shapes: `B` batch, `N` rows (2B for shared views), `K` columns, `D` embedding.
 """

@@ -71,11 +71,6 @@ class Spread:
 class StaleTable(Stateful):
     """M embeddings, zero until first written, and the cursor of their refresh.
 
-    Args:
-        size: M.
-        dim: D; None waits for the first batch.
-        ranks: that own a block of the rows each; None: all rows are here.
-
     Example:
         >>> table = StaleTable(4, 2)
         >>> table.next_ids(3), table.next_ids(3)      # looking does not move the cursor

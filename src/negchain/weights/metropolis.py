@@ -114,7 +114,7 @@ def scan_reference(
     state = torch.full_like(rows, -1)
     step = torch.zeros_like(rows)  # r in the paper
     visits = logits.new_zeros(num_chains, num_columns + 1)  # the last column counts the start
-    accepts = torch.zeros_like(rows)
+    accepts, num_counted = torch.zeros_like(rows), torch.zeros_like(rows)
     ends = set(counted_columns(num_columns, burn_in, count_every)) if count_every > 1 else set()
     for column in range(num_columns):
         proposal = logits[:, column]
@@ -127,34 +127,24 @@ def scan_reference(
         if count_every > 1:
             counts = torch.full_like(is_step, column in ends)
         visits[rows, state] += counts.to(logits.dtype)
+        num_counted += counts
         step += is_step
-    if count_every > 1:
-        visits[rows, state] += float(not ends)  # without a column the start state counts
-        weights = visits / max(len(ends), 1)
-        return Scan(weights[:, :-1], weights[:, -1], state, current, accepts)
-    none_counted = step <= burn_in
-    visits[rows, state] += none_counted.to(logits.dtype)
-    weights = visits / torch.where(none_counted, 1, step - burn_in)[:, None]
+    visits[rows, state] += (num_counted == 0).to(logits.dtype)
+    weights = visits / num_counted.clamp(min=1)[:, None]
     return Scan(weights[:, :-1], weights[:, -1], state, current, accepts)
 
 
 def scan_torch(
     logits: Tensor, start_logit: Tensor, log_u: Tensor, burn_in: int | Tensor, count_every: int = 1
 ) -> Scan:
-    """The same without a loop over columns, as an associative scan.
+    """The same without a loop over columns, as an associative scan; docs/design.md has the proof.
 
-    With t_j = logit_j - log u_j, step j maps the logit c of the current state to
-
-        f_j(c) = logit_j  if t_j > c  else  c,          logit_j <= t_j because u <= 1.
-
-    Two steps in a row are again such a map: with the pairs (t, l) for "moves to l if t > c",
+    Step j moves a chain to logit_j if its own logit is below t_j = logit_j - log u_j. Two steps in
+    a row are again such a map of (t, l), "moves to l if t > c":
 
         (t1, l1) then (t2, l2)  =  (max(t1, t2),  l2 if t2 > l1 else l1).
 
-    (If t2 <= l1 then t2 <= t1, so whoever passes t1 stays at l1 and whoever does not passes
-    neither.) The operation is associative: all K prefixes follow in log2(K) rounds of three
-    elementwise operations on the [N, K] matrix. Only comparisons are made, so results equal the
-    loop's to the bit, whatever the acceptance rate, and the host never looks at a value.
+    All K prefixes follow in log2(K) rounds of three elementwise operations on the [N, K] matrix.
     """
     num_chains, num_columns = logits.shape
     threshold = logits - log_u
