@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, StackDataset, default_collate
 
 from negchain.chunked import Chunked
 from negchain.losses import ContrastiveLoss
@@ -235,23 +235,16 @@ class CsvPositions:
     def loader(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         """The same loader over (image, text, position)."""
         return DataLoader(
-            _CsvRows(loader.dataset, self.of_row),
+            StackDataset(loader.dataset, self.of_row),  # type: ignore[arg-type]
+            collate_fn=_flat,
             batch_sampler=loader.batch_sampler,
             num_workers=loader.num_workers,
             pin_memory=loader.pin_memory and torch.cuda.is_available(),
         )
 
 
-class _CsvRows(Dataset[Any]):
-    def __init__(self, dataset: Any, of_row: Sequence[int]) -> None:
-        self.dataset, self.of_row = dataset, of_row
-
-    def __len__(self) -> int:
-        return len(self.of_row)
-
-    def __getitem__(self, row: int) -> tuple[Tensor, Tensor, int]:
-        image, text = self.dataset[row]
-        return image, text, self.of_row[row]
+def _flat(rows: list[tuple[tuple[Tensor, Tensor], int]]) -> Any:
+    return default_collate([(*pair, position) for pair, position in rows])
 
 
 class ShardPositions:

@@ -254,13 +254,13 @@ class NegchainTrainer(SentenceTransformerTrainer):  # type: ignore[misc]
         if self.model_init is not None:
             self._first = deepcopy(self._states())
         ours = any(isinstance(loss, PairLoss) for loss in self._losses().values())
-        if ours and isinstance(self.loss, dict) and self.args.world_size > 1:
-            if not self.accelerator.split_batches:
-                raise ValueError(
-                    "with a loss per data set all processes must have the same data set in a step, "
-                    "and each gets batches of its own; set accelerator_config={'split_batches': "
-                    "True}, and per_device_train_batch_size to the rows of all processes together"
-                )
+        alone = self.args.world_size == 1 or self.accelerator.split_batches
+        if ours and isinstance(self.loss, dict) and not alone:
+            raise ValueError(
+                "with a loss per data set all processes must have the same data set in a step, "
+                "and each gets batches of its own; set accelerator_config={'split_batches': True}, "
+                "and per_device_train_batch_size to the rows of all processes together"
+            )
         given = self.train_dataset
         sets = given if isinstance(given, dict) else {"": given}
         for name, loss in self._losses().items():
