@@ -74,14 +74,10 @@ def embed_all(
     batch_size: int,
     device: torch.device | str,
 ) -> Tensor:
-    """Encode every image once, in order, without gradient: -> [M,F] float32 on `device`.
+    """Encode every image [M,C,H,W] uint8 once, in order, without gradient: -> [M,F] float32.
 
-    Args:
-        encode: e.g. `encoder.features`, of an encoder in `eval()` mode.
-        images: [M,C,H,W] uint8, or a set of them.
-        plain: the un-augmented transform, uint8 batch -> float batch.
-        batch_size: images encoded at a time.
-        device: where images are moved before `plain`, and where the result is.
+    `encode` is e.g. `encoder.features`, of an encoder in `eval()` mode; `plain` the transform that
+    does not augment, uint8 batch -> float batch. Both work on `device`, `batch_size` at a time.
 
     Example:
         >>> pictures = torch.full((3, 1, 2, 2), 255, dtype=torch.uint8)

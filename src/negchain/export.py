@@ -41,15 +41,7 @@ _LOAD = 'model.load_state_dict(load_file("model.safetensors"))\nmodel.eval()'
 def export_encoder(
     folder: Path, encoder: Encoder, config: TrainConfig, results: Mapping[str, Any], form: str
 ) -> None:
-    """Write `encoder` with a card into a new or empty folder.
-
-    Args:
-        folder: made if it is not there.
-        encoder: on the CPU, in eval mode.
-        config: of its run.
-        results: numbers for the card, such as a run's summary.
-        form: one of `FORMATS`.
-    """
+    """Write an encoder of the CPU in eval mode, and a card with `results`, into a new folder."""
     choose("--format", form, FORMATS)
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"--out {folder} is not empty; name a new folder")

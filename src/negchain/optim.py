@@ -77,15 +77,10 @@ def build_optimizer(
     momentum: float = 0.9,
     capturable: bool = False,
 ) -> torch.optim.Optimizer:
-    """Return the optimizer `name` over the model's trainable parameters.
+    """Return sgd, adam, adamw or lars over the model's trainable parameters.
 
-    Args:
-        model: its parameters must already be where they will be trained.
-        name: sgd, adam, adamw or lars.
-        lr: base learning rate; `set_lr` changes it.
-        weight_decay: coupled L2 for sgd, adam and lars; decoupled for adamw.
-        momentum: for sgd and lars; Adam's moments keep torch's defaults (0.9, 0.999).
-        capturable: for a step inside a CUDA graph; the learning rate is then a device tensor.
+    They are already where they will be trained. `momentum` is for sgd and lars. `capturable`: for a
+    step inside a CUDA graph; the learning rate is then a device tensor.
 
     Example:
         >>> optimizer = build_optimizer(nn.Linear(2, 2), "adam", lr=1e-4, weight_decay=1e-4)

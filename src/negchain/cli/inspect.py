@@ -43,7 +43,7 @@ def evaluate(
     root: Root = "data",
     device: Device = "auto",
     import_: Import = None,
-) -> int:
+) -> None:
     """Judge a run's encoder, or another checkpoint, beside the encoder it started from.
 
     Prints a table and writes `evaluation.json` into the run folder.
@@ -82,7 +82,6 @@ def evaluate(
     finally:  # a reader who left (`| head`) loses no file, a read-only folder no numbers
         with replacing(run / "evaluation.json") as file:
             file.write(json.dumps(numbers, indent=2).encode() + b"\n")
-    return 0
 
 
 def embed(
@@ -99,7 +98,7 @@ def embed(
     root: Root = "data",
     device: Device = "auto",
     import_: Import = None,
-) -> int:
+) -> None:
     """Write embeddings of images with file and class names.
 
     negchain embed runs/photos --data ./photos --out photos.csv
@@ -118,7 +117,6 @@ def embed(
     result(f"{count:,} embeddings of size {size}: {out}")
     for name, reason in found.skipped:
         result(f"left out: {name} ({reason})")
-    return 0
 
 
 def export(
@@ -134,7 +132,7 @@ def export(
     ] = "safetensors",
     checkpoint: Checkpoint = "kept",
     import_: Import = None,
-) -> int:
+) -> None:
     """Write a run's encoder for other libraries, with a card whose code loads it.
 
     negchain export runs/photos --format onnx --out model/
@@ -156,14 +154,13 @@ def export(
     ended = summary.exists() and checkpoint in ("kept", last)  # what its numbers are of
     export_encoder(out, encoder, config, read_object(summary) if ended else {}, form)
     result(f"encoder: {out}")
-    return 0
 
 
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="One or more run folders.")],
     out: Annotated[Path, typer.Option(help="The HTML file to write.")],
     import_: Import = None,
-) -> int:
+) -> None:
     """Write one HTML page about a run, or comparing several; it needs no network.
 
     negchain report runs/a runs/b --out compare.html
@@ -172,7 +169,6 @@ def report(
 
     _require_page(out)
     result(f"report: {write_report(runs, out)}")
-    return 0
 
 
 def _require_page(out: Path) -> None:
@@ -213,7 +209,7 @@ def duplicates(
     checkpoint: Checkpoint = "kept",
     device: Device = "auto",
     import_: Import = None,
-) -> int:
+) -> None:
     """Find near-duplicates: pairs of images whose embeddings are more similar than --above.
 
     A pair across train/ and test/ makes accuracies look better than they are; a pair in train/ is
@@ -256,4 +252,3 @@ def duplicates(
         result("so many pairs mean that the encoder hardly tells images apart: raise --above")
     result(f"page: {out}")
     result(f"table: {table}")
-    return 0

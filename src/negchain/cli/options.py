@@ -12,7 +12,7 @@ from negchain.methods import import_file
 from negchain.train.config import TrainConfig, flag, hints, setting_of
 from negchain.train.presets import FOLDER_DEFAULTS, PRESET_HELP
 
-Command = Callable[..., int]
+Command = Callable[..., int | None]
 
 
 def _imported(path: Path | None) -> Path | None:
@@ -48,13 +48,12 @@ def with_config_options(leave_out: Collection[str] = ()) -> Callable[[Command], 
                 made[name] = _option(name, hint)
             if name == "beta":
                 made["temperature"] = _Temperature
+        kind = inspect.Parameter.KEYWORD_ONLY
+        added = [inspect.Parameter(n, kind, default=None, annotation=a) for n, a in made.items()]
         signature = inspect.signature(command, eval_str=True)
-        *parameters, _ = signature.parameters.values()  # the last is **settings
-        for name, annotation in made.items():
-            kind = inspect.Parameter.KEYWORD_ONLY
-            parameters.append(inspect.Parameter(name, kind, default=None, annotation=annotation))
-        command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-        command.__annotations__ = {p.name: p.annotation for p in parameters}
+        *own, _ = signature.parameters.values()  # the last is **settings
+        command.__signature__ = signature.replace(parameters=own + added)  # type: ignore[attr-defined]
+        command.__annotations__ = {p.name: p.annotation for p in own + added}
         return command
 
     return decorate

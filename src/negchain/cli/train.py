@@ -61,7 +61,7 @@ def command(
         ),
     ] = PATIENCE,
     **settings: Any,
-) -> int:
+) -> None:
     """See `HELP`."""
     if resume and config_file is not None:
         raise ConfigError("--resume reads the config of the run in --out; leave out --config")
@@ -69,12 +69,12 @@ def command(
         raise ConfigError(f"--rank-timeout must be above 0, got {rank_timeout:g}")
     try:
         with joined(rank_timeout):
-            return _train(resume, config_file, not quiet, settings)
+            _train(resume, config_file, not quiet, settings)
     except Silent:
         raise typer.Exit(1) from None
 
 
-def _train(resume: bool, config_file: Path | None, show: bool, settings: dict[str, Any]) -> int:
+def _train(resume: bool, config_file: Path | None, show: bool, settings: dict[str, Any]) -> None:
     try:
         run = _resumed(settings, show) if resume else _started(settings, config_file, show)
     except KeyboardInterrupt:
@@ -94,7 +94,6 @@ def _train(resume: bool, config_file: Path | None, show: bool, settings: dict[st
             raise RuntimeError(str(error)) from error  # no wrong setting, whatever its type
     if run.team.leads:
         _show(run, summary)
-    return 0
 
 
 def _started(settings: dict[str, Any], file: Path | None, show: bool) -> Run:
