@@ -10,7 +10,9 @@ A program works on a block of pixels of one image, so what differs between image
 order of the jitter, the width of the blur) is a scalar of the program and a branch costs nothing.
 Contrast needs the mean luminance of all pixels at its place in the order, so one pass ends there:
 it leaves one sum per block, which the next adds in a fixed order. Nothing is atomic: equal inputs
-give equal bits.
+give equal bits. In a blur the place of a neighbour is found once for all channels, and four taps
+are unrolled: their loads are on their way together, and a program's registers still leave room for
+all of a small batch's programs at once.
 
 `Pictures` of their own sizes are read through their offsets and sizes: a program asks for those of
 its picture, and averages as many source pixels as its crop needs. Images of one size have theirs
@@ -32,16 +34,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from negchain.augment import blur
 from negchain.augment.pictures import Images, Pictures
 from negchain.augment.pipeline import Augmentation, Uniforms, check_images
-from negchain.fast.augment.fused_blur_triton import (
-    PIXELS,
-    blur_radius,
-    blurred,
-    finish_fused,
-    store,
-    unit,
-)
 from negchain.fast.augment.fused_params_triton import (
     CONTRAST,
     CONTRAST_PLACE,
@@ -64,7 +59,34 @@ from negchain.fast.augment.fused_params_triton import (
 )
 from negchain.fast.backends import on_its_device
 
+PIXELS = 512  # pixels per program: 18 programs for an image of 96 x 96
 SATURATION = tl.constexpr(2)
+
+
+@triton.jit
+def _unit(x):
+    """Clamp to [0,1]."""
+    return tl.minimum(tl.maximum(x, 0.0), 1.0)
+
+
+@triton.jit
+def _store(ptr, red, green, blue, inside, CHANNELS: tl.constexpr, NEXT: tl.constexpr):
+    """Write the channels of a block of pixels, NEXT apart, in the type of `ptr`."""
+    dtype = ptr.dtype.element_ty
+    tl.store(ptr, red.to(dtype), mask=inside)
+    if CHANNELS == 3:
+        tl.store(ptr + NEXT, green.to(dtype), mask=inside)
+        tl.store(ptr + 2 * NEXT, blue.to(dtype), mask=inside)
+
+
+@triton.jit
+def _load(ptr, CHANNELS: tl.constexpr, PLANE: tl.constexpr):
+    """The channels of a block of planar pixels; thrice the one."""
+    red = tl.load(ptr)
+    green, blue = red, red
+    if CHANNELS == 3:
+        green, blue = tl.load(ptr + PLANE), tl.load(ptr + 2 * PLANE)
+    return red, green, blue
 
 
 @triton.jit
@@ -94,9 +116,7 @@ def _resample(
     height, width = tl.load(row + HEIGHT).to(tl.int32), tl.load(row + WIDTH).to(tl.int32)
     origin = tl.load(row + TOP).to(tl.int32) * stride + tl.load(row + LEFT).to(tl.int32)
     total = tl.zeros_like(centre_y)
-    red = tl.zeros_like(centre_y)
-    green = tl.zeros_like(centre_y)
-    blue = tl.zeros_like(centre_y)
+    red, green, blue = total, total, total
     for tap_y in tl.range(0, taps_y, loop_unroll_factor=2):
         weight_y = _tap_weight(first_y + tap_y, centre_y, slope_y, height)
         line = origin + tl.minimum(tl.maximum(first_y + tap_y, 0), height - 1) * stride
@@ -127,7 +147,7 @@ def _luminance(red, green, blue, CHANNELS: tl.constexpr):
 @triton.jit
 def _turned(hue, largest, spread):
     turned = hue - 6.0 * tl.floor(hue * (1.0 / 6.0))
-    return largest - spread * unit(tl.minimum(turned, 4.0 - turned))
+    return largest - spread * _unit(tl.minimum(turned, 4.0 - turned))
 
 
 @triton.jit
@@ -159,9 +179,9 @@ def _jitter(red, green, blue, row, first, last, mean, CHANNELS: tl.constexpr):
             share = tl.where(operation == SATURATION, 1.0 - gain, 0.0)
             constant = tl.where(operation == CONTRAST, (1.0 - gain) * mean, 0.0)
             reference = share * _luminance(red, green, blue, CHANNELS) + constant
-            red = unit(gain * red + reference)
-            green = unit(gain * green + reference)
-            blue = unit(gain * blue + reference)
+            red = _unit(gain * red + reference)
+            green = _unit(gain * green + reference)
+            blue = _unit(gain * blue + reference)
     return red, green, blue
 
 
@@ -209,7 +229,39 @@ def _crop_kernel(
     # which it would do for the stores' sake, with exchanges between threads around every load
     x = tl.where(tl.load(row + FLIP) > 0.5, SIZE - 1 - x, x)
     out = pixels_ptr + image.to(tl.int64) * (CHANNELS * PLANE) + (y * SIZE + x)
-    store(out, red, green, blue, inside, CHANNELS, PLANE)
+    _store(out, red, green, blue, inside, CHANNELS, PLANE)
+
+
+@triton.jit
+def _blurred(
+    red,  # the pixels themselves
+    green, blue,
+    image_ptr,  # planar float32 [C,SIZE,SIZE]
+    line,  # where the pixels' lines along the axis begin
+    centre,  # the pixels' places on their lines
+    sigma, CHANNELS: tl.constexpr, SIZE: tl.constexpr,
+    STRIDE: tl.constexpr,  # between neighbours on a line
+    RADIUS: tl.constexpr,
+):  # fmt: skip
+    """Red, green and blue blurred along one axis, edges reflected; one channel in `red`."""
+    PLANE: tl.constexpr = SIZE * SIZE
+    if sigma > 0.0:
+        sharpness = -0.5 / (tl.maximum(sigma, 0.01) * tl.maximum(sigma, 0.01))
+        total = 1.0
+        for distance in tl.range(1, RADIUS + 1, loop_unroll_factor=2):
+            weight = tl.exp(sharpness * (distance * distance))
+            total += 2.0 * weight
+            place = tl.maximum(centre - distance, distance - centre)
+            before = image_ptr + (line + place * STRIDE)
+            place = tl.minimum(centre + distance, 2 * (SIZE - 1) - distance - centre)
+            after = image_ptr + (line + place * STRIDE)
+            red += weight * (tl.load(before) + tl.load(after))
+            if CHANNELS == 3:
+                green += weight * (tl.load(before + PLANE) + tl.load(after + PLANE))
+                blue += weight * (tl.load(before + 2 * PLANE) + tl.load(after + 2 * PLANE))
+        scale = 1.0 / total
+        red, green, blue = red * scale, green * scale, blue * scale
+    return red, green, blue
 
 
 @triton.jit
@@ -236,10 +288,7 @@ def _colour_kernel(
     inside = (lane < PIXELS) & (line < PLANE)
     line = tl.minimum(line, PLANE - SIZE)
     own = base + (line + x)
-    red = tl.load(own)
-    green, blue = red, red
-    if CHANNELS == 3:
-        green, blue = tl.load(own + PLANE), tl.load(own + 2 * PLANE)
+    red, green, blue = _load(own, CHANNELS, PLANE)
     if JITTER:
         block = tl.arange(0, SUMS)
         sums = tl.load(sums_ptr + image * SUM_BLOCKS + block, mask=block < SUM_BLOCKS, other=0.0)
@@ -254,14 +303,51 @@ def _colour_kernel(
         green = tl.where(is_grey, luminance, green)
         blue = tl.where(is_grey, luminance, blue)
     if RADIUS > 0:
-        store(own, red, green, blue, inside, CHANNELS, PLANE)
+        _store(own, red, green, blue, inside, CHANNELS, PLANE)
         tl.debug_barrier()  # the blur reads what other threads of this program have stored
         sigma = tl.load(row + SIGMA)
-        red, green, blue = blurred(
+        red, green, blue = _blurred(
             red, green, blue, base, line, x, sigma, CHANNELS, SIZE, 1, RADIUS
         )
     out = across_ptr + image.to(tl.int64) * (CHANNELS * PLANE) + (line + x)
-    store(out, red, green, blue, inside, CHANNELS, PLANE)
+    _store(out, red, green, blue, inside, CHANNELS, PLANE)
+
+
+@triton.jit
+def _finished(value, mean, std, NORMALIZE: tl.constexpr):
+    value = _unit(value)
+    if NORMALIZE:
+        value = (value - mean) / std
+    return value
+
+
+@triton.jit
+def _finish_kernel(
+    pixels_ptr, out_ptr, params_ptr, mean_0, mean_1, mean_2, std_0, std_1, std_2,
+    CHANNELS: tl.constexpr, SIZE: tl.constexpr, RADIUS: tl.constexpr, NORMALIZE: tl.constexpr,
+    CHANNELS_LAST: tl.constexpr,  # of `out`; `pixels` is planar
+    BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Blur a block of pixels along y, clamp and normalise."""
+    PLANE: tl.constexpr = SIZE * SIZE
+    program = tl.program_id(0)
+    image = program // BLOCKS
+    base = image.to(tl.int64) * (CHANNELS * PLANE)
+    pixel = (program % BLOCKS) * BLOCK + tl.arange(0, BLOCK)
+    inside = pixel < PLANE
+    within = tl.minimum(pixel, PLANE - 1)
+    sigma = tl.load(params_ptr + image * NUM_FIELDS + SIGMA)
+    own = pixels_ptr + base + within
+    red, green, blue = _load(own, CHANNELS, PLANE)
+    y, x = within // SIZE, within % SIZE
+    red, green, blue = _blurred(
+        red, green, blue, pixels_ptr + base, x, y, sigma, CHANNELS, SIZE, SIZE, RADIUS
+    )
+    red = _finished(red, mean_0, std_0, NORMALIZE)
+    green = _finished(green, mean_1, std_1, NORMALIZE)
+    blue = _finished(blue, mean_2, std_2, NORMALIZE)
+    out = out_ptr + base + (pixel * CHANNELS if CHANNELS_LAST else pixel)
+    _store(out, red, green, blue, inside, CHANNELS, 1 if CHANNELS_LAST else PLANE)
 
 
 @on_its_device
@@ -286,7 +372,9 @@ def augment_fused(
             f"there must be one row of uniforms per image, got {len(drawn)} for {count} images; "
             "draw uniforms of shape [N, num_uniforms]"
         )
-    size = augment.size
+    size, radius = augment.size, 0
+    if augment.blur_sigma is not None:  # past 6.5 sigma a neighbour weighs below 1e-9
+        radius = min(blur.kernel_size(size) // 2, int(6.5 * augment.blur_sigma[1]) + 1)
     if isinstance(images, Pictures):
         channels, height, width = images.channels, size, size
         params = fused_params(augment, drawn, count, images.sizes.contiguous(), index)
@@ -295,25 +383,35 @@ def augment_fused(
         _, channels, height, width = images.shape
         params = fused_params(augment, drawn, count, (height, width), index)
         source = (images.contiguous(), params, params)
+    mean, std = augment.normalize or ((0.0,) * channels, (1.0,) * channels)
+    if not len(mean) == len(std) == channels:
+        raise ValueError(
+            f"normalize must have one mean and one deviation per channel, got {len(mean)} and "
+            f"{len(std)} for {channels} channels; give {channels} of each"
+        )
     blocks = triton.cdiv(size * size, PIXELS)
     sums = params.new_empty(count, blocks)
     pixels = params.new_empty(count, channels, size, size)
-    shared = {
-        "JITTER": augment.jitter is not None,
-        "CHANNELS": channels,
-        "SIZE": size,
-        "enable_fp_fusion": True,
-    }
+    shared = {"CHANNELS": channels, "SIZE": size, "enable_fp_fusion": True}
     _crop_kernel[(count * blocks,)](
-        *source, params, pixels, sums, RAGGED=isinstance(images, Pictures), H=height, W=width,
+        *source, params, pixels, sums, JITTER=augment.jitter is not None,
+        RAGGED=isinstance(images, Pictures), H=height, W=width,
         TAPS_Y=math.ceil(2 * max(1.0, height / size)),  # source pixels under the triangle
         TAPS_X=math.ceil(2 * max(1.0, width / size)), BLOCKS=blocks, BLOCK=PIXELS, **shared,
     )  # fmt: skip
     rows = max(1, PIXELS // size)
-    across = torch.empty_like(pixels) if blur_radius(augment) else pixels
+    across = torch.empty_like(pixels) if radius else pixels
     _colour_kernel[(count * triton.cdiv(size, rows),)](
-        params, pixels, sums, across, RADIUS=blur_radius(augment), SUM_BLOCKS=blocks,
-        SUMS=triton.next_power_of_2(blocks), BLOCKS=triton.cdiv(size, rows), PIXELS=rows * size,
-        BLOCK=triton.next_power_of_2(rows * size), **shared,
+        params, pixels, sums, across, JITTER=augment.jitter is not None, RADIUS=radius,
+        SUM_BLOCKS=blocks, SUMS=triton.next_power_of_2(blocks), BLOCKS=triton.cdiv(size, rows),
+        PIXELS=rows * size, BLOCK=triton.next_power_of_2(rows * size), **shared,
     )  # fmt: skip
-    return finish_fused(augment, across, params, dtype, channels_last)
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    out = torch.empty(pixels.shape, dtype=dtype, device=pixels.device, memory_format=layout)
+    padding = (1.0,) * (3 - channels)
+    _finish_kernel[(count * blocks,)](
+        across, out, params, *(float(number) for number in (*mean, *padding, *std, *padding)),
+        RADIUS=radius, NORMALIZE=augment.normalize is not None, CHANNELS_LAST=channels_last,
+        BLOCKS=blocks, BLOCK=PIXELS, **shared,
+    )  # fmt: skip
+    return out
