@@ -63,6 +63,9 @@ _STL10: dict[str, Value] = {
     "image_size": 96,  # [D]
     "recipe": "simclr-stl10",  # [R]
     "weight_decay": 1e-4,  # [T]; coupled, on every parameter [R]
+    "optimizer": "adam",  # [P] section 4.2
+    "epochs": 100,  # [P] captions of its figures against time, for batch 32; [R]
+    "warmup_epochs": 10.0,  # [R] linear from 0, then cosine to 0, per step
 }
 
 PRESETS: dict[str, dict[str, Value]] = {
@@ -70,21 +73,15 @@ PRESETS: dict[str, dict[str, Value]] = {
         **_STL10,
         "batch_size": 32,  # [T]
         "beta": 14.28,  # [T]
-        "optimizer": "adam",  # [P] section 4.2
         "lr": 1e-4,  # [T]
         "refresh": 0.01024,  # [T]
-        "epochs": 100,  # [P] captions of its figures against time
-        "warmup_epochs": 10.0,  # [R] linear from 0, then cosine to 0, per step
     },
     "stl10-b256": {
         **_STL10,
         "batch_size": 256,  # [T]
         "beta": 5.0,  # [T]
-        "optimizer": "adam",  # [P] section 4.2
         "lr": 1e-3,  # [T]
         "refresh": 0.1,  # [T]
-        "epochs": 100,  # [R]
-        "warmup_epochs": 10.0,  # [R]
     },
     # No "data": ImageNet-100 cannot be downloaded, so the user names the folder. The table has no
     # cache refresh for it (Negative Cache was not run), so that field keeps its own default.

@@ -92,18 +92,15 @@ def continued(saved: TrainConfig, overrides: Mapping[str, object]) -> TrainConfi
     """
     given = _given(overrides)
     config = _on_this_machine(replace(saved, **given))
-    for name, other in (("epochs", "steps"), ("steps", "epochs")):
-        now, before = given.get(name), getattr(saved, name)
-        if now is not None and now != before:
-            if (saved.steps is None) == (name == "steps"):
-                raise ConfigError(
-                    f"the length of this run is set by {flag(other)}; extend it with that"
-                )
-            if now < before:
-                raise ConfigError(
-                    f"a run can be extended and not shortened: {flag(name)} was {before} and is "
-                    f"now {now}; start a new run in another --out"
-                )
+    unit, other = ("epochs", "steps") if saved.steps is None else ("steps", "epochs")
+    if given.get(other) not in (None, getattr(saved, other)):
+        raise ConfigError(f"the length of this run is set by {flag(unit)}; extend it with that")
+    now, before = getattr(config, unit), getattr(saved, unit)
+    if now < before:
+        raise ConfigError(
+            f"a run can be extended and not shortened: {flag(unit)} was {before} and is now {now}; "
+            "start a new run in another --out"
+        )
     if differences := same_run(saved, replace(config, epochs=saved.epochs, steps=saved.steps)):
         raise ConfigError(
             f"a resumed run keeps its settings, but {'; '.join(differences)}: leave these "

@@ -156,8 +156,9 @@ class TrainStep:
         self.index, self.step = self._inputs[:size], self._inputs[size]  # [B], []
         self.ranks = loss_fn.ranks()
         rank, world = (0, 1) if self.ranks is None else (self.ranks.rank, self.ranks.world)
-        self._bounds = [size * r // world for r in range(world + 1)]  # of every rank's rows
-        self.rows = slice(self._bounds[rank], self._bounds[rank + 1])
+        bounds = [size * r // world for r in range(world + 1)]  # of every rank's rows
+        self._counts = [end - begin for begin, end in itertools.pairwise(bounds)]
+        self.rows = slice(bounds[rank], bounds[rank + 1])
         own = torch.arange(self.rows.start, self.rows.stop, device=self.device)
         self._places = None if self.ranks is None else own  # of this rank's rows in the batch
         self.loss = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -309,8 +310,10 @@ class TrainStep:
             z_b, *answers = self._encode(self.embed, encoded[1:], anchors.size, loaded)
             answers, drawn = answers[: len(trained)], answers[len(trained) :]
         row = sum(share.size for share in encoded)
-        if self.ranks is None or self.task.state_tensors():
-            self.task.watch(self._of_all(z_a.detach()), self.index)
+        if self.ranks is None:
+            self.task.watch(z_a.detach(), self.index)
+        elif self.task.state_tensors():
+            self.task.watch(joined_rows(z_a.detach(), self._counts, self.ranks), self.index)
         for position, share in enumerate(asked):
             if not share.want.gradient:
                 answers.insert(position, self._renewed(share, row))
@@ -319,13 +322,6 @@ class TrainStep:
             drawn = drawn or self._encode(self.embed, self._shares(second), row)
             second.answer(drawn)
         return loss_fn(z_a, z_b, index, first.answer(answers), second, **told)
-
-    def _of_all(self, rows: Tensor) -> Tensor:  # [n,...] -> [B,...]
-        """The rows of all ranks."""
-        if self.ranks is None:
-            return rows
-        counts = [end - begin for begin, end in itertools.pairwise(self._bounds)]
-        return joined_rows(rows, counts, self.ranks)
 
     def _of_batch(self, ids: Tensor, tower: Tower) -> Share:
         """This rank's rows of the batch."""
