@@ -110,6 +110,9 @@ def test_a_folder_as_encoder_of_pictures_and_a_file_as_data(
     (tmp_path / "config.json").write_text('{"batch_sise": 3}')
     said = refusal(capsys, "train --config", tmp_path)
     assert f"--config {tmp_path / 'config.json'}: the setting" in said
+    (tmp_path / "config.json").write_text("{}")
+    said = refusal(capsys, "train --preset stl10-b32 --config", tmp_path)
+    assert "--preset and --config both hold settings to start from; give one of them" in said
 
 
 def test_gpu_without_a_gpu(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

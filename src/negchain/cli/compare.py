@@ -129,7 +129,7 @@ def _plans(
         given = for_method(method, {**settings, **known})
         plans = []
         for seed in range(seeds):
-            config = resolve(given.get("preset"), {**given, "method": method, "seed": seed})
+            config = resolve(None, {**given, "method": method, "seed": seed})
             path = folder / f"{method}{label(known)}-seed{seed}"
             if path.is_symlink():
                 real_folder(path)  # refuses it

@@ -98,7 +98,7 @@ def _train(resume: bool, config_file: Path | None, show: bool, settings: dict[st
 
 def _started(settings: dict[str, Any], file: Path | None, show: bool) -> Run:
     saved = None if file is None else _read_config(file, settings)
-    config = resolve(settings.pop("preset", None), settings, saved)
+    config = resolve(None, settings, saved)
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) and config.out is None:
         raise ConfigError(
             "torchrun --max-restarts needs --out, the folder in which a restarted run goes on"

@@ -128,9 +128,9 @@ def _load(config: TrainConfig) -> Any:
 def config_of(job: Row) -> TrainConfig:
     """The settings of a job's run."""
     settings = {"eval_every": 0, "checkpoint_every": 0, **job["settings"]}
-    preset, method = settings.pop("preset", None), job["method"]
+    method = job["method"]
     known = for_method(method, settings)
-    config = resolve(preset, {**known, "method": method, "seed": job["seed"]})
+    config = resolve(None, {**known, "method": method, "seed": job["seed"]})
     if "chain" in job:
         share = job["chain"]["burn_in"] / (2 * config.batch_size - 2)
         config = replace(config, proposal="both", burn_in=share)

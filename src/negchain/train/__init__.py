@@ -54,7 +54,7 @@ def run(
     from negchain.train.team import joined
 
     settings = {k: fspath(v) if isinstance(v, PathLike) else v for k, v in settings.items()}
-    config = resolve(settings.pop("preset", None), settings)
+    config = resolve(None, settings)
     with joined() as team:
         begun = start(config, show, augment)
         with begun.folder:
