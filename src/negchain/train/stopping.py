@@ -8,7 +8,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Protocol
+from typing import Any
 
 STOPPING = "\nstopping after this step or evaluation; Ctrl-C again: at once, without a checkpoint\n"
 
@@ -21,15 +21,9 @@ class Diverged(RuntimeError):
     """The loss is no longer a number."""
 
 
-class Stoppable(Protocol):
-    """What looks at `stop` after every step, or several times a second."""
-
-    stop: bool
-
-
 @contextmanager
-def stopping(run: Stoppable) -> Iterator[None]:
-    """Let SIGINT, SIGTERM and SIGHUP end the run after the current step, with a checkpoint."""
+def stopping(run: Any) -> Iterator[None]:
+    """Let SIGINT, SIGTERM and SIGHUP set `run.stop`, which ends a run after its current step."""
 
     def ask(number: int, frame: FrameType | None) -> None:
         # asked twice: end now. Not for SIGHUP, which a closed terminal and its shell both send.
