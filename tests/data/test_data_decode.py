@@ -14,10 +14,15 @@ from PIL import Image
 from torchvision.transforms import functional as tvf
 
 from negchain.data import decode, from_files
-from negchain.data.decode import read_both, read_image, read_picture
+from negchain.data.decode import decoded
 from negchain.data.from_files import check_files, decode_files, read_sizes
 
 RNG = np.random.default_rng(0)
+
+
+def read_image(path: str, side: int, short: int = 0) -> np.ndarray:
+    with decoded(path, max(side, short)) as found:
+        return found.square(side)
 
 
 def noise(width: int, height: int, channels: int = 3) -> np.ndarray:
@@ -323,10 +328,11 @@ def test_whole_pictures_keep_their_proportions(tmp_path: Path, orientation: int)
     noisy = noise(40, 30)
     Image.fromarray(noisy).save(tmp_path / "small.png", exif=exif)
     for name in ("a.jpg", "large.jpg"):
-        square, picture = read_both(str(tmp_path / name), 16, 64)
+        with decoded(str(tmp_path / name), 64) as found:
+            square, picture = found.square(16), found.whole(64)
         assert picture.shape == ((3, 64, 96) if orientation == 1 else (3, 96, 64))
         assert np.array_equal(square, read_image(str(tmp_path / name), 16, 64))
-        assert np.array_equal(picture, read_picture(str(tmp_path / name), 16, 64))
-    picture = read_picture(str(tmp_path / "small.png"), 16, 64)  # small ones are not enlarged
+    with decoded(str(tmp_path / "small.png"), 64) as found:
+        picture = found.whole(64)  # small ones are not enlarged
     upright = noisy if orientation == 1 else np.rot90(noisy, -1)
     assert np.array_equal(picture, upright.transpose(2, 0, 1))

@@ -187,78 +187,57 @@ def stored_size(size: Size, short: int) -> Size:
     return width, height
 
 
-class _Decoded(NamedTuple):
+class Decoded(NamedTuple):
+    """An image in RGB, as it lies in its file: not upright yet."""
+
     rgb: Image.Image
     size: Size  # of the file; a JPEG may have been decoded smaller
     turn: Image.Transpose | None
 
+    @classmethod
+    def of(cls, image: Image.Image, size: Size) -> "Decoded":
+        """An image that is open; `size` is that of its file."""
+        orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
+        return cls(_to_rgb(image), size, _TURNS.get(orientation))
 
-def square_of(image: Image.Image, side: int) -> Bytes:  # -> [3,side,side]
-    """`read_image` of an image that is open already."""
-    return _square(_Decoded(_to_rgb(image), image.size, _turn(image)), side)
+    def square(self, side: int) -> Bytes:  # -> [3,side,side]
+        """The central square: bilinear with antialiasing, as `torchvision.transforms.Resize`."""
+        rgb = self.rgb
+        if rgb.size != (side, side):
+            short = min(rgb.size)
+            left, top = (rgb.width - short) / 2, (rgb.height - short) / 2
+            box = (left, top, left + short, top + short)
+            rgb = rgb.resize((side, side), Image.Resampling.BILINEAR, box=box)
+        return self._upright(rgb)
 
+    def whole(self, short: int) -> Bytes:  # -> [3,h,w]
+        """The whole picture, its shorter side at most `short` pixels."""
+        # Lanczos keeps the detail that crops are to show; bilinear would take a tenth of it.
+        rgb, size = self.rgb, stored_size(self.size, short)
+        if rgb.size != size:
+            rgb = rgb.resize(size, Image.Resampling.LANCZOS)
+        return self._upright(rgb)
 
-def _turn(image: Image.Image) -> Image.Transpose | None:
-    return _TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
+    def _upright(self, rgb: Image.Image) -> Bytes:  # -> [3,h,w]
+        turned = rgb if self.turn is None else rgb.transpose(self.turn)
+        return np.asarray(turned).transpose(2, 0, 1)
 
 
 @contextmanager
-def _decoded(place: Place | str, enough: int) -> Iterator[_Decoded]:
-    """The file in RGB, a JPEG at 1/2, 1/4 or 1/8 if that leaves twice `enough` pixels a side."""
+def decoded(place: Place | str, enough: int) -> Iterator[Decoded]:
+    """An image file, for pictures and squares whose shorter sides have at most `enough` pixels.
+
+    A JPEG at least four times too large is decoded by libjpeg at 1/2, 1/4 or 1/8 of its size, never
+    below twice `enough`: large photos decode several times faster, and the square of a smooth one
+    differs by less than one grey level on average.
+    """
     with opened(place) as file, Image.open(file, formats=_FORMATS) as image:
         size = image.size
         image.draft(image.mode, (2 * enough, 2 * enough))  # does nothing unless it is a JPEG
         copies = 1 if image.mode == "RGB" else 2
         with _room.take(4 * image.width * image.height * copies):  # PIL has 4 bytes a pixel
             image.load()
-            yield _Decoded(_to_rgb(image), size, _turn(image))
-
-
-def _upright(image: Image.Image, turn: Image.Transpose | None) -> Bytes:  # -> [3,h,w]
-    return np.asarray(image if turn is None else image.transpose(turn)).transpose(2, 0, 1)
-
-
-def _square(decoded: _Decoded, side: int) -> Bytes:
-    rgb = decoded.rgb
-    width, height = rgb.size
-    short = min(width, height)
-    if (width, height) != (side, side):
-        left, top = (width - short) / 2, (height - short) / 2
-        box = (left, top, left + short, top + short)
-        rgb = rgb.resize((side, side), Image.Resampling.BILINEAR, box=box)
-    return _upright(rgb, decoded.turn)
-
-
-def _whole(decoded: _Decoded, short: int) -> Bytes:
-    # Lanczos keeps the detail that crops are to show; bilinear would take a tenth of it.
-    rgb, size = decoded.rgb, stored_size(decoded.size, short)
-    if rgb.size != size:
-        rgb = rgb.resize(size, Image.Resampling.LANCZOS)
-    return _upright(rgb, decoded.turn)
-
-
-def read_image(place: Place | str, side: int, short: int = 0) -> Bytes:  # -> [3,side,side]
-    """The central square of an image file, upright, in RGB, at `side` x `side` pixels.
-
-    Bilinear with antialiasing, as `torchvision.transforms.Resize`. A JPEG at least four times too
-    large is decoded by libjpeg at 1/2, 1/4 or 1/8 of its size, never below twice `side` (or
-    `short`: the bits are then those of `read_both`), and resampled from there: large photos decode
-    several times faster, and a smooth one differs by less than one grey level on average.
-    """
-    with _decoded(place, max(side, short)) as decoded:
-        return _square(decoded, side)
-
-
-def read_picture(place: Place | str, side: int, short: int) -> Bytes:  # -> [3,h,w]
-    """The whole picture, upright, in RGB, its shorter side at most `short` pixels."""
-    with _decoded(place, max(side, short)) as decoded:
-        return _whole(decoded, short)
-
-
-def read_both(place: Place | str, side: int, short: int) -> tuple[Bytes, Bytes]:
-    """`read_image` and `read_picture` from one decoding."""
-    with _decoded(place, max(side, short)) as decoded:
-        return _square(decoded, side), _whole(decoded, short)
+            yield Decoded.of(image, size)
 
 
 def read_size(place: Place | str) -> Size:

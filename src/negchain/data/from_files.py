@@ -30,8 +30,7 @@ from negchain.augment.pictures import Pictures
 from negchain.data.decode import (
     IMAGE_SUFFIXES,
     Size,
-    read_both,
-    read_image,
+    decoded,
     read_size,
     stored_size,
     why_unreadable,
@@ -108,7 +107,7 @@ def _note(sizes: Sequence[Size], times: int, short: int, num_bytes: int, budget:
 
 
 def _run(
-    work: Callable[[int], object],
+    work: Callable[[int], None],
     places: Sequence[Place | str],
     *,
     workers: int,
@@ -182,14 +181,14 @@ def decode_files(
     rows, slots = squares.numpy(), flat.numpy()
 
     def work(i: int) -> None:
-        if not short:
-            rows[i] = read_image(places[i], side)
-            return
-        rows[i], picture = read_both(places[i], side, short)
-        if picture.size != num_bytes[i]:
-            raise OSError("its size is not what its header says")
-        slots[begins[i] : begins[i + 1]] = picture.reshape(-1)
-        sizes_hw[i] = torch.tensor(picture.shape[1:])
+        with decoded(places[i], max(side, short)) as found:
+            rows[i] = found.square(side)
+            if short:
+                picture = found.whole(short)
+                if picture.size != num_bytes[i]:
+                    raise OSError("its size is not what its header says")
+                slots[begins[i] : begins[i + 1]] = picture.reshape(-1)
+                sizes_hw[i] = torch.tensor(picture.shape[1:])
 
     failed = _run(work, places, workers=workers, title=title)
     keep = torch.tensor([i for i in range(len(places)) if i not in failed], dtype=torch.int64)
@@ -210,12 +209,17 @@ def _close_gaps(images: Tensor, keep: Tensor, chunk: int = 1024) -> Tensor:
 def check_files(
     places: Sequence[Place | str], *, workers: int, title: str | None = None
 ) -> dict[int, str]:
-    """{number: reason} of the files that `read_image` cannot read.
+    """{number: reason} of the files that cannot be decoded.
 
     Each file is decoded to one pixel (a JPEG at 1/8 of its size), since a truncated JPEG passes
     PIL's `verify`; so a set holds the same items whether it is resident or on disk.
     """
-    return _run(lambda i: read_image(places[i], 1), places, workers=workers, title=title)
+
+    def work(i: int) -> None:
+        with decoded(places[i], 1) as found:
+            found.square(1)
+
+    return _run(work, places, workers=workers, title=title)
 
 
 # ----------------------------------------------------------------------------- from files to sets

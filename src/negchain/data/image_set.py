@@ -16,7 +16,7 @@ Letters in shapes: M items, T batches, B rows of a batch, C channels, S the side
 
 import hashlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,11 +27,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from negchain.augment.pictures import Images, Pictures
-from negchain.data.decode import Bytes, num_cores, read_image, read_picture, why_unreadable
+from negchain.data.decode import decoded, num_cores, why_unreadable
 from negchain.data.listing import Place
 from negchain.printable import printable
-
-Read = Callable[[Place, int, int], Bytes]
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,8 +88,8 @@ class ImageSet:
         """The squares at `positions`, in that order: by indexing, or decoded now on all cores."""
         if self.images is not None:
             return self.images[positions]
-        decoded = self._decode_all(read_image, positions, threads)
-        return torch.stack(decoded) if decoded else torch.empty(0, 3, *self.size, dtype=torch.uint8)
+        found = self._decode_all(positions, threads, whole=False)
+        return torch.stack(found) if found else torch.empty(0, 3, *self.size, dtype=torch.uint8)
 
     def pictures(self, positions: Tensor, threads: int | None = None) -> Images:  # [B] -> B of them
         """What crops of the items at `positions` are cut from; decoded now, where on disk."""
@@ -99,7 +97,7 @@ class ImageSet:
             return self.table[positions]
         if not self.short:
             return self.fetch(positions, threads)
-        return Pictures.pack(self._decode_all(read_picture, positions, threads))
+        return Pictures.pack(self._decode_all(positions, threads, whole=True))
 
     def select(self, positions: Tensor) -> "ImageSet":  # int64 [N], ascending
         """The items at `positions` as a set of its own; shares memory when they are consecutive."""
@@ -127,16 +125,18 @@ class ImageSet:
             return None
         return self.select((self.labels >= 0).nonzero().flatten())
 
-    def _decode_all(self, read: Read, positions: Tensor, threads: int | None) -> list[Tensor]:
+    def _decode_all(self, positions: Tensor, threads: int | None, whole: bool) -> list[Tensor]:
         with warnings.catch_warnings(), ThreadPoolExecutor(threads or num_cores()) as pool:
             warnings.simplefilter("ignore")  # PIL warns of odd metadata; what matters raises
-            return list(pool.map(lambda p: self._decode(read, p), positions.tolist()))
+            return list(pool.map(lambda p: self._decode(p, whole), positions.tolist()))
 
-    def _decode(self, read: Read, position: int) -> Tensor:
+    def _decode(self, position: int, whole: bool) -> Tensor:
         assert self.places is not None
         place = self.places[position]
         try:
-            return torch.from_numpy(np.ascontiguousarray(read(place, self.side, self.short)))
+            with decoded(place, max(self.side, self.short)) as found:
+                pixels = found.whole(self.short) if whole else found.square(self.side)
+            return torch.from_numpy(np.ascontiguousarray(pixels))
         except Exception as error:  # PIL's readers raise nearly every type on damaged files
             raise ValueError(
                 f"{self.names[position]} in {printable(place.path)} was readable when the run "

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from negchain.chunked import Chunked
 from negchain.data import ImageSet
-from negchain.data.decode import num_cores, square_of
+from negchain.data.decode import Decoded, num_cores
 from negchain.data.from_files import decode_files
 from negchain.data.named import BUILT_IN
 from negchain.encoders import Encoder
@@ -141,7 +141,7 @@ class Trained:
             return self.embed(pictures).features  # type: ignore[arg-type]
         if len(given) < len(pictures):
             raise ValueError("encode takes paths or PIL images, got some of each; make two calls")
-        squares = np.stack([square_of(picture, self.side) for picture in given])
+        squares = np.stack([Decoded.of(p, p.size).square(self.side) for p in given])
         return self._features(self._channels(torch.from_numpy(squares)))
 
     def encode_text(self, texts: Sequence[str]) -> Tensor:
