@@ -219,33 +219,30 @@ class OnDevice(LogisticRegression):  # type: ignore[misc]
 
     def fit(self, X: NDArray[Any], y: NDArray[Any]) -> OnDevice:
         """Minimise mean cross-entropy + |W|^2 / (2 C M); the bias is not penalised."""
-        full = torch.autocast(self.device.type, enabled=False)  # even if the caller has it on
-        with torch.inference_mode(False), torch.enable_grad(), full:
-            return self._fit(X, y)
-
-    def _fit(self, X: NDArray[Any], y: NDArray[Any]) -> OnDevice:
         self.classes_, labels = np.unique(y, return_inverse=True)
-        x, targets = (torch.from_numpy(a).to(self.device) for a in (X, labels))
-        start = np.zeros((len(self.classes_), x.shape[1] + 1))
+        start = np.zeros((len(self.classes_), X.shape[1] + 1))
         if self.warm_start and hasattr(self, "coef_"):
             start = np.column_stack([self.coef_, self.intercept_])
-        w = torch.from_numpy(start).to(x).requires_grad_()
-        solver = torch.optim.LBFGS(
-            [w],
-            max_iter=self.max_iter,
-            max_eval=50 * self.max_iter,
-            tolerance_grad=self.tol,
-            tolerance_change=64 * np.finfo(float).eps,  # scikit-learn's
-            line_search_fn="strong_wolfe",
-        )
+        full = torch.autocast(self.device.type, enabled=False)  # even if the caller has it on
+        with torch.inference_mode(False), torch.enable_grad(), full:
+            x, targets = (torch.from_numpy(a).to(self.device) for a in (X, labels))
+            w = torch.from_numpy(start).to(x).requires_grad_()
+            solver = torch.optim.LBFGS(
+                [w],
+                max_iter=self.max_iter,
+                max_eval=50 * self.max_iter,
+                tolerance_grad=self.tol,
+                tolerance_change=64 * np.finfo(float).eps,  # scikit-learn's
+                line_search_fn="strong_wolfe",
+            )
 
-        def loss() -> float:
-            fit = F.cross_entropy(F.linear(x, w[:, :-1], w[:, -1]), targets)
-            total = fit + w[:, :-1].square().sum() / (2 * self.C * len(x))
-            (w.grad,) = torch.autograd.grad(total, w)
-            return float(total.detach())
+            def loss() -> float:
+                fit = F.cross_entropy(F.linear(x, w[:, :-1], w[:, -1]), targets)
+                total = fit + w[:, :-1].square().sum() / (2 * self.C * len(x))
+                (w.grad,) = torch.autograd.grad(total, w)
+                return float(total.detach())
 
-        solver.step(loss)  # type: ignore[no-untyped-call]
+            solver.step(loss)  # type: ignore[no-untyped-call]
         weights = w.detach().double().cpu().numpy()
         self.coef_, self.intercept_ = weights[:, :-1], weights[:, -1]
         self.n_iter_ = np.array([solver.state[w]["n_iter"]])

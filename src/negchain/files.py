@@ -34,6 +34,11 @@ _FLAGS = {
     "ab": os.O_WRONLY | os.O_APPEND | os.O_CREAT,
     "a+b": os.O_RDWR | os.O_APPEND | os.O_CREAT,
 }
+_NOT_PLAIN = "must be a plain file, and it is a device, a pipe or a folder; remove it"
+_LINKED = (
+    "is written to, and it is the same file as another (a hard link); copy the folder to break the "
+    "tie"
+)
 
 
 class FileRefused(ValueError):
@@ -113,24 +118,13 @@ folder; remove it
             raise FileRefused(f"{path} must be a plain file, and it is a link; remove it") from None
         if error.errno not in (errno.ENXIO, errno.EISDIR):  # a pipe nobody reads; a folder
             raise
-        raise _not_plain(path) from None
+        raise FileRefused(f"{path} {_NOT_PLAIN}") from None
     found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode):
-        os.close(descriptor)
-        raise _not_plain(path)
-    if mode != "rb" and found.st_nlink > 1:
-        os.close(descriptor)
-        raise FileRefused(
-            f"{path} is written to, and it is the same file as another (a hard link); copy the "
-            "folder to break the tie"
-        )
-    return os.fdopen(descriptor, mode)
-
-
-def _not_plain(path: Path) -> FileRefused:
-    return FileRefused(
-        f"{path} must be a plain file, and it is a device, a pipe or a folder; remove it"
-    )
+    plain = stat.S_ISREG(found.st_mode)
+    if plain and (mode == "rb" or found.st_nlink == 1):
+        return os.fdopen(descriptor, mode)
+    os.close(descriptor)
+    raise FileRefused(f"{path} {_LINKED if plain else _NOT_PLAIN}")
 
 
 def is_plain(path: Path) -> bool:

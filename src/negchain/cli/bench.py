@@ -7,7 +7,7 @@ import secrets
 import time
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -15,11 +15,6 @@ from rich.console import Console
 from negchain.progress import result, say
 from negchain.train.config import ConfigError
 from negchain.train.presets import choose
-
-if TYPE_CHECKING:
-    import torch
-
-    from negchain.bench.record import Record
 
 
 def command(
@@ -53,7 +48,7 @@ def command(
     """
     from rich.markdown import Markdown
 
-    from negchain.bench import SUBJECTS  # torch, which --help does not need
+    from negchain.bench import SUBJECTS, Settings, measure  # torch, which --help does not need
     from negchain.bench.record import Record, new_path
     from negchain.train.device import choose_device
 
@@ -70,7 +65,22 @@ def command(
     seed = secrets.randbelow(2**31) if seed < 0 else seed
     record = Record.new(where, " ".join(words + ["--quick"] * quick), seed, quick)
     path = new_path(folder, record.date, where)
-    _measure(record, path, subjects, where)
+    begin = time.perf_counter()
+    for number, subject in enumerate(subjects):
+
+        def tell(text: str, number: int = number, subject: str = subject) -> None:
+            seconds = time.perf_counter() - begin
+            say(f"[{number}/{len(subjects)}, {seconds:.0f} s] {subject}: {text}")
+
+        tell("begins")
+        try:
+            how = Settings(device=where, quick=quick, seed=seed, say=tell)
+            record.tables[subject] = measure(subject, how)
+        except Exception as error:  # the other tables are still worth having
+            record.failed[subject] = f"{type(error).__name__}: {error}"
+            if os.environ.get("NEGCHAIN_DEBUG"):
+                traceback.print_exception(error)
+        record.write(path)  # an interrupted run keeps what it has
     console = Console(highlight=False)
     if console.is_terminal:
         console.print(Markdown(record.page()))
@@ -82,25 +92,3 @@ def command(
     for subject, reason in record.failed.items():
         say(f"failed: {subject}: {reason}")
     return 1 if record.mismatches or record.failed else 0
-
-
-def _measure(record: Record, path: Path, subjects: list[str], device: torch.device) -> None:
-    """Fill the record, writing it after every table: an interrupted run keeps what it has."""
-    from negchain.bench import Settings, measure
-
-    begin = time.perf_counter()
-    for number, subject in enumerate(subjects):
-
-        def tell(text: str, number: int = number, subject: str = subject) -> None:
-            seconds = time.perf_counter() - begin
-            say(f"[{number}/{len(subjects)}, {seconds:.0f} s] {subject}: {text}")
-
-        tell("begins")
-        settings = Settings(device=device, quick=record.quick, seed=record.seed, say=tell)
-        try:
-            record.tables[subject] = measure(subject, settings)
-        except Exception as error:  # the other tables are still worth having
-            record.failed[subject] = f"{type(error).__name__}: {error}"
-            if os.environ.get("NEGCHAIN_DEBUG"):
-                traceback.print_exception(error)
-        record.write(path)
