@@ -28,7 +28,7 @@ from negchain.report.runs import group_runs, load_run
 from negchain.report.statistics import estimates, over_start
 from negchain.tasks.image_text import ImageTextTask, shared_captions
 from negchain.tasks.image_text_judge import distinct, nearest
-from negchain.tasks.text import TextEncoder, read_tokenizer, tokenise
+from negchain.tasks.text import TextEncoder, tokenise
 from negchain.train import start, trainer
 from negchain.train.config import ConfigError
 from negchain.train.resolve import resolve
@@ -343,10 +343,10 @@ def test_recall_is_that_of_a_loop(made: Path) -> None:
 
 def test_the_text_tower_averages_words_and_no_padding(made: Path) -> None:
     tower = TextEncoder(str(made / "bert"), 77, 8).eval()
-    tokenizer = read_tokenizer(str(made / "bert"))
-    both, cut = tokenise(tokenizer, ["red on blue", "a picture with red on the top side"])
-    assert cut == 0 and tokenise(tokenizer, ["red " * 99])[1] == 1
-    alone, _ = tokenise(tokenizer, ["red on blue"])
+    folder = str(made / "bert")
+    both, cut = tokenise(folder, ["red on blue", "a picture with red on the top side"])
+    assert cut == 0 and tokenise(folder, ["red " * 99])[1] == 1
+    alone, _ = tokenise(folder, ["red on blue"])
     torch.testing.assert_close(tower(both)[:1], tower(alone), atol=1e-5, rtol=1e-5)
     hidden = tower.model[0].auto_model(alone["input_ids"].long()).last_hidden_state
     torch.testing.assert_close(tower(alone), tower.project(hidden.mean(1)))
@@ -368,7 +368,7 @@ def test_the_text_tower_is_that_of_sentence_transformers(pooling, made: Path, tm
     tower = TextEncoder(str(tmp_path), 77, 32).eval()
     torch.nn.init.eye_(tower.project.weight)
     texts = ["red on blue", "a picture with red on the top side"]
-    mine = tower(tokenise(read_tokenizer(str(tmp_path)), texts)[0])
+    mine = tower(tokenise(str(tmp_path), texts)[0])
     assert not torch.allclose(mine.norm(dim=1), torch.ones(2))
     mine = torch.nn.functional.normalize(mine, dim=-1)
     torch.testing.assert_close(mine, torch.from_numpy(model.encode(texts)), atol=1e-5, rtol=1e-4)

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("sentence_transformers")
 
-from negchain.tasks.text import TextEncoder, read_tokenizer  # noqa: E402
+from negchain.tasks.text import TextEncoder, tokenise  # noqa: E402
 from negchain.train.config import ConfigError  # noqa: E402
 from tasks.tiny_texts import write_model  # noqa: E402
 
@@ -28,7 +28,7 @@ def test_a_pipe_is_not_waited_for(name: str, model: Path) -> None:
     with pytest.raises(ConfigError, match=f"must hold plain files, and '{name}' is a pipe"):
         TextEncoder(str(model), 16)
     with pytest.raises(ConfigError, match="must hold plain files"):
-        read_tokenizer(str(model))
+        tokenise(str(model), ["a text"])
 
 
 def test_a_missing_tokenizer_is_not_made_up(model: Path) -> None:
@@ -39,7 +39,7 @@ def test_a_missing_tokenizer_is_not_made_up(model: Path) -> None:
     with pytest.raises(ConfigError, match="its tokenizer knows no words"):
         TextEncoder(str(model), 16)
     with pytest.raises(ConfigError, match="its tokenizer knows no words"):
-        read_tokenizer(str(model))
+        tokenise(str(model), ["a text"])
 
 
 def test_a_model_without_a_transformer_is_called_so(tmp_path: Path) -> None:

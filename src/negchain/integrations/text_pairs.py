@@ -126,10 +126,6 @@ def text_columns(row: dict[str, Any]) -> list[str]:
 
 
 def padded(rows: Sequence[Collection[int]]) -> Tensor:  # [B, L]
-    """Positions of each row in one tensor, padded with -1.
-
-    >>> padded([[1, 3], [2]]).tolist()
-    [[1, 3], [2, -1]]
-    """
+    """Positions of each row in one tensor, padded with -1."""
     longest = max(map(len, rows))
     return torch.tensor([[*own, *[-1] * (longest - len(own))] for own in rows])

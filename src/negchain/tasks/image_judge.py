@@ -85,7 +85,9 @@ class ImageJudge(Judge):
             return result, {}
 
         def both(images: Tensor) -> Tensor:  # in one pass: a set on disk is decoded once
-            return torch.cat([encoder.features(images).float(), raw_pixels(images)], 1)
+            side = min(PIXEL_SIDE, *images.shape[-2:])
+            pixels = adaptive_avg_pool2d(images.float(), side).flatten(1)
+            return torch.cat([encoder.features(images).float(), pixels], 1)
 
         train_x, train_y, test_x, test_y = self._features(encoder, both)
         width = encoder.feature_dim
@@ -246,17 +248,6 @@ class ImageJudge(Judge):
         plain, device = self.augment.plain, self.task.device
         with self.judged(encoder):
             return embed_all(encode, images, plain=plain, batch_size=batch_size, device=device)
-
-
-def raw_pixels(images: Tensor) -> Tensor:
-    """The images themselves as features: averaged to at most 16 x 16, [B,C,H,W] -> [B,F].
-
-    Example:
-        >>> raw_pixels(torch.zeros(2, 3, 96, 96)).shape, raw_pixels(torch.zeros(2, 1, 8, 8)).shape
-        (torch.Size([2, 768]), torch.Size([2, 64]))
-    """
-    side = min(PIXEL_SIDE, *images.shape[-2:])
-    return adaptive_avg_pool2d(images.float(), side).flatten(1)
 
 
 def _accuracies(features: Features) -> dict[str, float]:

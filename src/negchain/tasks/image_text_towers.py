@@ -126,9 +126,7 @@ def image_size_of(encoder: str) -> int | None:
 def tokens_of(config: TrainConfig, texts: Sequence[str]) -> tuple[dict[str, Tensor], int]:
     """Tokens of all texts as the text tower takes them, and how many fill the limit."""
     if not is_open_clip(config.encoder):
-        folder = config.text_encoder or ""
-        with text.explained("--text-encoder", folder):
-            return text.tokenise(text.read_tokenizer(folder), texts)
+        return text.tokenise(config.text_encoder or "", texts)
     from open_clip.tokenizer import (  # type: ignore[import-untyped,unused-ignore]
         SimpleTokenizer,
     )

@@ -287,23 +287,21 @@ def try_out(tower: nn.Module, tokens: Mapping[str, Tensor]) -> None:
     tower({name: table[hard].cpu() for name, table in tokens.items()})
 
 
-def read_tokenizer(folder: str) -> Any:
-    """The tokenizer of a model's folder."""
+def tokenise(folder: str, texts: Sequence[str]) -> tuple[dict[str, Tensor], int]:
+    """Tokens of all texts for the model of a folder, int32 [texts,L], and how many fill the limit.
+
+    These are captions beside another tower, without prompts; see `Texts` for the others.
+    """
     check_model_folder(folder, "--text-encoder")
     from transformers import AutoTokenizer
 
     with explained("--text-encoder", folder):
         tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="right", **LOCAL)
         check_words(tokenizer)
-    return tokenizer
-
-
-def tokenise(tokenizer: Any, texts: Sequence[str]) -> tuple[dict[str, Tensor], int]:
-    """Tokens of all texts, int32 [texts,L], and how many fill the limit."""
-    limit = min(MAX_TOKENS, tokenizer.model_max_length)
-    found = tokenizer(
-        list(texts), truncation=True, max_length=limit, padding=True, return_tensors="pt"
-    )
+        limit = min(MAX_TOKENS, tokenizer.model_max_length)
+        found = tokenizer(
+            list(texts), truncation=True, max_length=limit, padding=True, return_tensors="pt"
+        )
     names = [n for n in ("input_ids", "attention_mask", "token_type_ids") if n in found]
     cut = int((found["attention_mask"].sum(1) >= limit).sum())
     return {name: found[name].int() for name in names}, cut
