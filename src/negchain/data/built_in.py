@@ -5,7 +5,6 @@ on, as the paper does.
 """
 
 import warnings
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,8 +18,8 @@ from torchvision.transforms.v2 import functional as tvf  # type: ignore[import-u
 from negchain.data.from_files import TIMES
 from negchain.data.image_set import DataBundle, ImageSet, fingerprint
 
-Part = tuple[Sequence[str], Tensor, Tensor]  # names, labels [M], pixels uint8 [M,C,H,W]
-Read = tuple[Part, Part, Sequence[str]]  # to train on, to test on, and the names of the classes
+# Names, labels [M], pixels uint8 [M,C,H,W], and the names of the classes.
+Part = tuple[list[str], Tensor, Tensor, list[str]]
 
 
 def load_built_in(name: str, side: int, root: Path, download: bool) -> DataBundle:
@@ -34,7 +33,7 @@ def load_built_in(name: str, side: int, root: Path, download: bool) -> DataBundl
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # NumPy's, about how CIFAR-10 was stored in 2009
-            *parts, classes = _READERS[name](root, download)
+            parts = [_READERS[name](split, root, download) for split in ("train", "test")]
     except (RuntimeError, OSError) as error:
         remedy = "try again with a network" if download else "add --download to fetch it"
         raise ValueError(
@@ -50,7 +49,7 @@ def load_built_in(name: str, side: int, root: Path, download: bool) -> DataBundl
             _resize(pixels, side),
             whole=_resize(pixels, short) if short else None,
         )
-        for names, labels, pixels in parts
+        for names, labels, pixels, _ in parts
     ]
     items = [[(item, parts[0][2][0].numel()) for item in part.names] for part in sets]
     shape = (sets[0].channels, side, side, *([short] if short else ()))
@@ -59,7 +58,7 @@ def load_built_in(name: str, side: int, root: Path, download: bool) -> DataBundl
         pretrain=sets[0],
         train=sets[0].labelled_part(),
         test=sets[1],
-        classes=tuple(classes),
+        classes=tuple(parts[0][3]),
         skipped=(),
         fingerprint=fingerprint(items[0], items[1], shape),
     )
@@ -72,7 +71,7 @@ def _resize(pixels: Tensor, side: int) -> Tensor:
     return torch.cat([tvf.resize(part, [side, side]) for part in torch.split(pixels, 4096)])
 
 
-def _digits(root: Path, download: bool) -> Read:
+def _digits(split: str, root: Path, download: bool) -> Part:
     """scikit-learn's 1,797 digits, 8 x 8 with 17 grey levels; a fifth of each class held out.
 
     Not enlarged unless `image_size` asks for it: at 16 px a small CNN took three times as long and
@@ -86,39 +85,25 @@ def _digits(root: Path, download: bool) -> Read:
     for label in range(10):
         members = shuffled[labels[shuffled] == label]
         held_out[members[: round(len(members) / 5)]] = True
-
-    def part(mask: Tensor) -> Part:
-        rows = mask.nonzero().flatten()
-        return [str(row) for row in rows.tolist()], labels[rows], pixels[rows]
-
-    return part(~held_out), part(held_out), [str(label) for label in range(10)]
+    rows = (held_out == (split == "test")).nonzero().flatten()
+    return [str(row) for row in rows.tolist()], labels[rows], pixels[rows], list("0123456789")
 
 
-def _cifar10(root: Path, download: bool) -> Read:
-    train, test = (CIFAR10(root, train=train, download=download) for train in (True, False))
-
-    def part(split: str, data: CIFAR10) -> Part:
-        names = [f"{split}/{i}" for i in range(len(data))]
-        return names, torch.tensor(data.targets), torch.from_numpy(data.data).permute(0, 3, 1, 2)
-
-    return part("train", train), part("test", test), train.classes
+def _cifar10(split: str, root: Path, download: bool) -> Part:
+    data = CIFAR10(root, train=split == "train", download=download)
+    names = [f"{split}/{i}" for i in range(len(data))]
+    pixels = torch.from_numpy(data.data).permute(0, 3, 1, 2)
+    return names, torch.tensor(data.targets), pixels, data.classes
 
 
-def _stl10(root: Path, download: bool) -> Read:
-    train, test = (
-        STL10(root, split=split, download=download) for split in ("train+unlabeled", "test")
-    )
-
-    def part(split: str, data: STL10) -> Part:
-        labels = torch.from_numpy(data.labels.astype(np.int64))
-        count = int((labels >= 0).sum())
-        names = [f"{split}/{i}" for i in range(count)]
-        names += [f"unlabeled/{i}" for i in range(len(labels) - count)]
-        return names, labels, torch.from_numpy(data.data)
-
-    return part("train", train), part("test", test), train.classes
+def _stl10(split: str, root: Path, download: bool) -> Part:
+    parts = "train+unlabeled" if split == "train" else split
+    data = STL10(root, split=parts, download=download)
+    labels = torch.from_numpy(data.labels.astype(np.int64))
+    count = int((labels >= 0).sum())
+    names = [f"{split}/{i}" for i in range(count)]
+    names += [f"unlabeled/{i}" for i in range(len(labels) - count)]
+    return names, labels, torch.from_numpy(data.data), data.classes
 
 
-_READERS: dict[str, Callable[[Path, bool], Read]] = {
-    "digits": _digits, "cifar10": _cifar10, "stl10": _stl10
-}  # fmt: skip
+_READERS = {"digits": _digits, "cifar10": _cifar10, "stl10": _stl10}
