@@ -10,7 +10,7 @@ import typer
 
 from negchain.methods import import_file
 from negchain.train.config import TrainConfig, flag, hints, setting_of
-from negchain.train.presets import FOLDER_DEFAULTS, PRESET_HELP
+from negchain.train.presets import FOLDER_DEFAULTS
 
 Command = Callable[..., int | None]
 
@@ -71,9 +71,7 @@ def _option(name: str, hint: Any) -> Any:
         kind, word = bool, f"{word}/--no-{word[2:]}"
     else:
         kind = next(k for k in (get_args(hint) or (hint,)) if k is not NoneType)
-    if name == "preset":
-        settings["metavar"] = "|".join(PRESET_HELP)
-    elif default is not None and name not in ("download", "strict"):
+    if default is not None and name not in ("download", "strict"):
         pictures = FOLDER_DEFAULTS.get(name, default)
         shown = ("on" if default else "off") if isinstance(default, bool) else f"{default}"
         if pictures != default:

@@ -30,16 +30,11 @@ class Setting:
     """What is known of a field beside its type and default."""
 
     help: str
-    panel: Panel
-    """Where `--help` shows it."""
-    rule: Rule | None = None
-    """What a value must fulfil, and that in words."""
-    choices: Callable[[], tuple[str, ...]] | None = None
-    """The names a text may be at this time: tasks and methods are registered while running."""
-    free: bool = False
-    """May change when a run is resumed: where and how it runs, never what it computes."""
-    zero_is_none: bool = False
-    """0 takes back what a preset or a data set asked for."""
+    panel: Panel  # of `--help`
+    rule: Rule | None = None  # what a value must fulfil, and that in words
+    choices: Callable[[], tuple[str, ...]] | None = None  # at this time: users register names
+    free: bool = False  # may change when a run is resumed: where and how it runs
+    zero_is_none: bool = False  # 0 takes back what a preset or a data set asked for
 
 
 def setting(default: T, panel: Panel, *, help: str, **known: Any) -> T:
@@ -72,7 +67,7 @@ class TrainConfig:
 
     # A table: what the tool knows of a setting, then what it tells the user.
     # fmt: off
-    preset: str | None = setting(None, RUN,
+    preset: str | None = setting(None, RUN, choices=lambda: tuple(presets.PRESETS),
         help="Start from the settings of one of the paper's experiments.")
     out: str | None = setting(None, RUN, rule=named, free=True,
         help="Run folder; by default a new one under runs/.")
@@ -205,8 +200,6 @@ class TrainConfig:
                 choose(flag(name), value, known.choices())
             if value is not None and known.rule is not None and not known.rule[0](value):
                 raise ConfigError(f"{flag(name)} must be {known.rule[1]}, got {show(value)}")
-        if self.preset is not None:
-            choose("--preset", self.preset, presets.PRESETS)
         if self.subset is not None and self.subset < self.batch_size:
             raise ConfigError(
                 f"--batch-size {self.batch_size} needs as many samples and --subset leaves "

@@ -100,11 +100,7 @@ class _Sum(torch.autograd.Function):
 class Shards:
     """The parts ranks train, beside the whole encoder.
 
-    Args:
-        encoder: whole, and alike on every rank.
-        towers: its modules that are cut, in place; what lies outside them stays whole.
-        team: the ranks.
-        device: where they train.
+    The encoder is alike on every rank. Its `towers` are cut, in place; the rest stays whole.
     """
 
     def __init__(

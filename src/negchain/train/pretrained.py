@@ -34,10 +34,8 @@ KEPT = "kept"
 def load_trained(path: Path, which: str = KEPT) -> tuple[Any, checkpoint.Loaded]:
     """The encoder of a run's checkpoint, on the CPU in eval mode, and the checkpoint.
 
-    Args:
-        path: the run folder.
-        which: "kept", "latest", "best", or the step of one that is there. Where "latest" had to
-            step back from a damaged file, `Loaded.warnings` says so.
+    `which`: "kept", "latest", "best", or the step of one that is there. Where "latest" had to step
+    back from a damaged file, `Loaded.warnings` says so.
     """
     folder, config = path / "checkpoints", load_run_config(path)
     if which == KEPT:
@@ -64,13 +62,10 @@ def load_trained(path: Path, which: str = KEPT) -> tuple[Any, checkpoint.Loaded]
 
 
 def start_from(encoder: Encoder, source: str) -> str:
-    """Load weights into `encoder`; returns a sentence about what was found.
+    """Load weights into a fresh encoder on the CPU; returns a sentence about what was found.
 
-    Args:
-        encoder: on the CPU, with fresh weights.
-        source: "timm" (the weights timm publishes for the encoder's name; may download), a run
-            folder, one that `negchain export` wrote, or a file: .safetensors, or what `torch.save`
-            wrote.
+    `source`: "timm" (the weights timm publishes for the encoder's name; may download), a run
+    folder, one that `negchain export` wrote, a .safetensors file, or what `torch.save` wrote.
     """
     exported = Path(source) / "model.safetensors"
     if source == "timm":

@@ -34,13 +34,7 @@ from negchain.train.team import here
 def start(
     config: TrainConfig, show: bool, augment: Callable[[Tensor], Tensor] | None = None
 ) -> trainer.Run:
-    """A new run, ready for its first step.
-
-    Args:
-        config: its settings.
-        show: progress of loading data.
-        augment: in the place of the recipe; see `negchain.train.run`.
-    """
+    """A new run, ready for its first step; for `augment` see `negchain.train.run`."""
     team = here()
     if team.leads:
         check_writable(Path(config.out or "runs"))
@@ -64,11 +58,8 @@ def start(
 def resume(path: Path, config: TrainConfig, show: bool, pretrained: bool) -> trainer.Run:
     """The run of a folder, ready to go on after its newest checkpoint.
 
-    Args:
-        path: the run folder.
-        config: its settings, with those the user changed; see `resolve.continued`.
-        show: progress of loading data.
-        pretrained: whether the user, and not only the folder, named --pretrained.
+    `config`: its settings, `continued` by the user's. `pretrained`: whether the user, and not only
+    the folder, named --pretrained.
     """
     saved = load_run_config(path)
     loggers.check(config.logger)

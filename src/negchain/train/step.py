@@ -52,11 +52,6 @@ class DataOrder:
     Each epoch is a fresh permutation of all positions; what is left after the last whole batch is
     left out of that epoch.
 
-    Args:
-        num_samples: M.
-        batch_size: B.
-        seed: of the permutations.
-
     Example:
         >>> order = DataOrder(num_samples=10, batch_size=4, seed=0)
         >>> order.steps_per_epoch, len(order.batch(0)), order.epoch(5)
@@ -127,15 +122,9 @@ def build_loss(task: Task, encoder: Any) -> ContrastiveLoss:
 
 
 class TrainStep:
-    """A training step over a batch of positions.
+    """A training step over a batch of positions; after a call `loss` holds its loss.
 
-    Args:
-        task: on the training device.
-        encoder: the task's, of one or two towers.
-        loss_fn: on the training device.
-        optimizer: over the encoder's parameters; capturable if the step is to be graphed.
-
-    After a call `loss` holds the step's loss (a tensor on the device).
+    All is on the training device. The optimizer is capturable if the step is to be graphed.
     """
 
     def __init__(

@@ -123,11 +123,7 @@ def here() -> Team:
 
 @contextmanager
 def joined(patience: float = PATIENCE) -> Iterator[Team]:
-    """Join the other processes of torchrun, where it started this one.
-
-    Args:
-        patience: seconds a rank waits for another before it gives up.
-    """
+    """Join the other processes of torchrun, where it started this one, with so much patience."""
     global _here
     if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("WORLD_SIZE") == "1":
         yield _here
