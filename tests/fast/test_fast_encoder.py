@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from negchain.encoders import build_encoder
-from negchain.fast import beside
+from negchain.fast import beside, streams
 from negchain.fast.encoder import PlainEncoder, accelerate, choose
-from negchain.fast.layers import residual, weight_gradients
+from negchain.fast.layers import residual
 from negchain.optim import build_optimizer
 
 BF16 = torch.bfloat16
@@ -234,7 +234,7 @@ def test_gradients_are_widened_beside(monkeypatch) -> None:
     for make in (plain_net, tied):
         found = []
         for at_once in (1, 10**9):
-            monkeypatch.setattr(weight_gradients, "WIDENED_AT_ONCE", at_once)
+            monkeypatch.setattr(streams, "WIDENED_AT_ONCE", at_once)
             net = make()
             fast = accelerate(net, BF16, "blocks")
             fast.begin()

@@ -9,5 +9,5 @@ the like) that says when it may take the twin's place. Nothing outside this fold
                 twin: the encoder itself
     scan_triton, rng_triton    twins: `weights.metropolis`, `negchain.rng`
     backends    whether Triton can run here
-    streams     work beside other work on one GPU
+    streams     work beside other work on one GPU; gradients of weights there
 """

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-from negchain.fast.layers.weight_gradients import WeightGradients
-from negchain.fast.streams import new_stream
+from negchain.fast.streams import WeightGradients, new_stream
 
 aten = torch.ops.aten
 
@@ -90,18 +89,20 @@ def move(graph: fx.Graph) -> int:
     if not any(n.op == "placeholder" and n.name.startswith("tangents") for n in graph.nodes):
         return 0  # a forward pass: its results are read at once
     for node in list(graph.nodes):
-        if node.op != "call_function":
-            continue
         if node.target is aten.mm.default and _leaves(node):
-            with graph.inserting_before(node):
-                new = graph.call_function(product_beside._opoverload, node.args)
-            new.meta.update(node.meta)
-            node.replace_all_uses_with(new)
-            graph.erase_node(node)
+            _replace(graph, node, node, product_beside, node.args)
             done += 1
         elif node.target is aten.convolution_backward.default:
             done += _split(graph, node)
     return done
+
+
+def _replace(graph: fx.Graph, node: fx.Node, before: fx.Node, operator: Any, args: Any) -> None:
+    with graph.inserting_before(before):
+        new = graph.call_function(operator._opoverload, args)
+    new.meta.update(node.meta)
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)
 
 
 def _split(graph: fx.Graph, node: fx.Node) -> int:
@@ -112,11 +113,7 @@ def _split(graph: fx.Graph, node: fx.Node) -> int:
     if part is None or not _leaves(part) or transposed or not wanted[1]:  # type: ignore[index]
         return 0
     given = (grad, x, weight, stride, padding, dilation, groups)
-    with graph.inserting_before(node):
-        new = graph.call_function(convolution_beside._opoverload, given)  # type: ignore[arg-type]
-    new.meta.update(part.meta)
-    part.replace_all_uses_with(new)
-    graph.erase_node(part)
+    _replace(graph, part, node, convolution_beside, given)
     if len(parts) == 1:
         graph.erase_node(node)
     else:

@@ -25,8 +25,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from negchain.fast.layers import WeightGradients, faster_layers, is_fused
-from negchain.fast.streams import forked, new_stream
+from negchain.fast.layers import faster_layers, is_fused
+from negchain.fast.streams import WeightGradients, forked, new_stream
 
 Strategy = Literal["plain", "compiled", "blocks"]
 

@@ -23,16 +23,8 @@ from negchain.augment.pipeline import Augmentation, Uniforms
 from negchain.fast.rng_triton import hash_column, hash_row, uniform, use_key
 from negchain.rng import seed_key
 
-# Fields of an image's row of numbers.
-TOP = tl.constexpr(0)
-LEFT = tl.constexpr(1)
-HEIGHT = tl.constexpr(2)
-WIDTH = tl.constexpr(3)
-STEP_Y = tl.constexpr(4)  # source pixels per output pixel
-STEP_X = tl.constexpr(5)
-FLIP = tl.constexpr(6)
-GREY = tl.constexpr(7)
-SIGMA = tl.constexpr(8)
+# Fields of an image's row of numbers; a step is source pixels per output pixel.
+TOP, LEFT, HEIGHT, WIDTH, STEP_Y, STEP_X, FLIP, GREY, SIGMA = map(tl.constexpr, range(9))
 PLACES = tl.constexpr(9)  # jitter operations: 4, or 0 if the image is left alone
 CONTRAST_PLACE = tl.constexpr(10)
 ORDER = tl.constexpr(11)  # 4 fields: the operation at each place

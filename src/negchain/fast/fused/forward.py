@@ -149,7 +149,9 @@ def _tiles(walked: Walked, same: Tensor, plan: Plan) -> None:
     """Walk (or weigh) all rows in tiles, then what follows for each row."""
     size, rows, columns = len(plan.index), len(walked.pull), plan.num_columns
     device, isir, sparse = walked.pull.device, plan.weighting == "isir", plan.is_sparse
-    skipped = 0 if isir else plan.skipped // plan.count_every
+    burn_in = plan.burn_in if plan.burn_in >= 1 else size * plan.burn_in + 1e-3
+    skipped = min(int(burn_in), size - 1) // plan.count_every  # ends of tiles before one counts
+    skipped = 0 if isir else skipped
     counted = triton.cdiv(size, plan.count_every) - skipped if sparse else 0
     slots = counted + 1
     num_tiles, every = columns // tiles_triton.TILE, plan.count_every // tiles_triton.TILE

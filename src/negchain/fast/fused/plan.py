@@ -16,7 +16,6 @@ from torch import Tensor
 from negchain.fast.fused import tiles_triton
 from negchain.objective import Denominator
 
-Weighting = Literal["mh", "isir", "softmax", "sogclr"]
 Numbers = dict[str, Callable[[], Tensor]]
 
 
@@ -30,7 +29,7 @@ class Plan:
     counts: bool  # whether this side increases `step`
     faults: Tensor  # [3]
     denominator: Denominator
-    weighting: Weighting
+    weighting: Literal["mh", "isir", "softmax", "sogclr"]
     shared: bool
     views: int  # rows per item
     normalize: bool
@@ -79,13 +78,6 @@ class Plan:
     def log_negatives(self) -> float:
         """log m_neg."""
         return math.log(max(self.num_samples - 1, 1) * (2 if self.shared else 1))
-
-    @property
-    def skipped(self) -> int:
-        """Tiles: counted columns come after this many, an end of a group among them."""
-        size = len(self.index)
-        steps = self.burn_in if self.burn_in >= 1 else size * self.burn_in + 1e-3
-        return min(int(steps), size - 1)
 
 
 @dataclass

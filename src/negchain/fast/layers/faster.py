@@ -19,7 +19,7 @@ from torchvision.models.resnet import ResNet  # type: ignore[import-untyped]
 
 from negchain.fast import backends
 from negchain.fast.layers import residual
-from negchain.fast.layers.weight_gradients import WeightGradients
+from negchain.fast.streams import WeightGradients
 
 Layer = Callable[[Tensor], Tensor]
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from negchain.fast.backends import float32_products, on_its_device
-from negchain.fast.layers.weight_gradients import WeightGradients
+from negchain.fast.streams import WeightGradients
 
 FOLDED = tl.constexpr(16)  # channels
 PIXELS, GRADIENT_PIXELS = 128, 64  # per product

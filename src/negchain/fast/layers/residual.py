@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet  # type: ignore[import-untyped]
 
 from negchain.fast import backends
-from negchain.fast.layers.weight_gradients import WeightGradients
+from negchain.fast.streams import WeightGradients
 
 aten = torch.ops.aten
 
