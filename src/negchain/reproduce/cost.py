@@ -1,17 +1,11 @@
 """What a step costs (the paper's Table 1), and accuracy against seconds (Fig. 1 and 8).
 
-cost
-    Paper   memory beside the encoder: SimCLR none, SogCLR and EMC² m numbers, Negative Cache m d.
-            Computation: EMC² as SimCLR, and B R comparisons. Its +B encodes of carried states are
-            not in the table.
-    Ours    bytes of the loss's state, images encoded per step (with and without gradient), time of
-            the trainer's step run alone (on a GPU, or small on a CPU), its peak of memory, over b
-            and m.
-time
-    Paper   b = 32 on a Tesla T4 (Negative Cache on four): "EMC² is around 2x faster than SimCLR and
-            SogCLR, and 3x faster than Negative Caching".
-    Ours    runs of `stl10` share a GPU, so their seconds are not those of a run alone: steps of
-            their record times the milliseconds that `cost` measured alone.
+The paper's claims and what was found are in docs/results.md.
+
+cost    bytes of the loss's state, images encoded per step (with and without gradient), time of the
+        trainer's step run alone (on a GPU, or small on a CPU), its peak of memory, over b and m.
+time    runs of `stl10` share a GPU, so their seconds are not those of a run alone: steps of their
+        record times the milliseconds that `cost` measured alone.
 """
 
 import statistics

@@ -21,6 +21,7 @@ from negchain.train.config import TrainConfig
 from negchain.train.resolve import for_method, resolve
 
 POINTS = (0.125, 0.25, 0.5, 0.75, 1.0)  # of a run, where it is evaluated
+CHAINS = ("acceptance_rate", "carried_mass", "chain_age", "effective_negatives")
 _loaded: dict[tuple[Any, ...], Any] = {}
 
 
@@ -43,11 +44,11 @@ def train(job: Row, deadline: float) -> Row:
                 seconds += time.perf_counter() - begin
                 samples = run.done * run.config.batch_size
                 point = {"step": run.done, "samples": samples, "seconds": seconds, "loss": loss}
-                last = run.done == run.total_steps  # then with the authors' probe too
-                numbers = (
-                    run.judge.thorough(run.encoder)[0] if last else run.judge.quick(run.encoder)
-                )
-                curve.append(point | numbers | _chain_numbers(run))
+                judge, last = run.judge, run.done == run.total_steps
+                # at the end with the authors' probe too
+                point |= judge.thorough(run.encoder)[0] if last else judge.quick(run.encoder)
+                info = run.step.loss_fn.info
+                curve.append(point | {name: float(info[name]) for name in CHAINS if name in info})
                 begin = time.perf_counter()
         shown = {k: v for k, v in vars(run.config).items() if v is not None and k != "out"}
         images = run.task.num_samples
@@ -135,10 +136,3 @@ def config_of(job: Row) -> TrainConfig:
         share = job["chain"]["burn_in"] / (2 * config.batch_size - 2)
         config = replace(config, proposal="both", burn_in=share)
     return config
-
-
-def _chain_numbers(run: trainer.Run) -> dict[str, float]:
-    """What chains report, where there are any."""
-    names = ("acceptance_rate", "carried_mass", "chain_age", "effective_negatives")
-    info = run.step.loss_fn.info
-    return {name: float(info[name]) for name in names if name in info}

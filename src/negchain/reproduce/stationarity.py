@@ -1,14 +1,10 @@
 """Exact loss and squared gradient norm on 500 stored images (the paper's Fig. 7).
 
-Paper   the first 500 images of STL-10 with two stored augmentations each, ResNet-18, b = 4, β = 5,
-        SGD with constant step 1e-3, weight decay 1e-4, R = 2b - 2 = 6, P = 3; D_pos holds all pairs
-        of views, equal ones too. "More accurate by 2 orders of magnitude in terms of squared
-        gradient norm".
-Code    (the authors') 10 epochs, no normalisation, no momentum; its "exact" loss has β² and the
-        positive in the denominator.
-Ours    eq. (1) as written, on the stored views. Full-gradient descent as the floor, larger steps,
-        β = 14.28, DCL and i-SIR. All embeddings equal is a stationary point too, with loss
-        log m_neg: such runs are counted as collapsed, not as converged.
+The paper's claim and what was found are in docs/results.md. D_pos holds all pairs of views, equal
+ones too; the loss is eq. (1) as written (the authors' "exact" loss has β² and the positive in the
+denominator). Ours are full-gradient descent as the floor, larger steps, β = 14.28, DCL and i-SIR.
+All embeddings equal is a stationary point too, with loss log m_neg: such runs are counted as
+collapsed, not as converged.
 """
 
 import functools
