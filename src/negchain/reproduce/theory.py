@@ -9,6 +9,7 @@ bias        bias and variance of every estimator over batch size and beta, on fr
 in-batch    proposals without replacement: how far from p do chains end?
 """
 
+import functools
 import itertools
 import math
 import statistics
@@ -83,17 +84,13 @@ def mh_kernel(logits: Tensor) -> Tensor:  # [K] -> [K,K]
 
 def joint_kernel(logits: Tensor, batch: int, steps: int) -> Tensor:  # [m,K] -> [K^m,K^m]
     """The kernel of all chains: B of m, drawn without replacement, make R steps each."""
-    m, states = logits.shape
     moved = [torch.linalg.matrix_power(mh_kernel(row), steps) for row in logits]
-    still = torch.eye(states, dtype=logits.dtype)
-    total = torch.zeros(states**m, states**m, dtype=logits.dtype)
-    chosen = list(itertools.combinations(range(m), batch))
-    for some in chosen:
-        part = torch.ones(1, 1, dtype=logits.dtype)
-        for i in range(m):
-            part = torch.kron(part, moved[i] if i in some else still)
-        total += part
-    return total / len(chosen)
+    still = torch.eye(logits.shape[1], dtype=logits.dtype)
+    parts = [
+        functools.reduce(torch.kron, [k if i in some else still for i, k in enumerate(moved)])
+        for some in itertools.combinations(range(len(moved)), batch)
+    ]
+    return torch.stack(parts).mean(0)
 
 
 def _randn(generator: torch.Generator, *shape: int) -> Tensor:
@@ -111,9 +108,7 @@ def mixing(job: Row) -> Row:
     m, batch, steps, beta, states = job["m"], job["B"], job["R"], job["beta"], 3
     logits = beta * _similarities(m, states, seed=0)
     kernel = joint_kernel(logits, batch, steps)
-    target = torch.ones(1, dtype=torch.float64)
-    for row in logits:
-        target = torch.kron(target, row.softmax(0))
+    target = functools.reduce(torch.kron, logits.softmax(1))
     share = batch * steps / (m * states * math.exp(2 * beta))
     curve = []
     for t in TIMES:
