@@ -7,12 +7,9 @@ of your own needs one call, `register(Method(...))`, and no change in the packag
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import negchain  # whose losses are imported when one is built: torch takes seconds
@@ -116,19 +113,6 @@ def register(method: Method) -> Method:
         )
     METHODS[method.name] = method
     return method
-
-
-def import_file(path: str | Path) -> None:
-    """Run a Python file that registers methods of your own: `--import FILE`.
-
-    Only what the user names is run, never what a run folder or the working directory holds.
-    """
-    spec = importlib.util.spec_from_file_location(f"negchain_import_{Path(path).stem}", path)
-    if spec is None or spec.loader is None or not Path(path).is_file():
-        raise ValueError(f"--import needs a Python file, and {str(path)!r} is none")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # workers of a DataLoader look classes up there
-    spec.loader.exec_module(module)
 
 
 def named(name: str) -> Method:

@@ -20,6 +20,7 @@ import negchain
 from forked import fork
 from negchain import methods, tasks, train
 from negchain.cli import run as command_line
+from negchain.cli.options import import_file
 from negchain.progress import Progress
 from negchain.train import start, trainer
 from negchain.train.config import ConfigError
@@ -35,7 +36,7 @@ SOURCE = Path(negchain.__file__).parent
 @pytest.fixture(autouse=True, scope="module")
 def words():
     """The task, registered for the tests of this file."""
-    methods.import_file(WORDS)
+    import_file(WORDS)
     yield
     forget_words()
 

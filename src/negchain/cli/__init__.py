@@ -93,8 +93,6 @@ def run(arguments: list[str]) -> int:
         if status == 130:  # typer's word for Ctrl-C; older ones raise Abort
             raise KeyboardInterrupt
         return int(status or 0)
-    except typer.Exit as request:
-        return request.exit_code
     except Interrupted as stopped:
         say(f" {stopped}", "stopped", "bold yellow")
         return 130

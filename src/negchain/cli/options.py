@@ -1,6 +1,8 @@
 """Options that several commands have, and those made from `TrainConfig`: one per field."""
 
+import importlib.util
 import inspect
+import sys
 from collections.abc import Callable, Collection
 from pathlib import Path
 from types import NoneType
@@ -8,16 +10,25 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
-from negchain.methods import import_file
 from negchain.train.config import TrainConfig, flag, hints, setting_of
 from negchain.train.presets import FOLDER_DEFAULTS
 
 Command = Callable[..., int | None]
 
 
-def _imported(path: Path | None) -> Path | None:
-    if path is not None:
-        import_file(path)
+def import_file(path: Path | None) -> Path | None:
+    """Run a Python file that registers methods or tasks of your own.
+
+    Only what the user names is run, never what a run folder or the working directory holds.
+    """
+    if path is None:
+        return None
+    spec = importlib.util.spec_from_file_location(f"negchain_import_{path.stem}", path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise ValueError(f"--import needs a Python file, and {str(path)!r} is none")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # workers of a DataLoader look classes up there
+    spec.loader.exec_module(module)
     return path
 
 
@@ -25,7 +36,7 @@ Import = Annotated[
     Path | None,
     typer.Option(
         "--import",
-        callback=_imported,
+        callback=import_file,
         help="A Python file to run first, which registers methods or tasks of your own.",
     ),
 ]
