@@ -15,6 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.summary.writer import event_file_writer
 
 from negchain.files import DiskFull
+from negchain.train import run_folder
 from negchain.train.presets import ConfigError
 from negchain.train.run_folder import (
     RunFolder,
@@ -207,7 +208,9 @@ def test_default_out_under_a_file_is_refused(tmp_path: Path) -> None:
             default_out(method="dcl", data="digits", seed=0, root=tmp_path / root)
 
 
-def test_a_full_disk_is_told_by_the_write_that_failed_and_not_by_closing(folder: Path) -> None:
+def test_a_full_disk_is_told_by_the_write_that_failed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Full(io.RawIOBase):
         def writable(self) -> bool:
             return True
@@ -217,8 +220,9 @@ def test_a_full_disk_is_told_by_the_write_that_failed_and_not_by_closing(folder:
 
     with pytest.raises(DiskFull, match="metrics.jsonl could not be written"):
         with RunFolder.create(folder, config="{}") as run:
-            run._metrics = io.BufferedWriter(Full())
-            run.log({"step": 1, "loss": 0.5})
+            with monkeypatch.context() as patch:
+                patch.setattr(run_folder, "open_plain", lambda *given: io.BufferedWriter(Full()))
+                run.log({"step": 1, "loss": 0.5})
     RunFolder.resume(folder).close()  # it was let go of
 
 

@@ -34,14 +34,16 @@ def check(kind: str) -> None:
         raise ConfigError(f"--logger {kind} needs its package: pip install {kind}")
 
 
-def open_logger(config: TrainConfig, folder: Path, purge_step: int | None) -> Logger | None:
-    """The logger the settings name, if any; TensorBoard drops what it has from `purge_step` on."""
+def open_logger(config: TrainConfig, folder: Path, purge_step: int | None) -> Logger:
+    """The logger the settings name; TensorBoard drops what it has from `purge_step` on."""
     name = config.name or folder.resolve().name
     if config.logger == "wandb":
         return _wandb(folder, name, for_others(config))
     if config.logger == "mlflow":
         return _mlflow(folder, name, for_others(config))
-    return None if config.logger == "none" else _tensorboard(folder, purge_step)
+    if config.logger == "none":
+        return Logger(lambda numbers, step: None, lambda: None)
+    return _tensorboard(folder, purge_step)
 
 
 def for_others(config: TrainConfig) -> dict[str, Any]:
