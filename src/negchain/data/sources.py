@@ -13,7 +13,7 @@ A folder that has the name of a built-in set is reached by writing `./digits`.
 """
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -77,12 +77,14 @@ def load_data(
     else:
         entries, listings = ["listed"], {"listed": data}
     sizes = dict[str, list[Size]]()
+    sides = {entry: [side] for entry, side in BUILT_IN.items() if entry in entries}
     for entry, listing in listings.items():
         places = [file.place for file in listing.pretrain + listing.test]
         title = f"measuring {printable(Path(listing.root).name)}" if progress else None
         sizes[entry] = read_sizes(places, workers=workers, title=title)
+        sides[entry] = [min(size) for size in sizes[entry] if size != (0, 0)]
     known = [size for found in sizes.values() for size in found]
-    side, notes = (image_size, ()) if image_size is not None else _default_side(entries, known)
+    side, notes = (image_size, ()) if image_size is not None else _default_side(sides.values())
     storage = choose_storage(known, side, resident_bytes)
     if not storage.resident and len(listings) < len(entries):
         raise ValueError(
@@ -106,22 +108,15 @@ def load_data(
             f"no test split: {bundle.held_out:,} images, {each}, are held out to test probes and "
             "are not pretrained on; --holdout sets the share",
         )
-    native = [_typical(sizes[entry]) if entry in listings else BUILT_IN[entry] for entry in entries]
-    return replace(bundle, notes=notes + bundle.notes, native=max(native) or side)
+    native = max((int(statistics.median(found)) for found in sides.values() if found), default=side)
+    return replace(bundle, notes=notes + bundle.notes, native=native)
 
 
-def _typical(sizes: Sequence[Size]) -> int:
-    """The median of the shorter sides, 0 if none is known."""
-    sides = [min(size) for size in sizes if size != (0, 0)]
-    return int(statistics.median(sides)) if sides else 0
-
-
-def _default_side(entries: Sequence[str], sizes: Sequence[Size]) -> tuple[int, tuple[str, ...]]:
-    """(side, notes): what all sources share, or `MIXED_SIDE`."""
-    sides = {BUILT_IN[entry] for entry in entries if entry in BUILT_IN}
-    sides |= {min(size) for size in sizes if size != (0, 0)}
-    if len(sides) == 1:
-        side = sides.pop()
+def _default_side(sides: Iterable[Sequence[int]]) -> tuple[int, tuple[str, ...]]:
+    """(side, notes): what the pictures of all sources share, or `MIXED_SIDE`."""
+    found = set[int]().union(*sides)
+    if len(found) == 1:
+        side = found.pop()
         if side <= LARGEST_COMMON_SIDE:
             return side, ()
         note = f"images of {side} px are seen at {LARGEST_COMMON_SIDE} px"
