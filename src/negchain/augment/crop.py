@@ -32,11 +32,7 @@ class Box(NamedTuple):
 
 
 def central_square(height: Tensor, width: Tensor) -> Box:
-    """Return the largest square in the middle of each picture, sides float32 [N].
-
-    >>> [int(side) for side in central_square(torch.tensor([9.0]), torch.tensor([4.0]))]
-    [2, 0, 4, 4]
-    """
+    """Return the largest square in the middle of each picture, sides float32 [N]."""
     side = torch.minimum(height, width)
     return Box(((height - side) / 2).floor(), ((width - side) / 2).floor(), side, side)
 
@@ -143,11 +139,7 @@ def resample_each(pictures: Pictures, box: Box, flip: Tensor, *, size: int) -> T
 
 
 def resize(images: Tensor, *, size: int) -> Tensor:
-    """Resize whole images: uint8 [N,C,H,W] -> float32 [N,C,size,size] in [0,1].
-
-    >>> resize(torch.full((1, 1, 4, 4), 255, dtype=torch.uint8), size=2).flatten()
-    tensor([1., 1., 1., 1.])
-    """
+    """Resize whole images: uint8 [N,C,H,W] -> float32 [N,C,size,size] in [0,1]."""
     pixels = images.float() / 255
     if images.shape[2:] == (size, size):
         return pixels
