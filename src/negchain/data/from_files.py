@@ -206,22 +206,6 @@ def _close_gaps(images: Tensor, keep: Tensor, chunk: int = 1024) -> Tensor:
     return images[: len(keep)]
 
 
-def check_files(
-    places: Sequence[Place | str], *, workers: int, title: str | None = None
-) -> dict[int, str]:
-    """{number: reason} of the files that cannot be decoded.
-
-    Each file is decoded to one pixel (a JPEG at 1/8 of its size), since a truncated JPEG passes
-    PIL's `verify`; so a set holds the same items whether it is resident or on disk.
-    """
-
-    def work(i: int) -> None:
-        with decoded(places[i], 1) as found:
-            found.square(1)
-
-    return _run(work, places, workers=workers, title=title)
-
-
 # ----------------------------------------------------------------------------- from files to sets
 
 
@@ -237,14 +221,14 @@ def load_files(
     """The listed files as sets, kept as `storage` says; `sizes` are those of pretrain + test."""
     files = listing.pretrain + listing.test
     name = printable(Path(listing.root).resolve().name)
-    places, images, whole = [file.place for file in files], None, None
+    places = [file.place for file in files]
     title = f"{'decoding' if storage.resident else 'checking'} {name}" if progress else None
-    if not storage.resident:
-        failed = check_files(places, workers=workers, title=title)
-    else:
-        images, whole, failed = decode_files(
-            places, storage.side, sizes=sizes, short=storage.short, workers=workers, title=title
-        )
+    # What stays on disk is decoded too, to one pixel (a JPEG at 1/8 of its size): a truncated JPEG
+    # passes PIL's `verify`, and both ways a set holds the same items.
+    side, short = (storage.side, storage.short) if storage.resident else (1, 0)
+    images, whole, failed = decode_files(
+        places, side, sizes=sizes, short=short, workers=workers, title=title
+    )
     skipped = listing.unreadable + tuple((files[i].name, why) for i, why in failed.items())
     kept = [file for i, file in enumerate(files) if i not in failed]
     count = len(listing.pretrain) - sum(i < len(listing.pretrain) for i in failed)
@@ -255,7 +239,7 @@ def load_files(
     everything = ImageSet(
         names=tuple(file.name for file in kept),
         labels=torch.tensor(labels) if classes else None,
-        images=images,
+        images=images if storage.resident else None,
         places=None if storage.resident else tuple(file.place for file in kept),
         side=storage.side,
         whole=whole,
