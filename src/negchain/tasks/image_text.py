@@ -27,13 +27,7 @@ from negchain.losses.request import Want
 from negchain.tasks.captions import read_pairs
 from negchain.tasks.checks import LARGEST_BETA
 from negchain.tasks.image_text_judge import ImageTextJudge
-from negchain.tasks.image_text_towers import (
-    ImageText,
-    build,
-    image_size_of,
-    start_from,
-    tokens_of,
-)
+from negchain.tasks.image_text_towers import ImageText, build, image_size_of, start_from, tokens_of
 from negchain.tasks.images import ImageTask, load_images, small_stem
 from negchain.tasks.task import Batch, Task
 from negchain.tasks.text import explained, try_out

@@ -39,9 +39,7 @@ class ImageTask(Task):
     """
 
     table: Images | None = None
-    """All M images, where they are on the device and augmented anew every step."""
-    stored: Tensor | None = None
-    """All M k stored views, where there are any."""
+    """All M images, where they are on the device, or their M k stored views."""
 
     def __init__(self, config: TrainConfig, data: DataBundle) -> None:
         super().__init__(config)
@@ -66,12 +64,12 @@ class ImageTask(Task):
         if encoder_config is not None:
             config = replace(config, image_size=encoder_config["image_size"])
         data = load_images(config, progress)
-        wanted = None if encoder_config is None else encoder_config["channels"]
-        if wanted not in (None, data.pretrain.channels):
+        channels = data.pretrain.channels
+        if encoder_config is not None and encoder_config["channels"] != channels:
             raise ConfigError(
-                f"the encoder takes images of {wanted} channels and {config.data} has "
-                f"{data.pretrain.channels}; give such images (negchain embed "
-                "converts files named one by one or in a .txt, but no folders)"
+                f"the encoder takes images of {encoder_config['channels']} channels and "
+                f"{config.data} has {channels}; give such images (negchain embed converts files "
+                "named one by one or in a .txt, but no folders)"
             )
         return cls(config, data)
 
@@ -90,18 +88,15 @@ class ImageTask(Task):
     def place(self, device: torch.device) -> None:
         """Move the images to the device, or store their augmentations there."""
         super().place(device)
-        table = self.data.pretrain.table
-        table = None if table is None else table.to(device)
-        if self.config.augmentations is None:
-            self.table = table
-        elif table is None:
-            raise ConfigError(
-                "--augmentations stores every view, which needs the images in memory: raise "
-                "--resident-gb or use --subset"
-            )
-        else:
-            views = finite_views(table, self.augment, self.versions, self.config.seed)
-            self.stored = views.flatten(0, 1)
+        table, k = self.data.pretrain.table, self.config.augmentations
+        self.table = None if table is None else table.to(device)
+        if k is not None:
+            if self.table is None:
+                raise ConfigError(
+                    "--augmentations stores every view, which needs the images in memory: raise "
+                    "--resident-gb or use --subset"
+                )
+            self.table = finite_views(self.table, self.augment, k, self.config.seed).flatten(0, 1)
 
     def build(self) -> tuple[Encoder, list[str]]:
         """The encoder the settings name."""
@@ -147,7 +142,7 @@ class ImageTask(Task):
         """Pixels [R, C, size, size]: augmented by this step's draws, or stored, or plain."""
         ids = torch.cat([want.ids for want in wants])
         is_key = self.plain_keys and wants[0].tower == "keys"
-        if is_key or self.stored is not None:
+        if is_key or self.config.augmentations is not None:
             return self.augment.plain(self._pictures(ids, loaded))
         seed, use, number = self.config.seed, rng.FOR_AUGMENT, self.augment.num_uniforms
         drawn: Tensor | Uniforms = (
@@ -174,9 +169,8 @@ class ImageTask(Task):
 
     def images(self, ids: Tensor) -> Images:  # [R] -> R of them, uint8 on the device
         """Images by position; with stored augmentations views by their ids."""
-        table = self.table if self.stored is None else self.stored
-        if table is not None:
-            return table[ids]
+        if self.table is not None:
+            return self.table[ids]
         pictures = self.data.pretrain.pictures(ids.cpu())
         return pictures.to(self.device, non_blocking=True)
 
@@ -304,10 +298,8 @@ def run_augmentation(config: TrainConfig, data: DataBundle) -> Augmentation:
 
 def recipe_for(recipe: str, size: int, channels: int) -> Augmentation:
     """A recipe at the size and for the channels an encoder sees."""
-    augment = augmentation(recipe, size=size)
-    if channels == 1 and augment.normalize is not None:
-        augment = replace(augment, normalize=None)  # the recipe's constants are for three channels
-    return augment
+    augment = augmentation(recipe, size=size)  # whose constants are for three channels
+    return replace(augment, normalize=None) if channels == 1 else augment
 
 
 def build_run_encoder(config: TrainConfig, data: DataBundle) -> Encoder:
