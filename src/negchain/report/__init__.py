@@ -34,7 +34,7 @@ def write_report(runs: Sequence[Path], out: Path) -> Path:
     if not runs:
         raise ValueError("a report needs at least one run, got none; name one or more run folders")
     out = Path(out)
-    loaded = [load_run(Path(path)) for path in dict.fromkeys(Path(path) for path in runs)]
+    loaded = [load_run(path) for path in dict.fromkeys(map(Path, runs))]
     tasks = {run.task: run.name for run in loaded}
     if len(tasks) > 1:
         named = ", ".join(f"{name} of {task}" for task, name in tasks.items())

@@ -142,16 +142,13 @@ def _mistakes(counts: NDArray[np.int_], names: list[str]) -> str:
     off = counts - np.diag(np.diag(counts))
     order = np.argsort(-off, axis=None, kind="stable")[:_MISTAKES]
     totals = counts.sum(1)
-    rows = []
-    for place in order:
-        row, column = np.unravel_index(place, off.shape)
-        if not off[row, column]:
-            break
-        share = 100 * off[row, column] / totals[row]
-        rows.append(
-            f"<tr><th>{escape(names[row])} <small>taken for</small> {escape(names[column])}</th>"
-            f"<td>{off[row, column]} of {totals[row]} <small>({share:.0f} %)</small></td></tr>"
-        )
+    rows = [
+        f"<tr><th>{escape(names[row])} <small>taken for</small> {escape(names[column])}</th>"
+        f"<td>{off[row, column]} of {totals[row]} "
+        f"<small>({100 * off[row, column] / totals[row]:.0f} %)</small></td></tr>"
+        for row, column in zip(*np.unravel_index(order, off.shape), strict=True)
+        if off[row, column]
+    ]
     if not rows:
         return "<p>None.</p>"
     return f'<table class="settings mistakes">{"".join(rows)}</table>'

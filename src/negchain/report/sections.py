@@ -142,21 +142,24 @@ def standing(run: Run) -> str:
         value = run.final(metric.key)
         if value is None:
             continue
-        interval = interval_of(run, metric.key)
-        sure = bounds(interval) if interval else ""
+        interval, base = interval_of(run, metric.key), run.baseline(metric.key)
         own = run.method if run.finished else f"{run.method}, so far"
-        held, base = run.shown.baselines, run.baseline(metric.key)
-        bars = [_bar(own, value, sure, "own", metric)]
-        bars += [_bar(held[key], base[key], "", key, metric) for key in held if key in base]
+        lines = [("own", own, value, bounds(interval) if interval else "")]
+        lines += [(k, name, base[k], "") for k, name in run.shown.baselines.items() if k in base]
+        bars = "".join(
+            f'<div class="{kind}"><span>{escape(name)}</span><i style="--w:{100 * share:.1f}%"></i>'
+            f"<b>{metric.text(share)}</b><small>{sure}</small></div>"
+            for kind, name, share, sure in lines
+        )
         blocks.append(
             f'<article class="card"><h3>{metric.name}</h3><p>{escape(metric.note)}</p>'
-            f'<div class="bars">{"".join(bars)}</div></article>'
+            f'<div class="bars">{bars}</div></article>'
         )
-    rows = [
-        (m.name, f"<b>{number(run.final(m.key), m.unit)}</b> <small>{_told(run, m)}</small>")
-        for m in run.shown.secondary
-        if run.final(m.key) is not None
-    ]
+    rows = []
+    for metric in run.shown.secondary:
+        if (value := run.final(metric.key)) is not None:
+            told = ". ".join(filter(None, (_before(run, metric), escape(metric.note))))
+            rows.append((metric.name, f"<b>{metric.text(value)}</b> <small>{told}</small>"))
     if rows:
         blocks.append(
             '<article class="card measures"><h3>Other measures</h3><p>Of the same encoder</p>'
@@ -178,11 +181,6 @@ def standing(run: Run) -> str:
     )
 
 
-def _told(run: Run, metric: Metric) -> str:
-    """What stands below one of the other measures."""
-    return ". ".join(filter(None, (_before(run, metric), escape(metric.note))))
-
-
 def _tested(run: Run) -> str:
     """What results are of, with how many of them chose the encoder."""
     count, chose = run.data_info.get("test", 0), run.data_info.get("validation")
@@ -190,14 +188,6 @@ def _tested(run: Run) -> str:
     if isinstance(chose, int) and 0 < chose < count:
         split = f" ({chose:,} validation, {count - chose:,} test)"
     return f"{count or 'the'} {run.shown.tested}{split}"
-
-
-def _bar(name: str, value: float, sure: str, kind: str, metric: Metric) -> str:
-    return (
-        f'<div class="{kind}"><span>{escape(name)}</span>'
-        f'<i style="--w:{100 * value:.1f}%"></i><b>{metric.text(value)}</b>'
-        f"<small>{sure}</small></div>"
-    )
 
 
 def _passes(run: Run) -> str:
@@ -286,8 +276,8 @@ def settings(run: Run) -> str:
     rows = [(k, escape(_text(value))) for k, value in run.config.items() if k not in hidden]
     info = run.data_info
     words = {"num_samples": "to train on", "train": "labelled for training", "test": "for test"}
-    known = {name: info.get(key) for key, name in words.items()}
-    counts = ", ".join(f"{count:,} {name}" for name, count in known.items() if type(count) is int)
+    known = {key: info[key] for key in words if type(info.get(key)) is int}
+    counts = ", ".join(f"{count:,} {words[key]}" for key, count in known.items())
     said = [counts, *(str(note) for note in info.get("notes", []))]
     rows.insert(0, (run.shown.noun, escape("; ".join(filter(None, said)))))
     return (
