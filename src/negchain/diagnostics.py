@@ -173,8 +173,8 @@ def exact_negative_gradient(
     With "all" the positive is any other view (the view itself where there is one), and an item
     stands for `copies` negatives, however many views of it are known.
     """
-    num_views, size, dim = table.shape
-    flat, ids = table.flatten(0, 1), torch.arange(size, device=table.device).repeat(num_views)
+    num_views, size, _ = table.shape
+    flat = table.flatten(0, 1)
     positives = beta * torch.einsum("vmd,umd->vmu", table, table).flatten(0, 1)
     if num_views > 1:
         other = ~torch.eye(num_views, dtype=torch.bool, device=table.device)
@@ -182,11 +182,10 @@ def exact_negative_gradient(
     gradient = torch.zeros_like(flat)
     chunk = max(1, CHUNK_ELEMENTS // len(flat))
     for rows in torch.split(torch.arange(len(flat), device=table.device), chunk):
-        logits = (beta * flat[rows] @ flat.T).masked_fill_(ids[rows, None] == ids, -math.inf)
+        logits, log_sum = _others(table, rows, beta, copies)
         weights = logits.softmax(1) * (beta / len(flat))
         if denominator == "all":
-            log_sum = torch.logsumexp(logits, 1, keepdim=True) + math.log(copies / num_views)
-            weights *= torch.sigmoid(log_sum - positives[rows]).mean(1, keepdim=True)
+            weights *= torch.sigmoid(log_sum[:, None] - positives[rows]).mean(1, keepdim=True)
         gradient[rows] += weights @ flat
         gradient += weights.T @ flat[rows]
     return gradient.view(table.shape)
@@ -223,16 +222,19 @@ def step_negative_gradient(
 
 def _pull(table: Tensor, index: Tensor, views: Tensor, beta: float, copies: int) -> Tensor:  # [B]
     """Factor of each pair's positive term with "all": 1 - p+ of its two anchors, summed."""
+    rows = views * table.shape[1] + index
+    first, second = table.flatten(0, 1)[rows]
+    positive = beta * torch.linalg.vecdot(first, second)
+    pulls = [torch.sigmoid(_others(table, own, beta, copies)[1] - positive) for own in rows]
+    return pulls[0] + pulls[1]
+
+
+def _others(table: Tensor, rows: Tensor, beta: float, copies: int) -> tuple[Tensor, Tensor]:
+    """Logits of rows [R] (view after view) to views of other items, [R,V*M]; log partitions [R]."""
     flat = table.flatten(0, 1)
-    ids = torch.arange(table.shape[1], device=index.device).repeat(len(table))
-    total = torch.zeros_like(index, dtype=table.dtype)
-    positive = beta * torch.linalg.vecdot(table[views[0], index], table[views[1], index])
-    for view in views:
-        logits = beta * table[view, index] @ flat.T
-        log_sum = torch.logsumexp(logits.masked_fill(ids == index[:, None], -math.inf), 1)
-        log_sum += math.log(copies / len(table))
-        total += torch.sigmoid(log_sum - positive)
-    return total
+    item = torch.arange(len(flat), device=table.device) % table.shape[1]
+    logits = (beta * flat[rows] @ flat.T).masked_fill_(item[rows, None] == item, -math.inf)
+    return logits, torch.logsumexp(logits, 1) + math.log(copies / len(table))
 
 
 def _measure(

@@ -67,7 +67,7 @@ class ChainTable(Stateful):
     """
 
     states: Tensor  # [S,M] id, NOT_MOVED: the initial draw; read it through `ids`
-    keys: Tensor  # [S,M,D or 0] "cached"
+    keys: Tensor  # [S,M,D or 0] "cached": carried states as of the last visit, NaN before the first
 
     def __init__(
         self,
@@ -127,10 +127,6 @@ class ChainTable(Stateful):
             first = slots // self.ids_per_item * self.ids_per_item
             drawn = torch.where(drawn >= first, drawn + self.ids_per_item, drawn)
         return drawn
-
-    def cached_keys(self, side: int, slots: Tensor, dim: int) -> Tensor:  # -> [B,D]
-        """Embeddings of the carried states as of their last visit; NaN before the first."""
-        return self.rows.read(self.wide("keys", dim, math.nan)[side], slots)
 
     def commit(self, side: int, arrival: Arrival, valid: Tensor) -> None:
         """Store where the chains of the valid rows ended; the others stay as they are.

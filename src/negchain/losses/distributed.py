@@ -101,26 +101,20 @@ def joined(
     """
     if not pieces:
         return {}
-    counts_of = [piece.counts or sizes for piece in pieces.values()]
-    units = [p.rows.shape[0] * math.prod(p.rows.shape[2:]) for p in pieces.values()]
-    lengths = [
-        [unit * counts[rank] for unit, counts in zip(units, counts_of, strict=True)]
+    shapes = [
+        [(p.rows.shape[0], (p.counts or sizes)[rank], *p.rows.shape[2:]) for p in pieces.values()]
         for rank in range(ranks.world)
     ]
+    lengths = [[math.prod(shape) for shape in own] for own in shapes]
     flat = torch.cat([p.rows.reshape(-1) for p in pieces.values()])
     flat = F.pad(flat, (0, max(map(sum, lengths)) - len(flat)))
     gathered: Tensor = _Gather.apply(flat, ranks)  # type: ignore[no-untyped-call]
-    parts = [row[: sum(each)].split(each) for row, each in zip(gathered, lengths, strict=True)]
-    return {
-        name: torch.cat(
-            [
-                parts[rank][number].view(piece.rows.shape[0], count, *piece.rows.shape[2:])
-                for rank, count in enumerate(counts_of[number])
-            ],
-            1,
-        )
-        for number, (name, piece) in enumerate(pieces.items())
-    }
+    parts = [
+        map(Tensor.view, row[: sum(own)].split(own), shape)
+        for row, own, shape in zip(gathered, lengths, shapes, strict=True)
+    ]
+    whole = [torch.cat(own, 1) for own in zip(*parts, strict=True)]
+    return dict(zip(pieces, whole, strict=True))
 
 
 def joined_rows(rows: Tensor, counts: Sequence[int], ranks: Ranks) -> Tensor:  # [n,...] -> [B,...]

@@ -273,8 +273,8 @@ class EMC2Loss(ContrastiveLoss):
         """Ids, embeddings as of the last visit, and whether they are no negatives, or new."""
         slots = slots.repeat(side.num_rows // len(slots))
         ids = self.chains.ids(number, slots)
-        keys = self.chains.cached_keys(number, slots, side.queries.shape[1])
-        keys = keys.to(side.queries.dtype)
+        table = self.chains.wide("keys", side.queries.shape[1], math.nan)[number]
+        keys = self.chains.rows.read(table, slots).to(side.queries.dtype)
         unseen = ~torch.isfinite(keys).all(1)
         keys = keys.masked_fill(unseen[:, None], 0.0)  # 0 * NaN would spread
         return ids, keys.view(side.views, -1, keys.shape[1]), side.excludes(ids) | unseen

@@ -104,10 +104,7 @@ class Request:
                 "this request asks for keys and for anchors (paired views in both directions); "
                 "encode request.wants one by one and pass the list to answer()"
             )
-        if len(self.parts) == 1:
-            return self.parts[0].want.ids
-        empty = torch.zeros(0, dtype=torch.int64, device=self.index.device)
-        return torch.cat([want.ids for want in self.wants]) if self.parts else empty
+        return torch.cat([self.index[:0], *(want.ids for want in self.wants)])
 
     def answer(self, embeddings: Tensor | Sequence[Tensor]) -> Request:
         """Hand back the embeddings [R, D] of `ids`, or a list with one tensor per want."""
