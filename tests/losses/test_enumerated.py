@@ -191,7 +191,7 @@ def held_item_is_counted_beside_itself(patch) -> None:
 
 
 def informed_draws_pass_for_uniform(patch) -> None:
-    patch.setattr(columns, "_log_q", lambda side, draw, num_ids: None)
+    patch.setattr(columns, "_log_q", lambda side, draw: None)
 
 
 def partition_counts_the_carried_state(patch) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from negchain import ISIR, MH, EMC2Loss, mh_scan, rng
 from negchain.weights import isir_weights
-from negchain.weights.metropolis import Scan, counted_columns
+from negchain.weights.metropolis import Scan
 
 logit = st.one_of(st.just(-math.inf), st.integers(-40, 40).map(lambda i: i / 4))
 log_uniform = st.floats(-22, 0, width=32)
@@ -29,6 +29,12 @@ def chains(draw) -> tuple[Tensor, Tensor, Tensor, int, int]:
     return torch.tensor(table), torch.tensor(start), torch.tensor(noise), burn_in, every
 
 
+def counted_columns(num_columns: int, burn_in: int, every: int) -> list[int]:
+    """The columns after which a state counts."""
+    ends = {*range(every - 1, num_columns, every), num_columns - 1}
+    return sorted(column for column in ends if column >= burn_in)
+
+
 def plain_loop(
     logits: list[float], start: float, log_u: list[float], burn_in: int, every: int
 ) -> tuple[list[float], float, int]:
@@ -38,12 +44,7 @@ def plain_loop(
         if proposal > -math.inf and proposal - log_v > current:
             state, current = column, proposal
         states.append(state)
-    last = len(logits) - 1
-    picked = [
-        states[column]
-        for column in range(len(logits))
-        if ((column + 1) % every == 0 or column == last) and column >= burn_in
-    ]
+    picked = [states[column] for column in counted_columns(len(logits), burn_in, every)]
     shares = [picked.count(column) / len(picked) for column in range(len(logits))]
     return shares, picked.count(-1) / len(picked), state
 

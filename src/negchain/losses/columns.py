@@ -122,7 +122,7 @@ def with_draw(side: Side, draw: Draw, drawn: Tensor, num_ids: int | None, normal
     drawn = check_answer(drawn.reshape(-1, dim), side.queries, normalize)
     first, columns = side.keys.shape[1], shape[-1]
     count = torch.full_like(side.positive_ids, columns)
-    kinds = (*side.kinds, Kind(first, first + columns, count, _log_q(side, draw, num_ids)))
+    kinds = (*side.kinds, Kind(first, first + columns, count, _log_q(side, draw)))
     if ids.dim() == 2:
         repeat = side.num_rows // shape[0]
         keys = drawn.view(*shape, dim).repeat(repeat, 1, 1)
@@ -246,13 +246,13 @@ def check_ids(draw: Draw, ids: Tensor, size: int | None) -> None:
             )
 
 
-def _log_q(side: Side, draw: Draw, num_ids: int | None) -> Callable[[Tensor], Tensor] | None:
+def _log_q(side: Side, draw: Draw) -> Callable[[Tensor], Tensor] | None:
     """ids -> log(q m_neg) of a draw over all ids, own positive included."""
     log_m = side.log_num_negatives()
-    if log_m is None or num_ids is None:
+    if log_m is None or side.num_keys is None:
         return None
     scale = log_m - math.log(side.multiplicity / side.ids_per_item)
-    uniform = -math.log(num_ids)
+    uniform = -math.log(side.num_keys * side.ids_per_item)
 
     def log_q(ids: Tensor) -> Tensor:
         base = scale.view(-1, *[1] * (ids.dim() - 1))
@@ -321,11 +321,5 @@ def by_popularity(side: Side, batch: Batch, log_q: Popularity, items: slice | No
     """A side whose columns, the batch's, are draws by popularity; its rows are those of `items`."""
     mine = batch.valid if items is None else batch.valid[items]
     others = batch.valid.sum() - mine.long()  # the row's own column is no draw
-    log_m = side.log_num_negatives()
-    assert log_m is not None
-
-    def corrected(ids: Tensor) -> Tensor:
-        return log_q(ids) + log_m.view(-1, *[1] * (ids.dim() - 1))
-
-    kind = Kind(0, side.keys.shape[1], others, corrected)
+    kind = Kind(0, side.keys.shape[1], others, _log_q(side, Draw(side.key_ids, log_q)))
     return dataclasses.replace(side, kinds=(kind,))

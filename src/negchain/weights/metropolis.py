@@ -115,7 +115,6 @@ def scan_reference(
     step = torch.zeros_like(rows)  # r in the paper
     visits = logits.new_zeros(num_chains, num_columns + 1)  # the last column counts the start
     accepts, num_counted = torch.zeros_like(rows), torch.zeros_like(rows)
-    ends = set(counted_columns(num_columns, burn_in, count_every)) if count_every > 1 else set()
     for column in range(num_columns):
         proposal = logits[:, column]
         is_step = proposal > -math.inf
@@ -125,7 +124,8 @@ def scan_reference(
         accepts += accept
         counts = is_step & (step >= burn_in)
         if count_every > 1:
-            counts = torch.full_like(is_step, column in ends)
+            is_end = (column + 1) % count_every == 0 or column == num_columns - 1
+            counts = torch.full_like(is_step, is_end and bool(column >= burn_in))
         visits[rows, state] += counts.to(logits.dtype)
         num_counted += counts
         step += is_step
@@ -227,20 +227,6 @@ def _scan_numpy(logits: Tensor, start_logit: Tensor, log_u: Tensor, burn_in: int
         last_logit=torch.from_numpy(level[-1]),
         accepts=torch.from_numpy(accepted.sum(0)),
     )
-
-
-def counted_columns(num_columns: int, burn_in: int | Tensor, count_every: int) -> list[int]:
-    """The columns after which a state counts, for count_every > 1.
-
-    Example:
-        >>> counted_columns(10, 4, 3)
-        [5, 8, 9]
-    """
-    assert isinstance(burn_in, int)
-    ends = [
-        min(begin + count_every, num_columns) - 1 for begin in range(0, num_columns, count_every)
-    ]
-    return [column for column in ends if column >= burn_in]
 
 
 def _check(
