@@ -34,7 +34,7 @@ from fast.kernel_cases import (
 )
 from interpreter import hurry
 from negchain import ISIR, MH, EMC2Loss, Given, InBatch, InfoNCELoss
-from negchain.fast.fused import forward, function, layout_triton, ranks
+from negchain.fast.fused import forward, function, layout_triton
 
 
 def emc2(name: str, *, size: int = 6, steps: int = 2, **options: Any) -> Case:
@@ -342,7 +342,7 @@ PLANTED: dict[str, tuple[str, Change]] = {
 def sabotage(name: str) -> Iterator[None]:
     """Plant a bug into the fused path."""
     fused_loss, change = function.fused_loss, PLANTED[name][1]
-    tile_column, repeated = layout_triton._tile_column, ranks.repeated
+    tile_column, repeated = layout_triton._tile_column, forward.repeated
 
     def changed(a: Tensor, b: Tensor, carried: Any, beta: Any, plan: Any) -> Any:
         if name == "carried weight dropped":
@@ -353,12 +353,12 @@ def sabotage(name: str) -> Iterator[None]:
     if name == "tiles in plain order":
         layout_triton._tile_column = lambda time, TILE: time
     if name in ("an item twice is proposed twice", "and in tiles"):
-        ranks.repeated = lambda ids, valid: torch.zeros_like(valid)
+        forward.repeated = lambda ids, valid: torch.zeros_like(valid)
     try:
         yield
     finally:
         function.fused_loss, layout_triton._tile_column = fused_loss, tile_column
-        ranks.repeated = repeated
+        forward.repeated = repeated
 
 
 def planted(name: str) -> list[str]:

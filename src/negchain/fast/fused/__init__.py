@@ -1,14 +1,13 @@
 """The losses on a GPU in a dozen kernel launches; the readable twin is `negchain.losses`.
 
     function   the loss of one side as one differentiable function of the embeddings
-    forward    launches its forward pass; the backward pass is in `function`
+    forward    launches its forward pass, sorts ids; the backward pass is in `function`
     plan       what both are given, and what the first leaves for the second
 
 Kernels, in the order of a step:
 
     layout     rows and columns of a batch: unit length, order of proposal, carried states; and the
                gradients' way back
-    ranks      order of proposal and repeated ids, by sorting (torch, no kernel)
     rows       a small batch: one program per row turns its similarities into weights
     tiles      a large batch: similarities are computed, scanned and forgotten, tile by tile
     tile_rows  what follows for each of its rows

@@ -22,12 +22,12 @@ from negchain.fast.fused import (
     MAX_COLUMNS,
     commit_triton,
     layout_triton,
-    ranks,
     rows_triton,
     tile_rows_triton,
     tiles_triton,
 )
 from negchain.fast.fused.plan import Plan, Walked, given
+from negchain.pool import first_writer
 
 COMMITTED = 8  # items per program that stores: 8 x 1,024 pairs fit into its registers
 WIDTH_OF_A_WARP = 512  # an item's numbers of one embedding; one warp needs no barriers
@@ -53,9 +53,9 @@ def walk(
     walked = _prepare(a, b, carried, beta, plan)
     same = plan.index  # unused where it is not counted
     if plan.weighting == "isir":
-        walked.repeated = ranks.repeated(plan.index, walked.valid).repeat(plan.copies)
+        walked.repeated = repeated(plan.index, walked.valid).repeat(plan.copies)
     if plan.tiled:
-        same = ranks.num_equal(plan.index, walked.valid)
+        same = num_equal(plan.index, walked.valid)
         _tiles(walked, same, plan)
     else:
         _rows(walked, plan)
@@ -78,12 +78,12 @@ def _prepare(
         times_from = "count"
     else:
         times_from = "given"
-        times = ranks.times(plan.seed, plan.step, rng.FOR_ORDER + 16 * plan.side, size)
+        times = proposal_times(plan.seed, plan.step, rng.FOR_ORDER + 16 * plan.side, size)
     in_batch = times
     if plan.weighting == "isir":
         assert plan.states is not None
         held = carried_ids(plan.states, plan.side, plan.index, plan.seed)
-        in_batch = ranks.among(held, plan.index)
+        in_batch = among(held, plan.index)
 
     new = partial(torch.empty, dtype=torch.float32, device=device)
     walked = Walked(
@@ -151,7 +151,6 @@ def _tiles(walked: Walked, same: Tensor, plan: Plan) -> None:
     device, isir, sparse = walked.pull.device, plan.weighting == "isir", plan.is_sparse
     burn_in = plan.burn_in if plan.burn_in >= 1 else size * plan.burn_in + 1e-3
     skipped = min(int(burn_in), size - 1) // plan.count_every  # ends of tiles before one counts
-    skipped = 0 if isir else skipped
     counted = triton.cdiv(size, plan.count_every) - skipped if sparse else 0
     slots = counted + 1
     num_tiles, every = columns // tiles_triton.TILE, plan.count_every // tiles_triton.TILE
@@ -225,3 +224,39 @@ def _commit(walked: Walked, same: Tensor, plan: Plan, dim: int) -> Tensor:
         COUNTS=plan.counts, num_warps=1 if size <= 256 else 4,
     )  # fmt: skip
     return value
+
+
+# ---------------------------------------------------------------------- ids, by sorting
+
+
+def proposal_times(seed: int, step: Tensor, use: int, size: int) -> Tensor:  # [] -> [B] int32
+    """When each item is proposed: the inverse of `rng.permutation`."""
+    order = rng.permutation(seed, step, use, size)
+    found = torch.empty_like(order, dtype=torch.int32)
+    found[order] = torch.arange(size, dtype=torch.int32, device=order.device)
+    return found
+
+
+def num_equal(ids: Tensor, valid: Tensor) -> Tensor:  # [B] int64, [B] int32 -> [B] int32
+    """How many valid items (marked by 3) share each item's id; 1 for an item that is not valid.
+
+    Ids of valid items must be in [0, 2^31), as the fused path's are.
+    """
+    different = -1 - torch.arange(len(ids), dtype=torch.int32, device=ids.device)
+    ids = torch.where(valid == 3, ids.int(), different)
+    ordered = ids.sort().values
+    first = torch.searchsorted(ordered, ids, out_int32=True)
+    return torch.searchsorted(ordered, ids, out_int32=True, right=True) - first
+
+
+def repeated(ids: Tensor, valid: Tensor) -> Tensor:  # [B] int64, [B] int32 -> [B] int32
+    """Which valid items have the id of an earlier valid one."""
+    good = valid == 3
+    return (good & (first_writer(ids, good) < torch.arange(len(ids), device=ids.device))).int()
+
+
+def among(ids: Tensor, others: Tensor) -> Tensor:  # [B] [B] int64 -> [B] int32
+    """Which ids are among the others."""
+    ordered = others.sort().values
+    at = torch.searchsorted(ordered, ids).clamp_(max=len(ordered) - 1)
+    return (ordered[at] == ids).int()

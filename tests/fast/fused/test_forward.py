@@ -9,7 +9,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from negchain import rng  # noqa: E402
-from negchain.fast.fused import ranks  # noqa: E402
+from negchain.fast.fused import forward  # noqa: E402
 
 DRAWS = ((0, 0, 1), (2**40 + 5, 7, 1 + 16), (3, 2**31 + 9, 1))  # seed, step, use
 FEW_KEYS = 5
@@ -67,7 +67,7 @@ def test_the_rule_of_ties(rule, monkeypatch) -> None:
         keys = rng.bits(seed, torch.tensor(step), use, row, size)[0]
         item = torch.arange(size)
         before = RULES[rule](keys[None, :], keys[:, None], item[None, :], item[:, None])
-        expected = ranks.times(seed, torch.tensor(step), use, size)
+        expected = forward.proposal_times(seed, torch.tensor(step), use, size)
         assert torch.equal(before.sum(1).int(), expected) == (rule == "right")
 
 
@@ -79,18 +79,18 @@ def test_counting_by_hand(size, device) -> None:
         pairs = (ids[None, :] == ids[:, None]) & good[None, :] & good[:, None]
         expected = torch.where(good, pairs.sum(1), 1).int()
         given = ids.to(device), valid.to(device)
-        assert torch.equal(ranks.num_equal(*given).cpu(), expected)
+        assert torch.equal(forward.num_equal(*given).cpu(), expected)
         earlier = (pairs & torch.ones_like(pairs).tril(-1)).any(1).int()
-        assert torch.equal(ranks.repeated(*given).cpu(), earlier)
+        assert torch.equal(forward.repeated(*given).cpu(), earlier)
     for ids, others in other_cases(size).values():
         expected = (ids[:, None] == others[None, :]).any(1).int()
-        assert torch.equal(ranks.among(ids.to(device), others.to(device)).cpu(), expected)
+        assert torch.equal(forward.among(ids.to(device), others.to(device)).cpu(), expected)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [33, 8192])
 def test_times_on_a_gpu(size) -> None:
     for seed, step, use in DRAWS:
-        expected = ranks.times(seed, torch.tensor(step), use, size)
-        got = ranks.times(seed, torch.tensor(step, device="cuda"), use, size)
+        expected = forward.proposal_times(seed, torch.tensor(step), use, size)
+        got = forward.proposal_times(seed, torch.tensor(step, device="cuda"), use, size)
         assert torch.equal(got.cpu(), expected)
