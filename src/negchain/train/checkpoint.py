@@ -184,9 +184,7 @@ def _read(path: Path) -> dict[str, Any]:
 def load_tensors(archive: mmap.mmap, *, old: bool = False) -> Any:
     """What `torch.save` wrote: tensors, numbers and text. Nothing in it is run.
 
-    Args:
-        archive: a file, or its part, in memory.
-        old: files of torch before 1.6, which are no zip archives, are read too.
+    `old`: files of torch before 1.6, which are no zip archives, are read too.
     """
     try:
         if not old or zipfile.is_zipfile(archive):  # type: ignore[arg-type]

@@ -151,16 +151,16 @@ class TrainStep:
         own = torch.arange(self.rows.start, self.rows.stop, device=self.device)
         self._places = None if self.ranks is None else own  # of this rank's rows in the batch
         self.loss = torch.zeros((), dtype=torch.float64, device=self.device)
-        self.plain = self._towers(lambda tower: fast_encoder.PlainEncoder(tower, self.autocast))
+        self.plain = self._towers(fast_encoder.PlainEncoder)
         self.embed = self.plain
         self._one = torch.ones((), device=self.device)
         self._graph: tuple[torch.cuda.CUDAGraph, Any] | None = None  # and its numbers for `info`
         self._forget_beta()
 
-    def _towers(self, make: Callable[[nn.Module], fast_encoder.PlainEncoder]) -> Towers:
+    def _towers(self, make: Callable[..., fast_encoder.PlainEncoder]) -> Towers:
         anchors, keys = self.task.towers(self.encoder)
-        made = make(anchors)
-        return {"anchors": made, "keys": made if keys is anchors else make(keys)}
+        made = make(anchors, self.autocast)
+        return {"anchors": made, "keys": made if keys is anchors else make(keys, self.autocast)}
 
     def __call__(self, step: int, index: Tensor, loaded: Any = None) -> None:
         """Run step number `step` on the positions `index`, [B]; `loaded`: by the task, ahead."""
@@ -191,10 +191,9 @@ class TrainStep:
             return False
         return True
 
-    def capture(self, fast: fast_encoder.PlainEncoder | None = None) -> None:
+    def capture(self) -> None:
         """Record the step as a CUDA graph; parameters and state end as they began.
 
-        `fast` is the fast path of the one tower; None takes what `fast.encoder.accelerate` chooses.
         Where an operation cannot be recorded torch says so in a RuntimeError, and steps go on
         as before.
         """
@@ -203,7 +202,7 @@ class TrainStep:
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
         spare = generator.clone_state()  # type: ignore[no-untyped-call]
         try:
-            self._graph = self._recorded(fast)
+            self._graph = self._recorded()
         except RuntimeError:
             generator.graphsafe_set_state(spare)  # its own believes that it is being recorded
             self.embed = self.plain
@@ -217,8 +216,8 @@ class TrainStep:
                     if id(tensor) not in kept:
                         tensor.zero_()  # optimizer state of the warm-up: zero is where it begins
 
-    def _recorded(self, fast: fast_encoder.PlainEncoder | None) -> tuple[torch.cuda.CUDAGraph, Any]:
-        made = self._towers(lambda tower: fast or fast_encoder.accelerate(tower, self.autocast))
+    def _recorded(self) -> tuple[torch.cuda.CUDAGraph, Any]:
+        made = self._towers(fast_encoder.accelerate)
         side = new_stream(self.device)
         with forked(side), warnings.catch_warnings():
             # torch warns where autograd's thread makes its CUDA context, which is harmless
