@@ -148,15 +148,18 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 # --------------------------------------------------------------------------------------- one file
 
 
-def opened(place: Place | str) -> BinaryIO:
+@contextmanager
+def opened(place: Place | str) -> Iterator[BinaryIO]:
     """The bytes at a place as a file of their own; a range is read at once.
 
     A place is valid only while its file is unchanged: one written since is refused.
     """
     place = Place(place) if isinstance(place, str) else place
-    # Without O_NONBLOCK opening a pipe would wait for ever.
-    file = open(place.path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK))
-    try:
+
+    def at_once(path: str, flags: int) -> int:  # opening a pipe would wait for ever
+        return os.open(path, flags | os.O_NONBLOCK)
+
+    with open(place.path, "rb", opener=at_once) as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise OSError("not a regular file")
@@ -164,14 +167,11 @@ def opened(place: Place | str) -> BinaryIO:
         if place.changed not in (-1, status.st_mtime_ns) or place.begin + size > status.st_size:
             raise OSError("the file has changed since it was listed")
         if size == status.st_size:
-            return file
-        if size > LARGEST:
+            yield file
+        elif size > LARGEST:
             raise OSError(f"{size >> 20:,} MB of a file, and at most {LARGEST >> 20:,} are read")
-        with file:
-            return io.BytesIO(os.pread(file.fileno(), size, place.begin))
-    except BaseException:
-        file.close()
-        raise
+        else:
+            yield io.BytesIO(os.pread(file.fileno(), size, place.begin))
 
 
 def stored_size(size: Size, short: int) -> Size:

@@ -22,7 +22,6 @@ Order: names are POSIX paths relative to the root, sorted by code point: the sam
 """
 
 import os
-import stat
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -73,14 +72,10 @@ class _Walk:
             seen.add((status.st_dev, status.st_ino))
             for entry in entries:
                 shown = name + printable(entry.name)
-                try:
-                    status = entry.stat()
-                except OSError:  # a link to nothing or to itself
-                    self._add_file(entry, shown, None)
-                    continue
-                if not stat.S_ISDIR(status.st_mode):
-                    self._add_file(entry, shown, status)
-                elif not entry.is_symlink() or self._follows(entry.path, shown):
+                linked = entry.is_symlink()  # perhaps to itself, which only os.path takes
+                if not (os.path.isdir(entry.path) if linked else entry.is_dir()):
+                    self._add_file(entry, shown)
+                elif not linked or self._follows(entry.path, shown):
                     stack.append((entry.path, f"{shown}/"))
         return self
 
@@ -94,15 +89,14 @@ class _Walk:
             self.notes.append(f"{name} leads out of the data, to {printable(target)}: read as well")
         return True
 
-    def _add_file(self, entry: os.DirEntry[str], name: str, status: os.stat_result | None) -> None:
+    def _add_file(self, entry: os.DirEntry[str], name: str) -> None:
         if not is_image(entry.name):
             self.other[os.path.splitext(entry.name)[1].lower()] += 1
-        elif status is None:
-            self.unreadable.append((name, "broken link"))
-        elif not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for ever
-            self.unreadable.append((name, "not a regular file"))
-        else:
-            self.files.append(ImageFile(name, whole_file(entry.path, status)))
+            return
+        try:
+            self.files.append(ImageFile(name, whole_file(entry.path, "broken link")))
+        except OSError as error:
+            self.unreadable.append((name, str(error)))
 
     def labelled(self, depth: int) -> list[ImageFile]:
         """The files in order, with the folder at `depth` of their name as class."""
@@ -240,15 +234,10 @@ def list_table(path: str | Path, holdout: float = 0.2) -> Listing:
             )
         names.add(name)
         try:
-            status = os.stat(where)
-        except (OSError, ValueError):
-            unreadable.append((name, "no such file"))
-            continue
-        if not stat.S_ISREG(status.st_mode):
-            unreadable.append((name, "not a regular file"))
-            continue
-        file = ImageFile(name, whole_file(where, status), printable(row["label"].strip()) or None)
-        splits[split].append(file)
+            file = ImageFile(name, whole_file(where), printable(row["label"].strip()) or None)
+            splits[split].append(file)
+        except OSError as error:
+            unreadable.append((name, str(error)))
     for files in splits.values():
         files.sort(key=lambda file: file.name)
     return divide(table, splits, holdout, unreadable=unreadable)

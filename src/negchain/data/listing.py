@@ -10,6 +10,7 @@ classes and no test split, a share of every class is held out.
 
 import hashlib
 import os
+import stat
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,8 +36,14 @@ class Place(NamedTuple):
     """When the file was last written, in nanoseconds as `os.stat` has them; -1: not compared."""
 
 
-def whole_file(path: str, status: os.stat_result) -> Place:
-    """All of a file, in its present state."""
+def whole_file(path: str, missing: str = "no such file") -> Place:
+    """All of a regular file, in its present state; an OSError says why there is none."""
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError):  # a null in its name
+        raise OSError(missing) from None
+    if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for ever
+        raise OSError("not a regular file")
     return Place(path, 0, status.st_size, status.st_mtime_ns)
 
 

@@ -9,7 +9,6 @@ Shapes: `M` pictures, `C` captions, `B` batch, `R` rows of a pass, `L` tokens, `
 
 import hashlib
 import math
-import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -183,7 +182,7 @@ def load(
     splits = {"train": pairs.train[: config.subset]}
     splits |= {"validation": pairs.validation, "test": pairs.test}
     listed = [(p, split) for split, pictures in splits.items() for p in pictures]
-    files = tuple(ImageFile(p.name, whole_file(p.path, os.stat(p.path))) for p, _ in listed)
+    files = tuple(ImageFile(p.name, whole_file(p.path)) for p, _ in listed)
     listing = Listing(pairs.root, files, notes=pairs.notes)
     bundle = load_images(replace(config, subset=None), progress, listing)
     told = {p.name: (split, p.captions) for p, split in listed}
