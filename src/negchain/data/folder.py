@@ -135,10 +135,7 @@ def list_folder(root: str | Path, holdout: float = 0.2) -> Listing:
 
 def _only_folder(top: str) -> str | None:
     """The one folder in which everything lies; None if there is another folder or an image."""
-    try:
-        entries = visible(top)
-    except OSError:
-        return None
+    entries = visible(top)
     folders = [entry for entry in entries if entry.is_dir()]
     if len(folders) != 1 or any(is_image(entry.name) for entry in entries):
         return None

@@ -132,8 +132,6 @@ class _Shard:
                 if end != bytes(_BLOCK):
                     raise tarfile.ReadError(f"its header at byte {tar.offset} is damaged or cut")  # type: ignore[attr-defined]
         except (tarfile.TarError, OSError, ValueError, OverflowError, EOFError) as error:
-            if isinstance(error, FileRefused):
-                raise
             raise FileRefused(
                 f"{printable(self.path)} must be a whole .tar that is not compressed, but "
                 f"{printable(str(error))}; write or copy it again"
