@@ -116,9 +116,9 @@ class ImageTextJudge(Judge):
 
     def artifacts(self, encoder: ImageText, loss_fn: ContrastiveLoss) -> Arrays:
         """Examples of what is retrieved both ways, and what chains hold."""
-        held = self.task.held
-        train = self.task.train.take(range(self.task.num_samples)[:MOST_SHOWN])
-        part = held.get("test") or held.get("validation") or train
+        train, held = self.task.train, self.task.held
+        some = range(len(train.captions))[:MOST_SHOWN]
+        part = held.get("test") or held.get("validation") or train.take(some)
         texts, pairs = distinct(part)
         z_i, z_t = self.embed(encoder, part)
         pictures, captions = evenly(len(part.images), GALLERY), evenly(len(texts), GALLERY)

@@ -139,32 +139,27 @@ def tokens_of(config: TrainConfig, texts: Sequence[str]) -> tuple[dict[str, Tens
 def start_from(encoder: ImageText, source: str) -> str:
     """Weights of both towers from a run or an open_clip file, else of the image tower alone."""
     from negchain.train import pretrained
-    from negchain.train.pretrained import load_trained
     from negchain.train.run_folder import is_run, load_run_config
 
-    clip = "open_clip" in encoder.encoder_config
     if is_run(source) and load_run_config(Path(source)).task == "image-text":
-        weights = dict(load_trained(Path(source))[0].state_dict())
-    elif clip and source != "timm":
-        from open_clip.model import (  # type: ignore[import-untyped,unused-ignore]
-            convert_to_custom_text_state_dict,
-        )
-
-        found = convert_to_custom_text_state_dict(pretrained.read_weights(Path(source)))
-        names = (("visual.", "image."), ("text.", "text.model."))
-        weights = {
-            own + name.removeprefix(theirs): tensor
-            for name, tensor in found.items()
-            for theirs, own in names
-            if name.startswith(theirs)
-        } | {"log_beta": encoder.log_beta.detach()}
-    elif clip:
+        weights = dict(pretrained.load_trained(Path(source))[0].state_dict())
+    elif "open_clip" not in encoder.encoder_config:
+        return pretrained.start_from(encoder.image, source)  # type: ignore[arg-type]
+    elif source == "timm":
         raise ConfigError(
             "--pretrained timm has image encoders, and --encoder is a config of open_clip; give a "
             "file of its weights"
         )
     else:
-        return pretrained.start_from(encoder.image, source)  # type: ignore[arg-type]
+        from open_clip.model import (  # type: ignore[import-untyped,unused-ignore]
+            convert_to_custom_text_state_dict,
+        )
+
+        found = convert_to_custom_text_state_dict(pretrained.read_weights(Path(source)))
+        weights = {"log_beta": encoder.log_beta.detach()}
+        for theirs, own in (("visual.", "image."), ("text.", "text.model.")):
+            parts = {name: tensor for name, tensor in found.items() if name.startswith(theirs)}
+            weights |= {own + name.removeprefix(theirs): t for name, t in parts.items()}
     try:
         encoder.load_state_dict(weights)
     except RuntimeError as error:

@@ -239,8 +239,8 @@ class OwnAugmentation(Augmentation):
             found = self.function(self._squares(images))
         channels = images.shape[1] if isinstance(images, Tensor) else images.channels
         wanted = [len(images), channels, self.size, self.size]
-        if not isinstance(found, Tensor) or list(found.shape) != wanted:
-            got = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        got = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        if got != wanted:
             raise ConfigError(f"augment must return pixels of shape {wanted}, got {got}")
         if found.dtype != torch.uint8 and (not found.is_floating_point() or (found > 32).any()):
             raise ConfigError(
