@@ -8,9 +8,8 @@ Kernels, in the order of a step:
 
     layout     rows and columns of a batch: unit length, order of proposal, carried states; and the
                gradients' way back
-    rows       a small batch: one program per row turns its similarities into weights
     tiles      a large batch: similarities are computed, scanned and forgotten, tile by tile
-    tile_rows  what follows for each of its rows
+    rows       one program per row: weights, from similarities of a small batch or after tiles
     objective  a row's value and factor, inside the kernels above
     commit     state for the next visit, and the value
     gather     backward pass of a large batch: what the rows weigh, sorted by column

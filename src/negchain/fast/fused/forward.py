@@ -23,7 +23,6 @@ from negchain.fast.fused import (
     commit_triton,
     layout_triton,
     rows_triton,
-    tile_rows_triton,
     tiles_triton,
 )
 from negchain.fast.fused.plan import Plan, Walked, given
@@ -174,7 +173,7 @@ def _tiles(walked: Walked, same: Tensor, plan: Plan) -> None:
         accepts, drive, rng.seed_key(plan.seed), size, rows, columns, slots, skipped, every,
         split, plan.num_samples, BOUNDED=plan.bounded, **shared, **launch,
     )  # fmt: skip
-    tile_rows_triton.tile_rows_kernel[(rows,)](
+    rows_triton.tile_rows_kernel[(rows,)](
         (walked.penalty == 0).sum(), walked.positive, walked.start_logit, walked.start_similarity,
         ends, last, accepts, reached, same, positions, weights, runs, drive, walked.beta,
         walked.step, walked.last, walked.pull, joint, walked.carried_weight, walked.stats,

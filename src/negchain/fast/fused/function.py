@@ -26,17 +26,13 @@ PANEL = 4096  # rows of i-SIR's weights at a time in the backward pass of tiles
 
 @on_its_device
 def fused_loss(
-    a: Tensor, b: Tensor, carried: Tensor | None, beta: float | Tensor, plan: Plan
+    a: Tensor,  # [B,D] embeddings of the anchors, or of the first view
+    b: Tensor,  # [B,D] of the keys, or of the second view
+    carried: Tensor | None,  # [B,D] of the carried states, with carried="encode"
+    beta: float | Tensor,  # a tensor may be learned
+    plan: Plan,
 ) -> tuple[Tensor, Numbers]:
-    """Loss of one side, [], and its numbers for `info`.
-
-    Args:
-        a: [B, D] embeddings of the anchors (or of the first view), any floating type.
-        b: [B, D] of the keys (or of the second view).
-        carried: [B, D] of the carried states, with carried="encode".
-        beta: inverse temperature; a tensor may be learned.
-        plan: everything else.
-    """
+    """Loss of one side, [], and its numbers for `info`."""
     report: Numbers = {}
     if isinstance(beta, Tensor):
         beta = beta.reshape(()).to(a.device)

@@ -35,14 +35,6 @@ def faster_layers(
         weights: of layers (and biases) whose gradients go to `gradients`, not to their `.grad`;
             looked up when a layer is called, which may be one of `functional_call`.
         gradients: where they go.
-
-    Example:
-        >>> layer = torch.nn.Linear(4, 8, bias=False)
-        >>> found = WeightGradients(None)
-        >>> with faster_layers(layer, {layer.weight}, found):
-        ...     layer(torch.ones(1, 4)).sum().backward()
-        >>> layer.weight.grad is None, found.join()[layer.weight].shape
-        (True, torch.Size([8, 4]))
     """
     answers: Any = {nn.Linear: _linear, nn.Conv2d: _first_layer, nn.MaxPool2d: _max_pool}
     patched: list[nn.Module] = []

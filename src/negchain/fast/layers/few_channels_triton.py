@@ -34,12 +34,7 @@ PROGRAMS, STAGES = 132, 3  # of the gradient: one program per multiprocessor of 
 
 
 def window_of(side: int, padding: int) -> tuple[int, int]:
-    """Rows of zeros above a kernel that make its padding even; side F of the folded window.
-
-    Example:
-        >>> window_of(7, 3)
-        (1, 4)
-    """
+    """Rows of zeros above a kernel that make its padding even; side F of the folded window."""
     shift = padding % 2
     return shift, (side + shift + 1) // 2
 

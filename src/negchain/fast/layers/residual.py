@@ -109,13 +109,7 @@ class Block:
 
 
 def masked(grad: Tensor, rectified: Tensor, added: Tensor | None = None) -> Tensor:
-    """(grad + added) where `rectified` > 0, else 0; a `grad` [N,C,1,1] counts for all pixels.
-
-    Example:
-        >>> y = torch.tensor([0.0, 2.0]).view(1, 1, 1, 2)
-        >>> masked(torch.ones(1, 1, 1, 1), y).flatten(), masked(y + 1, y, added=y).flatten()
-        (tensor([0., 1.]), tensor([0., 5.]))
-    """
+    """(grad + added) where `rectified` > 0, else 0; a `grad` [N,C,1,1] counts for all pixels."""
     if backends.prefers_triton(rectified):
         from negchain.fast.layers.masked_triton import masked_triton
 
