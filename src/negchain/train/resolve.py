@@ -58,12 +58,10 @@ def resolve(
     data: Any = given.get("data", chosen.get("data", TrainConfig.data))
     if name is not None and "data" not in chosen and "data" not in given:
         raise ConfigError(f"--preset {name} needs --data PATH, the folder of its images")
-    task: Any = given.get("task", chosen.get("task"))
     place = data if isinstance(data, str) else ""  # anything else is refused with the rest
-    kind = tasks.named(task) if task is not None else tasks.of_data(place)
+    kind = tasks.named(given["task"]) if "task" in given else tasks.of_data(place)
     base = {**kind.defaults(place), **chosen, "preset": name, "task": kind.name}
-    config = replace(TrainConfig(), **{**base, **given})
-    config = _fit(config, base, given)
+    config = _fit(TrainConfig(**{**base, **given}), base, set(given))
     _refuse_contradictions(config, given)
     return _on_this_machine(config)
 
@@ -77,7 +75,7 @@ def _resolve_from(saved: TrainConfig, given: dict[str, Any]) -> TrainConfig:
         saved = replace(saved, steps=None)  # else the saved steps would decide
     config = replace(saved, **given)
     kept = ["lr", "warmup_epochs"] + ["proposal"] * _keeps_proposal(saved, config)
-    config = _fit(config, {}, {**given, **{name: getattr(config, name) for name in kept}})
+    config = _fit(config, {}, {*given, *kept})
     _refuse_contradictions(config, given)
     return _on_this_machine(config)
 
@@ -157,7 +155,7 @@ def _given(overrides: Mapping[str, object]) -> dict[str, Any]:
     return given
 
 
-def _fit(config: TrainConfig, base: dict[str, Any], given: dict[str, Any]) -> TrainConfig:
+def _fit(config: TrainConfig, base: dict[str, Any], given: set[str]) -> TrainConfig:
     """Adapt defaults that depend on what was given: rate, warm-up, denominator, proposals.
 
     A preset's proposals are those of fresh views.

@@ -217,9 +217,7 @@ class Run:
         write_report([self.folder.path], self.folder.path / "report.html")
 
     def _loop(self, progress: Progress) -> None:
-        config, last_saved = self.config, self.done
-        batches = self._batches()
-        clock = Clock(self.done)
+        config, batches, clock = self.config, self._batches(), Clock(self.done)
         while self.done < self.total_steps and not self._stale():
             self.advance(*next(batches))
             progress.at(self.done)
@@ -247,9 +245,8 @@ class Run:
                 self.seconds += clock.lap()
                 self._save()
                 clock.lap()
-                last_saved = self.done
             if stopping:
-                raise Interrupted(f"after step {last_saved} of {self.total_steps}")
+                raise Interrupted(f"after step {self.done} of {self.total_steps}")
 
     def _read(self, clock: Clock, progress: Progress) -> None:
         """Log the last reading. On a GPU that is done one interval later, so that nothing waits."""
