@@ -18,7 +18,7 @@ import numpy as np
 
 from negchain.data.listing import SPLITS, ImageFile, Listing, Place, divide
 from negchain.files import FileRefused, read_object
-from negchain.printable import printable
+from negchain.printable import printable, reason
 
 _KNOWN = {"unsupervised": "unlabeled", **{name: name for name in SPLITS}}
 
@@ -89,8 +89,8 @@ def _saved_files(folder: Path, name: str) -> list[ImageFile]:
     except (arrow.ArrowException, OSError, IndexError, ValueError) as error:
         raise FileRefused(
             f"{printable(str(folder))} must be a data set of pictures as Hugging Face's "
-            f"save_to_disk writes it, but {printable(str(error).split(chr(10))[0])}; save it again "
-            "with Dataset.save_to_disk"
+            f"save_to_disk writes it, but {printable(reason(error))}; save it again with "
+            "Dataset.save_to_disk"
         ) from error
     return found
 

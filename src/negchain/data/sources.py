@@ -181,12 +181,11 @@ def _concatenate(parts: Sequence[ImageSet]) -> ImageSet:
     if any(part.whole is not None for part in parts):
         tables = [part.table for part in parts if part.table is not None]
         whole = joined([t if isinstance(t, Pictures) else Pictures.of(t) for t in tables])
-    return ImageSet(
+    return replace(
+        parts[0],
         names=tuple(name for part in parts for name in part.names),
         labels=labels,
         images=torch.cat(images) if images else None,
         places=None if images else tuple(p for part in parts for p in part.places or ()),
-        side=parts[0].side,
         whole=whole,
-        short=parts[0].short,
     )
