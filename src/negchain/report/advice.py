@@ -85,13 +85,12 @@ def against_baselines(run: Run) -> list[str]:
             continue
         best, text = max(known)
         (gain,) = over_start([Group(run.name, "", 0, {}, [run])], key)
-        paired = gain is not None and gain.interval is not None  # the same items, before and after
-        if gain is not None and gain.interval is not None:
+        if paired := gain is not None and gain.interval is not None:  # the same items, twice
             (low, high), points = gain.interval, gain.in_points()
         else:
             interval = interval_of(run, key)
-            points = f"{100 * (value - best):.1f} points"
-            points += "" if interval else " (how much of it is noise is not known)"
+            unknown = "" if interval else " (how much of it is noise is not known)"
+            points = f"{100 * (value - best):.1f} points{unknown}"
             low, high = (end - best for end in interval or (value, value))
         reached = f"reach{'' if text.endswith('s') else 'es'} {number(best, metric.unit)}"
         shown = f"on this data {text} already {reached}"

@@ -90,11 +90,9 @@ def embedding_map(run: Run, *, thumbs: bool = True) -> tuple[str, dict[str, Any]
 
 def _fitted(points: NDArray[Any]) -> NDArray[Any]:
     """Points [P,2] moved and scaled, one scale for both axes, into the view."""
-    low, high = points.min(axis=0), points.max(axis=0)
-    span = np.maximum(high - low, 1e-9)
-    scale = float(min((_WIDTH - 30) / span[0], (_HEIGHT - 30) / span[1]))
-    centred = (points - (low + high) / 2) * (scale if np.isfinite(scale) else 1.0)
-    fitted: NDArray[Any] = centred + np.array([_WIDTH / 2, _HEIGHT / 2])
+    low, high, view = points.min(axis=0), points.max(axis=0), np.array([_WIDTH, _HEIGHT])
+    scale = ((view - 30) / np.maximum(high - low, 1e-9)).min()
+    fitted: NDArray[Any] = (points - (low + high) / 2) * scale + view / 2
     return fitted
 
 

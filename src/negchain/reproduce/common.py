@@ -115,10 +115,7 @@ def perform(
 
 
 def _results(
-    waiting: list[tuple[str, Row]],
-    deadline: float,
-    processes: int,
-    say: Callable[[str], None],
+    waiting: list[tuple[str, Row]], deadline: float, processes: int, say: Callable[[str], None]
 ) -> Iterator[tuple[str, Row]]:
     """Finished runs, as they finish: those that measure time one by one, then the others."""
     alone = [pair for pair in waiting if load(pair[0]).alone or processes == 1]
