@@ -71,24 +71,12 @@ class Rows:
         """Rows at some positions, which may be of any shape."""
         return table[slots]
 
-    def write(
-        self,
-        table: Tensor,
-        slots: Tensor,
-        values: Tensor,
-        allowed: Tensor,
-        changed: Tensor | None = None,
-    ) -> None:
-        """`negchain.pool.write_rows`."""
-        write_rows(table, slots, values, allowed, changed)
+    write = staticmethod(write_rows)
+    draw = staticmethod(draw_from)  # over all rows
 
     def every(self, value: Tensor) -> Tensor:  # [...] -> [W,...]
         """The same thing of every rank."""
         return value[None]
-
-    def draw(self, log_q: Tensor, uniforms: Tensor) -> Tensor:  # [m], [n] in (0,1] -> [n]
-        """i.i.d. draws from exp(log_q) over all rows."""
-        return draw_from(log_q, uniforms)
 
     def outward(self, local: Tensor, dim: int) -> Tensor:
         """A state as the outside sees it."""
