@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from negchain import pool
-from negchain.losses.sogclr import write_view_mean
 from negchain.pool import (
     Draw,
     Kind,
@@ -77,16 +76,6 @@ def test_first_writer_of_a_large_batch_needs_little_memory(rng) -> None:
     written = writer >= 0
     assert torch.equal(slots[writer[written]], slots[written]) and allowed[writer[written]].all()
     assert (writer[allowed] <= torch.arange(32_768)[allowed]).all() and written[allowed].all()
-
-
-def test_write_view_mean() -> None:
-    """The mean of both views in log space; what is not finite or not allowed stays."""
-    table = torch.full((4,), -math.inf)
-    index, allowed = torch.tensor([2, 0, 1]), torch.tensor([True, True, False])
-    values = torch.tensor([1.0, -math.inf, 3.0, 2.0, -math.inf, 3.0])
-    write_view_mean(table, index, values, allowed)
-    expected = math.log((math.exp(1.0) + math.exp(2.0)) / 2)
-    assert table.tolist() == pytest.approx([-math.inf, -math.inf, expected, -math.inf])
 
 
 # ---------------------------------------------------------------- who is excluded

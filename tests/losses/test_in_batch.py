@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
+import negchain.losses.sogclr as sogclr
 from negchain import DCLLoss, InBatch, InfoNCELoss, SogCLRLoss, Uniform
+from negchain.losses.batch import Call, check_batch, lay_out
 from negchain.weights import moving_log_mean, sogclr_weights
 from oracles import contrastive_dense, contrastive_loops, unit
 
@@ -165,6 +168,20 @@ def test_sogclr_recursion_in_plain_exponentials(denominator) -> None:
         u.update({item: sum(values) / 2 for item, values in new.items()})
         for item, value in u.items():
             assert abs(loss_fn.log_u[0, item].exp().item() - value) < 1e-12
+
+
+def test_sogclr_stores_the_mean_of_both_views(monkeypatch) -> None:
+    """In log space; what is not finite or not valid stays."""
+    loss_fn, index, z = SogCLRLoss(4), torch.tensor([2, 0, 1]), torch.randn(3, 5)
+    batch = check_batch(loss_fn, Call(z, z + 1, index))
+    (side,) = lay_out(loss_fn, batch)
+    new = torch.tensor([1.0, -math.inf, 3.0, 2.0, -math.inf, 3.0])  # view after view
+    monkeypatch.setattr(sogclr, "sogclr_weights", lambda logits, *given: (logits, new))
+    _, learn = loss_fn._estimate(0, side, torch.zeros(6, side.excluded.shape[1]))
+    assert torch.equal(loss_fn.log_u, torch.full((1, 4), -math.inf))
+    learn(replace(batch, valid=torch.tensor([True, True, False])))
+    expected = math.log((math.exp(1.0) + math.exp(2.0)) / 2)
+    assert loss_fn.log_u[0].tolist() == pytest.approx([-math.inf, -math.inf, expected, -math.inf])
 
 
 def test_sogclr_average_reaches_the_mean() -> None:

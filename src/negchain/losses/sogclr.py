@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal, Unpack
 
 import torch
 from torch import Tensor
 
 from negchain.losses import fused
-from negchain.losses.batch import Call
+from negchain.losses.batch import Batch, Call
 from negchain.losses.request import Request
 from negchain.losses.settings import Proposals, Shared, Uniform, one_of, require_samples
 from negchain.losses.weighted import Learn, WeightedLoss
 from negchain.objective import Estimate, global_log_partition
-from negchain.pool import Side, write_rows
+from negchain.pool import Side
 from negchain.weights.softmax import sogclr_weights
 
 
@@ -88,21 +88,11 @@ class SogCLRLoss(WeightedLoss):
         weights, log_u = sogclr_weights(logits, log_u, self.gamma, side.counts())
         log_partition, log_m = global_log_partition(side, logits), side.log_num_negatives()
         assert log_partition is not None and log_m is not None
-        estimate = Estimate(weights, log_partition, log_u + log_m)
-        write = self.rows.write
-        return estimate, lambda batch: write_view_mean(
-            table, batch.index, log_u, batch.valid, write
-        )
 
+        def learn(batch: Batch) -> None:
+            """Store the mean of the views' averages."""
+            views = log_u.view(-1, len(batch.index))
+            mean = torch.logsumexp(views, 0) - math.log(len(views))
+            self.rows.write(table, batch.index, mean, batch.valid & torch.isfinite(mean))
 
-def write_view_mean(
-    table: Tensor,  # [M]
-    index: Tensor,  # [B] items
-    log_values: Tensor,  # [V * B] of the rows, view after view
-    allowed: Tensor,  # [B] bool
-    write: Callable[[Tensor, Tensor, Tensor, Tensor], None] = write_rows,
-) -> None:
-    """Store the log of the mean over views of exp(log_values) in place, where it is finite."""
-    views = log_values.view(-1, len(index))
-    mean = torch.logsumexp(views, 0) - math.log(len(views))
-    write(table, index, mean, allowed & torch.isfinite(mean))
+        return Estimate(weights, log_partition, log_u + log_m), learn
