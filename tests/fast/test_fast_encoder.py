@@ -165,8 +165,24 @@ def with_unused_parameters() -> nn.Module:
     return net
 
 
+class Scaled(nn.Module):
+    """Autocast casts none of its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.scale).mean((2, 3))
+
+
+def nothing_cast() -> nn.Module:
+    return Scaled()
+
+
 NETS: list[Callable[[], nn.Module]] = [
     plain_net, biased, tied, torchs_own, tied_to_torchs_own, frozen, with_unused_parameters,
+    nothing_cast,
 ]  # fmt: skip
 all_nets = pytest.mark.parametrize("make", NETS)
 

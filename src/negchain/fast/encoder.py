@@ -155,7 +155,8 @@ class CopyingEncoder(PlainEncoder):
         """
         copies = {w: torch.empty_like(w, dtype=self.autocast) for w in weights if w in self._cast}
         with forked(self._gradients.stream):
-            torch._foreach_copy_(list(copies.values()), list(copies))
+            if copies:
+                torch._foreach_copy_(list(copies.values()), list(copies))
         return tuple(copies.get(weight, weight.detach()) for weight in weights)
 
     def collect(self, call: int, given: tuple[Tensor | None, ...]) -> list[Tensor | None]:
