@@ -35,16 +35,11 @@ def _any(pairs):  # [ITEMS,CHUNK] -> [ITEMS]
 
 @triton.jit
 def commit_kernel(
-    index_ptr, valid_ptr,
-    last_ptr,  # [N] column of the final state in its block, -1: unmoved
-    pool_ptr,  # [blocks*K,P]
-    pool_ids_ptr,
-    averages_ptr,  # [N] new moving averages, log
+    index_ptr, valid_ptr, last_ptr, pool_ptr, pool_ids_ptr, averages_ptr,
     same_ptr,  # [B] items with the item's chain, where COUNTED
-    step_ptr,
-    stats_ptr,  # [8,N] values of the rows first
-    value_ptr,  # [] out: their mean
-    moved_ptr,  # [B] out: valid and moved, valid
+    step_ptr, stats_ptr,
+    value_ptr,  # [] out: the mean of the rows' values
+    moved_ptr,  # out
     counter_ptr,  # the caller's step, changed where COUNTS
     states_ptr,  # state tables, changed where TRAIN
     keys_ptr, table_ptr, faults_ptr, seed_key, num_items, num_columns, num_samples,

@@ -10,7 +10,8 @@ each item that rows of the first view are offered (a coin per item says which), 
 Where every row is offered both copies (COPIES = 2) one block holds all of them.
 
 Shapes: `B` items, `V` rows per item (views), `N` = V B rows, `K` columns per block (COPIES B,
-padded), `D` embedding, `P` its stride in rows and columns.
+padded), `D` embedding, `P` its stride in rows and columns. Arguments of kernels that are named as
+fields of `Walked` are explained there.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -104,14 +105,8 @@ def prepare_kernel(
     times_ptr,  # [B] time at which each item is proposed, where it is not counted here
     counter_ptr,  # the caller's step, which `commit` counts on
     beta_ptr,  # out where FIXED
-    step_ptr,  # out, and all below
-    queries_ptr, pool_ptr, pool_ids_ptr,  # [N,P], [blocks*K,P], [K]
-    penalty_ptr,  # [K] 0, -inf: never a proposal
-    column_ptr,  # [COPIES*B] column of each item
-    norms_ptr, positive_ptr, start_similarity_ptr,  # [3,B], [B], [N]
-    start_logit_ptr,  # [2,N] and as the walk sees it
-    valid_ptr,  # [B] 2 bits: finite, in range
-    held_ptr,  # "cached" [B,D]
+    step_ptr, queries_ptr, pool_ptr, pool_ids_ptr, penalty_ptr, column_ptr, norms_ptr,  # out
+    positive_ptr, start_similarity_ptr, start_logit_ptr, valid_ptr, held_ptr,  # out
     fixed_beta, seed_key, num_items, num_columns, num_samples, SIDE: tl.constexpr, D: tl.constexpr,
     WIDTH: tl.constexpr, STRIDE: tl.constexpr,
     ITEMS: tl.constexpr,  # COPIES*B rounded up to a power of two, where times are counted here
@@ -259,15 +254,11 @@ def _tile_column(time, TILE: tl.constexpr):
 def finish_kernel(
     a_ptr, b_ptr,
     carried_ptr,  # "encode" as given, "cached" as held by `prepare`
-    grad_queries_ptr,  # [N,P] float32
-    grad_pool_ptr,  # [blocks*K,P] float32
-    column_ptr, norms_ptr,  # [COPIES*B], [3,B]
-    pull_ptr,  # [N] beta / N times the row's factor c_i
-    carried_weight_ptr,  # [N] weight of the carried state, pulled
+    grad_queries_ptr, grad_pool_ptr,  # [N,P] and [blocks*K,P] float32
+    column_ptr, norms_ptr, pull_ptr, carried_weight_ptr,
     grad_ptr,  # [] gradient of the loss
-    step_ptr,
-    grad_a_ptr,  # [B,D] out, and all below
-    grad_b_ptr, grad_carried_ptr, seed_key, num_items, num_columns, D: tl.constexpr,
+    step_ptr, grad_a_ptr, grad_b_ptr, grad_carried_ptr,  # [], [B,D] out
+    seed_key, num_items, num_columns, D: tl.constexpr,
     WIDTH: tl.constexpr, STRIDE: tl.constexpr, SHARED: tl.constexpr, VIEWS: tl.constexpr,
     CARRIED: tl.constexpr, COPIES: tl.constexpr, NORMALIZE: tl.constexpr,
 ):  # fmt: skip

@@ -89,25 +89,26 @@ class Walked:
     queries: Tensor  # [N,P]
     pool: Tensor  # [blocks*K,P]
     pool_ids: Tensor  # [K]
-    penalty: Tensor  # [K]
-    column: Tensor  # [copies*B]
+    penalty: Tensor  # [K] 0, -inf: never a proposal
+    column: Tensor  # [copies*B] of each item
     norms: Tensor  # [3,B] of both embeddings and of the carried one
     positive: Tensor  # [B] similarity of the two
     start_similarity: Tensor  # [N] to the carried state
     start_logit: Tensor  # [2,N] its logit, and as the walk sees it
     valid: Tensor  # [B] 2 bits: finite, in range
     pull: Tensor  # [N] beta / N times the row's factor
-    carried_weight: Tensor  # [N]
-    stats: Tensor  # [8,N] see rows_triton
+    carried_weight: Tensor  # [N] of the carried state, pulled
+    stats: Tensor  # [8,N] value, accepts, steps, carried mass, low, negatives, drive, high
     moved: Tensor  # [2,B] valid and moved, valid
-    last: Tensor  # [N]
-    averages: Tensor  # [N] SogCLR: the new ones
+    last: Tensor  # [N] column of the final state in its block, -1: unmoved
+    averages: Tensor  # [N] SogCLR: the new ones, log
     held: Tensor  # [B,D] cached embeddings of the carried states; [0] without
     repeated: Tensor  # [copies*B] i-SIR: which items the batch holds already
     weights: Tensor | None = None  # [N,K] pulled; small batch
     # tiles: columns that have weight [N,S+1], their weights, pulled [N,S+1], how many [N]
     visits: tuple[Tensor, Tensor, Tensor] | None = None
-    joint: Tensor | None = None  # [N] tiles of i-SIR that weighs all columns
+    # [N] tiles of i-SIR that weighs all columns: log of the sum over these and the carried state
+    joint: Tensor | None = None
 
     def report(self, plan: Plan) -> Numbers:
         """Numbers for `info`, computed when it is read; names and meaning are the twin's.

@@ -6,7 +6,8 @@ steps of `mh_scan` and `isir_weights`; `in_batch_kernel` is InfoNCE, DCL and Sog
 `softmax_weights` and `sogclr_weights`. `tile_rows_kernel` goes on where the tiles of a large batch
 end.
 
-Shapes: `N` rows, `K` columns per block, `C` of all blocks; of tiles as in `tiles_triton`.
+Shapes: `N` rows, `K` columns per block, `C` of all blocks; of tiles as in `tiles_triton`. Arguments
+of kernels that are named as fields of `Walked` are explained there.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -35,15 +36,10 @@ FOR_GUMBEL = tl.constexpr(rng.FOR_GUMBEL)
 
 @triton.jit
 def rows_kernel(
-    similarity_ptr, index_ptr, pool_ids_ptr, penalty_ptr,  # [N,blocks*K], [B], [K], [K]
-    repeated_ptr,  # [B] i-SIR: an earlier valid item has the item's id
-    positive_ptr,  # [B]
-    start_logit_ptr,  # [2,N] and as the walk sees it
-    start_similarity_ptr,  # [N]
-    beta_ptr, step_ptr,
-    weights_ptr,  # [N,K] out: beta / N times factor times weight
-    pull_ptr, carried_weight_ptr, last_ptr,  # [N]
-    stats_ptr,  # [8,N] value, accepts, steps, carried mass, low, negatives, drive, high
+    similarity_ptr,  # [N,C]
+    index_ptr, pool_ids_ptr, penalty_ptr, repeated_ptr, positive_ptr, start_logit_ptr,
+    start_similarity_ptr, beta_ptr, step_ptr,
+    weights_ptr, pull_ptr, carried_weight_ptr, last_ptr, stats_ptr,  # out
     faults_ptr, seed_key, num_rows, num_items, num_columns, num_samples,
     burn_in,  # a share below 1, or steps
     every, log_negatives, SIDE: tl.constexpr, TILE: tl.constexpr,
@@ -153,14 +149,11 @@ def rows_kernel(
 
 @triton.jit
 def in_batch_kernel(
-    similarity_ptr, index_ptr, pool_ids_ptr, penalty_ptr, positive_ptr,  # [N,C], [B], [K], [K], [B]
+    similarity_ptr,  # [N,C]
+    index_ptr, pool_ids_ptr, penalty_ptr, positive_ptr,
     log_u_ptr,  # [M] SogCLR's moving average
     beta_ptr,
-    weights_ptr,  # [N,C] out: beta / N times factor times weight
-    pull_ptr,  # [N]
-    averages_ptr,  # [N] SogCLR: the new average
-    last_ptr,  # [N] no chain moves
-    stats_ptr,  # [8,N] value, -, -, -, low, negatives, drive, -
+    weights_ptr, pull_ptr, averages_ptr, last_ptr, stats_ptr,  # out
     faults_ptr, num_rows, num_items, num_columns, num_samples, gamma, log_negatives,
     TILE: tl.constexpr, BLOCKS: tl.constexpr, SOGCLR: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
@@ -233,20 +226,14 @@ def _next_of_groups(noisy, position, start, row, key, TILE: tl.constexpr, SLOTS:
 @triton.jit
 def tile_rows_kernel(
     num_usable_ptr,  # [] usable columns of a block
-    positive_ptr,  # [B]
-    start_logit_ptr,  # [2,N] and as the walk sees it
-    start_similarity_ptr,  # [N]
+    positive_ptr, start_logit_ptr, start_similarity_ptr,
     ends_ptr, part_last_ptr, accepts_ptr, reached_ptr,  # [parts,5,N], [parts,N], [2,N], [N,S+1]
     same_ptr,  # [B] columns with the item's own id
     positions_ptr,  # [N,S+1]
     weights_ptr,  # [N,S+1] in: as the tiles left them; out: weights, pulled
     runs_ptr, drive_ptr,  # [N]
     beta_ptr, step_ptr,
-    last_ptr,  # [N] out, and all below
-    pull_ptr,  # [N]
-    joint_ptr,  # [N] i-SIR: log of the sum over columns and carried state
-    carried_weight_ptr,  # [N]
-    stats_ptr,  # [8,N] as of `rows_kernel`; MH: "accepts" and "steps" of one proposal
+    last_ptr, pull_ptr, joint_ptr, carried_weight_ptr, stats_ptr,  # out
     faults_ptr, seed_key, num_rows, num_items,
     num_counted,  # S
     log_negatives, SIDE: tl.constexpr, TILE: tl.constexpr,

@@ -20,7 +20,8 @@ part runs from -inf and notes the largest t up to each counted end. Once the fir
 known, `tile_rows_kernel` sees from these at which counted ends the chain had not left it yet.
 
 Shapes: `N` rows in groups (one per block of columns), `K` columns per block (a multiple of TILE),
-`P` embedding (a multiple of DEPTH), `S` counted states (or groups of columns) per row.
+`P` embedding (a multiple of DEPTH), `S` counted states (or groups of columns) per row. Arguments of
+kernels that are named as fields of `Walked` are explained there.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -95,13 +96,8 @@ def _product(
 
 @triton.jit
 def tiles_kernel(
-    queries,  # [N,P], pointer or descriptor
-    pool,  # [blocks*K,P], pointer or descriptor
-    index_ptr, pool_ids_ptr,  # [B], [K]
-    penalty_ptr,  # [K] 0, -inf: never a proposal
-    repeated_ptr,  # [B] i-SIR: an earlier valid item has the item's id
-    start_logit_ptr,  # [2,N] and as the walk sees it
-    beta_ptr, step_ptr,
+    queries, pool,  # pointers or descriptors
+    index_ptr, pool_ids_ptr, penalty_ptr, repeated_ptr, start_logit_ptr, beta_ptr, step_ptr,
     positions_ptr,  # [N,S+1] out: columns visited at counted ends, run by run; -1: the start
     weights_ptr,  # [N,S+1] how often each was; of a group the log of its sum
     runs_ptr,  # [N] how many runs
@@ -265,11 +261,8 @@ def tiles_kernel(
 
 @triton.jit
 def panel_kernel(
-    queries,  # [N,P], pointer or descriptor
-    pool,  # [blocks*K,P], pointer or descriptor
-    index_ptr, pool_ids_ptr, penalty_ptr, repeated_ptr,  # [B], [K], [K], [B]
-    joint_ptr, pull_ptr,  # [N]
-    beta_ptr,
+    queries, pool,  # pointers or descriptors
+    index_ptr, pool_ids_ptr, penalty_ptr, repeated_ptr, joint_ptr, pull_ptr, beta_ptr,
     weights_ptr,  # [n,K] out: factor times weight, in [0, 1], of rows begin .. begin + n
     begin, num_panel, num_rows, num_items, num_columns, num_samples, STRIDE: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
