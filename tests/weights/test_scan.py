@@ -185,7 +185,7 @@ def test_expected_weights_by_quadrature(burn_in) -> None:
 
 
 def test_whatever_the_logits_are_a_scan_is_the_loop() -> None:
-    """Half precision, which numpy may not know, and tensors with a graph behind them."""
+    """Half precision, and tensors with a graph behind them."""
     logits, start, log_u = torch.randn(4, 9), torch.randn(4), torch.rand(4, 9).log()
     for kind in (torch.float16, torch.bfloat16, torch.float64):
         given = [t.to(kind) for t in (logits, start, log_u)]

@@ -10,9 +10,8 @@ Bias        zero at stationarity with i.i.d. proposals (tests/weights/test_kerne
             drift that grows with R / m_neg.
 
 Three implementations of one signature: `reference` reads like Algorithm 1, `torch` is an
-associative scan over all columns at once (in numpy where a CPU can), `triton` runs one program per
-chain. All compare `logit - log u > current`, in this form and order, so that they agree to the last
-bit.
+associative scan over all columns at once, `triton` runs one program per chain. All compare
+`logit - log u > current`, in this form and order, so that they agree to the last bit.
 
 Shapes: `N` chains, `K` proposals (columns).
 """
@@ -22,12 +21,10 @@ from __future__ import annotations
 import math
 from typing import Literal, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from negchain.fast.backends import has_triton, triton_error
-from negchain.rng import fit_for_numpy
 
 Backend = Literal["auto", "reference", "torch", "triton"]
 
@@ -90,9 +87,6 @@ def mh_scan(
     if backend == "reference":
         return scan_reference(logits, start_logit, log_u, burn_in, count_every)
     if backend == "torch":
-        graph = logits.requires_grad or start_logit.requires_grad
-        if count_every == 1 and not graph and fit_for_numpy(logits) and fit_for_numpy(start_logit):
-            return _scan_numpy(logits, start_logit, log_u, burn_in)
         return scan_torch(logits, start_logit, log_u, burn_in, count_every)
     if backend == "triton":
         reason = triton_error(logits)
@@ -192,41 +186,6 @@ def _state_logits(threshold: Tensor, logits: Tensor, start_logit: Tensor) -> Ten
         level = torch.cat([level[:, :distance], torch.where(moves, right, left)], 1)
         distance *= 2
     return level
-
-
-def _scan_numpy(logits: Tensor, start_logit: Tensor, log_u: Tensor, burn_in: int | Tensor) -> Scan:
-    """`scan_torch` on a CPU, in place: numpy takes a fraction of torch's time over small arrays."""
-    num_chains, num_columns = logits.shape
-    columns = logits.numpy().T  # [K,N]: what a step does to all chains lies together
-    level = np.concatenate([start_logit.numpy()[None], columns])
-    threshold = columns - log_u.numpy().T
-    reach = np.concatenate([np.full_like(level[:1], math.inf), threshold])
-    distance = 1
-    while distance <= num_columns:
-        left, right = level[:-distance], reach[distance:]
-        stays = right <= left
-        np.maximum(reach[:-distance], right, out=right)
-        np.copyto(level[distance:], left, where=stays)
-        distance *= 2
-    accepted = threshold > level[:-1]
-    slots = np.maximum.accumulate(accepted * np.arange(1, num_columns + 1)[:, None])
-    is_step = columns > -math.inf
-    counted = is_step & (is_step.cumsum(0) > np.asarray(burn_in))
-    number = counted.sum(0)
-    last = slots[-1] if num_columns else np.zeros(num_chains, dtype=np.int64)
-    # a flat histogram: row * (K + 1) + slot, slot 0 being the start state
-    flat = (slots + np.arange(num_chains) * (num_columns + 1))[counted]
-    visits = np.bincount(flat, minlength=level.size).reshape(num_chains, num_columns + 1)
-    if not number.all():
-        visits[number == 0, last[number == 0]] = 1
-    weights = torch.from_numpy((visits / np.maximum(number, 1)[:, None]).astype(level.dtype))
-    return Scan(
-        weights=weights[:, 1:],
-        start_weight=weights[:, 0],
-        last=torch.from_numpy(last - 1),
-        last_logit=torch.from_numpy(level[-1]),
-        accepts=torch.from_numpy(accepted.sum(0)),
-    )
 
 
 def _check(
