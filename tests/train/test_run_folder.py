@@ -7,6 +7,7 @@ import subprocess
 import sys
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import example, given, settings
@@ -88,8 +89,9 @@ def test_places_that_cannot_be_a_run(tmp_path: Path) -> None:
 
 HOLDER = """
 import sys, time
+from pathlib import Path
 from negchain.train.run_folder import RunFolder
-run = RunFolder.resume(sys.argv[1])
+run = RunFolder.resume(Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(60)
 """
@@ -182,30 +184,37 @@ def test_whatever_the_file_holds_only_good_lines_up_to_the_step_stay(
     assert left == b"" or left.endswith(b"\n")
 
 
-def test_default_out_is_new_every_time(tmp_path: Path) -> None:
-    now = datetime(2026, 11, 15, 14, 32, 10)
-    paths = [
-        default_out(method="emc2", data="digits", seed=3, root=tmp_path, now=now) for _ in range(3)
-    ]
-    name = "2026-11-15_143210_emc2_digits_seed3"
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(run_folder, "RUNS", tmp_path / "runs")
+    return tmp_path / "runs"
+
+
+def test_default_out_is_new_every_time(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = SimpleNamespace(now=lambda: datetime(2026, 11, 15, 14, 32, 10))
+    monkeypatch.setattr(run_folder, "datetime", now)
+    paths = [default_out(method="emc2", data="/my pics/", seed=3) for _ in range(3)]
+    name = "2026-11-15_143210_emc2_my-pics_seed3"
     assert [p.name for p in paths] == [name, f"{name}-2", f"{name}-3"]
     for path in paths:
         RunFolder.create(path, config=CONFIG).close()
 
 
 @pytest.mark.parametrize("data", ["/", "..", "日本語 写真", "a" * 300, "x/../..", "-", "\n"])
-def test_default_out_makes_a_sane_name_of_any_path(tmp_path: Path, data: str) -> None:
-    path = default_out(method="dcl", data=data, seed=0, root=tmp_path)
-    assert path.parent == tmp_path and path.is_dir() and len(path.name) < 100
+def test_default_out_makes_a_sane_name_of_any_path(runs: Path, data: str) -> None:
+    path = default_out(method="dcl", data=data, seed=0)
+    assert path.parent == runs and path.is_dir() and len(path.name) < 100
     assert " " not in path.name and path.name.isprintable()
 
 
-def test_default_out_under_a_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "runs").write_text("x")
-    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
-    for root in ("runs", "dangling"):
-        with pytest.raises(ConfigError, match="choose another --out"):
-            default_out(method="dcl", data="digits", seed=0, root=tmp_path / root)
+def test_default_out_under_a_file_is_refused(runs: Path) -> None:
+    runs.write_text("x")
+    with pytest.raises(ConfigError, match="choose another --out"):
+        default_out(method="dcl", data="digits", seed=0)
+    runs.unlink()
+    runs.symlink_to(runs.parent / "nowhere")
+    with pytest.raises(ConfigError, match="choose another --out"):
+        default_out(method="dcl", data="digits", seed=0)
 
 
 def test_a_full_disk_is_told_by_the_write_that_failed(

@@ -42,6 +42,7 @@ from negchain.train.loggers import Logger, open_logger
 
 Metric = float | int | str | None
 
+RUNS = Path("runs")  # where runs without --out go
 METRICS_LIMIT = 16 << 20  # bytes of metrics that are read whole
 LINE_LIMIT = 64 << 10  # bytes of one line of them
 
@@ -80,23 +81,17 @@ def own_settings(config: TrainConfig) -> TrainConfig:
     )  # fmt: skip
 
 
-def default_out(
-    *, method: str, data: str, seed: int, root: str | Path = "runs", now: datetime | None = None
-) -> Path:
+def default_out(*, method: str, data: str, seed: int) -> Path:
     """Make and return a new folder, e.g. runs/2026-11-15_143210_emc2_digits_seed0.
 
     It is made here, not only named, so that two processes in one second get two folders.
-
-    >>> import tempfile; root = tempfile.mkdtemp(); now = datetime(2026, 11, 15, 14, 32, 10)
-    >>> default_out(method="emc2", data="/my pics/", seed=0, root=root, now=now).name
-    '2026-11-15_143210_emc2_my-pics_seed0'
     """
     source = re.sub(r"[^\w.]+", "-", Path(data).name).strip("-.")[:40] or "data"
-    name = f"{now or datetime.now():%Y-%m-%d_%H%M%S}_{method}_{source}_seed{seed}"
-    with _writing_in(Path(root)):
-        Path(root).mkdir(parents=True, exist_ok=True)
+    name = f"{datetime.now():%Y-%m-%d_%H%M%S}_{method}_{source}_seed{seed}"
+    with _writing_in(RUNS):
+        RUNS.mkdir(parents=True, exist_ok=True)
         for number in itertools.count(1):
-            path = Path(root) / (name if number == 1 else f"{name}-{number}")
+            path = RUNS / (name if number == 1 else f"{name}-{number}")
             with contextlib.suppress(FileExistsError):
                 path.mkdir()
                 return path
@@ -138,9 +133,8 @@ class RunFolder:
         self._purge_step: int | None = None
 
     @classmethod
-    def create(cls, path: str | Path, *, config: str) -> Self:
+    def create(cls, path: Path, *, config: str) -> Self:
         """Start a run in `path`, new or holding nothing of ours, with `config` as config.json."""
-        path = Path(path)
         refuse_taken(path)
         run = cls(path, _locked(path))
         try:
@@ -152,9 +146,8 @@ class RunFolder:
         return run
 
     @classmethod
-    def resume(cls, path: str | Path) -> Self:
+    def resume(cls, path: Path) -> Self:
         """Take up the run in `path`; call `truncate_after` with the checkpoint's step next."""
-        path = Path(path)
         for name in ("checkpoints", "tensorboard"):
             if os.path.lexists(path / name):
                 real_folder(path / name)

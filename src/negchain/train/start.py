@@ -21,6 +21,7 @@ from negchain.train import checkpoint, loggers, trainer
 from negchain.train.config import ConfigError, TrainConfig
 from negchain.train.device import autocast_dtype, check_ranks, choose_device, in_double
 from negchain.train.run_folder import (
+    RUNS,
     RunFolder,
     check_writable,
     default_out,
@@ -36,10 +37,11 @@ def start(
 ) -> trainer.Run:
     """A new run, ready for its first step; for `augment` see `negchain.train.run`."""
     team = here()
+    out = None if config.out is None else Path(config.out)
     if team.leads:
-        check_writable(Path(config.out or "runs"))
-        if config.out is not None:
-            refuse_taken(Path(config.out))
+        check_writable(out or RUNS)
+        if out is not None:
+            refuse_taken(out)
     loggers.check(config.logger)
     task = load(config, show)
     if augment is not None:
@@ -47,10 +49,9 @@ def start(
     text = json.dumps(record(task), indent=2) + "\n"
 
     def folder() -> RunFolder:
-        path = config.out or default_out(
-            method=config.name or config.method, data=config.data, seed=config.seed
-        )
-        return RunFolder.create(path, config=text)
+        name = config.name or config.method
+        new = out or default_out(method=name, data=config.data, seed=config.seed)
+        return RunFolder.create(new, config=text)
 
     return prepare(task, folder)
 
