@@ -27,13 +27,7 @@ def prefers_triton(like: Tensor) -> bool:
 
 
 def triton_error(like: Tensor) -> str | None:
-    """What kernels lack to run on such a tensor, or None.
-
-    Example:
-        >>> import torch
-        >>> triton_error(torch.empty(1, device="meta")) is None
-        False
-    """
+    """What kernels lack to run on such a tensor, or None."""
     if not has_triton():
         return "the package triton"
     if not like.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":

@@ -42,10 +42,6 @@ def choose(encoder: nn.Module, autocast: torch.dtype | None) -> Strategy:
     """The fastest strategy for an encoder, by what benchmarks/encoder_paths.py measured.
 
     An encoder with an attribute `compiles` that is False is left as it is.
-
-    Example:
-        >>> choose(nn.Linear(2, 2), None)
-        'plain'
     """
     able = applies(next(encoder.parameters()).device, autocast)
     if not able or not getattr(encoder, "compiles", True):

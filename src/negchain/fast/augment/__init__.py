@@ -22,12 +22,6 @@ def applies(augment: Augmentation, images: Images) -> bool:
     """Whether the kernels take these images, and do all of the augmentation.
 
     An operation they do not know, of a subclass or a new setting, would be left out.
-
-    Example:
-        >>> import torch
-        >>> from negchain.augment import Augmentation
-        >>> applies(Augmentation(size=8, flip=True), torch.zeros(1, 3, 8, 8, dtype=torch.uint8))
-        False
     """
     from negchain.augment.pictures import Pictures
     from negchain.augment.pipeline import Augmentation

@@ -22,6 +22,7 @@ import triton.language as tl
 
 from negchain import objective, rng
 from negchain.fast import rng_triton as hashed
+from negchain.fast.fused.tiles_triton import bit_reversed
 
 FOR_ORDER = tl.constexpr(rng.FOR_ORDER)
 FOR_INIT = tl.constexpr(rng.FOR_INIT)
@@ -240,14 +241,9 @@ def _places(column, second_column, seed_key, step, item, num_columns, COPIES: tl
 @triton.jit
 def _tile_column(time, TILE: tl.constexpr):
     """Where in the pool the proposal of a time stands: bit-reversed inside its tile."""
-    turned = time * 0
-    rest = time % TILE
-    bit = 1
-    while bit < TILE:
-        turned = turned * 2 + rest % 2
-        rest = rest // 2
-        bit *= 2
-    return time // TILE * TILE + turned
+    if TILE > 1:
+        time = time // TILE * TILE + bit_reversed(time % TILE)
+    return time
 
 
 @triton.jit

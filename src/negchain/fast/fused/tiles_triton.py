@@ -64,7 +64,7 @@ def _fold(t, l, s, ROWS: tl.constexpr, WIDTH: tl.constexpr):  # noqa: E741
 
 @triton.jit
 def bit_reversed(x):
-    """The time, inside a tile of 128, of each column."""
+    """The time, inside a tile of 128, of each column; and the column of each time."""
     turned = x * 0
     for _ in tl.static_range(7):
         turned = turned * 2 + x % 2
