@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from negchain.encoders import build_encoder
 from negchain.machine import commit, hardware, versions
-from negchain.train.device import multiplies_bf16
+from negchain.tasks.task import multiplies_bf16
 
 ENCODERS = ("small-cnn", "resnet18", "resnet50", "vit_tiny_patch16_224", "convnext_atto")
 LAYOUTS = {"plain": torch.contiguous_format, "channels last": torch.channels_last}

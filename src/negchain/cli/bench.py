@@ -50,7 +50,7 @@ def command(
 
     from negchain.bench import SUBJECTS, Settings, measure  # torch, which --help does not need
     from negchain.bench.record import Record, new_path
-    from negchain.train.device import choose_device
+    from negchain.train.resolve import choose_device
 
     choose("--device", device, ("auto", "cpu", "cuda"))
     where = choose_device(device)

@@ -184,8 +184,8 @@ def _note(notes: Iterable[str]) -> None:
 def _judge(
     run: Path, data: str | None, device: str, root: str, which: str
 ) -> tuple[Task, Any, int]:
-    from negchain.train.device import choose_device
     from negchain.train.pretrained import load_trained
+    from negchain.train.resolve import choose_device
 
     config = load_run_config(run)
     encoder, loaded = load_trained(run, which)

@@ -25,7 +25,6 @@ from negchain.losses import ContrastiveLoss
 from negchain.losses.request import Want
 from negchain.tasks import EXACT
 from negchain.train.config import ConfigError, TrainConfig
-from negchain.train.device import autocast_dtype
 
 Numbers = dict[str, float]
 Arrays = dict[str, NDArray[Any]]
@@ -54,6 +53,28 @@ def judged(
             yield
     finally:
         encoder.train(before)
+
+
+def autocast_dtype(config: TrainConfig, device: torch.device) -> torch.dtype | None:
+    """bfloat16 if --precision asks for it, or is auto where it is fast; None: the encoder's own.
+
+    The small CNN of the demo stays in float32 on a CPU: it gains little, and its results are then
+    the same on all of them.
+    """
+    if config.precision != "auto":
+        return torch.bfloat16 if config.precision == "bf16" else None
+    small = config.encoder == "small-cnn"
+    fast = device.type == "cuda" or (multiplies_bf16() and not small)
+    return torch.bfloat16 if fast else None
+
+
+def multiplies_bf16() -> bool:
+    """Whether this CPU has instructions for it; without, bf16 is slower than float32.
+
+    Torch before 2.10 cannot tell, and counts as a CPU without.
+    """
+    told: Callable[[], Mapping[str, Any]] = getattr(torch.cpu, "get_capabilities", dict)
+    return bool(told().get("avx512_bf16", False))
 
 
 def evenly(size: int, count: int) -> Tensor:

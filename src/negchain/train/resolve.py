@@ -9,11 +9,13 @@ mistake, gamma's default in an EMC² run is not. This module, and the task it as
 that look at the machine (folders, GPU).
 """
 
+from __future__ import annotations
+
 import math
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from negchain import methods, tasks
 from negchain.printable import show
@@ -28,6 +30,9 @@ from negchain.train.config import (
     setting_of,
 )
 from negchain.train.presets import choose
+
+if TYPE_CHECKING:
+    import torch
 
 _STORED = ("cifar10", "stl10", "stl10-unlabeled")
 # Options that need a value of another setting: option, that setting, the values, and why.
@@ -260,10 +265,18 @@ def _on_this_machine(config: TrainConfig) -> TrainConfig:
     config = replace(config, root=os.path.abspath(config.root))
     config = tasks.named(config.task).check(config)
     if config.device == "cuda":
-        from negchain.train.device import choose_device  # torch takes seconds
-
         choose_device(config.device)
     return config
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of a name: "auto" takes a GPU if there is one, "cuda" refuses to do without."""
+    import torch  # takes seconds
+
+    there = torch.cuda.is_available()
+    if name == "cuda" and not there:
+        raise ConfigError("--device cuda needs a GPU and none is visible; use --device cpu or auto")
+    return torch.device("cuda" if name != "cpu" and there else "cpu")
 
 
 def _weights_path(start: str) -> str:

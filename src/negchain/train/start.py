@@ -4,22 +4,23 @@ Both end in a `trainer.Run` that is ready for its next step; its `notes` are for
 """
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from negchain import tasks
 from negchain.files import read_object
 from negchain.machine import provenance
 from negchain.optim import build_optimizer
-from negchain.tasks.task import Task
+from negchain.tasks.task import Task, autocast_dtype
 from negchain.train import checkpoint, loggers, trainer
 from negchain.train.config import ConfigError, TrainConfig
-from negchain.train.device import autocast_dtype, check_ranks, choose_device, in_double
+from negchain.train.resolve import choose_device
 from negchain.train.run_folder import (
     RUNS,
     RunFolder,
@@ -121,7 +122,7 @@ def prepare(task: Task, open_folder: Callable[[], RunFolder], fresh: bool = True
     """
     config = task.config
     device, team = choose_device(config.device), here()
-    check_ranks(config, device)
+    _check_ranks(config, device)
     torch.manual_seed(config.seed)
     order = DataOrder(task.num_samples, config.batch_size, config.seed)
     task.place(device)
@@ -131,7 +132,7 @@ def prepare(task: Task, open_folder: Callable[[], RunFolder], fresh: bool = True
     if fresh and config.pretrained is not None:
         notes.append(task.start_from(encoder, config.pretrained))
     if config.precision == "float64":
-        in_double(encoder)
+        _in_double(encoder)
     loss_fn = build_loss(task, encoder).to(device)
     joint, shards = 0, None
     if team.world > 1:
@@ -160,6 +161,36 @@ def prepare(task: Task, open_folder: Callable[[], RunFolder], fresh: bool = True
     whole = shards.whole if shards else encoder
     judge = task.judge()
     return trainer.Run(task, folder, whole, step, order, judge, total, notes=notes, shards=shards)
+
+
+def _check_ranks(config: TrainConfig, device: torch.device) -> None:
+    """Refuse more ranks than a batch has samples, and more on a machine than it has GPUs."""
+    world = here().world
+    if config.batch_size < world:
+        raise ConfigError(
+            f"--batch-size {config.batch_size} is shared by {world} processes and must give each "
+            "a sample; raise it, or lower --nproc-per-node"
+        )
+    if world == 1 or device.type != "cuda":
+        return
+    ranks, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
+    if ranks > gpus:
+        raise ConfigError(
+            f"every rank needs a GPU of its own, and torchrun started {ranks} on a machine with "
+            f"{gpus}; lower --nproc-per-node or use --device cpu"
+        )
+
+
+def _in_double(encoder: nn.Module) -> None:
+    """Let an encoder compute in float64: it, and each of its parts, widens what it is given."""
+
+    def wider(module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(
+            g.double() if isinstance(g, Tensor) and g.is_floating_point() else g for g in given
+        )
+
+    for module in encoder.double().modules():
+        module.register_forward_pre_hook(wider)
 
 
 def load(config: TrainConfig, show: bool) -> Task:

@@ -27,10 +27,10 @@ from negchain.files import replacing
 from negchain.printable import show
 from negchain.tasks.image_text_towers import ImageText, tokens_of
 from negchain.tasks.images import ImageTask, recipe_for
-from negchain.tasks.task import judged
+from negchain.tasks.task import autocast_dtype, judged
 from negchain.train.config import ConfigError, TrainConfig
-from negchain.train.device import autocast_dtype, choose_device
 from negchain.train.pretrained import KEPT, load_trained, used_by
+from negchain.train.resolve import choose_device
 from negchain.train.run_folder import load_run_config
 
 ENCODE_BATCH = 256

@@ -1,4 +1,4 @@
-"""Where an encoder computes, and how precisely."""
+"""How precisely an encoder computes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from negchain import tasks
 from negchain.encoders import build_encoder
 from negchain.fast.encoder import PlainEncoder
-from negchain.train import device
+from negchain.tasks import task
 from negchain.train.config import TrainConfig
 from negchain.train.resolve import resolve
 from negchain.train.start import record
@@ -20,19 +20,19 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 def test_auto_is_bf16_on_a_cpu_that_multiplies_it(
     able: bool, expected: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device, "multiplies_bf16", lambda: able)
-    assert device.autocast_dtype(TrainConfig(encoder="resnet18"), CPU) == expected
-    assert device.autocast_dtype(TrainConfig(encoder="small-cnn"), CPU) is None  # the demo's
-    assert device.autocast_dtype(TrainConfig(encoder="small-cnn"), GPU) == torch.bfloat16
+    monkeypatch.setattr(task, "multiplies_bf16", lambda: able)
+    assert task.autocast_dtype(TrainConfig(encoder="resnet18"), CPU) == expected
+    assert task.autocast_dtype(TrainConfig(encoder="small-cnn"), CPU) is None  # the demo's
+    assert task.autocast_dtype(TrainConfig(encoder="small-cnn"), GPU) == torch.bfloat16
 
 
 def test_a_precision_that_was_asked_for_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "multiplies_bf16", lambda: True)
+    monkeypatch.setattr(task, "multiplies_bf16", lambda: True)
     for where in (CPU, GPU):
         asked = TrainConfig(encoder="resnet18", precision="float32")
-        assert device.autocast_dtype(asked, where) is None
+        assert task.autocast_dtype(asked, where) is None
         asked = TrainConfig(encoder="small-cnn", precision="bf16")
-        assert device.autocast_dtype(asked, where) == torch.bfloat16
+        assert task.autocast_dtype(asked, where) == torch.bfloat16
 
 
 @pytest.mark.parametrize("flags", [{"avx512_bf16": True}, {"avx2": True}, None])
@@ -43,7 +43,7 @@ def test_a_torch_that_cannot_tell_counts_as_a_cpu_without(
         monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
     else:
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: flags, raising=False)
-    assert device.multiplies_bf16() == ("avx512_bf16" in (flags or {}))
+    assert task.multiplies_bf16() == ("avx512_bf16" in (flags or {}))
 
 
 def test_weights_and_pixels_lie_channels_last_on_a_cpu_too() -> None:
@@ -63,14 +63,14 @@ def test_weights_and_pixels_lie_channels_last_on_a_cpu_too() -> None:
 
 
 def test_a_run_on_a_cpu_trains_in_bf16_where_that_is_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "multiplies_bf16", lambda: True)
-    task = tasks.load(resolve(None, {"encoder": "resnet18", "subset": 64, "image_size": 8}))
-    task.place(CPU)
-    assert task.autocast == torch.bfloat16
+    monkeypatch.setattr(task, "multiplies_bf16", lambda: True)
+    loaded = tasks.load(resolve(None, {"encoder": "resnet18", "subset": 64, "image_size": 8}))
+    loaded.place(CPU)
+    assert loaded.autocast == torch.bfloat16
 
 
 @pytest.mark.parametrize("able", [True, False])
 def test_the_record_says_what_auto_came_to(able: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "multiplies_bf16", lambda: able)
+    monkeypatch.setattr(task, "multiplies_bf16", lambda: able)
     asked = {"encoder": "resnet18", "subset": 64, "image_size": 8, "device": "cpu"}
     assert record(tasks.load(resolve(None, asked)))["hardware"].endswith(", in bf16") == able
