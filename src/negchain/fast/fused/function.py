@@ -117,28 +117,12 @@ def _sparse_products(plan: Plan, walked: Walked) -> tuple[Tensor, Tensor]:
     Buffers are freed after their last use, and gradients of columns made after the sort: what it
     needs is gone when memory peaks, with the gradients of the embeddings.
     """
-    stride = walked.pool.shape[1]
-    width = triton.next_power_of_2(stride)
-    launch = {"STRIDE": stride, "WIDTH": width, "num_warps": max(1, min(8, width // 128))}
-    columns = len(walked.pool)
-    grad_queries, entries, ends = _sorted_entries(plan, walked, launch)
-    chunk = gather_triton.CHUNK
-    grad_pool = torch.zeros(columns, stride, device=grad_queries.device)
-    gather_triton.gather_columns_kernel[(triton.cdiv(len(entries[0]), chunk),)](
-        grad_pool, walked.queries, *entries, ends, columns, CHUNK=chunk, **launch
-    )
-    return grad_queries, grad_pool
-
-
-def _sorted_entries(
-    plan: Plan, walked: Walked, launch: dict[str, int]
-) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor], Tensor]:
-    """Gradients of the rows; entries by column (columns, rows, weights) and each column's end."""
     assert walked.visits is not None
     visits, pool, device = walked.visits, walked.pool, walked.pool.device
-    sizes = len(plan.index), plan.num_columns, visits[0].shape[1]
-    (rows, slots), columns = visits[0].shape, len(pool)
-    grad_queries = torch.empty(rows, pool.shape[1], device=device)
+    (rows, slots), (columns, stride) = visits[0].shape, pool.shape
+    sizes, width = (len(plan.index), plan.num_columns, slots), triton.next_power_of_2(stride)
+    launch = {"STRIDE": stride, "WIDTH": width, "num_warps": max(1, min(8, width // 128))}
+    grad_queries = torch.empty(rows, stride, device=device)
     counts = torch.zeros(columns, dtype=torch.int32, device=device)
     earlier = torch.empty_like(visits[0])
     gather_triton.gather_rows_kernel[(rows,)](
@@ -146,17 +130,20 @@ def _sorted_entries(
     )
     walked.visits, walked.pool = None, pool.new_empty(0)
     del pool
-    entries = (
-        torch.empty(rows * slots, dtype=torch.int32, device=device),
-        torch.empty(rows * slots, dtype=torch.int32, device=device),
-        torch.empty(rows * slots, device=device),
-    )
+    kinds = torch.int32, torch.int32, torch.float32  # columns, rows and weights of the entries
+    entries = [torch.empty(rows * slots, dtype=kind, device=device) for kind in kinds]
     ends = counts.cumsum(0)
     height, breadth = gather_triton.SORTED_ROWS, gather_triton.SORTED_SLOTS
     gather_triton.sort_kernel[(triton.cdiv(rows, height), triton.cdiv(slots, breadth))](
         *entries, ends, earlier, *visits, rows, *sizes, ROWS=height, SLOTS=breadth, num_warps=2
     )
-    return grad_queries, entries, ends
+    del visits, earlier, counts
+    grad_pool = torch.zeros(columns, stride, device=device)
+    chunk = gather_triton.CHUNK
+    gather_triton.gather_columns_kernel[(triton.cdiv(rows * slots, chunk),)](
+        grad_pool, walked.queries, *entries, ends, columns, CHUNK=chunk, **launch
+    )
+    return grad_queries, grad_pool
 
 
 def _panel_products(plan: Plan, walked: Walked) -> tuple[Tensor, Tensor]:
