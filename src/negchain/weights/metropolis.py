@@ -22,6 +22,7 @@ import math
 from typing import Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from negchain.fast.backends import has_triton, triton_error
@@ -145,9 +146,7 @@ def scan_torch(
     states = _state_logits(threshold, logits, start_logit)  # [N,K+1], after 0 .. K steps
     accepted = threshold > states[:, :-1]
     columns = torch.arange(1, num_columns + 1, device=logits.device)
-    reached = accepted * columns
-    reached = torch.cummax(reached, 1).values if num_columns else reached
-    slots = torch.nn.functional.pad(reached, (1, 0))
+    slots = torch.cummax(F.pad(accepted * columns, (1, 0)), 1).values  # slot 0 is the start state
 
     if count_every == 1:
         is_step = logits > -math.inf
@@ -157,12 +156,11 @@ def scan_torch(
     else:
         is_end = (columns % count_every == 0) | (columns == num_columns)
         counted = (is_end & (columns > burn_in)).expand(num_chains, -1)
-    num_counted = counted.sum(1)
-    visits = torch.zeros_like(states)  # slot 0 is the start state
+    num_counted, last = counted.sum(1, keepdim=True), slots[:, -1:]
+    visits = torch.zeros_like(states)
     visits.scatter_add_(1, slots[:, 1:], counted.to(logits.dtype))
-    last = slots[:, -1:]
-    visits.scatter_add_(1, last, (num_counted == 0).to(logits.dtype)[:, None])
-    weights = visits / num_counted.clamp(min=1)[:, None]
+    visits.scatter_add_(1, last, (num_counted == 0).to(logits.dtype))
+    weights = visits / num_counted.clamp(min=1)
     return Scan(
         weights=weights[:, 1:],
         start_weight=weights[:, 0],
@@ -175,15 +173,12 @@ def scan_torch(
 def _state_logits(threshold: Tensor, logits: Tensor, start_logit: Tensor) -> Tensor:
     """Logit of the chain's state before the first step and after each, [N, K+1]."""
     level = torch.cat([start_logit[:, None], logits], 1)
-    reach = torch.cat([torch.full_like(start_logit[:, None], math.inf), threshold], 1)
+    reach = F.pad(threshold, (1, 0), value=math.inf)
     distance = 1
     while distance < level.shape[1]:  # Hillis-Steele: doubles the span each pair stands for
-        left, right = level[:, :-distance], level[:, distance:]
-        moves = reach[:, distance:] > left
-        reach = torch.cat(
-            [reach[:, :distance], torch.maximum(reach[:, :-distance], reach[:, distance:])], 1
-        )
-        level = torch.cat([level[:, :distance], torch.where(moves, right, left)], 1)
+        left = level.roll(distance, 1)  # what comes round meets states that are known: reach is inf
+        level = torch.where(reach > left, level, left)
+        reach = torch.maximum(reach, reach.roll(distance, 1))
         distance *= 2
     return level
 
