@@ -184,6 +184,15 @@ def test_expected_weights_by_quadrature(burn_in) -> None:
         assert abs(scan.start_weight.mean().item() - start_weight) < 1e-12
 
 
+def test_a_uniform_of_zero_moves_nothing_to_an_excluded_column() -> None:
+    """-inf minus the logarithm of 0 is no number, and a maximum would hand it on."""
+    logits = torch.tensor([[-math.inf, 0.3, -math.inf, -2.0]])
+    log_u = torch.tensor([[0.0, 0.5, 0.0, 0.9]]).log()
+    scans = [mh_scan(logits, torch.zeros(1), log_u, 0, backend=b) for b in ("reference", "torch")]
+    assert torch.equal(scans[0].weights, torch.tensor([[0.0, 1.0, 0.0, 0.0]]))
+    assert all(torch.equal(a, b) for a, b in zip(*scans, strict=True))
+
+
 def test_whatever_the_logits_are_a_scan_is_the_loop() -> None:
     """Half precision, and tensors with a graph behind them."""
     logits, start, log_u = torch.randn(4, 9), torch.randn(4), torch.rand(4, 9).log()

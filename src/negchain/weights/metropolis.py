@@ -142,14 +142,14 @@ def scan_torch(
     All K prefixes follow in log2(K) rounds of three elementwise operations on the [N, K] matrix.
     """
     num_chains, num_columns = logits.shape
-    threshold = logits - log_u
+    is_step = logits > -math.inf
+    threshold = torch.where(is_step, logits - log_u, -math.inf)  # where u is 0, too
     states = _state_logits(threshold, logits, start_logit)  # [N,K+1], after 0 .. K steps
     accepted = threshold > states[:, :-1]
     columns = torch.arange(1, num_columns + 1, device=logits.device)
     slots = torch.cummax(F.pad(accepted * columns, (1, 0)), 1).values  # slot 0 is the start state
 
     if count_every == 1:
-        is_step = logits > -math.inf
         rank = is_step.cumsum(1)  # number of steps up to and with this column
         limit = burn_in[:, None] if isinstance(burn_in, Tensor) else burn_in
         counted = is_step & (rank > limit)
