@@ -69,7 +69,7 @@ def _prepare(
     stride, kind = dim, torch.float32
     if plan.tiled:
         stride = triton.cdiv(dim, tiles_triton.DEPTH) * tiles_triton.DEPTH
-        kind = a.dtype if a.dtype in (torch.bfloat16, torch.float16) else torch.float32
+        kind = a.dtype  # others than `fused.DTYPES` do not come here
     times = plan.index
     if plan.weighting != "mh":
         times_from = "items"
