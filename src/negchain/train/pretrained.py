@@ -79,13 +79,14 @@ def start_from(encoder: Encoder, source: str) -> str:
     own = encoder.backbone.state_dict()
     matches = [_matching(own, weights, prefix) for prefix in _PREFIXES]
     found = max(matches, key=len)
+    fresh = [name for name in own if name not in found]
     have, need = (sum(t.numel() for t in tensors.values()) for tensors in (found, own))
     if have < need / 2:
         raise ConfigError(
             f"--pretrained {source} holds {len(found)} of the {len(own)} tensors of "
             f"{encoder.encoder_config['name']} with norm={encoder.encoder_config['norm']!r}; the "
-            f"first it lacks is {next(name for name in own if name not in found)!r}: choose the "
-            "encoder, --norm and --stem the weights were made with"
+            f"first it lacks is {fresh[0]!r}: choose the encoder, --norm and --stem the weights "
+            "were made with"
         )
     spoiled = [n for n, t in found.items() if t.is_floating_point() and not t.isfinite().all()]
     if spoiled:
@@ -97,7 +98,6 @@ def start_from(encoder: Encoder, source: str) -> str:
     head = encoder.projector.state_dict()
     if len(_matching(head, weights, "projector.")) == len(head):
         encoder.projector.load_state_dict(_matching(head, weights, "projector."))
-    fresh = [name for name in own if name not in found]
     rest = f"; fresh: {', '.join(fresh[:4])}{', ...' * (len(fresh) > 4)}" if fresh else ""
     return f"weights from {source}: {len(found)} of {len(own)} tensors of the backbone{rest}"
 

@@ -364,9 +364,9 @@ class TrainStep:
         """
         count = len(share.want.ids)
         if share.size == 1 and count:  # BatchNorm refuses a batch of one pixel
-            share = share._replace(want=share.want._replace(ids=share.want.ids.repeat(2)), size=2)
-            if share.places is not None:
-                share = share._replace(places=torch.arange(2, device=self.device))
+            twice = share.want._replace(ids=share.want.ids.repeat(2))
+            places = None if share.places is None else torch.arange(2, device=self.device)
+            share = Share(twice, 2, places)
         with torch.no_grad(), statistics_kept(self.encoder):
             return self._encode(self.plain, [share], row)[0][:count]
 

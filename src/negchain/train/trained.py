@@ -73,12 +73,8 @@ class Embeddings:
         out.parent.mkdir(parents=True, exist_ok=True)
         with replacing(out) as file:
             if out.suffix == ".npz":
-                np.savez_compressed(
-                    file,
-                    names=np.array(self.names),
-                    classes=np.array(self.class_names),
-                    embeddings=rows,
-                )
+                names, classes = np.array(self.names), np.array(self.class_names)
+                np.savez_compressed(file, names=names, classes=classes, embeddings=rows)
             elif out.suffix == ".csv":
                 text = io.TextIOWrapper(file, encoding="utf-8", newline="")
                 writer = csv.writer(text)
