@@ -111,6 +111,15 @@ def test_no_picture_is_its_own_neighbour(digits: ImageTask) -> None:
     assert torch.allclose(found["neighbour_similarities"][:, 0], torch.tensor(1.0))
 
 
+def test_similarity_is_of_directions_however_short_the_features_are(digits: ImageTask) -> None:
+    """The nearest are found among unit vectors, which are those of features times 2**-32 too."""
+    images = digits.data.train
+    assert images is not None
+    x = torch.randn(len(images), 8, generator=torch.Generator().manual_seed(0))
+    found, short = (ImageJudge(digits)._neighbours(images, y, images, y) for y in (x, x * 2**-32))
+    assert all(torch.equal(found[name], short[name]) for name in found)
+
+
 def test_the_online_probe_ignores_what_has_no_label() -> None:
     labels = torch.tensor([0, 1, -1, -1])
     probe = OnlineProbe(labels, dim=2)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import adaptive_avg_pool2d, cosine_similarity, normalize
+from torch.nn.functional import adaptive_avg_pool2d, normalize
 
 from negchain import rng
 from negchain.augment import Uniforms, finite_views
@@ -174,11 +174,12 @@ class ImageJudge(Judge):
         if same:
             itself_last = (nearest == queries[:, None]).int().argsort(dim=1, stable=True)
             nearest = nearest.gather(1, itself_last)[:, :-1]
-        nearest_x = base_x[nearest.to(base_x.device)]
+        # not cosine_similarity: it makes nought of features that `nearest_neighbours` tells apart
+        units = normalize(queries_x, dim=-1), normalize(base_x[nearest.to(base_x.device)], dim=-1)
         found = {
             "neighbour_queries": shown.fetch(queries),
             "neighbour_images": torch.stack([base.fetch(row) for row in nearest]),
-            "neighbour_similarities": cosine_similarity(queries_x[:, None], nearest_x, dim=-1),
+            "neighbour_similarities": torch.einsum("qd,qkd->qk", *units),
         }
         if shown.labels is not None and base.labels is not None:
             found["neighbour_query_labels"] = shown.labels[queries]
@@ -221,11 +222,11 @@ class ImageJudge(Judge):
             return {}
         held = found[0].cpu() // stored
         pairs = images.fetch(torch.cat([anchors, held]))
-        anchors_x, held_x = self.embed(encoder, encoder, pairs).chunk(2)
+        anchors_x, held_x = normalize(self.embed(encoder, encoder, pairs), dim=-1).chunk(2)
         return {
             "chain_anchors": images.fetch(anchors),
             "chain_negatives": images.fetch(held),
-            "chain_similarities": cosine_similarity(anchors_x, held_x),
+            "chain_similarities": (anchors_x * held_x).sum(1),
         }
 
     def _features(
