@@ -198,6 +198,13 @@ def test_odd_artifacts_still_make_a_page(tmp_path: Path) -> None:
     assert page.count("path", "dots") == 1 and "unlabelled" not in page.text
 
 
+@pytest.mark.parametrize("lost", ["chain_anchors", "chain_negatives"])
+def test_similarities_of_chains_that_are_lost_still_make_a_page(lost: str, tmp_path: Path) -> None:
+    art = {name: array for name, array in digit_artifacts().items() if name != lost}
+    page = page_of([write_run(tmp_path / "r", make_config(), [], artifacts=art)], tmp_path / "p")
+    assert page.count("div", "chains") == 0 and page.count("figure", "query") > 0
+
+
 def test_a_page_of_photographs_stays_under_3_mb(tmp_path: Path) -> None:
     draws = np.random.default_rng(0)
     coarse = draws.integers(0, 256, (16 * 9, 3, 12, 12), dtype=np.uint8)

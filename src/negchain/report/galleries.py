@@ -201,7 +201,7 @@ def views(run: Run) -> str:
 def chains(run: Run, rows: int) -> str:
     """Training images, each with the negative its chain now holds; empty without chains."""
     pairs = kept(run, rows, "chain_anchors", "chain_negatives")
-    scores = run.artifacts.get("chain_similarities", np.full(len(pairs), np.nan))[:rows]
+    scores = run.artifacts.get("chain_similarities", np.full(len(pairs), np.nan))[: len(pairs)]
     return block(
         "Each training image and the negative its Markov chain holds now. Chains prefer negatives "
         "that the encoder confuses with the image.",
