@@ -123,6 +123,22 @@ def test_a_file_under_two_names_is_not_written_to(tmp_path: Path) -> None:
     assert read_text(tmp_path / ".lock") == "mine"  # reading harms nobody
 
 
+def test_a_file_that_has_just_lost_its_name_is_no_hard_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = os.fstat
+
+    def late(descriptor: int) -> os.stat_result:
+        (tmp_path / "a").unlink()
+        return found(descriptor)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fstat", late)
+        file = open_plain(tmp_path / "a", "ab")
+    with file:
+        assert found(file.fileno()).st_nlink == 0
+
+
 def test_a_folder_is_no_link(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "checkpoints").symlink_to(tmp_path / "elsewhere")

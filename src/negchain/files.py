@@ -121,7 +121,7 @@ folder; remove it
         raise FileRefused(f"{path} {_NOT_PLAIN}") from None
     found = os.fstat(descriptor)
     plain = stat.S_ISREG(found.st_mode)
-    if plain and (mode == "rb" or found.st_nlink == 1):
+    if plain and (mode == "rb" or found.st_nlink <= 1):
         return os.fdopen(descriptor, mode)
     os.close(descriptor)
     raise FileRefused(f"{path} {_LINKED if plain else _NOT_PLAIN}")
