@@ -1,12 +1,6 @@
 """Nearest neighbours among frozen features: which they are, how they vote, and near-duplicates.
 
 Shapes: M training rows, Q query rows, F features, C classes.
-
-| function | question | protocol |
-|---|---|---|
-| `knn_accuracy` | are neighbours of the same class? | 1-NN |
-| `knn_votes` | the k-NN other papers report | votes weighted by exp(cosine / 0.07) |
-| `similar_pairs` | which images are nearly the same? | cosine of all pairs |
 """
 
 from __future__ import annotations
@@ -62,7 +56,8 @@ def knn_votes(
 ) -> dict[int, Tensor]:
     """For each k the votes of the k nearest rows, weighted by exp(cosine / 0.07): [Q,C].
 
-    C runs over the sorted classes of `train_y`; a row's votes sum to one. All k share one search.
+    This is the k-NN other papers report. C runs over the sorted classes of `train_y`; a row's votes
+    sum to one. All k share one search.
 
     Example:
         >>> x, y = torch.tensor([[0.0, 1.0], [1.0, 0.0], [1.0, 0.1]]), torch.tensor([7, 9, 9])
