@@ -8,6 +8,7 @@ import math
 import re
 import shlex
 import shutil
+import sys
 from dataclasses import replace
 from html import escape
 from pathlib import Path
@@ -477,6 +478,15 @@ def test_what_else_is_refused(made: Path, tmp_path: Path) -> None:
             build_encoder("small-cnn", image_size=8, channels=1).encoder_config
         )
         Trained(encoder, config, torch.device("cpu")).encode_text(["a"])
+
+
+def test_a_transformers_that_cannot_be_imported_is_said_in_a_sentence(
+    made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = str(made / "bert")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ConfigError, match="--text-encoder .* import of transformers halted"):
+        tokenise(folder, ["a"])
 
 
 def test_captions_too_long_for_the_model_are_refused_before_the_first_step(

@@ -292,10 +292,10 @@ def tokenise(folder: str, texts: Sequence[str]) -> tuple[dict[str, Tensor], int]
 
     These are captions beside another tower, without prompts; see `Texts` for the others.
     """
-    check_model_folder(folder, "--text-encoder")
-    from transformers import AutoTokenizer
-
     with explained("--text-encoder", folder):
+        check_model_folder(folder, "--text-encoder")
+        from transformers import AutoTokenizer
+
         tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="right", **LOCAL)
         check_words(tokenizer)
         limit = min(MAX_TOKENS, tokenizer.model_max_length)
