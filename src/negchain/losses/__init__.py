@@ -2,8 +2,8 @@
 
 | file | what |
 |---|---|
-| `softmax.py`, `sogclr.py`, `negative_cache.py`, `importance.py` | a method or two each |
 | `emc2.py` (`chains.py` its state, `walk.py` one visit), `large_batch.py` | EMC² |
+| `softmax.py`, `sogclr.py`, `negative_cache.py`, `importance.py`, `top_k.py` | other methods |
 | `weighted.py` | `WeightedLoss`, base of a method of your own |
 | `settings.py` | how chains move, and what they are offered |
 | `request.py` | what a loss wants encoded |
@@ -19,13 +19,14 @@ To read EMC² on a CPU: `emc2.py`, `walk.py` and `chains.py`, then `base.py` and
 
 from negchain.losses.base import ContrastiveLoss
 from negchain.losses.emc2 import EMC2Loss
-from negchain.losses.importance import ImportanceLoss, TopKLoss
+from negchain.losses.importance import ImportanceLoss
 from negchain.losses.large_batch import LargeBatchEMC2Loss
 from negchain.losses.negative_cache import NegativeCacheLoss
 from negchain.losses.request import Request, Want
 from negchain.losses.settings import ISIR, MH, Given, InBatch, Informed, Uniform
 from negchain.losses.softmax import DCLLoss, InfoNCELoss
 from negchain.losses.sogclr import SogCLRLoss
+from negchain.losses.top_k import TopKLoss
 from negchain.losses.weighted import WeightedLoss
 
 __all__ = [

@@ -16,7 +16,7 @@ from negchain.losses.settings import Proposals, Shared, Uniform, one_of, require
 from negchain.losses.weighted import Learn, WeightedLoss
 from negchain.objective import Estimate, global_log_partition
 from negchain.pool import Side
-from negchain.weights.softmax import sogclr_weights
+from negchain.weights.sogclr import sogclr_weights
 
 
 class SogCLRLoss(WeightedLoss):

@@ -1,19 +1,11 @@
-"""Softmaxes of the pool: its negatives stand for all, by their own sum or by a remembered one.
+"""In-batch softmax: the negatives of the batch stand for all negatives.
 
-    softmax (DCL; InfoNCE adds the positive to the sum)         l = beta * similarity - log q
+    W_ij = exp(l_ij) / sum_k exp(l_ik),        l = beta * similarity - log q
 
-        W_ij = exp(l_ij) / sum_k exp(l_ik)
-
-    SogCLR, whose rows need not sum to one
-
-        g_i  = mean_j exp(l_ij),   u_i <- (1 - gamma) u_i + gamma g_i,   W_ij = exp(l_ij) / (K u_i)
-
-Estimates   p_i by the softmax over the pool; SogCLR by its exponentials over a denominator that
-            earlier visits are remembered in.
-State       none; log u_i, one float per anchor (a logarithm, as beta = 100 would overflow).
+Estimates   p_i by the softmax over the pool (DCL; InfoNCE adds the positive to the sum).
+State       none.
 Cost        one exponential per logit.
-Bias        does not vanish: shrinks only with the number of columns; u_i lags behind the encoder
-            and averages over augmentations.
+Bias        does not vanish: shrinks only with the number of columns.
 
 Shapes: `N` rows, `K` columns, `M` items, `R` draws.
 """
@@ -51,45 +43,3 @@ def draw_from(log_q: Tensor, uniforms: Tensor) -> Tensor:  # [M], [R] in (0,1] -
     cumulative = log_q.double().exp().cumsum(0)
     points = uniforms.double() * cumulative[-1]
     return torch.searchsorted(cumulative, points).clamp_(max=len(log_q) - 1)
-
-
-def moving_log_mean(log_average: Tensor, log_value: Tensor, rate: float) -> Tensor:
-    """log((1 - rate) e^a + rate e^v); an average that was never written (-inf) starts at v.
-
-    A value of -inf (nothing was seen) leaves the average as it is.
-
-    Example:
-        >>> moving_log_mean(torch.tensor([-math.inf, 1.0]), torch.tensor([2.0, -math.inf]), 0.9)
-        tensor([2., 1.])
-    """
-    old_share = math.log1p(-rate) if rate < 1 else -math.inf
-    mixed = torch.logaddexp(log_average + old_share, log_value + math.log(rate))
-    mixed = torch.where(log_average == -math.inf, log_value, mixed)
-    return torch.where(log_value == -math.inf, log_average, mixed)
-
-
-def sogclr_weights(
-    logits: Tensor, log_u: Tensor, gamma: float, counts: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Weights and the new moving average.
-
-    Args:
-        logits: [N, K], -inf = excluded.
-        log_u: [N] log of the moving average before this step; -inf on the first visit.
-        gamma: share of the new value; 1 makes this the in-batch softmax.
-        counts: [N] draws the columns stand for; None: those that are not excluded.
-
-    Returns:
-        weights [N, K] and the new log_u [N].
-
-    Example:
-        >>> w, log_u = sogclr_weights(torch.zeros(1, 4), torch.tensor([-math.inf]), 0.9)
-        >>> w
-        tensor([[0.2500, 0.2500, 0.2500, 0.2500]])
-    """
-    count = (logits > -math.inf).sum(1) if counts is None else counts
-    count = count.to(logits.dtype)
-    log_mean = torch.logsumexp(logits, 1) - count.clamp(min=1).log()
-    log_u = moving_log_mean(log_u, log_mean, gamma)
-    shift = torch.where(log_u > -math.inf, log_u, 0.0) + count.clamp(min=1).log()
-    return torch.exp(logits - shift[:, None]), log_u
