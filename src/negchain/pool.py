@@ -158,11 +158,11 @@ class Side:
             return None
         if len(self.kinds) == 1 and self.kinds[0].log_q is not None:
             return self.kinds[0].log_q(ids)
-        kind_of, shape, terms = self.queries.dtype, (-1, *[1] * (ids.dim() - 1)), []
+        dtype, shape, terms = self.queries.dtype, (-1, *[1] * (ids.dim() - 1)), []
         for kind in self.kinds:
-            weight = kind.count.to(kind_of).log().view(shape).expand(ids.shape)
+            weight = kind.count.to(dtype).log().view(shape).expand(ids.shape)
             terms.append(weight if kind.log_q is None else weight + kind.log_q(ids))
-        counts = self.counts().to(kind_of)
+        counts = self.counts().to(dtype)
         return torch.logsumexp(torch.stack(terms), 0) - counts.log().view(shape)
 
 
