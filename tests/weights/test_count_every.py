@@ -237,6 +237,15 @@ def test_a_group_without_a_column_has_no_weight() -> None:
     assert empty.weights.shape == (2, 0) and empty.start_weight.tolist() == [1, 1]
 
 
+@pytest.mark.parametrize("noise", [-math.inf, math.inf])
+def test_noise_that_is_not_finite_chooses_no_excluded_column(noise) -> None:
+    """The Gumbel noise of a uniform that is exactly 0 or 1."""
+    logits = torch.tensor([[-math.inf, 1.0, -math.inf]])
+    done = isir_weights(logits, torch.tensor([-math.inf]), torch.full((1, 4), noise), 3)
+    assert done.weights.tolist() == [[0.0, 1.0, 0.0]]
+    assert int(done.last) == 1
+
+
 @pytest.mark.parametrize("every", [0, -1])
 def test_errors_of_isir(every) -> None:
     with pytest.raises(ValueError, match="count_every"):

@@ -193,6 +193,15 @@ def test_a_uniform_of_zero_moves_nothing_to_an_excluded_column() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*scans, strict=True))
 
 
+def test_what_is_not_finite_does_not_reach_earlier_columns() -> None:
+    """+inf (half precision overflows) is where a chain stays, NaN is no proposal."""
+    logits = torch.tensor([[-2.0, 0.3, math.inf], [-2.0, 0.3, math.nan]])
+    log_u = torch.full((2, 3), -1.0)
+    scans = [mh_scan(logits, torch.zeros(2), log_u, 0, backend=b) for b in ("reference", "torch")]
+    assert scans[0].last.tolist() == [2, 1]
+    assert all(torch.equal(a, b) for a, b in zip(*scans, strict=True))
+
+
 def test_whatever_the_logits_are_a_scan_is_the_loop() -> None:
     """Half precision, and tensors with a graph behind them."""
     logits, start, log_u = torch.randn(4, 9), torch.randn(4), torch.rand(4, 9).log()

@@ -58,7 +58,7 @@ def isir_weights(logits: Tensor, start_logit: Tensor, gumbel: Tensor, count_ever
         raise ValueError(f"count_every must be at least 1, got {count_every}")
     joint = torch.cat([start_logit[:, None], logits], 1)
     weights, _ = softmax_weights(joint)
-    noisy = joint + gumbel
+    noisy = joint + gumbel.nan_to_num()  # -inf + inf were no number, and first in an argmax
     slot = noisy.argmax(1)
     columns = weights[:, 1:]
     if count_every > 1:

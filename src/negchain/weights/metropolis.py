@@ -173,11 +173,11 @@ def scan_torch(
 def _state_logits(threshold: Tensor, logits: Tensor, start_logit: Tensor) -> Tensor:
     """Logit of the chain's state before the first step and after each, [N, K+1]."""
     level = torch.cat([start_logit[:, None], logits], 1)
-    reach = F.pad(threshold, (1, 0), value=math.inf)
+    reach = F.pad(threshold, (1, 0), value=math.nan)  # NaN: known, whatever comes round
     distance = 1
     while distance < level.shape[1]:  # Hillis-Steele: doubles the span each pair stands for
-        left = level.roll(distance, 1)  # what comes round meets states that are known: reach is inf
-        level = torch.where(reach > left, level, left)
+        left = level.roll(distance, 1)
+        level = torch.where(left >= reach, left, level)
         reach = torch.maximum(reach, reach.roll(distance, 1))
         distance *= 2
     return level
