@@ -221,6 +221,60 @@ def test_other_networks_are_left_alone(fused, change) -> None:
     assert fused == []
 
 
+class _Halved(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / 2
+
+
+class _HalfPooled(nn.AdaptiveAvgPool2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / 2
+
+
+@pytest.mark.parametrize(
+    "part, changed",
+    [
+        ("layer1", lambda stage: _Halved(*stage)),
+        ("layer1", lambda stage: nn.Tanh()),
+        ("layer4", lambda stage: nn.Conv2d(256, 512, 1, stride=2, bias=False)),
+        ("avgpool", lambda pool: _HalfPooled(1)),
+        ("_forward_impl", lambda run: lambda x: run(x) / 2),
+    ],
+)
+def test_a_network_with_another_part_is_left_alone(fused, part, changed) -> None:
+    network = small_resnet(BasicBlock)
+    setattr(network, part, changed(getattr(network, part)))
+    with faster_layers(network, set(network.parameters()), WeightGradients(None)):
+        z = network(normal(2, 3, 9, 9))
+    assert z.equal(network(normal(2, 3, 9, 9)))
+    assert fused == []
+
+
+def test_a_block_twice_in_a_stage_runs_twice(fused) -> None:
+    network = small_resnet(BasicBlock)
+    network.layer1 = nn.Sequential(network.layer1[0], network.layer1[0])
+    assert_alike(network, normal(2, 3, 9, 9))
+    assert [len(blocks) for blocks in fused] == [5]
+
+
+class _FirstStages(nn.Module):
+    """Half of a network, stage by stage: its own forward is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = small_resnet(BasicBlock)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.network.layer2(self.network.layer1(self.network.conv1(x))).mean((2, 3))
+
+
+def test_stages_called_by_themselves_are_torchs(fused) -> None:
+    encoder, x = _FirstStages(), normal(2, 3, 9, 9)
+    with faster_layers(encoder, set(encoder.parameters()), WeightGradients(None)):
+        z = encoder(x)
+    assert z.equal(encoder(x)) and fused == []
+
+
 @both_kinds
 def test_a_network_that_pools_otherwise_is_left_alone(fused, kind) -> None:
     network = small_resnet(kind)

@@ -196,10 +196,13 @@ def _found(block: nn.Module) -> Block | None:
 def chain(network: ResNet) -> list[Block] | None:
     """All blocks; None if one is of another kind, or a hook watches one."""
     *stages, pool = parts(network)
-    found = [_found(block) for stage in stages for block in stage.children()]
+    if any(type(stage) is not nn.Sequential for stage in stages):
+        return None
+    found = [_found(block) for stage in stages for block in stage]  # type: ignore[attr-defined]
     of_modules = [vars(module) for part in parts(network) for module in part.modules()]
+    of_modules.append({"forward": vars(network).get("_forward_impl")})
     watched = any(own.get(name) for own in of_modules for name in ("forward", *_HOOKS))
-    pools = isinstance(pool, nn.AdaptiveAvgPool2d) and pool.output_size in (1, (1, 1))
+    pools = type(pool) is nn.AdaptiveAvgPool2d and pool.output_size in (1, (1, 1))
     if watched or not pools or None in found:
         return None
     return [block for block in found if block is not None]
@@ -211,7 +214,7 @@ def is_fused(encoder: nn.Module) -> bool:
 
 
 def patch(network: ResNet, weights: set[Tensor], gradients: WeightGradients) -> list[nn.Module]:
-    """The first stage runs all blocks and the pooling; the others pass on what they get.
+    """The network runs all blocks and the pooling as one; called by itself, a stage is torch's.
 
     Returns the modules whose `forward` is another now: none if the blocks are of another kind.
     """
@@ -223,12 +226,10 @@ def patch(network: ResNet, weights: set[Tensor], gradients: WeightGradients) -> 
     def run(x: Tensor) -> Tensor:
         own = [layer.weight for layer in layers]
         if not all(weight in weights for weight in own):
-            for part in parts(network):
-                x = type(part).forward(part, x)
-            return x
-        y: Tensor = Residuals.apply(x.to(own[0].dtype), blocks, gradients, *own)
-        return y
+            return ResNet.forward(network, x)  # type: ignore[no-any-return]
+        x = network.maxpool(network.relu(network.bn1(network.conv1(x))))
+        x = Residuals.apply(x.to(own[0].dtype), blocks, gradients, *own)
+        return network.fc(torch.flatten(x, 1))  # type: ignore[no-any-return]
 
-    for part in parts(network):
-        part.forward = run if part is network.layer1 else lambda x: x
-    return parts(network)
+    network.forward = run
+    return [network]
