@@ -173,6 +173,16 @@ def test_images_of_a_batch_are_independent() -> None:
         assert augment(*others)[n].equal(whole[n])
 
 
+def test_images_in_another_order_of_memory() -> None:
+    augment, images = augmentation("simclr-stl10", size=24), batch(4, 3, 40, 30)
+    expected = augment(images, draws(augment, 4))
+    for same in (
+        images.contiguous(memory_format=torch.channels_last),
+        images.transpose(2, 3).contiguous().transpose(2, 3),
+    ):
+        assert augment(same, draws(augment, 4)).equal(expected)
+
+
 def test_autocast_does_not_reach_the_pixels() -> None:
     augment = augmentation("simclr-stl10", size=32)
     images, uniforms = batch(4, 3, 40, 36), draws(augment, 4)

@@ -123,7 +123,7 @@ def resample(images: Tensor, box: Box, flip: Tensor, *, size: int) -> Tensor:
     columns = filter_weights(box.left, box.width, size=size, full=width, reverse=flip)
     # Scaling the small matrix rather than the images saves a pass over the pixels.
     across = torch.bmm(
-        images.float().view(count, channels * height, width), columns.mul_(1 / 255).mT
+        images.float().reshape(count, channels * height, width), columns.mul_(1 / 255).mT
     )
     return rows[:, None] @ across.view(count, channels, height, size)
 
