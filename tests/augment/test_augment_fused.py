@@ -276,6 +276,14 @@ def interpreted_pictures_by_index() -> None:
     torch.testing.assert_close(actual, by_torch(ALL, chosen, drawn), rtol=0, atol=1e-5)
 
 
+def interpreted_every_other_picture() -> None:
+    pictures = ragged()[::2]
+    drawn = draws(ALL, len(pictures))
+    assert not pictures.offsets.is_contiguous()
+    actual, expected = by_kernels(ALL, pictures, drawn), by_torch(ALL, pictures, drawn)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
+
+
 def interpreted_pictures_of_one_size_are_images() -> None:
     images, uniforms = batch(5, 3, 70, 45), draws(ALL, 5)
     pictures = Pictures.of(images)

@@ -378,7 +378,7 @@ def augment_fused(
     if isinstance(images, Pictures):
         channels, height, width = images.channels, size, size
         params = fused_params(augment, drawn, count, images.sizes.contiguous(), index)
-        source = (images.pixels, images.offsets, images.sizes.contiguous())
+        source = (images.pixels, images.offsets.contiguous(), images.sizes.contiguous())
     else:
         _, channels, height, width = images.shape
         params = fused_params(augment, drawn, count, (height, width), index)
