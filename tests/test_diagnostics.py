@@ -119,6 +119,15 @@ def test_embeddings_of_other_shapes_are_refused() -> None:
         estimator_report(z, batch_size=3, beta=4.0, steps=2, warm_up=-1, methods=["dcl"])
 
 
+def test_an_exact_gradient_of_zero_is_refused() -> None:
+    """An encoder that died, and pairs that float32 cannot tell from solved ones."""
+    solved = torch.tensor([[1.0, 0.0], [-1.0, 0.0]])
+    for z, beta in ((torch.zeros(6, 3), 5.0), (solved, 100.0)):
+        given = {"batch_size": 2, "beta": beta, "steps": 2, "denominator": "all"}
+        with pytest.raises(ValueError, match="relative to the exact gradient, and that is 0 here"):
+            estimator_report(z, methods=["dcl"], **given)
+
+
 def test_a_bias_takes_two_steps() -> None:
     with pytest.raises(ValueError, match="steps must be at least 2"):
         estimator_report(torch.randn(9, 2), batch_size=3, beta=4.0, steps=1, methods=["dcl"])

@@ -248,6 +248,13 @@ def _measure(
 ) -> EstimatorRow:
     first = pair[0]
     exact = exact_negative_gradient(table, float(first.beta), first.denominator, first.multiplicity)
+    norm = float(exact.norm())
+    if norm**2 == 0:
+        raise ValueError(
+            "errors are relative to the exact gradient, and that is 0 here: the embeddings are all "
+            f"0, or with denominator='all' all pairs are solved at beta={first.beta:g}; give other "
+            "embeddings, or a lower beta"
+        )
     generator = torch.Generator().manual_seed(seed)
     num_views, size, _ = table.shape
     for loss_fn in pair:
@@ -266,7 +273,7 @@ def _measure(
             halves[step % 2] += gradient
             counts[step % 2] += 1
             squares += float(gradient.square().sum())
-    steps, norm = sum(counts), float(exact.norm())
+    steps = sum(counts)
     mean = halves.sum(0) / steps
     first_half, second_half = (h / c for h, c in zip(halves, counts, strict=True))
     square = float(((first_half - exact) * (second_half - exact)).sum())
