@@ -164,8 +164,8 @@ def test_the_evaluation_view_is_still_resize_and_centre_crop(originals: Path) ->
 @pytest.mark.parametrize(
     ("sizes", "says"),
     [
-        ([(48, 60)] * 3, "on none is enlarged"),
-        ([(48, 60), (24, 24)], "none of the 1 that are large enough is enlarged"),
+        ([(48, 60)] * 3, "of the area and more are not enlarged"),
+        ([(48, 60), (24, 24)], "in the 1 that are large enough those of 11 %"),
         ([(24, 24)] * 3, "none is that large, so small crops are enlarged"),
     ],
 )

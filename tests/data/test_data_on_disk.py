@@ -83,7 +83,7 @@ def test_a_smaller_budget_keeps_smaller_pictures() -> None:
         (192, True),
         (288, False),
     ]
-    assert "from 25 % of the area on none of the 2 that are large enough" in chosen[1].note
+    assert "in the 2 that are large enough those of 25 % of the area" in chosen[1].note
     assert "decoded anew for every crop" in chosen[3].note
     assert choose_storage([(96, 96), (0, 0)], 96, 3 * 96 * 96) == Storage(96, 0, True)
 

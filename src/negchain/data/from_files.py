@@ -62,7 +62,7 @@ class Storage:
 
     >>> choose_storage([(4000, 3000)] * 100, side=96, budget=1 << 30).note
     'crops are cut from whole pictures, kept with shorter sides up to 288 px (0.03 GB of \
---resident-gb 1): from 11 % of the area on none is enlarged'
+--resident-gb 1): those of 11 % of the area and more are not enlarged'
     """
 
     side: int
@@ -94,8 +94,8 @@ def choose_storage(sizes: Sequence[Size], side: int, budget: int) -> Storage:
 
 def _note(sizes: Sequence[Size], times: int, short: int, num_bytes: int, budget: int) -> str:
     enough = sum(min(size) >= short for size in sizes)
-    of = "" if enough == len(sizes) else f" of the {enough:,} that are large enough"
-    share = f"from {100 / times**2:.0f} % of the area on none{of} is enlarged"
+    whose = "" if enough == len(sizes) else f"in the {enough:,} that are large enough "
+    share = f"{whose}those of {100 / times**2:.0f} % of the area and more are not enlarged"
     return (
         f"crops are cut from whole pictures, kept with shorter sides up to {short} px "
         f"({num_bytes / 2**30:.2f} GB of --resident-gb {budget / 2**30:g}): "
