@@ -359,9 +359,12 @@ def main(names: list[str]) -> None:
         command = ["unshare", "-Urm", sys.executable, __file__, "--inside", *names]
         sys.exit(subprocess.run(command).returncode)
     names = [name for name in names if name != "--inside"]
+    known = [*FAULTS, *fault_ranks.FAULTS, *fuzz.KINDS]
+    if set(names) - set(known):
+        sys.exit(f"{__doc__}\nRows: {' '.join(known)}")
     torch.set_num_threads(1)
     rows: list[Row] = []
-    for name in names or [*FAULTS, *fault_ranks.FAULTS, *fuzz.KINDS]:
+    for name in names or known:
         begun = time.perf_counter()
         with tempfile.TemporaryDirectory(prefix="faults-") as top:
             rng = random.Random(name)
