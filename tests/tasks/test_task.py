@@ -128,9 +128,13 @@ def test_compare_gives_its_runs_what_it_imported(tmp_path: Path, capsys, monkeyp
 
 def test_a_later_command_imports_what_a_run_was_made_with(tmp_path: Path, capsys) -> None:
     folder = train.run(**SETTINGS, method="soft", out=str(tmp_path / "run"))
-    for words in (["evaluate"], ["report", "--out", str(tmp_path / "page.html")]):
-        forget_words()  # as a new process begins
-        assert command_line([*words, str(folder), "--import", str(WORDS)]) == 0
+    forget_words()  # as a new process begins
+    assert command_line(["evaluate", str(folder)]) == 2
+    assert "; one of your own needs --import FILE" in " ".join(capsys.readouterr().err.split())
+    own = [str(folder), "--import", str(WORDS)]
+    assert command_line(["evaluate", *own]) == 0
+    forget_words()
+    assert command_line(["report", "--out", str(tmp_path / "page.html"), *own]) == 0
     assert "Recall at 1" in capsys.readouterr().out
     assert "Some words" in (tmp_path / "page.html").read_text(encoding="utf-8")
 

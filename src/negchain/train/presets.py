@@ -40,7 +40,9 @@ did you mean 'emc2'?
     # 64 characters bound the work of the match on absurd input; no valid name is that long.
     word = value[:64].lower() if isinstance(value, str) else ""
     near = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
-    remedy = f"; did you mean {near[0]!r}?" if near else ""
+    own = what in ("--method", "--methods", "--task")
+    otherwise = "; one of your own needs --import FILE" if own else ""
+    remedy = f"; did you mean {near[0]!r}?" if near else otherwise
     raise ConfigError(f"{what} {few}, got {show(value)}{remedy}")
 
 
