@@ -137,6 +137,12 @@ def tied() -> nn.Module:
     return net
 
 
+def same_layer_twice() -> nn.Module:
+    net = Net()
+    net.out = nn.Sequential(net.hidden, net.hidden, net.out)
+    return net
+
+
 def torchs_own() -> nn.Module:
     """A layer that stays torch's."""
     net = biased()
@@ -203,6 +209,19 @@ def test_gradients_of_networks(make) -> None:
         unmoved = "unused" in name or name == "alone" or make is frozen and name in (
             "first.weight", "hidden.bias")  # fmt: skip
         assert (expected.norm() == 0) == unmoved, name
+
+
+@pytest.mark.parametrize("strategy", ["blocks", "compiled"])
+@pytest.mark.parametrize("make", [tied, same_layer_twice])
+def test_the_encoder_keeps_its_weights(make, strategy) -> None:
+    net = make()
+    before = dict(net.named_parameters())
+    fast = accelerate(net, BF16, strategy)
+    fast.begin()
+    loss_of(fast(normal(3, 3, 8, 8))).backward()
+    after = dict(net.named_parameters())
+    assert list(after) == list(before)
+    assert all(after[name] is weight and weight.grad is not None for name, weight in before.items())
 
 
 @pytest.mark.slow

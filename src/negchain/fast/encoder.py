@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from negchain.fast.layers import faster_layers, is_fused
 from negchain.fast.streams import WeightGradients, forked, new_stream
@@ -121,8 +122,14 @@ class CopyingEncoder(PlainEncoder):
         gradients: WeightGradients | None = None,
     ) -> None:
         super().__init__(encoder, autocast)
-        named = encoder.named_parameters(remove_duplicate=False)  # of two names for one, both
-        by_name = {name: weight for name, weight in named if weight.requires_grad}
+        # One name for every place that holds a weight: of two modules that share it both, of a
+        # module that stands twice one. `functional_call` leaves its copy in a place given twice.
+        by_name = {
+            name: weight
+            for prefix, module in encoder.named_modules()
+            for name, weight in module.named_parameters(prefix, False, remove_duplicate=False)
+            if weight.requires_grad
+        }
         self._weights = list(dict.fromkeys(by_name.values()))  # one with two names: one copy
         self._cast = cast_by_autocast(encoder)
         place = {weight: number for number, weight in enumerate(self._weights)}
@@ -201,7 +208,7 @@ class CompiledEncoder(CopyingEncoder):
         super().__init__(encoder, autocast, beside.shared(next(encoder.parameters()).device))
 
         def run(copies: dict[str, Tensor], pixels: Tensor) -> Tensor:
-            embeddings: Tensor = torch.func.functional_call(encoder, copies, (pixels,))
+            embeddings: Tensor = functional_call(encoder, copies, (pixels,), tie_weights=False)
             return embeddings
 
         self._compiled = torch.compile(run, dynamic=False, options=beside.OPTIONS)
@@ -217,7 +224,7 @@ class BlockEncoder(CopyingEncoder):
     def _run(self, pixels: Tensor) -> Tensor:
         copies = self._named_copies()
         with faster_layers(self.encoder, set(copies.values()), self._gradients):
-            embeddings: Tensor = torch.func.functional_call(self.encoder, copies, (pixels,))
+            embeddings: Tensor = functional_call(self.encoder, copies, (pixels,), tie_weights=False)
         return embeddings
 
 
