@@ -253,3 +253,19 @@ def test_draws_keep_the_q_they_were_made_with(per_row) -> None:
             loss_fn(z[index], z[index], index, first, second)
     else:
         assert torch.equal(loss_fn(z[index], z[index], index, first, second), value)
+
+
+@pytest.mark.parametrize("build", [ImportanceLoss, NegativeCacheLoss, EMC2Loss])
+def test_a_marked_sample_writes_no_row(build, monkeypatch) -> None:
+    """As on a GPU, where a position out of range is brought into it, to another key's row."""
+    monkeypatch.setattr("negchain.losses.batch.fit_for_numpy", lambda z: False)
+    z = torch.randn(SIZE, DIM)
+    given = {"proposals": Informed(num=4, refresh=0)} if build is EMC2Loss else {}
+    loss_fn = build(SIZE, BETA, **given)
+    loss_fn.fill(lambda ids: z[ids])
+    before = loss_fn.tables[0].embeddings.clone()
+    index, fresh = torch.tensor([3, 5, SIZE + 7]), torch.randn(3, DIM)
+    loss_fn(fresh, fresh, index, encode=lambda ids: z[ids])
+    after = loss_fn.tables[0].embeddings
+    assert torch.allclose(after[-1], before[-1])
+    assert torch.allclose(after[[3, 5]], unit(fresh[:2]))

@@ -334,7 +334,7 @@ class ContrastiveLoss(Reporting):
     def _remember(self, batch: Batch, sides: Sequence[Side], requests: Sequence[Request]) -> None:
         """Change what any loss may keep: stale tables, and which keys were positives."""
         if self.tables:
-            self.tables.remember(sides, requests, batch.both, self.normalize)
+            self.tables.remember(sides, requests, batch, self.normalize)
         if self._counts_keys:
             columns.count_keys(self.key_counts, batch.key_index, batch.valid)
 

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from negchain import rng
-from negchain.losses.batch import as_embedding, check_answer
+from negchain.losses.batch import Batch, as_embedding, check_answer
 from negchain.losses.columns import Key, PrivateSide
 from negchain.losses.distributed import Ranks, share_out, together
 from negchain.losses.request import TOWERS, Encodes, Part, Request, encoders_of
@@ -32,7 +32,7 @@ from negchain.losses.settings import Informed, check_dim
 from negchain.losses.shards import Shards
 from negchain.losses.state import Rows, Stateful
 from negchain.objective import constant
-from negchain.pool import Side
+from negchain.pool import Side, among
 
 if TYPE_CHECKING:
     from negchain.losses.base import ContrastiveLoss
@@ -251,12 +251,14 @@ class StaleTable(Stateful):
                 mean[own] = torch.logsumexp(logits - log_sum, 0)
         return self._mixed(mean, settings)
 
-    def write(self, ids: Tensor, embeddings: Tensor) -> None:
-        """Remember embeddings [R, D] of keys, as they are; non-finite ones are left out."""
+    def write(self, ids: Tensor, embeddings: Tensor, bad: Tensor | None = None) -> None:
+        """Remember embeddings [R, D] of keys, as they are; non-finite and `bad` ones left out."""
         self.widen("embeddings", embeddings.shape[1], 0.0)
         self.writes += 1
-        finite = torch.isfinite(embeddings).all(1)
-        self.rows.write(self.embeddings, ids, embeddings.detach(), finite)
+        good = torch.isfinite(embeddings).all(1)
+        if bad is not None and len(ids):
+            good = good & ~among(ids, bad[None])[0]
+        self.rows.write(self.embeddings, ids, embeddings.detach(), good)
 
     def next_ids(self, count: int, ahead: int = 0) -> Tensor:
         """The next `count` keys due for re-encoding, [count]; those of `ahead` steps from now."""
@@ -323,13 +325,16 @@ class Tables(nn.ModuleList):
                 table.refresh(ids, z, normalize=loss_fn.normalize)
 
     def remember(
-        self, sides: Sequence[Side], requests: Sequence[Request], like: Tensor, normalize: bool
+        self, sides: Sequence[Side], requests: Sequence[Request], batch: Batch, normalize: bool
     ) -> None:
         """Write what a step encoded into the tables."""
         for number, table in enumerate(self):
             side = sides[number]
-            table.write(side.positive_ids, side.positives)  # they may be no columns
-            table.write(side.key_ids.flatten(), side.keys.flatten(0, 1))
+            bad = None  # ids of samples that are marked: one out of range has another's
+            if batch.faults is not None:
+                bad = side.positive_ids.masked_fill(batch.valid.repeat(side.views), -1)
+            table.write(side.positive_ids, side.positives, bad)  # they may be no columns
+            table.write(side.key_ids.flatten(), side.keys.flatten(0, 1), bad)
             if isinstance(side, PrivateSide):
                 table.write(side.private_ids.flatten(), side.private_keys.flatten(0, 1))
             for request in requests:
@@ -338,7 +343,7 @@ class Tables(nn.ModuleList):
                     if part.purpose == "refresh":
                         table.refresh(part.ids, part.embeddings, normalize=normalize)
                     elif part.purpose == "carried":
-                        z = check_answer(part.embeddings.detach(), like, normalize)
+                        z = check_answer(part.embeddings.detach(), batch.both, normalize)
                         table.write(part.ids, z)
 
     def touched(
