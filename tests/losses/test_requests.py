@@ -352,7 +352,7 @@ def test_an_encoder_that_calls_its_loss_is_refused(name) -> None:
 
 def test_informed_draws_need_the_second_request() -> None:
     loss_fn = EMC2Loss(M, 5.0, proposals=Informed())
-    refused("needs its draw negatives encoded", loss_fn, answered(loss_fn))
+    refused("needs its drawn negatives encoded", loss_fn, answered(loss_fn))
 
 
 @pytest.mark.parametrize("views", ["shared", "paired"])

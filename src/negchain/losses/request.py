@@ -179,8 +179,9 @@ def answered(requests: Sequence[Request], purpose: Purpose, side: int) -> tuple[
     for part in (part for request in requests for part in request.parts):
         if (part.purpose, part.side) == (purpose, side) and part.embeddings is not None:
             return part, part.embeddings
+    which = "drawn" if purpose == "draw" else purpose
     raise ValueError(
-        f"this loss needs its {purpose} negatives encoded: call it with "
+        f"this loss needs its {which} negatives encoded: call it with "
         "encode=lambda ids: encoder(items[ids]), or pass loss_fn.request(index) and "
         "loss_fn.request(index, z_a, z_b), answered"
     )
