@@ -4,7 +4,7 @@
 |---|---|
 | `config.py`, `presets.py`, `resolve.py` | settings: each with its rule; by name; what counts |
 | `start.py` | a new run, or one to resume, from settings to `trainer.Run` |
-| `trainer.py`, `step.py` | the loop; the order of samples, and one step of it |
+| `trainer.py`, `step.py`, `reading.py` | the loop; one step of it; its numbers, for the log |
 | `run_folder.py`, `checkpoint.py`, `loggers.py` | what a run writes |
 | `stopping.py` | signals and divergence |
 | `team.py`, `parallel.py` | several processes: ranks, BatchNorm, FSDP2 |

@@ -37,17 +37,14 @@ from torch import Tensor
 from negchain.augment import blur
 from negchain.augment.pictures import Images, Pictures
 from negchain.augment.pipeline import Augmentation, Uniforms, check_images
+from negchain.fast.augment.fused_colour_triton import jitter, luminance, unit
 from negchain.fast.augment.fused_params_triton import (
-    CONTRAST,
     CONTRAST_PLACE,
     FLIP,
-    GAINS,
     GREY,
     HEIGHT,
-    HUE,
     LEFT,
     NUM_FIELDS,
-    ORDER,
     PLACES,
     POSITION,
     SIGMA,
@@ -60,13 +57,6 @@ from negchain.fast.augment.fused_params_triton import (
 from negchain.fast.backends import on_its_device
 
 PIXELS = 512  # pixels per program: 18 programs for an image of 96 x 96
-SATURATION = tl.constexpr(2)
-
-
-@triton.jit
-def _unit(x):
-    """Clamp to [0,1]."""
-    return tl.minimum(tl.maximum(x, 0.0), 1.0)
 
 
 @triton.jit
@@ -137,55 +127,6 @@ def _resample(
 
 
 @triton.jit
-def _luminance(red, green, blue, CHANNELS: tl.constexpr):
-    if CHANNELS == 1:
-        return red
-    else:
-        return 0.2989 * red + 0.587 * green + 0.114 * blue
-
-
-@triton.jit
-def _turned(hue, largest, spread):
-    turned = hue - 6.0 * tl.floor(hue * (1.0 / 6.0))
-    return largest - spread * _unit(tl.minimum(turned, 4.0 - turned))
-
-
-@triton.jit
-def _shift_hue(red, green, blue, shift):
-    """`colour.shift_hue`, where the formula is explained."""
-    largest = tl.maximum(tl.maximum(red, green), blue)
-    spread = largest - tl.minimum(tl.minimum(red, green), blue)
-    opposed = tl.where(green == largest, blue - red, red - green)
-    sector = tl.where(green == largest, 2.0, 4.0)
-    opposed = tl.where(red == largest, green - blue, opposed)
-    sector = tl.where(red == largest, 0.0, sector)
-    hue = opposed / tl.maximum(spread, 1e-30) + sector + 6.0 * shift
-    return (
-        _turned(hue + 5.0, largest, spread),
-        _turned(hue + 3.0, largest, spread),
-        _turned(hue + 1.0, largest, spread),
-    )
-
-
-@triton.jit
-def _jitter(red, green, blue, row, first, last, mean, CHANNELS: tl.constexpr):
-    """`colour.jitter`, places `first` to `last` - 1; one channel has no hue to turn."""
-    for place in range(first, last):
-        operation = tl.load(row + ORDER + place)
-        gain = tl.load(row + GAINS + place)
-        if operation == HUE:
-            red, green, blue = _shift_hue(red, green, blue, gain)
-        else:
-            share = tl.where(operation == SATURATION, 1.0 - gain, 0.0)
-            constant = tl.where(operation == CONTRAST, (1.0 - gain) * mean, 0.0)
-            reference = share * _luminance(red, green, blue, CHANNELS) + constant
-            red = _unit(gain * red + reference)
-            green = _unit(gain * green + reference)
-            blue = _unit(gain * blue + reference)
-    return red, green, blue
-
-
-@triton.jit
 def _taps(step):
     """Source pixels that one output pixel averages, `step` of them to a pixel."""
     return tl.ceil(2.0 * tl.maximum(step, 1.0)).to(tl.int32)
@@ -222,9 +163,9 @@ def _crop_kernel(
     if JITTER:
         contrast = tl.load(row + CONTRAST_PLACE).to(tl.int32)
         last = tl.minimum(contrast, tl.load(row + PLACES).to(tl.int32))
-        red, green, blue = _jitter(red, green, blue, row, 0, last, 0.0, CHANNELS)
-        luminance = _luminance(red, green, blue, CHANNELS)
-        tl.store(sums_ptr + program, tl.sum(tl.where(inside, luminance, 0.0), 0))
+        red, green, blue = jitter(red, green, blue, row, 0, last, 0.0, CHANNELS)
+        grey = luminance(red, green, blue, CHANNELS)
+        tl.store(sums_ptr + program, tl.sum(tl.where(inside, grey, 0.0), 0))
     # the flip is in the address: that also keeps Triton from giving a thread four pixels in a row,
     # which it would do for the stores' sake, with exchanges between threads around every load
     x = tl.where(tl.load(row + FLIP) > 0.5, SIZE - 1 - x, x)
@@ -295,13 +236,13 @@ def _colour_kernel(
         first = tl.load(row + CONTRAST_PLACE).to(tl.int32)
         last = tl.load(row + PLACES).to(tl.int32)
         mean = tl.sum(sums, 0) / PLANE
-        red, green, blue = _jitter(red, green, blue, row, first, last, mean, CHANNELS)
+        red, green, blue = jitter(red, green, blue, row, first, last, mean, CHANNELS)
     if CHANNELS == 3:
         is_grey = tl.load(row + GREY) > 0.5
-        luminance = _luminance(red, green, blue, CHANNELS)
-        red = tl.where(is_grey, luminance, red)
-        green = tl.where(is_grey, luminance, green)
-        blue = tl.where(is_grey, luminance, blue)
+        grey = luminance(red, green, blue, CHANNELS)
+        red = tl.where(is_grey, grey, red)
+        green = tl.where(is_grey, grey, green)
+        blue = tl.where(is_grey, grey, blue)
     if RADIUS > 0:
         _store(own, red, green, blue, inside, CHANNELS, PLANE)
         tl.debug_barrier()  # the blur reads what other threads of this program have stored
@@ -315,7 +256,7 @@ def _colour_kernel(
 
 @triton.jit
 def _finished(value, mean, std, NORMALIZE: tl.constexpr):
-    value = _unit(value)
+    value = unit(value)
     if NORMALIZE:
         value = (value - mean) / std
     return value

@@ -1,4 +1,4 @@
-"""The loop of a run: the same lines in the same order, whether numbers are read late or not."""
+"""Numbers of a step on their way to the log: the same lines in the same order, read late or not."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import torch
 from negchain import EMC2Loss, InfoNCELoss
 from negchain.progress import Progress
 from negchain.tasks.images import ImageTask, load_images
-from negchain.train import checkpoint, start, trainer
+from negchain.train import checkpoint, reading, start, trainer
 from negchain.train.config import TrainConfig
+from negchain.train.reading import Clock, Reading
 from negchain.train.resolve import resolve
 from negchain.train.run_folder import RunFolder, read_metrics
 from negchain.train.step import TrainStep
-from negchain.train.trainer import Clock, Reading
 
 CLOCK = ("seconds", "samples_per_second")
 
@@ -101,7 +101,7 @@ def test_faults_of_a_reading_raise() -> None:
 
 def test_clock(monkeypatch) -> None:
     now = SimpleNamespace(perf_counter=lambda: now.at, at=100.0)
-    monkeypatch.setattr(trainer, "time", now)
+    monkeypatch.setattr(reading, "time", now)
     clock = Clock(10)
     now.at = 104.0
     assert clock.lap() == 4.0 and clock.steps_per_second(30, now.at) == 5.0
