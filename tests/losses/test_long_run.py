@@ -237,7 +237,7 @@ def biased_table(loss_fn: EMC2Loss) -> None:
 def test_a_wrong_table_of_proposals_biases_nothing(kernel, monkeypatch) -> None:
     loss_fn = EMC2Loss(160, 8.0, kernel, proposals=Informed())
     biased_table(loss_fn)
-    monkeypatch.setattr(StaleTable, "write", lambda self, ids, embeddings: None)
+    monkeypatch.setattr(StaleTable, "write", lambda self, *given: None)
     assert_unbiased(long_run(loss_fn, favoured=True, **FEW))
 
 
@@ -249,7 +249,7 @@ def test_draws_that_are_not_corrected_for_are_caught(explicit, monkeypatch) -> N
     loss_fn = EMC2Loss(160, 8.0, "mh", proposals=proposals)
     if not explicit:
         biased_table(loss_fn)
-        monkeypatch.setattr(StaleTable, "write", lambda self, ids, embeddings: None)
+        monkeypatch.setattr(StaleTable, "write", lambda self, *given: None)
     monkeypatch.setattr(columns, "_log_q", lambda *given: None)
     with pytest.raises(AssertionError):
         assert_unbiased(long_run(loss_fn, explicit=explicit, favoured=True, **FEW))

@@ -134,7 +134,7 @@ def test_a_stale_negative_cache_has_the_bias_of_its_table(monkeypatch) -> None:
     setting = Setting(loss="cache", views="paired", symmetric=False)
     world, old = setting.world, make_world("paired", setting.size, seed=5)
     stale = torch.nn.functional.normalize(old.table[setting.size :], dim=1)
-    monkeypatch.setattr(StaleTable, "write", lambda self, ids, embeddings: None)
+    monkeypatch.setattr(StaleTable, "write", lambda self, *given: None)
     gradients = []
     for seed in range(16):
         loss_fn = setting.build(seed)
