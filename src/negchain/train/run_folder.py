@@ -126,7 +126,7 @@ class RunFolder:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self._lock = lock
-        self._metrics = path / "metrics.jsonl"
+        self._metrics: BinaryIO | None = None
         self.logger_settings = TrainConfig()
         """The run's: its --logger and --name count."""
         self._logger: Logger | None = None
@@ -162,8 +162,11 @@ class RunFolder:
         """Append one line of metrics, which names its `step`; non-finite numbers become null."""
         assert isinstance(record["step"], int)
         clean: dict[str, Metric] = _finite(record)
-        with naming(self._metrics), open_plain(self._metrics, "ab") as file:
-            file.write(json.dumps(clean, allow_nan=False).encode() + b"\n")
+        with naming(self.path / "metrics.jsonl"):
+            if self._metrics is None:
+                self._metrics = open_plain(self.path / "metrics.jsonl", "ab")
+            self._metrics.write(json.dumps(clean, allow_nan=False).encode() + b"\n")
+            self._metrics.flush()
         numbers = {k: v for k, v in clean.items() if k != "step" and isinstance(v, int | float)}
         with naming(self.path / self.logger_settings.logger):
             if self._logger is None:
@@ -172,19 +175,20 @@ class RunFolder:
 
     def sync(self) -> None:
         """Force the metrics to the disk; before a checkpoint, so that it never runs ahead."""
-        with open_plain(self._metrics, "ab") as file:
-            os.fsync(file.fileno())
+        if self._metrics is not None:
+            os.fsync(self._metrics.fileno())
 
     def truncate_after(self, step: int) -> None:
         """Go back to `step`: drop later metrics, half-written lines and the summary."""
         if self._lock is None:
             return
-        assert self._logger is None, "truncate before logging"
+        assert self._metrics is None and self._logger is None, "truncate before logging"
         self._purge_step = step + 1
         (self.path / "summary.json").unlink(missing_ok=True)
-        if self._metrics.exists() and not all(_until(line, step) for line in _lines(self._metrics)):
-            with replacing(self._metrics) as file:
-                file.writelines(line for line in _lines(self._metrics) if _until(line, step))
+        path = self.path / "metrics.jsonl"
+        if path.exists() and not all(_until(line, step) for line in _lines(path)):
+            with replacing(path) as file:
+                file.writelines(line for line in _lines(path) if _until(line, step))
 
     def keep_arrays(self, arrays: Mapping[str, Any]) -> None:
         """Write artifacts.npz; what it has of the encoder before training (`before_`) stays."""
@@ -203,8 +207,11 @@ class RunFolder:
             file.write(json.dumps(_finite(summary), indent=2, allow_nan=False).encode() + b"\n")
 
     def close(self) -> None:
-        """Close the logger and let go of the folder."""
+        """Close the files and let go of the folder."""
         try:
+            if self._metrics is not None:
+                with contextlib.suppress(OSError):  # `log` has said what could not be written
+                    self._metrics.close()
             if self._logger is not None:
                 with naming(self.path / "tensorboard"):
                     self._logger.close()
