@@ -15,6 +15,7 @@ from negchain.pool import (
     Kind,
     Side,
     first_writer,
+    is_among,
     matches,
     num_distinct,
     write_rows,
@@ -27,6 +28,36 @@ def all_pairs(slots: Tensor, allowed: Tensor) -> Tensor:
     """`first_writer` by comparing every row with every other."""
     same = (slots[:, None] == slots[None, :]) & allowed[None, :]
     return torch.where(same.any(1), same.long().argmax(1), -1)
+
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def other_cases(size: int) -> dict[str, tuple[Tensor, Tensor]]:
+    """Arguments of `is_among`: ids [B] and others [B], int64."""
+    generator = torch.Generator().manual_seed(size)
+    ids, others = (torch.randint(0, 2 * size, (size,), generator=generator) for _ in range(2))
+    return {
+        "some": (ids, others),
+        "all": (ids, ids.flip(0)),
+        "none": (ids, -1 - others),
+        "padding": (torch.zeros_like(ids), others + 1),
+        "largest": (ids + 2**31 - 2 * size, others + 2**31 - 2 * size),
+        "other upper halves": (ids, others + 2**32),
+    }
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("size", [1, 2, 33, 129])
+def test_is_among(size, device) -> None:
+    for ids, others in other_cases(size).values():
+        expected = (ids[:, None] == others[None, :]).any(1)
+        assert torch.equal(is_among(ids.to(device), others.to(device)).cpu(), expected)
+
+
+def test_nothing_is_among_others() -> None:
+    none = torch.zeros(0, dtype=torch.int64)
+    assert is_among(none, none).shape == is_among(none, torch.tensor([3])).shape == (0,)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.7, 1.0])

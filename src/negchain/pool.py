@@ -210,6 +210,13 @@ def among(ids: Tensor, known: Tensor) -> Tensor:  # [K] [N,L] -> [N,K] bool
     return found.scatter(1, place, True)[:, torch.searchsorted(ordered, ids)]
 
 
+def is_among(ids: Tensor, others: Tensor) -> Tensor:  # [K] [L] -> [K] bool
+    """Which ids are among the others (torch.isin would wait for the device)."""
+    ordered = others.sort().values
+    at = torch.searchsorted(ordered, ids).clamp_(max=len(ordered) - 1)
+    return ordered[at] == ids
+
+
 def first_writer(slots: Tensor, allowed: Tensor) -> Tensor:  # [N] [N] bool -> [N] int64
     """For each row the first allowed row that writes to the same slot, -1 if none is allowed.
 

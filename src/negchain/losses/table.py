@@ -32,7 +32,7 @@ from negchain.losses.settings import Informed, check_dim
 from negchain.losses.shards import Shards
 from negchain.losses.state import Rows, Stateful
 from negchain.objective import constant
-from negchain.pool import Side, among
+from negchain.pool import Side, is_among
 
 if TYPE_CHECKING:
     from negchain.losses.base import ContrastiveLoss
@@ -256,8 +256,8 @@ class StaleTable(Stateful):
         self.widen("embeddings", embeddings.shape[1], 0.0)
         self.writes += 1
         good = torch.isfinite(embeddings).all(1)
-        if bad is not None and len(ids):
-            good = good & ~among(ids, bad[None])[0]
+        if bad is not None:
+            good = good & ~is_among(ids, bad)
         self.rows.write(self.embeddings, ids, embeddings.detach(), good)
 
     def next_ids(self, count: int, ahead: int = 0) -> Tensor:

@@ -34,20 +34,6 @@ def id_cases(size: int) -> dict[str, tuple[Tensor, Tensor]]:
     }
 
 
-def other_cases(size: int) -> dict[str, tuple[Tensor, Tensor]]:
-    """Arguments of `among`: ids [B] and others [B], int64."""
-    generator = torch.Generator().manual_seed(size)
-    ids, others = (torch.randint(0, 2 * size, (size,), generator=generator) for _ in range(2))
-    return {
-        "some": (ids, others),
-        "all": (ids, ids.flip(0)),
-        "none": (ids, -1 - others),
-        "padding": (torch.zeros_like(ids), others + 1),
-        "largest": (ids + 2**31 - 2 * size, others + 2**31 - 2 * size),
-        "other upper halves": (ids, others + 2**32),
-    }
-
-
 RULES = {
     "right": lambda keys, mine, j, i: (keys < mine) | ((keys == mine) & (j < i)),
     "ties the other way": lambda keys, mine, j, i: (keys < mine) | ((keys == mine) & (j > i)),
@@ -82,9 +68,6 @@ def test_counting_by_hand(size, device) -> None:
         assert torch.equal(forward.num_equal(*given).cpu(), expected)
         earlier = (pairs & torch.ones_like(pairs).tril(-1)).any(1).int()
         assert torch.equal(forward.repeated(*given).cpu(), earlier)
-    for ids, others in other_cases(size).values():
-        expected = (ids[:, None] == others[None, :]).any(1).int()
-        assert torch.equal(forward.among(ids.to(device), others.to(device)).cpu(), expected)
 
 
 @pytest.mark.gpu

@@ -26,7 +26,7 @@ from negchain.fast.fused import (
     tiles_triton,
 )
 from negchain.fast.fused.plan import Plan, Walked, given
-from negchain.pool import first_writer
+from negchain.pool import first_writer, is_among
 
 COMMITTED = 8  # items per program that stores: 8 x 1,024 pairs fit into its registers
 WIDTH_OF_A_WARP = 512  # an item's numbers of one embedding; one warp needs no barriers
@@ -82,7 +82,7 @@ def _prepare(
     if plan.weighting == "isir":
         assert plan.states is not None
         held = carried_ids(plan.states, plan.side, plan.index, plan.seed)
-        in_batch = among(held, plan.index)
+        in_batch = is_among(held, plan.index).int()
 
     new = partial(torch.empty, dtype=torch.float32, device=device)
     walked = Walked(
@@ -252,10 +252,3 @@ def repeated(ids: Tensor, valid: Tensor) -> Tensor:  # [B] int64, [B] int32 -> [
     """Which valid items have the id of an earlier valid one."""
     good = valid == 3
     return (good & (first_writer(ids, good) < torch.arange(len(ids), device=ids.device))).int()
-
-
-def among(ids: Tensor, others: Tensor) -> Tensor:  # [B] [B] int64 -> [B] int32
-    """Which ids are among the others."""
-    ordered = others.sort().values
-    at = torch.searchsorted(ordered, ids).clamp_(max=len(ordered) - 1)
-    return (ordered[at] == ids).int()
