@@ -182,9 +182,10 @@ def exact_negative_gradient(
     gradient = torch.zeros_like(flat)
     chunk = max(1, CHUNK_ELEMENTS // len(flat))
     for rows in torch.split(torch.arange(len(flat), device=table.device), chunk):
-        logits, log_sum = _others(table, rows, beta, copies)
+        logits = _others(table, rows, beta)
         weights = logits.softmax(1) * (beta / len(flat))
         if denominator == "all":
+            log_sum = _log_partition(logits, copies, num_views)
             weights *= torch.sigmoid(log_sum[:, None] - positives[rows]).mean(1, keepdim=True)
         gradient[rows] += weights @ flat
         gradient += weights.T @ flat[rows]
@@ -225,16 +226,19 @@ def _pull(table: Tensor, index: Tensor, views: Tensor, beta: float, copies: int)
     rows = views * table.shape[1] + index
     first, second = table.flatten(0, 1)[rows]
     positive = beta * torch.linalg.vecdot(first, second)
-    pulls = [torch.sigmoid(_others(table, own, beta, copies)[1] - positive) for own in rows]
-    return pulls[0] + pulls[1]
+    log_sums = [_log_partition(_others(table, own, beta), copies, len(table)) for own in rows]
+    return torch.sigmoid(log_sums[0] - positive) + torch.sigmoid(log_sums[1] - positive)
 
 
-def _others(table: Tensor, rows: Tensor, beta: float, copies: int) -> tuple[Tensor, Tensor]:
-    """Logits of rows [R] (view after view) to views of other items, [R,V*M]; log partitions [R]."""
+def _others(table: Tensor, rows: Tensor, beta: float) -> Tensor:  # [V,M,D] [R] -> [R,V*M]
+    """Logits of rows (view after view) to all views of other items; -inf to those of their own."""
     flat = table.flatten(0, 1)
     item = torch.arange(len(flat), device=table.device) % table.shape[1]
-    logits = (beta * flat[rows] @ flat.T).masked_fill_(item[rows, None] == item, -math.inf)
-    return logits, torch.logsumexp(logits, 1) + math.log(copies / len(table))
+    return (beta * flat[rows] @ flat.T).masked_fill_(item[rows, None] == item, -math.inf)
+
+
+def _log_partition(logits: Tensor, copies: int, num_views: int) -> Tensor:  # [R,V*M] -> [R]
+    return torch.logsumexp(logits, 1) + math.log(copies / num_views)
 
 
 def _measure(
