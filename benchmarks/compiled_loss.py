@@ -60,6 +60,8 @@ def let_compile() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("negchain.losses") and hasattr(module, "is_traced"):
             module.is_traced = lambda z: False  # asks whether torch.func is at work
+        if name.startswith("negchain") and hasattr(module, "has_triton"):
+            module.has_triton = lambda: True  # asks the import system
     vars(Side)["to_positives"].lock = nullcontext()  # Python 3.11 locks a cached property
     # On a CPU a vectorised check finds indices out of range that are not (torch 2.15, the walk).
     torch._inductor.config.cpp.simdlen = 1
