@@ -162,47 +162,125 @@ def test_what_is_beyond_the_noise_of_a_setting_is_told(ends: Ends) -> None:
     assert fmean(paired(own, "emc2", "dcl", "global_loss")) == pytest.approx(0.006, abs=6e-4)
 
 
+def told(values: list[float], digits: int) -> str:
+    """Mean and standard error as the pages write them."""
+    mean, error = fmean(values), stdev(values) / len(values) ** 0.5
+    sign = "−" if mean < 0 else "+"
+    return f"{sign}{abs(mean):.{digits}f} ± {error:.{digits}f}".replace("0.", ".")
+
+
 def test_what_both_views_change_is_in_the_record() -> None:
-    """Two seeds of two settings, and told so."""
-    ends, gains = all_ends(), dict[str, list[float]]()
-    both = {case: own for case, own in ends.items() if case[0].endswith("-both")}
-    assert set(both) == {(f"b{b}-batch-both", seed) for b in (32, 256) for seed in (0, 1)}
-    for (setting, seed), own in sorted(both.items()):
-        one = ends[setting.removesuffix("-both"), seed]
+    ends, gains = all_ends(), dict[tuple[int, str, str], list[float]]()
+    for size, seed in product((8, 32, 256), range(3)):
+        both, one = (ends[f"b{size}-batch{way}", seed] for way in ("-both", ""))
         for method, key in product(("emc2", "isir"), ("global_loss", "probe")):
-            name = f"{setting} {method} {key}"
-            gains.setdefault(name, []).append(own[method][key] - one[method][key])
-    told = {
-        "b32-batch-both emc2 global_loss": ("EMC²'s by .06 and .21", (-0.06, -0.21)),
-        "b32-batch-both isir global_loss": ("i-SIR's by .15 and .09", (-0.15, -0.09)),
-    }
-    for name, (words, numbers) in told.items():
-        assert words in PAGE
-        assert gains[name] == pytest.approx(numbers, abs=0.006)
-    by_size = {
-        (b, key): [g for name, pair in gains.items() for g in pair
-                   if name.startswith(f"b{b}-") and name.endswith(key)]
-        for b in (32, 256) for key in ("global_loss", "probe")
-    }  # fmt: skip
-    assert "they move by −.020 to +.011, and by −.006 on average" in PAGE
-    assert "the loss by −.08 to +.03, the probe by −.044 to +.014 and in three of four" in PAGE
-    for case, least, most in (
-        ((32, "probe"), -0.020, 0.011),
-        ((256, "global_loss"), -0.076, 0.031),
-        ((256, "probe"), -0.044, 0.014),
+            gains.setdefault((size, method, key), []).append(both[method][key] - one[method][key])
+
+    def of(sizes: tuple[int, ...], key: str) -> list[float]:
+        return [
+            g for case, pair in gains.items() for g in pair if case[0] in sizes if case[2] == key
+        ]
+
+    small = of((8, 32), "global_loss")
+    assert "the exact loss is lower in all twelve pairs" in PAGE
+    assert len(small) == 12 and max(small) < 0
+    assert "EMC²'s by .17 ± .03 and .11 ± .05, i-SIR's by .22 ± .06 and .10 ± .03" in PAGE
+    for method, words in (
+        ("emc2", ("−.17 ± .03", "−.11 ± .05")),
+        ("isir", ("−.22 ± .06", "−.10 ± .03")),
     ):
-        found = by_size[case]
+        assert tuple(told(gains[size, method, "global_loss"], 2) for size in (8, 32)) == words
+    assert "they move by −.032 to +.030, and by +.002 on average" in PAGE
+    assert "the loss by −.10 to +.04, the probe by −.044 to +.021" in PAGE
+    for found, least, most in (
+        (of((8, 32), "probe"), -0.032, 0.030),
+        (of((256,), "global_loss"), -0.097, 0.036),
+        (of((256,), "probe"), -0.044, 0.021),
+    ):
         assert (min(found), max(found)) == pytest.approx((least, most), abs=6e-4)
-    assert fmean(by_size[32, "probe"]) == pytest.approx(-0.006, abs=6e-4)
-    assert fmean(by_size[32, "global_loss"]) == pytest.approx(-0.13, abs=0.006)
-    assert "the loss falls by .13 and the probe by .006" in WHY
-    for size, signs in ((32, [-1, 1]), (256, [1, -1])):
-        dcl = [ends[f"b{size}-batch", seed]["dcl"] for seed in (0, 1)]
-        isir = [both[f"b{size}-batch-both", seed]["isir"] for seed in (0, 1)]
-        pairs = list(zip(isir, dcl, strict=True))
-        assert [1 if a["global_loss"] > b["global_loss"] else -1 for a, b in pairs] == signs
-        if size == 32:
-            assert all(a["probe"] < b["probe"] for a, b in pairs)
+    assert fmean(of((8, 32), "probe")) == pytest.approx(0.002, abs=6e-4)
+    assert fmean(small) == pytest.approx(-0.15, abs=0.006)
+    assert "over the twelve pairs the loss falls by .15, and the probe moves by +.002" in WHY
+
+
+def test_isir_offered_both_has_the_lowest_loss() -> None:
+    ends, minus = all_ends(), dict[tuple[int, str, str], list[float]]()
+    for size in (8, 32, 256):
+        for seed, method in product(range(3), ("isir", "emc2")):
+            mine, dcl = (
+                ends[f"b{size}-batch-both", seed][method],
+                ends[f"b{size}-batch", seed]["dcl"],
+            )
+            for key in ("global_loss", "probe"):
+                minus.setdefault((size, method, key), []).append(mine[key] - dcl[key])
+        means = [
+            fmean(ends[name, seed][method]["global_loss"] for seed in range(3))
+            for name, methods in (
+                (f"b{size}-batch-both", ("isir", "emc2")),
+                (f"b{size}-batch", METHODS),
+            )
+            for method in methods
+        ]
+        assert min(means) == means[0]
+    losses = [minus[size, "isir", "global_loss"] for size in (8, 32, 256)]
+    assert [told(found, 2) for found in losses] == ["−.15 ± .01", "−.06 ± .04", "−.04 ± .02"]
+    assert [sum(g < 0 for g in found) for found in losses] == [3, 2, 2]
+    assert (
+        "−.15 ± .01 at b = 8 (lower in all three seeds), −.06 ± .04 at b = 32 and −.04 ± .02"
+        in PAGE
+    )
+    losses = [minus[size, "emc2", "global_loss"] for size in (32, 8, 256)]
+    assert [told(found, 2) for found in losses] == ["+.28 ± .02", "+.07 ± .08", "−.00 ± .03"]
+    for method, words in (("isir", "+.003 ± .005"), ("emc2", "−.008 ± .005")):
+        assert told([g for b in (8, 32, 256) for g in minus[b, method, "probe"]], 3) == words
+        assert words in PAGE
+
+
+def test_a_hundred_epochs() -> None:
+    curves = {
+        (row["job"]["setting"], row["job"]["method"], row["job"]["seed"]): row["curve"]
+        for row in read_rows(ROOT / "records/reproduce/stl10.jsonl")
+        if row.get("complete", True) and row["config"]["epochs"] == 100
+    }
+    names = {"infonce": "InfoNCE", "dcl": "DCL", "sogclr": "SogCLR", "emc2": "EMC²"}
+    assert set(curves) == set(product(("b32-none", "b32-batch"), names, range(3)))
+    for method, name in names.items():
+        cells = [
+            ", ".join(
+                f"{fmean(curves[setting, method, seed][n]['probe'] for seed in range(3)):.3f}"[1:]
+                for n in (2, 3, 4)
+            )
+            for setting in ("b32-none", "b32-batch")
+        ]
+        assert f"| {name} | {cells[0]} | {cells[1]} |" in PAGE
+
+    def minus(setting: str, method: str, key: str) -> list[float]:
+        ends = [[curves[setting, m, seed][-1][key] for m in ("emc2", method)] for seed in range(3)]
+        return [mine - other for mine, other in ends]
+
+    for setting, probes in (
+        ("b32-none", ("+.002 ± .005", "−.002 ± .004", "+.002 ± .011")),
+        ("b32-batch", ("+.005 ± .012", "−.024 ± .013", "−.005 ± .005")),
+    ):
+        found = tuple(told(minus(setting, m, "probe"), 3) for m in ("infonce", "dcl", "sogclr"))
+        assert found == probes
+        assert all(words in PAGE for words in probes)
+        for key, sign in (("global_loss", 1), ("probe_paper", -1)):
+            assert all(sign * g > 0 for g in minus(setting, "dcl", key))
+            assert all(sign * g < 0 for g in minus(setting, "infonce", key))
+    assert max(minus("b32-batch", "dcl", "probe")) < 0
+    assert all(g < 0 for m in ("infonce", "dcl", "sogclr") for g in minus("b32-none", m, "knn1"))
+    told_losses = {
+        ("b32-none", "dcl"): "+.159 ± .007", ("b32-batch", "dcl"): "+.099 ± .004",
+        ("b32-none", "infonce"): "−.233 ± .005", ("b32-batch", "infonce"): "−.644 ± .003",
+        ("b32-none", "sogclr"): "+.020 ± .023", ("b32-batch", "sogclr"): "−.394 ± .018",
+    }  # fmt: skip
+    for case, words in told_losses.items():
+        assert told(minus(*case, "global_loss"), 3) == words
+        assert words in PAGE
+    for case, words in (("b32-none", "+.004 ± .003"), ("b32-batch", "−.007 ± .005")):
+        assert told(minus(case, "sogclr", "probe_paper"), 3) == words
+        assert words in PAGE
 
 
 def test_how_far_seeds_of_a_burn_in_and_equal_runs_are_apart(ends: Ends) -> None:
