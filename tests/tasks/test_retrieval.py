@@ -641,6 +641,21 @@ def test_what_reads_as_a_query_or_answers_its_twin_is_no_negative(
     assert set(data.known[data.train.ids.index("q1")]) == {0, 1, 40}
 
 
+def test_spaces_around_a_query_are_no_words_of_it(folder: Path, tmp_path: Path) -> None:
+    """With one, a test query was trained on, and a document that reads so was its negative."""
+    copy = shutil.copytree(folder / "beir", tmp_path / "beir")
+    (copy / "qrels" / "dev.tsv").write_text("q6\td6\t1\n")
+    tested, asked = (f"what {FACTS[n % 5]} the {ASKED[n // 5]}" for n in (4, 3))
+    add(copy, "queries.jsonl", {"_id": "again", "text": tested + " "})
+    add(copy, "queries.jsonl", {"_id": "twin", "text": f" {asked}\n"})
+    add(copy, "qrels/train.tsv", "again\td3\t1", "twin\td0\t1")
+    with gzip.open(copy / "corpus.jsonl.gz", "at") as file:
+        file.write(json.dumps({"_id": "asked", "title": "", "text": asked}) + "\n")
+    data = read_beir(copy, 0.2)
+    assert "again" not in data.train.ids
+    assert set(data.known[data.train.ids.index("twin")]) == {3, 0, 40, 41}
+
+
 BROKEN = {
     "bad line": ("queries.jsonl", '{"_id": "q1", "te', r"JSON object a line.*line 1 is"),
     "no id": ("queries.jsonl", '{"text": "a"}', "line 1 has no _id; correct or delete it"),

@@ -97,10 +97,10 @@ def read_beir(folder: Path, holdout: float, subset: int | None = None) -> Beir:
         raise ConfigError(f"--data must be a folder, and there is no {show(str(folder))}")
     corpus = _entries(folder, "corpus")
     documents = [" ".join(filter(None, (e["title"], e["text"]))).strip() for e in corpus.values()]
-    texts = {name: entry["text"] for name, entry in _entries(folder, "queries").items()}
+    texts = {name: entry["text"].strip() for name, entry in _entries(folder, "queries").items()}
     place = {name: number for number, name in enumerate(corpus)}
     splits, notes = dict[str, Queries](), []
-    blank = {name for name, text in texts.items() if not text.strip()}
+    blank = {name for name, text in texts.items() if not text}
     for split, named in SPLITS.items():
         files = [path for name in named if (path := folder / "qrels" / f"{name}.tsv").exists()]
         if len(files) > 1:
