@@ -27,7 +27,7 @@ from negchain.progress import Progress  # noqa: E402
 from negchain.report.runs import load_run  # noqa: E402
 from negchain.tasks.beir import read_beir  # noqa: E402
 from negchain.tasks.retrieval_judge import _short, measured  # noqa: E402
-from negchain.tasks.text import TextEncoder  # noqa: E402
+from negchain.tasks.text import TextEncoder, Texts  # noqa: E402
 from negchain.train import start, trainer  # noqa: E402
 from negchain.train.config import ConfigError  # noqa: E402
 from negchain.train.resolve import resolve  # noqa: E402
@@ -792,6 +792,14 @@ def test_a_model_that_cannot_be_loaded_is_refused(folder: Path, tmp_path: Path) 
     (copy / "config.json").write_text("{")
     with pytest.raises(ConfigError, match="must hold a model that transformers can load"):
         tasks.named("retrieval").rebuild({"folder": str(copy), "max_length": 16})
+
+
+def test_padding_that_the_model_does_not_know_is_found_at_the_start(folder: Path) -> None:
+    """A token added to the tokenizer alone; a longest text that has the last word hid it."""
+    encoder = TextEncoder(str(folder / "model"), 16)
+    encoder.model.tokenizer.add_special_tokens({"pad_token": "[MORE]"})
+    with pytest.raises(IndexError):
+        Texts(encoder, ["the old text", "the"], "document")
 
 
 def test_half_a_character_is_refused_by_its_line(folder: Path, tmp_path: Path) -> None:

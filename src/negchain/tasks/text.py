@@ -191,12 +191,12 @@ def check_words(tokenizer: Any) -> None:
 
 
 def hardest(lengths: Tensor, largest: Tensor) -> Tensor:
-    """Places of the longest text and of the one with the largest token, of N texts.
+    """Places of the longest text, of the one with the largest token and of the shortest, of N.
 
-    A model that can encode these two can encode all. They are tried before the first step, because
-    the files of a folder may not suit each other.
+    A model that can encode these three, padding included, can encode all. They are tried before the
+    first step, because the files of a folder may not suit each other.
     """
-    return torch.stack([lengths.argmax(), largest.argmax()])
+    return torch.stack([lengths.argmax(), largest.argmax(), lengths.argmin()])
 
 
 class Texts:
