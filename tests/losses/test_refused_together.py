@@ -11,10 +11,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from losses_under_test import M
-from torch import Tensor
+from torch import Tensor, nn
 
 from forked import fork_ranks
-from negchain import DCLLoss, Draw, EMC2Loss, Given, Informed, NegativeCacheLoss, SogCLRLoss
+from negchain import (
+    MH,
+    DCLLoss,
+    Draw,
+    EMC2Loss,
+    Given,
+    InBatch,
+    Informed,
+    NegativeCacheLoss,
+    SogCLRLoss,
+    TopKLoss,
+)
 
 DIM = 5
 
@@ -47,6 +58,10 @@ def corpus(rank: int, bad: Any, **options: Any) -> None:
 def unasked(rank: int, loss_fn: EMC2Loss) -> None:
     request = loss_fn.request(positions(rank)).encode(encode)
     loss_fn(z(), z(), positions(rank), *([] if rank else [request]))
+
+
+def called(rank: int, loss_fn: Any) -> None:
+    loss_fn(z(), z(), positions(rank), encode=encode)
 
 
 def known(rank: int, bad: Any) -> None:
@@ -91,6 +106,16 @@ WRONG: dict[str, Callable[[int], Any]] = {
     "another layout": lambda r: EMC2Loss(M, views=["shared", "paired"][r])(
         z(), z(), positions(r), encode=[encode, (encode, encode)][r]
     ),
+    "another method": lambda r: called(r, [SogCLRLoss, DCLLoss][r](M)),
+    "another beta": lambda r: called(r, DCLLoss(M, 5.0 + r)),
+    "a learned beta": lambda r: called(r, DCLLoss(M, [5.0, nn.Parameter(torch.tensor(5.0))][r])),
+    "another normalize": lambda r: called(r, DCLLoss(M, normalize=r == 0)),
+    "another symmetric": lambda r: called(r, DCLLoss(M, views="paired", symmetric=r == 0)),
+    "another kernel": lambda r: called(r, EMC2Loss(M, kernel=MH(burn_in=r))),
+    "other copies": lambda r: called(r, EMC2Loss(M, proposals=InBatch(1 + r))),
+    "another gamma": lambda r: called(r, SogCLRLoss(M, gamma=0.5 + 0.1 * r)),
+    "another top": lambda r: called(r, TopKLoss(M, num=2, top=4 + r)),
+    "another pool": lambda r: called(r, EMC2Loss(M, gather=r == 0)),
     "answers of another width": lambda r: EMC2Loss(M)(
         z(), z(), positions(r), encode=lambda ids: z(len(ids), 5 - r)
     ),

@@ -19,6 +19,7 @@ from torch import Tensor
 from negchain.losses.batch import Call, as_ids, check_answer, check_batch, check_call
 from negchain.losses.columns import check_draw, check_ids, given_draws
 from negchain.losses.request import Part, Request, check_answers, check_held, check_requests
+from negchain.losses.settings import Kernel, Proposals
 
 if TYPE_CHECKING:
     from negchain.losses.distributed import Ranks
@@ -83,6 +84,9 @@ def _own(
 # What ranks tell each other before they send anything; L of `known` is -1 where there is none.
 _HEAD = ("refused", "batch", "dim", "seed", "turn", "known", "copies", "kinds", "step", "index")
 _Head = dict[str, int]
+# Settings that shapes do not show; with two values ranks would compute two losses.
+_SETTINGS = ("num_samples", "num_ids", "views", "symmetric", "denominator", "normalize")
+_SETTINGS += ("beta", "proposals", "kernel", "gamma", "top")
 
 
 def agreed(
@@ -123,7 +127,12 @@ def agreed(
 def _kinds(ranks: Ranks, numbers: dict[str, Piece], rows: dict[str, Piece]) -> int:
     """A number that is another one where ranks were built or called differently."""
     loss_fn = ranks.loss_fn
-    kinds = [f"{loss_fn.num_samples} {loss_fn.num_ids} {loss_fn.views} {loss_fn.denominator}"]
+    kinds = [f"{type(loss_fn).__name__} {ranks.join}"]
+    for name in _SETTINGS:
+        value = getattr(loss_fn, name, None)
+        # a tensor may be learned, and a method of one's own may call anything so
+        plain = isinstance(value, int | float | str | Kernel | Proposals)
+        kinds += [f"{name} {value if plain else None}"]
     kinds += [str(torch.cat([own.rows.flatten()[:0] for own in rows.values()]).dtype)]
     for name, own in (numbers | rows).items():
         if name != "known":  # a rank may have none
@@ -147,7 +156,7 @@ def _check_heads(heads: list[_Head], join: bool) -> None:
     for name in ("dim", "seed", "turn", "step", "copies", "kinds"):
         values = [head[name] for head in heads if head["batch"] or name != "copies"]
         if len(set(values)) > 1:
-            what = "what they pass and its types" if name == "kinds" else f"{name}, got {values}"
+            what = "settings and what they pass" if name == "kinds" else f"{name}, got {values}"
             raise ValueError(
                 f"all ranks must agree on {what}: build the loss alike on every rank (one seed), "
                 "load its state on every one, and call it alike"
