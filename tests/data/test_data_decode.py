@@ -336,3 +336,11 @@ def test_whole_pictures_keep_their_proportions(tmp_path: Path, orientation: int)
         picture = found.whole(64)  # small ones are not enlarged
     upright = noisy if orientation == 1 else np.rot90(noisy, -1)
     assert np.array_equal(picture, upright.transpose(2, 0, 1))
+
+
+@pytest.mark.parametrize("name", ["a.png", "a.webp"])
+def test_a_damaged_exif_block_takes_no_picture_away(tmp_path: Path, name: str) -> None:
+    Image.fromarray(noise(8, 8)).save(tmp_path / name, exif=b"no TIFF header", lossless=True)
+    with Image.open(tmp_path / name) as opened:
+        expected = np.asarray(opened.convert("RGB")).transpose(2, 0, 1)
+    assert np.array_equal(read_image(str(tmp_path / name), 8), expected)

@@ -197,7 +197,10 @@ class Decoded(NamedTuple):
     @classmethod
     def of(cls, image: Image.Image, size: Size) -> "Decoded":
         """An image that is open; `size` is that of its file."""
-        orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
+        try:
+            orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
+        except Exception:  # damaged, and no reason to go without the pixels
+            orientation = 1
         return cls(_to_rgb(image), size, _TURNS.get(orientation))
 
     def square(self, side: int) -> Bytes:  # -> [3,side,side]
