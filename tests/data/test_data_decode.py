@@ -344,3 +344,11 @@ def test_a_damaged_exif_block_takes_no_picture_away(tmp_path: Path, name: str) -
     with Image.open(tmp_path / name) as opened:
         expected = np.asarray(opened.convert("RGB")).transpose(2, 0, 1)
     assert np.array_equal(read_image(str(tmp_path / name), 8), expected)
+
+
+def test_a_sixteen_bit_pgm_is_scaled_as_a_png(tmp_path: Path) -> None:
+    levels = np.arange(30000, 30064, dtype=np.uint16).reshape(8, 8)  # little contrast, and stays so
+    (tmp_path / "a.pgm").write_bytes(b"P5 8 8 65535 " + levels.astype(">u2").tobytes())
+    Image.fromarray(levels).save(tmp_path / "a.png")
+    grey, expected = (read_image(str(tmp_path / name), 8) for name in ("a.pgm", "a.png"))
+    assert np.array_equal(grey, expected) and expected.max() < 120

@@ -112,7 +112,7 @@ def _grey_range(image: Image.Image) -> tuple[float, float]:
         values = values[np.isfinite(values)]
         if values.size:
             low, high = min(low, float(values.min())), max(high, float(values.max()))
-    if image.mode.startswith("I;16"):
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM"):
         bits = next(b for b in _GREY_BITS if high < 2**b)
         return 0.0, 2.0**bits - 1
     if not np.isfinite(low):
