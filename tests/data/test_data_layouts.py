@@ -120,3 +120,10 @@ def test_a_table_with_one_label_says_so(tmp_path: Path) -> None:
     bundle = load(tmp_path / "t.csv")
     assert "probes need 2 classes to train on, and there are 1" in bundle.unprobed
     assert any(bundle.unprobed in note for note in bundle.notes)
+
+
+def test_what_a_mac_packs_beside_a_folder_is_no_folder(tmp_path: Path) -> None:
+    classes(tmp_path / "pets", {"cat": 5, "dog": 5})
+    (tmp_path / "__MACOSX/pets/cat").mkdir(parents=True)
+    (tmp_path / "__MACOSX/pets/cat/._0.png").write_bytes(b"a resource fork")
+    assert load(tmp_path).classes == ("cat", "dog")

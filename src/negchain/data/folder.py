@@ -14,9 +14,9 @@ to the table. An empty label is none, an empty split is train.
 
 An item is a regular file with an image suffix. One that is a broken link or no regular file is
 named in `unreadable`, files with other suffixes are counted in `notes`, and hidden files and
-folders (a leading dot) are passed over. A folder that links reach twice is read once: links in a
-circle end, and no picture becomes its own negative. A link to a folder that contains the data (to
-`/`, say) is not followed; a link to elsewhere is followed and named in `notes`.
+folders (a leading dot, `__MACOSX`) are passed over. A folder that links reach twice is read once:
+links in a circle end, and no picture becomes its own negative. A link to a folder that contains the
+data (to `/`, say) is not followed; a link to elsewhere is followed and named in `notes`.
 
 Order: names are POSIX paths relative to the root, sorted by code point: the same on every machine.
 """

@@ -74,8 +74,8 @@ class Listing:
 
 
 def visible(folder: str) -> list[os.DirEntry[str]]:
-    """What lies in a folder, without what is hidden (a leading dot)."""
-    return [entry for entry in os.scandir(folder) if not entry.name.startswith(".")]
+    """What lies in a folder, without what is hidden: a leading dot, and where a Mac packs such."""
+    return [entry for entry in os.scandir(folder) if not entry.name.startswith((".", "__MACOSX"))]
 
 
 def classes_of(files: Iterable[ImageFile]) -> tuple[str, ...]:
