@@ -127,3 +127,11 @@ def test_what_a_mac_packs_beside_a_folder_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "__MACOSX/pets/cat").mkdir(parents=True)
     (tmp_path / "__MACOSX/pets/cat/._0.png").write_bytes(b"a resource fork")
     assert load(tmp_path).classes == ("cat", "dog")
+
+
+def test_a_link_to_itself_is_no_folder(tmp_path: Path) -> None:
+    for root in (tmp_path / "classes", tmp_path / "split/train"):
+        classes(root, {"cat": 5, "dog": 5})
+    for root in (tmp_path / "classes", tmp_path / "split"):
+        (root / "loop").symlink_to("loop")
+        assert load(root).classes == ("cat", "dog")

@@ -136,7 +136,7 @@ def list_folder(root: str | Path, holdout: float = 0.2) -> Listing:
 def _only_folder(top: str) -> str | None:
     """The one folder in which everything lies; None if there is another folder or an image."""
     entries = visible(top)
-    folders = [entry for entry in entries if entry.is_dir()]
+    folders = [entry for entry in entries if os.path.isdir(entry.path)]
     if len(folders) != 1 or any(is_image(entry.name) for entry in entries):
         return None
     only = folders[0]
@@ -150,7 +150,7 @@ def _called(folder: str) -> str:
 
 def _split_folders(top: str) -> dict[str, str]:
     """The folder of each split; beside folders that are none, only our own spellings count."""
-    folders = [entry.name for entry in visible(top) if entry.is_dir()]
+    folders = [entry.name for entry in visible(top) if os.path.isdir(entry.path)]
     named = {_called(folder): folder for folder in sorted(folders)}
     if len(named) < len(folders) or not set(named) <= set(SPLITS):
         named = {folder: folder for folder in folders}
@@ -201,7 +201,7 @@ def _beside(top: str, splits: Sequence[str]) -> list[str]:
     beside = sorted(
         printable(entry.name)
         for entry in visible(top)
-        if entry.name not in splits and (entry.is_dir() or is_image(entry.name))
+        if entry.name not in splits and (os.path.isdir(entry.path) or is_image(entry.name))
     )
     if not beside:
         return []
