@@ -209,6 +209,13 @@ def test_pictures_beside_shards_are_refused(tmp_path: Path) -> None:
     (tmp_path / "b.png").write_bytes(png(0))
     with pytest.raises(ValueError, match="pictures or .tar shards.*holds 1 and 1"):
         load(str(tmp_path))
+    for folder in (".hidden", "train/cat"):  # unpacked, and the archive left there
+        assert len(load(str(tmp_path / "a.tar")).pretrain) == 4
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "b.png").write_bytes(png(0))
+    (tmp_path / "b.png").unlink()
+    with pytest.raises(ValueError, match="pictures or .tar shards.*holds 1 and 1"):
+        load(str(tmp_path))
 
 
 def test_a_missing_shard_and_a_compressed_one(tmp_path: Path) -> None:

@@ -63,8 +63,9 @@ def _in_folder(folder: str) -> list[str]:
     folders = [folder, *filter(os.path.isdir, (os.path.join(folder, name) for name in SPLITS))]
     listed = [entry.path for each in folders for entry in visible(each)]
     shards = sorted(path for path in listed if path.endswith(".tar"))
-    pictures = [path for path in listed if is_image(path)]
-    if shards and pictures:
+    found = (f"/{here[len(folder) :]}/{n}" for here, _, names in os.walk(folder) for n in names)
+    pictures = [path for path in found if is_image(path) and "/." not in path] if shards else []
+    if pictures:
         raise ValueError(
             f"a folder holds pictures or .tar shards, and {printable(folder)} holds "
             f"{len(pictures)} and {len(shards)}; move one kind elsewhere and give both as A,B"
