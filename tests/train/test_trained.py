@@ -67,6 +67,13 @@ def test_paths_images_and_tensors_give_the_same_features(run: Path, photos: Path
         torch.testing.assert_close(trained.encode(second), expected[1:])
 
 
+def test_a_tensor_is_seen_as_a_picture_is(run: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (12, 30, 3), dtype=np.uint8)
+    trained, tensor = negchain.load(run, device="cpu"), torch.from_numpy(pixels).permute(2, 0, 1)
+    of_picture = trained.encode(Image.fromarray(pixels))
+    torch.testing.assert_close(trained.encode(tensor), of_picture, rtol=0.05, atol=0.05)
+
+
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "CMYK", "I;16", "turned"])
 def test_an_open_image_is_read_as_its_file_is(run: Path, tmp_path: Path, mode: str) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (14, 10, 4), dtype=np.uint8)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
+from torchvision.transforms.functional import center_crop  # type: ignore[import-untyped]
 
 from negchain.chunked import Chunked
 from negchain.data import ImageSet
@@ -123,7 +124,7 @@ class Trained:
 
         Args:
             images: a file, a folder, the name of a data set, a list of files; or PIL images; or a
-                uint8 tensor [N,C,H,W] or [C,H,W].
+                uint8 tensor [N,C,H,W] or [C,H,W]. Central squares are seen.
         """
         if isinstance(images, str | Path):
             return self.embed(images).features
@@ -227,6 +228,8 @@ class Trained:
                 device=self.device,
             ).cpu()  # fmt: skip
 
+        if isinstance(images, Tensor):
+            images = center_crop(images, [min(images.shape[2:])])
     def _judged(self) -> AbstractContextManager[None]:
         return judged(self.encoder, self.device, autocast_dtype(self.config, self.device))
 
