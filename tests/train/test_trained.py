@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import itertools
+import os
 import re
 from pathlib import Path
 
@@ -104,6 +105,20 @@ def test_a_folder_a_list_and_a_file_of_paths(run: Path, photos: Path, tmp_path: 
     some = trained.embed(listed)
     torch.testing.assert_close(some.features, whole.features[[1, 6]])
     assert some.class_names == ["", ""]
+
+
+def test_lists_as_other_tools_write_them(run: Path, photos: Path, tmp_path: Path) -> None:
+    trained, odd, listed = negchain.load(run, device="cpu"), b"caf\xe9\x85.png", tmp_path / "a.txt"
+    (tmp_path / os.fsdecode(odd)).write_bytes((photos / "train/cat/1.png").read_bytes())
+    for text in (b"\xef\xbb\xbf" + os.fsencode(photos) + b"/train/cat/1.png\r\n", odd):
+        listed.write_bytes(text)
+        assert torch.equal(trained.encode(listed), trained.encode(photos / "train/cat/1.png"))
+    for suffix in ("csv", "parquet", "npz"):  # the name that is not UTF-8 is shown escaped
+        trained.embed(listed).save(tmp_path / f"a.{suffix}")
+    assert "caf\\xe9" in (tmp_path / "a.csv").read_text()
+    table = tmp_path / "A.CSV"
+    table.write_text(f"path,label\n{photos / 'train/cat/1.png'},cat\n")
+    assert len(trained.encode(table)) == 1
 
 
 @pytest.mark.parametrize("suffix", ["npz", "csv", "parquet"])

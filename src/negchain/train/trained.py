@@ -25,7 +25,7 @@ from negchain.data.named import BUILT_IN
 from negchain.encoders import Encoder
 from negchain.evaluation import embed_all
 from negchain.files import replacing
-from negchain.printable import show
+from negchain.printable import printable, show
 from negchain.tasks.image_text_towers import ImageText, tokens_of
 from negchain.tasks.images import ImageTask, recipe_for
 from negchain.tasks.task import autocast_dtype, judged
@@ -173,11 +173,11 @@ class Trained:
     def read(self, what: Paths) -> Found:
         """The images of a file, a folder, a data set, a .txt with a path per line, or a list."""
         if isinstance(what, str | Path):
-            path = Path(what)
-            if str(what) not in BUILT_IN and path.is_file() and path.suffix == ".txt":
-                lines = path.read_text(encoding="utf-8").splitlines()
+            path, suffix = Path(what), Path(what).suffix.lower()
+            if str(what) not in BUILT_IN and path.is_file() and suffix == ".txt":
+                lines = path.read_text("utf-8-sig", "surrogateescape").split("\n")
                 return self._files([str(path.parent / line) for line in lines if line.strip()])
-            if str(what) in BUILT_IN or not path.is_file() or path.suffix in (".csv", ".tar"):
+            if str(what) in BUILT_IN or not path.is_file() or suffix in (".csv", ".tar"):
                 return self._data(str(what))
             return self._files([str(path)])
         paths = list(what)
@@ -203,7 +203,7 @@ class Trained:
         if not len(squares):
             first = f" ({skipped[0][0]}: {skipped[0][1]})" if skipped else ""
             raise ConfigError(f"no image could be read{first}; name image files or a folder")
-        names = tuple(path for i, path in enumerate(paths) if i not in failed)
+        names = tuple(printable(path) for i, path in enumerate(paths) if i not in failed)
         return Found([ImageSet(names, None, self._channels(squares))], skipped=skipped)
 
     def _channels(self, squares: Tensor) -> Tensor:  # [N,3,S,S]
