@@ -6,6 +6,7 @@ import csv
 import itertools
 import os
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -119,6 +120,17 @@ def test_lists_as_other_tools_write_them(run: Path, photos: Path, tmp_path: Path
     table = tmp_path / "A.CSV"
     table.write_text(f"path,label\n{photos / 'train/cat/1.png'},cat\n")
     assert len(trained.encode(table)) == 1
+
+
+def test_pictures_that_are_not_read_are_named(
+    run: Path, photos: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    shutil.copytree(photos, tmp_path / "data")
+    draw(tmp_path / "data/valid/cat/0.png", 1)
+    for name, out in (("embed", "a.npz"), ("duplicates", "a.html")):
+        capsys.readouterr()
+        assert command(name, run, "--data", tmp_path / "data", "--out", tmp_path / out) == 0
+        assert capsys.readouterr().err == "note: the split valid is not read\n"
 
 
 @pytest.mark.parametrize("suffix", ["npz", "csv", "parquet"])

@@ -111,6 +111,7 @@ def embed(
     trained = load_run_encoder(run, device, root, checkpoint)
     _note(trained.notes)
     found = trained.read(data[0] if len(data) == 1 else data)
+    _note(found.notes)
     embedded = trained.embed_found(found)
     embedded.save(out)
     count, size = embedded.features.shape
@@ -230,6 +231,7 @@ def duplicates(
     trained = load_run_encoder(run, device, which=checkpoint)
     _note(trained.notes)
     found = trained.read(data or trained.config.data)
+    _note(found.notes)
     embedded = trained.embed_found(found)
     count = len(embedded.names)
     positions, cosines, total = similar_pairs(

@@ -48,6 +48,8 @@ class Found:
     parts: list[ImageSet]
     classes: tuple[str, ...] = ()
     skipped: tuple[tuple[str, str], ...] = ()
+    notes: tuple[str, ...] = ()
+    """What else was not read."""
 
     def picture(self, position: int) -> Tensor:
         """The image at a position, uint8 [C,S,S]."""
@@ -192,7 +194,8 @@ class Trained:
         changed = replace(self.config, data=data, subset=None)
         bundle = ImageTask.load(changed, False, self.encoder.encoder_config).data
         parts = [bundle.pretrain, *([bundle.test] if bundle.test is not None else [])]
-        return Found(parts, bundle.classes, bundle.skipped)
+        notes = tuple(note for note in bundle.notes if note.endswith("not read"))
+        return Found(parts, bundle.classes, bundle.skipped, notes)
 
     def _files(self, paths: list[str]) -> Found:
         folders = [path for path in paths if Path(path).is_dir()]
