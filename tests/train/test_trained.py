@@ -237,3 +237,28 @@ def test_duplicates_finds_a_copy_across_train_and_test(
     assert "276 pairs" in out.read_text() and "Raise --above" in out.read_text()
     assert command("duplicates", run, "--out", tmp_path / "twins.csv") == 2
     assert "--out must end in .html" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("test", ["Testing", "cat"])
+def test_a_copy_is_across_whatever_the_split_is_called(test: str, tmp_path: Path) -> None:
+    """Also where there is none and pictures of each class are held out."""
+    root, out = tmp_path / "photos", tmp_path / "twins.html"
+    train = root / ("" if test == "cat" else "Training")
+    for number in range(12):
+        draw(train / ("cat", "dog")[number % 2] / f"{number}.png", number)
+    if test == "Testing":
+        for kind in ("cat", "dog"):
+            shutil.copytree(train / kind, root / test / kind)
+    else:
+        for file in (train / "cat").iterdir():  # all of one class are copies
+            file.write_bytes((train / "cat/0.png").read_bytes())
+    assert command("train", TINY, "--steps 1 --data", root, "--out", tmp_path / "run") == 0
+    assert command("duplicates", tmp_path / "run", "--above 0.99999 --out", out) == 0
+    across = {"Testing": 12, "cat": 5}[test]
+    assert out.read_text().count("in training and test") == across
+    listed = ["--data", root, "--above 0.99999 --out", out]
+    moved = tmp_path / "moved"
+    shutil.copytree(root, moved)
+    listed[1] = moved  # of other pictures none was held out when it trained
+    assert command("duplicates", tmp_path / "run", *listed) == 0
+    assert out.read_text().count("in training and test") == (12 if test == "Testing" else 0)

@@ -239,7 +239,7 @@ def duplicates(
     )
     names, kinds = embedded.names, embedded.class_names
     pairs = [
-        Pair(score, (names[a], names[b]), (kinds[a], kinds[b]), (a, b))
+        Pair(score, (names[a], names[b]), (kinds[a], kinds[b]), (a, b), a < found.trained <= b)
         for (a, b), score in zip(positions.tolist(), cosines.tolist(), strict=True)
     ]
     write_duplicates(

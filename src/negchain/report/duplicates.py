@@ -24,12 +24,13 @@ class Pair(NamedTuple):
     names: tuple[str, str]
     classes: tuple[str, str]
     positions: tuple[int, int]
+    across: bool
+    """Whether one is trained on and the other tests."""
 
     @property
     def remark(self) -> str:
         """What is worth knowing about the pair."""
-        splits = {name.split("/")[0] for name in self.names} & {"train", "test", "val"}
-        across = "in training and test" if len(splits) > 1 and "train" in splits else ""
+        across = "in training and test" if self.across else ""
         other = "two classes" if all(self.classes) and self.classes[0] != self.classes[1] else ""
         return ", ".join(text for text in (across, other) if text)
 

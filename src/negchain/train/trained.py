@@ -50,6 +50,8 @@ class Found:
     skipped: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()
     """What else was not read."""
+    trained: int = 0
+    """How many come before those that test what is trained on these data; 0 if none do."""
 
     def picture(self, position: int) -> Tensor:
         """The image at a position, uint8 [C,S,S]."""
@@ -195,7 +197,9 @@ class Trained:
         bundle = ImageTask.load(changed, False, self.encoder.encoder_config).data
         parts = [bundle.pretrain, *([bundle.test] if bundle.test is not None else [])]
         notes = tuple(note for note in bundle.notes if note.endswith("not read"))
-        return Found(parts, bundle.classes, bundle.skipped, notes)
+        split = data == self.config.data or not bundle.held_out
+        trained = len(bundle.pretrain) if split else 0
+        return Found(parts, bundle.classes, bundle.skipped, notes, trained)
 
     def _files(self, paths: list[str]) -> Found:
         folders = [path for path in paths if Path(path).is_dir()]
@@ -224,6 +228,8 @@ class Trained:
                 f"this encoder takes images [N,{channels},H,W], got {list(images.shape)}; "
                 "convert them, or give PIL images or files"
             )
+        if isinstance(images, Tensor):
+            images = center_crop(images, [min(images.shape[2:])])
         augment = recipe_for(self.config.recipe, self.side, channels)
         with self._judged():
             return embed_all(
@@ -231,8 +237,6 @@ class Trained:
                 device=self.device,
             ).cpu()  # fmt: skip
 
-        if isinstance(images, Tensor):
-            images = center_crop(images, [min(images.shape[2:])])
     def _judged(self) -> AbstractContextManager[None]:
         return judged(self.encoder, self.device, autocast_dtype(self.config, self.device))
 
