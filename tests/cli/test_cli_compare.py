@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from negchain.cli import compare
+from negchain.cli import compare, run
 from tool_runs import negchain
 
 Capture = pytest.CaptureFixture[str]
@@ -102,3 +102,11 @@ def test_a_run_that_has_only_just_been_started_is_ended_too(
     monkeypatch.setattr(compare, "launch", interrupted)
     assert negchain(COMPARE, "--jobs 2 --out", tmp_path / "out") == 130
     assert len(pids) == 1 and not running(pids[0])
+
+
+@pytest.mark.parametrize("out", ["", " ", "a\0b"])
+def test_an_out_that_is_no_path_is_refused(out: str, capsys: Capture, monkeypatch: Patch) -> None:
+    """As from a shell's variable that is not set."""
+    monkeypatch.setattr(compare.Runs, "train", lambda *_, **__: pytest.fail("a run began"))
+    assert run([*COMPARE.split(), "--out", out]) == 2
+    assert "--out must be a name or a path" in capsys.readouterr().err

@@ -69,7 +69,8 @@ def command(
         raise ConfigError(f"--methods names {twice} twice, got {methods}; name every method once")
     if seeds < 1 or jobs < 0:
         raise ConfigError(f"--seeds must be at least 1 and --jobs at least 0, got {seeds}, {jobs}")
-    folder = Path(settings.pop("out") or f"runs/{time.strftime('%Y-%m-%d_%H%M%S')}_compare")
+    out = TrainConfig(out=settings.pop("out")).out  # refuses an empty one
+    folder = Path(out or f"runs/{time.strftime('%Y-%m-%d_%H%M%S')}_compare")
     tried = _plans(chosen, seeds, grid(tune or [], settings), settings, folder)
 
     import torch  # the settings are right: now it is worth its seconds
