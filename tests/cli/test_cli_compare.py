@@ -110,3 +110,14 @@ def test_an_out_that_is_no_path_is_refused(out: str, capsys: Capture, monkeypatc
     monkeypatch.setattr(compare.Runs, "train", lambda *_, **__: pytest.fail("a run began"))
     assert run([*COMPARE.split(), "--out", out]) == 2
     assert "--out must be a name or a path" in capsys.readouterr().err
+
+
+def test_a_killed_run_is_not_told_by_an_earlier_failure(
+    on_gpu: Callable[[str], None], tmp_path: Path, capsys: Capture
+) -> None:
+    on_gpu('echo "failed: the disk is full"; exit 1')
+    assert negchain(COMPARE, "--seeds 1 --out", tmp_path / "out") == 1
+    assert "failed: the disk is full" in capsys.readouterr().err
+    on_gpu("kill -9 $$")
+    assert negchain(COMPARE, "--seeds 1 --out", tmp_path / "out") == 1
+    assert "failed: exit status -9" in capsys.readouterr().err

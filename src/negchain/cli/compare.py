@@ -100,7 +100,8 @@ def command(
         result(f"report: {write_report(begun, folder / 'report.html')}")
     for path, status in runs.failed.items():
         said = Path(f"{path}.log").read_text(encoding="utf-8", errors="replace").splitlines()
-        why = [line for line in said if line.startswith(("refused:", "failed:"))]
+        # what a killed run said last is of an earlier session
+        why = [s for s in said if status > 0 and s.startswith(("refused:", "failed:"))]
         say(f"{[f'failed: exit status {status}', *why][-1]} ({path.name}, see {path}.log)")
     return 0 if not runs.failed else 2 if set(runs.failed.values()) == {2} else 1
 
