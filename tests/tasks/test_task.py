@@ -145,6 +145,14 @@ def test_what_cannot_be_imported_is_refused(path: str, tmp_path: Path, capsys) -
     assert "--import needs a Python file" in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.parametrize("code", ["def (:", "raise KeyError('x')", "import no_such", "exit(3)"])
+def test_a_file_of_ones_own_that_fails_is_named(code: str, tmp_path: Path, capsys) -> None:
+    (tmp_path / "mine.py").write_text(code)
+    assert command_line(["train", "--import", str(tmp_path / "mine.py")]) == 2
+    said = capsys.readouterr().err
+    assert "mine.py must run without an error, got" in said and said.count("\n") == 1
+
+
 def test_a_task_is_chosen_by_the_data_or_named() -> None:
     assert resolve(None, {"data": "dictionary"}).task == "words"
     assert resolve(None, {"data": "digits"}).task == "images"

@@ -28,7 +28,13 @@ def import_file(path: Path | None) -> Path | None:
         raise ValueError(f"--import needs a Python file, and {str(path)!r} is none")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # workers of a DataLoader look classes up there
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise ValueError(
+            f"--import {path} must run without an error, got {type(error).__name__}: {error}; "
+            "correct it (NEGCHAIN_DEBUG=1 shows the line)"
+        ) from error
     return path
 
 
