@@ -4,6 +4,7 @@ import inspect
 import json
 import math
 import os
+import re
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
@@ -266,6 +267,13 @@ def test_a_config_that_is_no_json_object_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError) as caught:
             load_run_config(tmp_path)
         one_sentence(str(caught.value))
+
+
+def test_a_setting_of_a_run_folder_is_refused_by_the_name_of_its_file(tmp_path: Path) -> None:
+    for text in ('{"batch_sise": 3}', '{"beta": 0}'):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ConfigError, match=re.escape(f"{tmp_path / 'config.json'}: ")):
+            load_run_config(tmp_path)
 
 
 def test_reading_a_config_does_not_need_its_machine() -> None:

@@ -66,7 +66,11 @@ def require_run(path: Path) -> None:
 def load_run_config(path: Path) -> TrainConfig:
     """The settings of a run folder, less what only the command line may say (`own_settings`)."""
     require_run(path)
-    return own_settings(from_saved(read_object(path / "config.json")))
+    values = read_object(path / "config.json")
+    try:
+        return own_settings(from_saved(values))
+    except ConfigError as error:  # no option of the command line is meant
+        raise ConfigError(f"{path / 'config.json'}: {error}") from None
 
 
 def own_settings(config: TrainConfig) -> TrainConfig:
