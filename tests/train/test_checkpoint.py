@@ -63,7 +63,8 @@ def test_nothing_there_is_none(tmp_path: Path) -> None:
 
 
 def test_keeps_the_last_k_and_cleans_up(tmp_path: Path) -> None:
-    (tmp_path / ".step-000000001.pt.tmp").write_bytes(b"left by a killed process")
+    for name in (".step-000000001.pt.0f.tmp", ".best.pt.0f.tmp"):
+        (tmp_path / name).write_bytes(b"left by a killed process")
     for step in (5, 10, 20, 1_000_000_000):
         save(tmp_path, state_of(step), step, keep=2)
     assert steps_in(tmp_path) == [20, 1_000_000_000]  # by number, not by name

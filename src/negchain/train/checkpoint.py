@@ -58,7 +58,7 @@ def save(folder: Path, state: dict[str, Any], step: int, keep: int) -> Path:
     {'weights': tensor([1., 1., 1.])}
     """
     assert keep >= 1 and step >= 0
-    for stale in real_folder(folder).glob(".step-*.tmp"):  # of a process killed while saving
+    for stale in real_folder(folder).glob(".*.pt*.tmp"):  # of a process killed while saving
         stale.unlink()
     path = folder / f"step-{step:09d}.pt"
     _write(path, state, step)
