@@ -273,6 +273,17 @@ def test_after_a_collapse_advice_is_of_it_alone(tmp_path: Path, norm: str) -> No
     assert "a smaller --beta" in sentence and ("--norm batch" in sentence) == (norm == "none")
 
 
+def test_a_collapse_is_that_of_training_not_of_the_encoder_that_was_kept(tmp_path: Path) -> None:
+    """A run that kept its start was told that training collapsed where it did not, and never so."""
+    for start, end, said in ((0.01, 0.5, 0), (0.5, 0.01, 1)):
+        lines = [
+            {"step": s, "samples": s, "embedding_variance": v} for s, v in enumerate((start, end))
+        ]
+        path = write_run(tmp_path / f"{said}", make_config("dcl"), lines)
+        (path / "summary.json").write_text(json.dumps({"step": 1, "embedding_variance": start}))
+        assert len(advice(load_run(path))) == said
+
+
 def test_estimates_from_batches_are_not_drawn(tmp_path: Path) -> None:
     """With small batches they are nats below the exact loss, and so was the upper one."""
     lines = [{"step": s, "samples": s, "seconds": s, "global_loss": 3.0,

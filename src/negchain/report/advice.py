@@ -23,7 +23,7 @@ STUCK, RESTLESS = 0.02, 0.95
 def advice(run: Run) -> list[str]:
     """Sentences about what looks wrong in a run; empty when nothing does."""
     said = []
-    variance = run.final("embedding_variance")
+    variance = late(run, "embedding_variance")  # the encoder that was kept may be older
     collapsed = variance is not None and variance < COLLAPSED
     if collapsed:
         layers = (
