@@ -85,8 +85,10 @@ def _own(
 _HEAD = ("refused", "batch", "dim", "seed", "turn", "known", "copies", "kinds", "step", "index")
 _Head = dict[str, int]
 # Settings that shapes do not show; with two values ranks would compute two losses.
-_SETTINGS = ("num_samples", "num_ids", "views", "symmetric", "denominator", "normalize")
-_SETTINGS += ("beta", "proposals", "kernel", "gamma", "top")
+_SETTINGS = (
+    "num_samples", "num_ids", "views", "symmetric", "denominator", "normalize", "beta", "proposals",
+    "kernel", "gamma", "top",
+)  # fmt: skip
 
 
 def agreed(
