@@ -185,6 +185,26 @@ def test_what_ranks_cannot_share_is_refused(tmp_path: Path) -> None:
     assert not out.exists()
 
 
+def other_pictures(rank: int) -> None:
+    """Each rank reads as many pictures, and other ones."""
+    unjudged()
+    made = ImageTask.__init__
+
+    def other(self: ImageTask, *given: Any) -> None:
+        made(self, *given)
+        self.fingerprint += str(rank)
+
+    ImageTask.__init__ = other  # type: ignore[method-assign]
+
+
+def test_ranks_with_other_data_are_refused(tmp_path: Path) -> None:
+    """A machine's copy may be old: positions are then other pictures, and no number shows it."""
+    out, log = tmp_path / "run", tmp_path / "log"
+    assert 0 not in ended(2, f"{TINY} --out {out}", log, other_pictures)
+    assert said(log).count("all ranks must read one data set") == 1
+    assert not out.exists()
+
+
 def test_a_restarted_run_goes_on_only_as_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

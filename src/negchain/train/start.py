@@ -123,6 +123,7 @@ def prepare(task: Task, open_folder: Callable[[], RunFolder], fresh: bool = True
     config = task.config
     device, team = choose_device(config.device), here()
     _check_ranks(config, device)
+    team.same("data set", task.fingerprint)
     torch.manual_seed(config.seed)
     order = DataOrder(task.num_samples, config.batch_size, config.seed)
     task.place(device)

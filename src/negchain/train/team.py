@@ -104,12 +104,12 @@ class Team:
             raise lost[0]
         return found
 
-    def same(self, what: str, value: int) -> None:
-        """Refuse a number that is not the same on all ranks."""
-        if self.on_rank_0(lambda: value) != value:
+    def same(self, what: str, value: int | str) -> None:
+        """Refuse, on all ranks, a value that is not the same on all of them."""
+        if self.any(self.on_rank_0(lambda: value) != value):
             raise ConfigError(
-                f"all ranks must read one {what}, and rank {self.rank} finds another than rank 0; "
-                "--out must be a folder that all machines share"
+                f"all ranks must read one {what}, and some find another than rank 0; --out must "
+                "be a folder that all machines share, and --data the same on each"
             )
 
 
