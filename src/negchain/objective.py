@@ -129,10 +129,10 @@ def bracket(
 
 
 def mean_loss(
-    positive: Tensor, beta: float | Tensor, denominator: Denominator, log_partition: Tensor
+    positive_logit: Tensor, denominator: Denominator, log_partition: Tensor
 ) -> Tensor:  # [N] [N] -> []
-    """Mean of log_partition - beta * positive over the rows that have negatives."""
-    gap = log_partition - positive * beta
+    """Mean of log_partition - positive_logit over the rows that have negatives."""
+    gap = log_partition - positive_logit
     gap = F.softplus(gap) if denominator == "all" else gap
     return torch.where(log_partition > -math.inf, gap, 0.0).mean()
 

@@ -155,6 +155,17 @@ def test_negative_cache_value_comes_from_the_table() -> None:
     assert loss_fn.info["global_loss"] == pytest.approx(value.item(), abs=1e-12)
 
 
+@pytest.mark.parametrize("loss_class", [DCLLoss, EMC2Loss])
+def test_info_is_of_the_beta_of_the_call(pair, loss_class) -> None:
+    """It was computed with the one of the optimizer's step in between."""
+    beta = torch.nn.Parameter(torch.tensor(3.0, dtype=torch.float64))  # as the embeddings
+    loss_fn = loss_class(M, beta)
+    loss_fn(*pair, INDEX, encode=lambda ids: pair[0][ids % 6])
+    before = loss_fn.info
+    beta.data.mul_(2)
+    assert loss_fn.info == before
+
+
 # ---------------------------------------------------------------- info and sizes
 
 COMMON = {"effective_negatives", "nonfinite_rows", "rows_without_negatives"}

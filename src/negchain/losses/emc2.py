@@ -242,7 +242,8 @@ class EMC2Loss(ContrastiveLoss):
         carried = walk.carried_weight, start.similarity
         estimate = Estimate(walk.weights, middle, saturation, carried)
         visit.total.append(self._value(side, similarity, estimate))
-        mean = partial(mean_loss, side.to_positives.detach(), constant(beta), self.denominator)
+        positive_logit = side.to_positives.detach() * constant(beta)
+        mean = partial(mean_loss, positive_logit, self.denominator)
         ends = {"global_loss_low": low, "global_loss_high": high, "global_loss": middle}
         visit.note({name: partial(mean, log_partition) for name, log_partition in ends.items()})
 

@@ -104,8 +104,8 @@ class WeightedLoss(ContrastiveLoss):
             values.append(self._value(side, similarity, estimate))
             log_partition = global_log_partition(side, logits)
             if log_partition is not None:
-                positive, beta = side.to_positives.detach(), constant(self._beta(similarity))
-                low = partial(mean_loss, positive, beta, self.denominator, log_partition)
+                positive_logit = side.to_positives.detach() * constant(self._beta(similarity))
+                low = partial(mean_loss, positive_logit, self.denominator, log_partition)
                 report["global_loss_low"].append(low)
             report["effective_negatives"].append(partial(effective_negatives, estimate.weights))
             learned.append(learn)
