@@ -285,6 +285,8 @@ def test_large_batches_are_offered_the_batch_alone() -> None:
         LargeBatchEMC2Loss(M, proposals=Uniform())
     with pytest.raises(ValueError, match="for a corpus .* use EMC2Loss"):
         LargeBatchEMC2Loss(M, views="paired", num_keys=2 * M)
+    with pytest.raises(ValueError, match="augmentations.* use EMC2Loss"):  # half its chains slept
+        LargeBatchEMC2Loss(M, augmentations=2)
 
 
 @pytest.mark.parametrize(

@@ -63,10 +63,11 @@ class LargeBatchEMC2Loss(EMC2Loss):
         backend: Backend | Literal["fused"] = "auto",
         **shared: Unpack[Shared],
     ) -> None:
-        if shared.get("num_keys") is not None:
+        if any(shared.get(name) is not None for name in ("num_keys", "augmentations")):
             raise ValueError(
                 "LargeBatchEMC2Loss proposes the batch alone, which reaches only keys that are "
-                "somebody's positive; for a corpus (num_keys=) use EMC2Loss"
+                "somebody's positive, to one chain per item; for a corpus (num_keys=) or stored "
+                "views (augmentations=) use EMC2Loss"
             )
         super().__init__(
             num_samples, beta, kernel, proposals=InBatch(), carried=carried, chain_file=chain_file,
