@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from negchain.encoders import Encoder, build_encoder
 from negchain.export import export_encoder
@@ -73,6 +74,17 @@ def test_the_card_loads_what_was_exported(
     assert "photos,more" in card and b"weights.pt" in files["config.json"]
     leaks = (b"/home", b"/mnt", b"/srv", b"site-packages", str(Path(__file__).parent).encode())
     assert [(n, leak) for n, text in files.items() for leak in leaks if leak in text] == []
+
+
+@pytest.mark.parametrize("form", ["timm", "safetensors"])
+def test_weights_that_two_layers_share_are_written_for_both(form: str, tmp_path: Path) -> None:
+    encoder = trained("test_resnet", "batch", 64)  # coat_tiny is one that timm makes so
+    encoder.backbone.layer1[0].bn1.bias = encoder.backbone.layer1[0].bn1.weight
+    export_encoder(tmp_path / "model", encoder, HOME, {}, form)
+    kept = load_file(tmp_path / "model/model.safetensors")
+    prefix = "" if form == "timm" else "backbone."
+    for name, weight in encoder.backbone.state_dict().items():
+        assert torch.equal(kept[prefix + name], weight)
 
 
 def test_a_full_disk_names_the_file_and_leaves_no_half(

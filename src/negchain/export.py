@@ -68,7 +68,8 @@ def export_encoder(
 
 
 def _weights(module: nn.Module) -> dict[str, Tensor]:
-    return {k: v.detach().cpu().contiguous() for k, v in module.state_dict().items()}
+    layout = torch.contiguous_format  # a copy: safetensors refuses tensors that share memory
+    return {k: v.cpu().clone(memory_format=layout) for k, v in module.state_dict().items()}
 
 
 def _negchain(encoder: Encoder) -> tuple[dict[str, Tensor], str]:
