@@ -234,6 +234,15 @@ def test_help_names_every_option(
     assert [name for name in options.split() if name not in text] == []
 
 
+def test_help_does_not_name_a_default_that_is_not_taken(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    assert negchain("train", "--help") == 0
+    line = next(x for x in capsys.readouterr().out.splitlines() if "--proposal " in x)
+    assert "default: batch" not in line and "both (default: fresh views)" in line
+
+
 @pytest.mark.parametrize("command", ["train", "compare", "bench", "reproduce"])
 def test_help_has_a_line_for_each_example(
     command: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch

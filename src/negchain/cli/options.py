@@ -88,7 +88,7 @@ def _option(name: str, hint: Any) -> Any:
         kind, word = bool, f"{word}/--no-{word[2:]}"
     else:
         kind = next(k for k in (get_args(hint) or (hint,)) if k is not NoneType)
-    if default is not None and name not in ("download", "strict"):
+    if default is not None and name not in ("download", "strict", "proposal"):
         pictures = FOLDER_DEFAULTS.get(name, default)
         shown = ("on" if default else "off") if isinstance(default, bool) else f"{default}"
         if pictures != default:

@@ -133,7 +133,8 @@ class TrainConfig:
     denominator: Literal["negatives", "all"] = setting("negatives", NEGATIVES,
         help="Softmax over the negatives alone (the paper), or with the positive kept in.")
     proposal: Literal["batch", "both", "informed"] = setting("batch", NEGATIVES,
-        help="emc2, isir: one view of the batch's other images, both, or a table's (informed).")
+        help="emc2, isir: one view of the batch's other images, both (default: fresh views), or a "
+        "table's draws.")
     draws: int = setting(2, NEGATIVES, rule=between(0, 1024),
         help="Texts: documents encoded per query beside its positive, random or proposed; 0: none.")
     gamma: float = setting(0.9, NEGATIVES, rule=share,
