@@ -151,8 +151,8 @@ class TrainConfig:
         help="Under torchrun: ranks keep parts of the encoder (FSDP2), where one GPU cannot hold "
         "it.")
     stem: Literal["auto", "small", "large"] = setting("auto", TRAINING,
-        help="First layer of the ResNets: small keeps every pixel, large is 8x faster; auto: by "
-        "data.")
+        help="First layer of the ResNets: small keeps every pixel, large is 4 to 16 times faster; "
+        "auto: by data.")
     pretrained: str | None = setting(None, TRAINING, rule=named,
         help="Start from weights: timm (may download), a run folder, or a .pt or .safetensors "
         "file.")
