@@ -13,7 +13,7 @@ from negchain.report.measures import Metric
 from negchain.report.results import recommendation
 from negchain.report.retrieval import proposals
 from negchain.report.runs import Group, Run
-from negchain.report.sections import standing
+from negchain.report.sections import settings, standing
 from negchain.report.statistics import over_start
 
 LEAD = Metric("ndcg10", "nDCG@10", "percent", "", True)
@@ -81,6 +81,10 @@ def test_a_run_is_held_against_its_start_query_by_query() -> None:
     assert ("is within the noise" in said or "no gain, -" in said) and "points [" in said
     (said,) = against_baselines(retriever(0.0, noise=0.0))
     assert "training shows no gain; on this data" in said
+
+
+def test_settings_do_not_count_validation_queries_as_test() -> None:
+    assert "200 for validation, 30 for test" in settings(retriever(0.1))
 
 
 def test_a_start_of_nothing_is_a_start() -> None:

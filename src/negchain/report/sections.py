@@ -275,8 +275,11 @@ def settings(run: Run) -> str:
     hidden = {"data_info", *run.foreign}
     rows = [(k, escape(_text(value))) for k, value in run.config.items() if k not in hidden]
     info = run.data_info
-    words = {"num_samples": "to train on", "train": "labelled for training", "test": "for test"}
+    words = {"num_samples": "to train on", "train": "labelled for training",
+             "validation": "for validation", "test": "for test"}  # fmt: skip
     known = {key: info[key] for key in words if type(info.get(key)) is int}
+    if {"validation", "test"} <= known.keys():
+        known["test"] -= known["validation"]  # which counts all that is judged
     counts = ", ".join(f"{count:,} {words[key]}" for key, count in known.items())
     said = [counts, *(str(note) for note in info.get("notes", []))]
     rows.insert(0, (run.shown.noun, escape("; ".join(filter(None, said)))))
