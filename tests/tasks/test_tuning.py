@@ -93,6 +93,13 @@ def test_what_a_method_does_not_know_is_not_tuned(launched: list[str], tmp_path:
     assert sorted(launched) == ["dcl-seed0", "sogclr-gamma=0.5-seed0", "sogclr-gamma=0.9-seed0"]
 
 
+def test_values_that_differ_late_are_runs_of_their_own(launched: list[str], tmp_path: Path) -> None:
+    """In six digits both were 0.1: the second value was never trained, and one of both was best."""
+    words = ["compare", "--methods", "dcl", "--tune", "lr=0.10000001,0.10000002"]
+    assert command_line([*words, "--device", "cpu", "--quiet", "--out", str(tmp_path)]) == 0
+    assert launched == ["dcl-lr=0.10000001-seed0", "dcl-lr=0.10000002-seed0"]
+
+
 @pytest.mark.parametrize(
     ("ends", "status", "words"),
     [

@@ -192,7 +192,8 @@ def label(tuned: dict[str, Any]) -> str:
     >>> label({"beta": 20.0, "lr": 5e-05})
     '-beta=20-lr=5e-05'
     """
-    shown = {k: f"{v:g}" if isinstance(v, float) else str(v) for k, v in tuned.items()}
+    # all digits: two values that print alike would share a folder
+    shown = {k: f"{v}".removesuffix(".0") for k, v in tuned.items()}
     return "".join(f"-{name}={value.replace('/', '_')}" for name, value in shown.items())
 
 
