@@ -201,6 +201,22 @@ def test_a_percentage_ends_at_100(values: list[float]) -> None:
     assert 0 <= low <= min(values) and max(values) <= high <= 1 + 1e-9
 
 
+@pytest.mark.parametrize(
+    ("unit", "values", "texts"),
+    [
+        ("number", [-30.0, -10.0], ["−30", "−25", "−20", "−15", "−10"]),  # a loss may be negative
+        ("number", [-3.0, 0.0], ["−3", "−2", "−1", "0"]),
+        ("number", [1e-5, 2e-5], ["1e−5", "1.25e−5", "1.5e−5", "1.75e−5", "2e−5"]),
+        ("percent", [0.0, 4e-5], ["0", "1e−3 %", "2e−3 %", "3e−3 %", "4e−3 %"]),
+    ],
+)
+def test_ticks_say_what_they_are(unit: str, values: list[float], texts: list[str]) -> None:
+    points = np.arange(2.0)
+    line = Series("a", Curve(points, points, np.array(values)), None, "red")
+    svg, _ = draw(Chart("k", "Loss", "", unit, [line]), "samples") or ("", {})
+    assert re.findall(r'text-anchor="end">([^<]*)<', svg) == texts
+
+
 @pytest.mark.parametrize("length", [1, 8, 24, 60])
 def test_names_beside_lines_are_not_cut_off(length: int) -> None:
     """At the widest mean advance of the font; the drawing ends at its width."""

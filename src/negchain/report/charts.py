@@ -182,16 +182,18 @@ def _y_ticks(unit: str, lines: Sequence[_Line]) -> FloatArray:
 
 
 def _y_text(unit: str, values: FloatArray) -> list[str]:
+    suffix = " %" if unit == "percent" else ""
     if unit == "percent":
         values = values * 100
     step = values[1] - values[0]
     if unit == "count" and values[-1] >= 1000:
         return [number(float(value), "count") for value in values]
-    if values[-1] < 0.01:
-        return [f"{value:.1e}".replace("e-0", "e−") if value else "0" for value in values]
+    if np.abs(values).max() < 0.01:
+        parts = [f"{value:.2e}".split("e") for value in values]
+        texts = [f"{float(m):g}e{int(e)}{suffix}" if float(m) else "0" for m, e in parts]
+        return [text.replace("-", "−") for text in texts]
     decimals = max(0, -math.floor(math.log10(step) + 1e-9))
     decimals += round(step, decimals) != round(step, decimals + 2)
-    suffix = " %" if unit == "percent" else ""
     return [f"{value + 0.0:.{decimals}f}{suffix}".replace("-", "−") for value in values]
 
 
