@@ -22,8 +22,8 @@ def number(value: float | None, unit: str = "number") -> str:
 
     >>> number(0.9731, "percent"), number(12345.6, "count"), number(2.34567), number(None)
     ('97.3 %', '12.3k', '2.346', '–')
-    >>> number(75.0, "seconds"), number(0.0), number(-3e-4)
-    ('1 min 15 s', '0', '−3.00e−4')
+    >>> number(75.0, "seconds"), number(0.0), number(-3e-4), number(999_680, "count")
+    ('1 min 15 s', '0', '−3.00e−4', '1M')
     """
     if value is None or not math.isfinite(value):
         return "–"
@@ -32,7 +32,8 @@ def number(value: float | None, unit: str = "number") -> str:
     if unit == "seconds":
         return _duration(value)
     if unit == "count" and abs(value) >= 1000:
-        size, suffix = next(s for s in ((1e9, "G"), (1e6, "M"), (1e3, "k")) if abs(value) >= s[0])
+        units = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
+        size, suffix = next(unit for unit in units if abs(value) >= 0.9995 * unit[0])
         return f"{value / size:.3g}{suffix}"
     if 0 < abs(value) < 1e-3:
         return f"{value:.2e}".replace("e-0", "e-").replace("-", "−")
