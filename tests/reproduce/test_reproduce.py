@@ -390,6 +390,23 @@ def test_time_runs_what_it_reads(tmp_path: Path, monkeypatch) -> None:  # type: 
     assert ran == ["stl10", "cost"]
 
 
+@pytest.mark.parametrize("line", ['{"job": {"se', "[1]"])
+def test_a_damaged_line_of_a_record_is_named(line: str, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+    """A full disk leaves half a line."""
+    path = tmp_path / "theory.jsonl"
+    path.write_text(f'{{"record": "theory"}}\n{line}')
+    assert run(["reproduce", "theory", "--redraw", "--out", str(tmp_path)]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"line 2 of {path}" in said and "delete the line" in said
+
+
+def test_jobs_below_nothing_are_refused(tmp_path: Path, monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
+    """They were waited for, busily and for ever."""
+    monkeypatch.setattr(common, "perform", lambda *args, **more: 0)
+    assert run(["reproduce", "theory", "--jobs", "-1", "--out", str(tmp_path)]) == 2
+    assert "--jobs must be at least 0, got -1" in capsys.readouterr().err
+
+
 def test_unknown_experiments_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["reproduce", "stl11"]) == 2
     assert "did you mean 'stl10'?" in capsys.readouterr().err

@@ -44,8 +44,10 @@ def command(
     from negchain.data.named import named_sources
     from negchain.progress import say
     from negchain.reproduce import common, load, pages
-    from negchain.train.presets import choose
+    from negchain.train.presets import ConfigError, choose
 
+    if jobs < 0:
+        raise ConfigError(f"--jobs must be at least 0, got {jobs}; 0 chooses by machine")
     chosen = [choose("NAME", name, NAMES) for name in names]
     if data:
         named_sources(data)

@@ -27,6 +27,7 @@ import torch
 
 from negchain import machine
 from negchain.methods import METHODS
+from negchain.printable import show
 from negchain.reproduce import load
 from negchain.train.presets import ConfigError, choose
 
@@ -248,7 +249,21 @@ def read_rows(path: Path) -> list[Row]:
     """The runs of a record that did not fail; of equal ones the last that ended counts."""
     if not path.exists():
         return []
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+    texts = path.read_text(encoding="utf-8").split("\n")
+    lines = [_parsed(path, n, text) for n, text in enumerate(texts, 1) if text]
     lines.sort(key=lambda row: row.get("complete", True))  # slices may come in any order
     rows = {json.dumps(row["job"]): row for row in lines if "job" in row and "error" not in row}
     return list(rows.values())
+
+
+def _parsed(path: Path, number: int, text: str) -> Row:
+    try:
+        row = json.loads(text)
+    except ValueError:
+        row = None
+    if not isinstance(row, dict):
+        raise ConfigError(
+            f"line {number} of {path} must be a JSON object, got {show(text[:40])}; delete the "
+            "line: if it was a run, that is made again"
+        )
+    return row
