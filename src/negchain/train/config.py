@@ -172,8 +172,8 @@ class TrainConfig:
     momentum: float = setting(0.9, TRAINING, rule=in_0_1,
         help="sgd, lars: momentum.")
     warmup_epochs: float = setting(6.0, TRAINING, rule=between(0, 10**6),
-        help="Epochs of linear warm-up before the cosine decay; unless given, at most a tenth "
-        "of all.")
+        help="Epochs of linear warm-up before the cosine decay; with --steps, and unless given, "
+        "at most a tenth.")
     eval_every: int = setting(10, WATCHING, rule=between(0), free=True,
         help="Epochs between evaluations during training; 0 evaluates at the end only.")
     patience: int | None = setting(None, WATCHING, rule=between(1), zero_is_none=True,
