@@ -169,6 +169,20 @@ def test_no_winner_is_named_across_states_of_the_data(tmp_path: Path) -> None:
     assert "is best by" not in text and "Recommended" not in text
 
 
+def test_no_winner_is_named_before_all_have_finished(tmp_path: Path) -> None:
+    """A method whose runs failed at once had the best time, with a star, and led the table."""
+    paths = duel(tmp_path, [0.97, 0.975, 0.97], [0.90, 0.905, 0.90])
+    for path in paths[:3]:
+        (path / "summary.json").unlink()
+    text = page_of(paths, tmp_path / "page.html").text
+    assert "No winner is named: no run of EMC² has finished" in text
+    assert "is best by" not in text and "Recommended" not in text
+    console = Console(width=80, record=True, force_terminal=False)
+    console.print(comparison_table(paths))
+    told = " ".join(console.export_text().split())
+    assert "unfinished" in told and "*" not in told
+
+
 def test_a_seed_run_again_is_no_other_seed(tmp_path: Path) -> None:
     """Its numbers are the same, and would make the noise of seeds nothing."""
     paths = [finished(tmp_path, f"{method}-again{nth}", value, 0)

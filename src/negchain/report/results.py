@@ -59,12 +59,13 @@ def compare(groups: Sequence[Group]) -> Results:
     rows: list[list[Cell]] = [[] for _ in groups]
     winners = dict[str, int | None]()
     counted = [run for group in groups for run in group.counted]
+    unfinished = [group.label for group in groups if not all(r.finished for r in group.counted)]
     apart = len({run.data_state for run in counted} - {""}) > 1
     settings = {key: {run.config.get(key) for run in counted} for key in LOSS_OF}
     unlike = [flag(key) for key, values in settings.items() if len(values) > 1]
     for metric in columns:
         found = estimates(groups, metric.key)
-        settled = apart or (metric is GLOBAL_LOSS and unlike)
+        settled = apart or unfinished or (metric is GLOBAL_LOSS and unlike)
         winners[metric.key] = None if settled else winner(found, higher=metric.higher)
         for i, estimate in enumerate(found):
             values = groups[i].finals(metric.key)
@@ -75,6 +76,9 @@ def compare(groups: Sequence[Group]) -> Results:
             "No winner is named: the runs were made on different data, or states of it. So were "
             "the baselines: see each run's own."
         ]
+    elif unfinished:
+        why = f"no run of {' and '.join(unfinished)} has finished"
+        notes = [f"No winner is named: {why}."] if notes else []
     elif lead is GLOBAL_LOSS and unlike:
         why = f"exact losses of another {' and '.join(unlike)} are no better or worse"
         notes = [f"No winner is named: {why}."]
@@ -149,7 +153,8 @@ def comparison_table(paths: Sequence[Path]) -> Table:
     for place in found.order:
         cells = [found.rows[place][i] for i in shown]
         seeds = len(groups[place].runs) - groups[place].repeated
-        name = f"{groups[place].label} ({seeds} seed{'s' * (seeds > 1)})"
+        open_ = ", unfinished" * (not all(run.finished for run in groups[place].counted))
+        name = f"{groups[place].label} ({seeds} seed{'s' * (seeds > 1)}{open_})"
         table.add_row(
             escape(name), *(f"{'*' * c.wins}{c.text}\n{escape(c.spread)}".rstrip() for c in cells)
         )
