@@ -188,6 +188,13 @@ def test_contradictions_name_both_sides(overrides: dict[str, Any], named: tuple[
     assert any(word in message for word in ("leave out", "choose", "give one", "lower")), message
 
 
+def test_both_views_are_refused_for_the_reason_there_is(tmp_path: Path) -> None:
+    (tmp_path / "train.csv").write_text("image,caption\n")
+    message = refusal(data=str(tmp_path), method="emc2", proposal="both")
+    assert "--proposal both" in message and "captions" in message
+    assert "--augmentations" not in message  # there emc2 is offered both
+
+
 @pytest.mark.parametrize(
     ("preset", "given", "proposal"),
     [

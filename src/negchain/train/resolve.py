@@ -230,10 +230,13 @@ def _refuse_contradictions(config: TrainConfig, given: Mapping[str, object]) -> 
         )
     stored = config.augmentations and method.stored_proposal == "both"
     if config.proposal == "both" and not (stored or _has_fresh_views(config)):
+        why = "texts and captions have no two"
+        if config.augmentations:
+            why = (
+                f"with --augmentations chains of --method {config.method} would leave their target"
+            )
         raise ConfigError(
-            "--proposal both offers both views of an image: leave out --proposal for texts, for "
-            f"captions, and where views are stored (--augmentations) with --method {config.method},"
-            " whose chains would leave their target"
+            f"--proposal both offers both views of an image, and {why}; leave out --proposal"
         )
     if config.denominator != (method.denominator or config.denominator):
         others = [n for n, m in methods.METHODS.items() if m.denominator == config.denominator]
