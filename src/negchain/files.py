@@ -239,6 +239,15 @@ def read_object(path: Path) -> dict[str, Any]:
     return value
 
 
+def parse_object(line: str | bytes) -> dict[str, Any] | None:
+    """The JSON object that a line holds; None if it holds something else."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
 def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
     """The arrays of an .npz: plain numbers or text, of at most `ARRAYS_LIMIT` bytes together."""
     import numpy as np  # a tenth of a second, which `negchain --help` can do without

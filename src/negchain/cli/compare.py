@@ -193,7 +193,9 @@ def label(tuned: dict[str, Any]) -> str:
     '-beta=20-lr=5e-05'
     """
     # all digits: two values that print alike would share a folder
-    shown = {k: f"{v}".removesuffix(".0") for k, v in tuned.items()}
+    shown = {
+        k: f"{v}".removesuffix(".0") if isinstance(v, float) else str(v) for k, v in tuned.items()
+    }
     return "".join(f"-{name}={value.replace('/', '_')}" for name, value in shown.items())
 
 

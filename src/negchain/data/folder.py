@@ -48,14 +48,16 @@ _CALLED = {"training": "train", "testing": "test", "unlabelled": "unlabeled"}
 
 
 @dataclass
-class _Walk:
+class Walk:
+    """What lies below a folder, as the head of this file says."""
+
     root: str
     files: list[ImageFile] = field(default_factory=list)
     unreadable: list[tuple[str, str]] = field(default_factory=list)
     other: Counter[str] = field(default_factory=Counter)
     notes: list[str] = field(default_factory=list)
 
-    def enter(self, folder: str, prefix: str) -> "_Walk":
+    def enter(self, folder: str, prefix: str) -> "Walk":
         """Adds everything under `folder`, named from `prefix` on; one stack, no recursion."""
         seen: set[tuple[int, int]] = set()
         stack = [(folder, prefix)]
@@ -161,7 +163,7 @@ def _list_here(top: str, holdout: float) -> Listing:
     splits = _split_folders(top)
     if "train" in splits or "unlabeled" in splits:
         return _list_splits(top, splits, holdout)
-    walk = _Walk(top).enter(top, "")
+    walk = Walk(top).enter(top, "")
     files = walk.labelled(0)
     folders = classes_of(files)
     loose = sum(file.class_name is None for file in files)
@@ -181,11 +183,11 @@ def _list_here(top: str, holdout: float) -> Listing:
 
 
 def _list_splits(top: str, folders: dict[str, str], holdout: float) -> Listing:
-    walks: dict[str, _Walk] = {}
+    walks: dict[str, Walk] = {}
     files: dict[str, list[ImageFile]] = {}
     for split, folder in folders.items():  # test folders come last
         if tested_on(files) is None:
-            walks[split] = _Walk(top).enter(os.path.join(top, folder), f"{folder}/")
+            walks[split] = Walk(top).enter(os.path.join(top, folder), f"{folder}/")
             files[split] = walks[split].labelled(1)
     tested = tested_on(files)
     read = [walk for split, walk in walks.items() if split == tested or split not in TEST_SPLITS]

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from negchain.data.decode import is_image
+from negchain.data.folder import Walk
 from negchain.data.listing import SPLITS, ImageFile, Listing, Place, divide, ignored, visible
 from negchain.files import FileRefused, open_plain
 from negchain.printable import printable
@@ -63,8 +64,7 @@ def _in_folder(folder: str) -> list[str]:
     folders = [folder, *filter(os.path.isdir, (os.path.join(folder, name) for name in SPLITS))]
     listed = [entry.path for each in folders for entry in visible(each)]
     shards = sorted(path for path in listed if path.endswith(".tar"))
-    found = (f"/{here[len(folder) :]}/{n}" for here, _, names in os.walk(folder) for n in names)
-    pictures = [path for path in found if is_image(path) and "/." not in path] if shards else []
+    pictures = Walk(folder).enter(folder, "").files if shards else []
     if pictures:
         raise ValueError(
             f"a folder holds pictures or .tar shards, and {printable(folder)} holds "

@@ -59,7 +59,7 @@ def compare(groups: Sequence[Group]) -> Results:
     rows: list[list[Cell]] = [[] for _ in groups]
     winners = dict[str, int | None]()
     counted = [run for group in groups for run in group.counted]
-    unfinished = [group.label for group in groups if not all(r.finished for r in group.counted)]
+    unfinished = [group.label for group in groups if not group.finished]
     apart = len({run.data_state for run in counted} - {""}) > 1
     settings = {key: {run.config.get(key) for run in counted} for key in LOSS_OF}
     unlike = [flag(key) for key, values in settings.items() if len(values) > 1]
@@ -153,7 +153,7 @@ def comparison_table(paths: Sequence[Path]) -> Table:
     for place in found.order:
         cells = [found.rows[place][i] for i in shown]
         seeds = len(groups[place].runs) - groups[place].repeated
-        open_ = ", unfinished" * (not all(run.finished for run in groups[place].counted))
+        open_ = ", unfinished" * (not groups[place].finished)
         name = f"{groups[place].label} ({seeds} seed{'s' * (seeds > 1)}{open_})"
         table.add_row(
             escape(name), *(f"{'*' * c.wins}{c.text}\n{escape(c.spread)}".rstrip() for c in cells)

@@ -240,6 +240,11 @@ class Group:
         return list({run.seed: run for run in runs}.values())
 
     @property
+    def finished(self) -> bool:
+        """Whether any run has finished."""
+        return any(run.finished for run in self.runs)
+
+    @property
     def repeated(self) -> int:
         """How many of its runs have the seed of another one."""
         return len(self.runs) - len({run.seed for run in self.runs})

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from negchain import machine
+from negchain.files import parse_object
 from negchain.methods import METHODS
 from negchain.printable import show
 from negchain.reproduce import load
@@ -250,18 +251,15 @@ def read_rows(path: Path) -> list[Row]:
     if not path.exists():
         return []
     texts = path.read_text(encoding="utf-8").split("\n")
-    lines = [_parsed(path, n, text) for n, text in enumerate(texts, 1) if text]
+    lines = [_row(path, n, text) for n, text in enumerate(texts, 1) if text]
     lines.sort(key=lambda row: row.get("complete", True))  # slices may come in any order
     rows = {json.dumps(row["job"]): row for row in lines if "job" in row and "error" not in row}
     return list(rows.values())
 
 
-def _parsed(path: Path, number: int, text: str) -> Row:
-    try:
-        row = json.loads(text)
-    except ValueError:
-        row = None
-    if not isinstance(row, dict):
+def _row(path: Path, number: int, text: str) -> Row:
+    row = parse_object(text)
+    if row is None:
         raise ConfigError(
             f"line {number} of {path} must be a JSON object, got {show(text[:40])}; delete the "
             "line: if it was a run, that is made again"

@@ -32,6 +32,7 @@ from negchain.files import (
     is_plain,
     naming,
     open_plain,
+    parse_object,
     read_arrays,
     read_object,
     real_folder,
@@ -279,11 +280,8 @@ def _until(line: bytes, step: int) -> bool:
 def _parsed(line: bytes) -> dict[str, Any] | None:
     if not line.endswith(b"\n"):  # half-written, or the next line would be appended to it
         return None
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
+    record = parse_object(line)
+    return record if record is not None and isinstance(record.get("step"), int) else None
 
 
 def _finite(value: Any) -> Any:
