@@ -390,11 +390,11 @@ def test_time_runs_what_it_reads(tmp_path: Path, monkeypatch) -> None:  # type: 
     assert ran == ["stl10", "cost"]
 
 
-@pytest.mark.parametrize("line", ['{"job": {"se', "[1]"])
-def test_a_damaged_line_of_a_record_is_named(line: str, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("line", [b'{"job": {"se', b"[1]", b'{"job": "\xff"}'])
+def test_a_damaged_line_of_a_record_is_named(line: bytes, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
     """A full disk leaves half a line."""
     path = tmp_path / "theory.jsonl"
-    path.write_text(f'{{"record": "theory"}}\n{line}')
+    path.write_bytes(b'{"record": "theory"}\n' + line)
     assert run(["reproduce", "theory", "--redraw", "--out", str(tmp_path)]) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert f"line 2 of {path}" in said and "delete the line" in said

@@ -250,18 +250,19 @@ def read_rows(path: Path) -> list[Row]:
     """The runs of a record that did not fail; of equal ones the last that ended counts."""
     if not path.exists():
         return []
-    texts = path.read_text(encoding="utf-8").split("\n")
+    texts = path.read_bytes().split(b"\n")
     lines = [_row(path, n, text) for n, text in enumerate(texts, 1) if text]
     lines.sort(key=lambda row: row.get("complete", True))  # slices may come in any order
     rows = {json.dumps(row["job"]): row for row in lines if "job" in row and "error" not in row}
     return list(rows.values())
 
 
-def _row(path: Path, number: int, text: str) -> Row:
+def _row(path: Path, number: int, text: bytes) -> Row:
     row = parse_object(text)
     if row is None:
         raise ConfigError(
-            f"line {number} of {path} must be a JSON object, got {show(text[:40])}; delete the "
-            "line: if it was a run, that is made again"
+            f"line {number} of {path} must be a JSON object, got "
+            f"{show(text[:40].decode(errors='replace'))}; delete the line: if it was a run, that "
+            "is made again"
         )
     return row

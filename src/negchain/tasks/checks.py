@@ -17,13 +17,18 @@ LARGEST_BETA = 100.0
 
 def check_images(config: TrainConfig) -> TrainConfig:
     """Refuse a folder or an encoder that is not there; absolute folders."""
+    data = absolute_sources(config.data)
+    check_encoder(config.encoder)
+    return replace(config, data=data)
+
+
+def absolute_sources(data: str) -> str:
+    """The sources that `data` names, with absolute paths."""
     try:
-        parts = named_sources(config.data)
+        parts = named_sources(data)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    check_encoder(config.encoder)
-    data = ",".join(part if part in BUILT_IN else os.path.abspath(part) for part in parts)
-    return replace(config, data=data)
+    return ",".join(part if part in BUILT_IN else os.path.abspath(part) for part in parts)
 
 
 def check_encoder(name: str) -> None:

@@ -26,6 +26,7 @@ from negchain.encoders import Encoder
 from negchain.evaluation import embed_all
 from negchain.files import replacing
 from negchain.printable import printable, show
+from negchain.tasks.checks import absolute_sources
 from negchain.tasks.image_text_towers import ImageText, tokens_of
 from negchain.tasks.images import ImageTask, recipe_for
 from negchain.tasks.task import autocast_dtype, judged
@@ -193,11 +194,11 @@ class Trained:
         return self._files([str(path) for path in paths])
 
     def _data(self, data: str) -> Found:
-        changed = replace(self.config, data=data, subset=None)
+        changed = replace(self.config, data=absolute_sources(data), subset=None)
         bundle = ImageTask.load(changed, False, self.encoder.encoder_config).data
         parts = [bundle.pretrain, *([bundle.test] if bundle.test is not None else [])]
         notes = tuple(note for note in bundle.notes if note.endswith("not read"))
-        split = data == self.config.data or not bundle.held_out
+        split = changed.data == self.config.data or not bundle.held_out
         trained = len(bundle.pretrain) if split else 0
         return Found(parts, bundle.classes, bundle.skipped, notes, trained)
 
