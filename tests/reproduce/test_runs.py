@@ -44,11 +44,11 @@ def test_peak_memory_is_what_a_step_holds_at_once(monkeypatch) -> None:
 
 def test_the_table_of_memory_is_beside_infonce() -> None:
     jobs = [job for job in cost.jobs(Options(quick=True)) if job["kind"] == "memory"]
-    rows = [{"job": job, "peak_bytes": (1 + i % 7) * MIB, "device": "CPU"}
+    rows = [{"job": job, "peak_bytes": (1 + i % 7) * MIB, "device": "CPU", "images": 9}
             for i, job in enumerate(jobs)]  # fmt: skip
     lines = [line.split(" | ") for line in cost.table(rows).splitlines()[2:]]
-    assert [line[3] for line in lines[:7]] == [f"{k}.00" for k in range(1, 8)]
-    assert [float(line[2]) for line in lines[:7]] == list(range(1, 8))
+    assert [line[4] for line in lines[:7]] == [f"{k}.00" for k in range(1, 8)]
+    assert [float(line[3]) for line in lines[:7]] == list(range(1, 8))
 
 
 def test_what_is_said_of_memory_is_in_the_record() -> None:

@@ -3,7 +3,8 @@
 The paper's claims and what was found are in docs/results.md.
 
 cost    bytes of the loss's state, images encoded per step (with and without gradient), time of the
-        trainer's step run alone (on a GPU, or small on a CPU), its peak of memory, over b and m.
+        trainer's step run alone (on a GPU, or small on a CPU), its peak of memory, over b; over m
+        with `--data` of other sizes.
 time    runs of `stl10` share a GPU, so their seconds are not those of a run alone: steps of their
         record times the milliseconds that `cost` measured alone.
 """
@@ -25,7 +26,7 @@ DIM = 128
 
 
 def jobs(options: Options) -> list[Row]:
-    """State over m; memory and time of a step over batch sizes (with `--data`, or on digits)."""
+    """State over m; time and memory of a step over batch sizes (with `--data`, or on digits)."""
     methods = options.methods or accuracy.METHODS
     state = [
         {"kind": "state", "method": method, "m": size, "b": batch}
@@ -48,7 +49,7 @@ def jobs(options: Options) -> list[Row]:
         memory += [{"kind": "memory", **case, "method": method} for method in methods]
         if options.data is None or options.on_gpu():  # seconds of large encoders are a GPU's
             step += [{"kind": "step", **case, "method": method} for method in methods]
-    return state + memory + step
+    return state + step + memory
 
 
 def work(job: Row, deadline: float) -> Row:
@@ -56,7 +57,7 @@ def work(job: Row, deadline: float) -> Row:
     if job["kind"] == "memory":
         return peak_memory(job)
     if job["kind"] == "step":
-        return time_steps(job, 200 if torch.cuda.is_available() else 20)
+        return time_steps(job, 100 if torch.cuda.is_available() else 20)
     keys: Row = {"views": "paired", "symmetric": False} if named(job["method"]).plain_keys else {}
     loss_fn = named(job["method"]).build(LossSettings(job["m"], dim=DIM, layout=keys))
     index, z = torch.arange(job["b"]), torch.randn(job["b"], DIM)
@@ -70,10 +71,10 @@ def work(job: Row, deadline: float) -> Row:
     }
 
 
-def milliseconds(rows: list[Row], setting: str, method: str) -> float | None:
-    """Median time of a step."""
+def milliseconds(rows: list[Row], setting: str, method: str, images: int) -> float | None:
+    """Median time of a step on so many images."""
     found = where(rows, kind="step", setting=setting, method=method)
-    return statistics.median(found[0]["ms"]) if found else None
+    return next((statistics.median(r["ms"]) for r in found if r["images"] == images), None)
 
 
 def table(rows: list[Row]) -> str:
@@ -84,10 +85,10 @@ def table(rows: list[Row]) -> str:
     ]
     step = []
     for row in where(rows, kind="step"):
-        base = milliseconds(rows, row["job"]["setting"], "infonce")
+        base = milliseconds(rows, row["job"]["setting"], "infonce", row["images"])
         ms = statistics.median(row["ms"])
         ratio = f"{ms / base:.2f}" if base else "–"
-        step.append({**row["job"], "median": ms, "ratio": ratio})
+        step.append({**row["job"], **row, "median": ms, "ratio": ratio})
     memory = []
     for row in where(rows, kind="memory"):
         (least,) = where(rows, **{**row["job"], "method": "infonce"}) or [row]
@@ -95,18 +96,20 @@ def table(rows: list[Row]) -> str:
         memory.append({**row["job"], **row, "peak": row["peak_bytes"] / 2**20, "ratio": ratio})
     first = """method|b|state, bytes per item (d = 128)|encodes|without gradient, m = 100,000
         {method}|{b}|{bytes:.3g}|{encodes}|{encodes_without_gradient}"""
-    second = """setting|method|peak of a step, MiB|against InfoNCE|device
-        {setting}|{method}|{peak:.4g}|{ratio}|{device}"""
-    third = """setting|method|ms per step|against InfoNCE
-        {setting}|{method}|{median:.2f}|{ratio}"""
+    second = """setting|m|method|peak of a step, MiB|against InfoNCE|device
+        {setting}|{images}|{method}|{peak:.4g}|{ratio}|{device}"""
+    third = """setting|m|method|ms per step|against InfoNCE
+        {setting}|{images}|{method}|{median:.2f}|{ratio}"""
     parts = (first, state), (second, memory), (third, step)
     return "\n\n".join(pages.filled(*part) for part in parts if part[1])
 
 
 def draw(rows: list[Row]) -> dict[str, Any]:
-    """State against m; time of a step."""
-    figure, (left, right) = pages.panels(2)
-    state, step = where(rows, kind="state", b=32), where(rows, kind="step")
+    """State against m; time of a step by setting, and against m."""
+    figure, (left, middle, right) = pages.panels(3)
+    state, timed = where(rows, kind="state", b=32), where(rows, kind="step")
+    sizes = [row["images"] for row in timed]
+    step = [row for row in timed if row["images"] == statistics.mode(sizes)]
     for method in distinct(state, "method"):
         found = where(state, method=method)
         label, size = title_of(method), [row["state_bytes"] for row in found]
@@ -118,23 +121,30 @@ def draw(rows: list[Row]) -> dict[str, Any]:
         number = names.index(row["job"]["method"]) - (len(names) - 1) / 2
         place = settings.index(row["job"]["setting"]) + number / (len(names) + 1)
         tint = colour(row["job"]["method"])
-        right.bar(place, statistics.median(row["ms"]), 0.9 / (len(names) + 1), color=tint)
-    right.set_xticks(range(len(settings)), settings, fontsize=7)
-    right.set(ylabel="ms per step")
+        middle.bar(place, statistics.median(row["ms"]), 0.9 / (len(names) + 1), color=tint)
+    middle.set_xticks(range(len(settings)), settings, fontsize=7)
+    middle.set(ylabel="ms per step", title=f"m = {step[0]['images']:,}" if step else None)
+    for method in names:
+        found = sorted(where(timed, method=method, setting=settings[0]), key=lambda r: r["images"])
+        times = [statistics.median(row["ms"]) for row in found]
+        right.plot([row["images"] for row in found], times, ".-", color=colour(method))
+    if settings:
+        right.set(xscale="log", xlabel="m", ylabel="ms per step", title=settings[0], ylim=(0, None))
     return {"cost": figure}
 
 
 # ---------------------------------------------------------------------- accuracy against seconds
 
 
-def timed(rows: list[Row]) -> list[Row]:
+def in_seconds(rows: list[Row]) -> list[Row]:
     """Runs of `stl10` whose curves have the seconds of a run alone, where there are two methods."""
     cost = [row for row in rows if row["record"] == "cost"]
     found = []
     for row in rows:
         if row["record"] != "stl10" or not row.get("complete", True):
             continue
-        ms = milliseconds(cost, row["job"]["setting"], row["job"]["method"])
+        job, images = row["job"], row["config"]["images"]
+        ms = milliseconds(cost, job["setting"], job["method"], images)
         if ms is not None:
             curve = [{**p, "seconds": p["step"] * ms / 1e3} for p in row["curve"]]
             found.append({**row, "curve": curve})
@@ -165,7 +175,7 @@ def reached(rows: list[Row], target: float) -> float | None:
 
 def time_table(rows: list[Row]) -> str:
     """Seconds until a probe that every seed of the figures' methods reaches: 98 % of the lowest."""
-    lines, runs = [], timed(rows)
+    lines, runs = [], in_seconds(rows)
     for case, here in accuracy.by_case(runs).items():
         of = {method: where(here, method=method) for method in distinct(here, "method")}
         main = [row for method in reproduced(small=False) for row in of.get(method, [])]
@@ -184,7 +194,7 @@ def time_table(rows: list[Row]) -> str:
 
 def time_draw(rows: list[Row]) -> dict[str, Any]:
     """Linear probe and 1-NN against seconds, a panel per setting."""
-    runs = timed(rows)
+    runs = in_seconds(rows)
     keys = ("probe", "knn1") if runs else ()
     return {f"time-{key}": accuracy.figure("method", runs, key, "seconds") for key in keys}
 

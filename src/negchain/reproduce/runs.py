@@ -61,7 +61,7 @@ def time_steps(job: Row, steps: int) -> Row:
     with prepared(job) as (run, graph):
         timed = Timed(stepper(run), run.device)
         times = [milliseconds(timed, steps) for _ in range(6)]
-        return {"ms": sorted(times[1:]), "graph": graph}
+        return {"ms": sorted(times[1:]), "images": run.task.num_samples, "graph": graph}
 
 
 def peak_memory(job: Row) -> Row:
@@ -80,13 +80,15 @@ def peak_memory(job: Row) -> Row:
         with prepared(job) as (run, _):
             _steps(run)
             peak = torch.cuda.max_memory_allocated() - held
-        return {"peak_bytes": peak, "device": torch.cuda.get_device_name()}
+            images = run.task.num_samples
+        return {"peak_bytes": peak, "images": images, "device": torch.cuda.get_device_name()}
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it writes about itself
     cpu = [torch.profiler.ProfilerActivity.CPU]
     profiler = torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True)
     with profiler as profile:
         with prepared(job) as (run, _), torch.profiler.record_function("first steps"):
             _steps(run)
+            images = run.task.num_samples
     events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
     begin = next(event.start_ns() for event in events if event.name() == "first steps")
     peak = held = 0
@@ -94,7 +96,7 @@ def peak_memory(job: Row) -> Row:
         if event.name() == "[memory]":
             held += event.nbytes()
             peak = max(peak, held) if event.start_ns() >= begin else peak
-    return {"peak_bytes": peak, "device": "CPU"}
+    return {"peak_bytes": peak, "images": images, "device": "CPU"}
 
 
 def _steps(run: trainer.Run) -> None:
