@@ -220,6 +220,10 @@ def test_another_width_is_refused(options) -> None:
             lambda: EMC2Loss(2, views="paired", num_keys=3, key_counts=torch.ones(3) > 0),
             "key_counts must.*bool.*bincount",
         ),
+        *(
+            (lambda kind=kind: kind(10, key_counts=torch.ones(3)), "key_counts= .*num_keys=None")
+            for kind in (InfoNCELoss, SogCLRLoss, EMC2Loss, ImportanceLoss, NegativeCacheLoss)
+        ),
         (lambda: NegativeCacheLoss(10, refresh=1.5), "refresh.*1.5"),
         (lambda: EMC2Loss(10, kernel="gibbs"), "kernel.*gibbs"),
         (lambda: LargeBatchEMC2Loss(10, kernel="gibbs"), "kernel.*gibbs"),

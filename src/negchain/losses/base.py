@@ -131,6 +131,11 @@ class ContrastiveLoss(Reporting):
         sizes = [num_samples or 0, num_keys or 0, ids_per_item]
         self.add_state("sizes", torch.tensor(sizes, dtype=torch.int64))
         self._counts_keys = num_keys is not None and key_counts is None  # on the way
+        if num_keys is None and key_counts is not None:
+            raise ValueError(
+                "key_counts= (of a corpus of keys) goes with num_keys=, got num_keys=None; pass "
+                "num_keys= and views='paired' too, or leave key_counts out"
+            )
         if num_keys is not None:
             counts = columns.first_counts(key_counts, num_keys)
             self.add_state("key_counts", counts, given=key_counts is not None)
