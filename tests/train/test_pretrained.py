@@ -38,8 +38,11 @@ def test_a_link_is_read_and_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
         start_from(target, str(tmp_path / "pipe.safetensors"))
 
 
+WRAPPED = ("module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module.")
+
+
 @pytest.mark.parametrize(
-    "kind", ["plain", "old", "lightning", "module", "whole", "safetensors", "exported"]
+    "kind", ["plain", "old", "lightning", "whole", "safetensors", "exported", *WRAPPED]
 )
 def test_files_as_people_have_them(kind: str, tmp_path: Path) -> None:
     source, target = encoder(1), encoder(2)
@@ -52,8 +55,8 @@ def test_files_as_people_have_them(kind: str, tmp_path: Path) -> None:
     elif kind == "lightning":
         named = {f"backbone.{name}": value for name, value in weights.items()}
         torch.save({"epoch": 3, "state_dict": named}, path)
-    elif kind == "module":
-        torch.save({"model": {f"module.{k}": v for k, v in weights.items()}}, path)
+    elif kind in WRAPPED:
+        torch.save({"model": {kind + name: value for name, value in weights.items()}}, path)
     elif kind == "whole":
         torch.save(source.state_dict(), path)
     elif kind == "exported":
@@ -65,6 +68,20 @@ def test_files_as_people_have_them(kind: str, tmp_path: Path) -> None:
     assert not same_backbone(source, target)
     note = start_from(target, str(path))
     assert same_backbone(source, target) and str(path) in note and "fresh" not in note
+
+
+@pytest.mark.parametrize("suffix", ["pt", "safetensors"])
+def test_a_compiled_encoder_brings_its_projector_too(suffix: str, tmp_path: Path) -> None:
+    source, target = encoder(1), encoder(2)
+    source.backbone = torch.compile(source.backbone)  # type: ignore[assignment]
+    weights = {f"module.{name}": t.contiguous() for name, t in source.state_dict().items()}
+    assert any(name.startswith("module.backbone._orig_mod.") for name in weights)
+    path = tmp_path / f"weights.{suffix}"
+    torch.save(weights, path) if suffix == "pt" else save_file(weights, path)
+    start_from(target, str(path))
+    assert same_backbone(source, target)
+    head = target.projector.state_dict()
+    assert all(torch.equal(value, head[n]) for n, value in source.projector.state_dict().items())
 
 
 def test_what_does_not_fit_stays_fresh_and_is_named(tmp_path: Path) -> None:

@@ -23,8 +23,8 @@ from negchain.train.run_folder import is_run, load_run_config
 
 # Keys under which other people's checkpoints hold a state dict, and prefixes of its names.
 _WRAPPERS = ("state_dict", "model_state_dict", "model", "net", "encoder", "state")
-_PREFIXES = ("", "backbone.", "module.", "module.backbone.", "encoder.", "model.", "net.",
-             "model.backbone.", "encoder_q.", "module.encoder_q.", "image.backbone.")  # fmt: skip
+_PREFIXES = ("", "backbone.", "encoder.", "model.", "net.", "model.backbone.", "encoder_q.",
+             "image.backbone.")  # fmt: skip
 
 
 KEPT = "kept"
@@ -131,7 +131,7 @@ def read_weights(path: Path) -> dict[str, Any]:
     try:
         with open_plain(path.resolve()) as file:  # the user named it: a link of a cache is fine
             if path.suffix == ".safetensors":
-                return load_file(path)
+                return _plain_names(load_file(path))
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as archive:
                 content = checkpoint.load_tensors(archive, old=True)
     except Exception as error:  # half a file, or not a file of weights at all
@@ -142,9 +142,22 @@ def read_weights(path: Path) -> dict[str, Any]:
     while isinstance(content, dict):
         inner = next((content[k] for k in _WRAPPERS if isinstance(content.get(k), dict)), None)
         if inner is None:
-            return content
+            return _plain_names(content)
         content = inner
     raise ConfigError(f"--pretrained {path} holds no state dict, but {type(content).__name__}")
+
+
+def _plain_names(weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what `torch.compile` (of the model or a part) and DDP put into names, in any order.
+
+    Example:
+        >>> _plain_names({"_orig_mod.module.fc.weight": 1, "module.backbone._orig_mod.0.bias": 2})
+        {'fc.weight': 1, 'backbone.0.bias': 2}
+    """
+    return {
+        str(name).replace("_orig_mod.", "").removeprefix("module."): value
+        for name, value in weights.items()
+    }
 
 
 def used_by(run: Path, encoder: Any) -> str:
