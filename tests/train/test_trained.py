@@ -133,6 +133,16 @@ def test_pictures_that_are_not_read_are_named(
         assert capsys.readouterr().err == "note: the split valid is not read\n"
 
 
+@pytest.mark.parametrize("words", ["evaluate", "embed --out a.npz", "duplicates --out a.html"])
+def test_root_is_where_downloaded_data_sets_lie(
+    words: str, run: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert command(words, run, "--data cifar10 --root", tmp_path / "sets") == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"cifar10 cannot be read from {tmp_path / 'sets'}" in said
+
+
 @pytest.mark.parametrize("suffix", ["npz", "csv", "parquet"])
 def test_embed_writes_file_and_class_names(
     run: Path, photos: Path, tmp_path: Path, suffix: str

@@ -208,6 +208,7 @@ def duplicates(
     ] = None,
     above: Annotated[float, typer.Option(help="Least cosine similarity of a pair.")] = 0.98,
     checkpoint: Checkpoint = "kept",
+    root: Root = "data",
     device: Device = "auto",
     import_: Import = None,
 ) -> None:
@@ -228,7 +229,7 @@ def duplicates(
         raise ConfigError(
             f"{table} would be overwritten, and it is no table of duplicates; choose another --out"
         )
-    trained = load_run_encoder(run, device, which=checkpoint)
+    trained = load_run_encoder(run, device, root, checkpoint)
     _note(trained.notes)
     found = trained.read(data or trained.config.data)
     _note(found.notes)
