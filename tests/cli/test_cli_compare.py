@@ -121,3 +121,16 @@ def test_a_killed_run_is_not_told_by_an_earlier_failure(
     on_gpu("kill -9 $$")
     assert negchain(COMPARE, "--seeds 1 --out", tmp_path / "out") == 1
     assert "failed: exit status -9" in capsys.readouterr().err
+
+
+def test_several_processes_of_torchrun_are_refused(
+    tmp_path: Path, capsys: Capture, monkeypatch: Patch
+) -> None:
+    """Each started runs of its own, and these waited for each other."""
+    monkeypatch.setattr(compare.Runs, "train", lambda *_, **__: pytest.fail("a run began"))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert negchain(COMPARE, "--out", tmp_path / "out") == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "compare must be one process, and torchrun started 2; start it without" in said
+    assert not (tmp_path / "out").exists()

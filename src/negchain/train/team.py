@@ -121,11 +121,16 @@ def here() -> Team:
     return _here
 
 
+def is_one_of_several() -> bool:
+    """Whether torchrun started this process and others beside it."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("WORLD_SIZE") != "1"
+
+
 @contextmanager
 def joined(patience: float = PATIENCE) -> Iterator[Team]:
     """Join the other processes of torchrun, where it started this one, with so much patience."""
     global _here
-    if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("WORLD_SIZE") == "1":
+    if not is_one_of_several():
         yield _here
         return
     import torch
