@@ -45,6 +45,20 @@ def test_isir_with_a_held_key_the_batch_never_proposes() -> None:
     assert torch.isfinite(queries.grad).all()
 
 
+@pytest.mark.parametrize("index, held", [([3, 5, 2], 2), ([3, 5, 26], 19), ([3, 5, -2], 0)])
+@pytest.mark.parametrize("views", ["shared", "paired"])
+def test_what_a_marked_sample_is_taken_for_is_still_held(views, index, held, monkeypatch) -> None:
+    """As on a GPU: i-SIR dropped the held state of rows beside a bad sample of its id."""
+    monkeypatch.setattr("negchain.losses.batch.fit_for_numpy", lambda z: False)
+    z = unit(torch.randn(3, 5, generator=torch.manual_seed(0)))
+    loss_fn = EMC2Loss(20, 100.0, "isir", views=views, symmetric=False)
+    loss_fn.chains.states[0, [3, 5]] = held  # as near as can be: the chains stay there
+    bad = z.clone()
+    bad[2] = torch.nan if held == 2 else bad[2]
+    loss_fn(bad, z, torch.tensor(index), encode=lambda ids: z)
+    assert loss_fn.chains.states[0, [3, 5]].tolist() == [held, held]
+
+
 @pytest.mark.parametrize("kernel", ["mh", "isir"])
 def test_the_value_where_chains_hold_what_no_column_could_be(kernel) -> None:
     """Draws leave out what the chains hold: the value was inf, and with it every step skipped."""

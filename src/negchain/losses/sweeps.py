@@ -108,7 +108,9 @@ def as_set(
     batch = side.items_of(side.key_ids[:, kind.first : kind.last])
     names = batch.repeat_interleave(side.num_rows // len(batch), 0)
     logits = logits.masked_fill(repeated_items(side, kind), -math.inf)
-    held = side.items_of(ids)[:, None] == names
+    # what no row may use is a marked sample's column: no item of the batch, whatever its id
+    there = ~side.excluded[:, kind.first : kind.last].all(0)
+    held = (side.items_of(ids)[:, None] == names) & there
     if side.ids_per_item > 1:
         return start, logits.masked_fill(held & (start > -math.inf)[:, None], -math.inf)
     return start.masked_fill(held.any(1), -math.inf) + math.log(side.copies), logits

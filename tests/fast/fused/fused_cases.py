@@ -392,7 +392,7 @@ PROMISES = (
 QUICK = {
     "shared", "paired-all", "isir-cached-all", "sogclr-paired-all", "dcl-paired", "infonce",
     "both", "isir-one-copy", "tiles-one-item", "nan: rows", "refusals", "scan", "thinned_scan",
-    "draw_bits", "launched_elsewhere", "bad_carried", "late_first_proposal",
+    "draw_bits", "launched_elsewhere", "bad_carried", "held_by_a_bad_item", "late_first_proposal",
     "backward_under_autocast",
     "planted: another seed", "planted: burn-in off by one", "planted: carried weight dropped",
 }  # fmt: skip

@@ -12,6 +12,7 @@ from negchain import (
     MH,
     DCLLoss,
     EMC2Loss,
+    InBatch,
     InfoNCELoss,
     LargeBatchEMC2Loss,
     SogCLRLoss,
@@ -78,6 +79,22 @@ def bad_carried() -> list[str]:
     loss_fn, index = EMC2Loss(64, 5.0, backend="fused"), torch.arange(8)
     loss = loss_fn(z_a, z_b, index, loss_fn.request(index).answer(held))
     return [] if torch.isnan(loss) else [f"loss {float(loss)}"]
+
+
+def held_by_a_bad_item() -> list[str]:
+    """i-SIR: rows that hold an item which is not finite in this batch go on holding it."""
+    z, _, _ = _views(4)
+    z = torch.nn.functional.normalize(z, dim=1)
+    bad, index, found = z.clone(), torch.tensor([3, 5, 6, 2]), []
+    bad[3, 0] = float("nan")
+    for options in ({}, {"symmetric": False}, {"views": "paired"}, {"proposals": InBatch()}):
+        loss_fn = EMC2Loss(20, 100.0, "isir", backend="fused", **options)
+        loss_fn.chains.states[:, index[:3]] = 2  # as near as can be: the chains stay there
+        sides = (lambda ids: z,) * loss_fn.num_sides
+        loss_fn(bad, z, index, encode=sides if len(sides) == 2 else sides[0])
+        states = loss_fn.chains.states[:, index[:3]]
+        found += [] if bool((states == 2).all()) else [f"{options}: {states.tolist()}"]
+    return found
 
 
 def far_negatives() -> list[str]:
@@ -166,6 +183,7 @@ INPUTS = (
     any_integers_as_ids,
     missing_index,
     bad_carried,
+    held_by_a_bad_item,
     far_negatives,
     bad_duplicate,
     late_first_proposal,

@@ -8,6 +8,7 @@ Shapes: as in `layout_triton`; those of tiles as in `tiles_triton`.
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -53,6 +54,9 @@ def walk(
     same = plan.index  # unused where it is not counted
     if plan.weighting == "isir":
         walked.repeated = repeated(plan.index, walked.valid).repeat(plan.copies)
+        # {carried state} and batch are a set: a carried state that is in the batch counts once
+        as_walked = walked.start_logit[1].view(plan.views, -1)
+        as_walked.masked_fill_(_is_in_batch(walked, plan), -math.inf)
     if plan.tiled:
         same = num_equal(plan.index, walked.valid)
         _tiles(walked, same, plan)
@@ -78,11 +82,6 @@ def _prepare(
     else:
         times_from = "given"
         times = proposal_times(plan.seed, plan.step, rng.FOR_ORDER + 16 * plan.side, size)
-    in_batch = times
-    if plan.weighting == "isir":
-        assert plan.states is not None
-        held = carried_ids(plan.states, plan.side, plan.index, plan.seed)
-        in_batch = is_among(held, plan.index).int()
 
     new = partial(torch.empty, dtype=torch.float32, device=device)
     walked = Walked(
@@ -100,18 +99,25 @@ def _prepare(
     items = triton.next_power_of_2(plan.copies * size) if times_from == "count" else 1
     unused = walked.positive
     layout_triton.prepare_kernel[(columns // plan.copies,)](
-        a, b, given(carried if plan.keys is None else plan.keys, unused), plan.index, in_batch,
+        a, b, given(carried if plan.keys is None else plan.keys, unused), plan.index,
         given(plan.states, unused), times, plan.step, walked.beta, walked.step, walked.queries,
         walked.pool, walked.pool_ids, walked.penalty, walked.column, walked.norms, walked.positive,
         walked.start_similarity, walked.start_logit, walked.valid, walked.held,
         0.0 if isinstance(beta, Tensor) else beta, rng.seed_key(plan.seed), size, columns,
         plan.num_samples, SIDE=plan.side, D=dim, WIDTH=width, STRIDE=stride, ITEMS=items,
         SHARED=plan.shared, VIEWS=plan.views, CARRIED=plan.carried, TIMES=times_from,
-        TILE=tiles_triton.TILE if plan.tiled else 1, CHECK_BATCH=plan.weighting == "isir",
+        TILE=tiles_triton.TILE if plan.tiled else 1, ISIR=plan.weighting == "isir",
         COPIES=plan.copies, NORMALIZE=plan.normalize, FIXED=not isinstance(beta, Tensor),
         num_warps=max(1, min(8, max(width, items) // WIDTH_OF_A_WARP)),
     )  # fmt: skip
     return walked
+
+
+def _is_in_batch(walked: Walked, plan: Plan) -> Tensor:  # [B] bool
+    """Whether an item's carried state is a valid item of the batch."""
+    assert plan.states is not None
+    held = carried_ids(plan.states, plan.side, plan.index, plan.seed)
+    return is_among(held, torch.where(walked.valid == 3, plan.index, -1))
 
 
 def _rows(walked: Walked, plan: Plan) -> None:

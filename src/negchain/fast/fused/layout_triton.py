@@ -101,7 +101,6 @@ def prepare_kernel(
     b_ptr,  # [B,D] keys, or second view
     carried_ptr,  # "encode" [B,D], "cached" the table [M,D], else unused
     index_ptr,  # [B] chain of each item, and id of its key
-    in_batch_ptr,  # [B] whether the carried state is an item of the batch (i-SIR)
     states_ptr,
     times_ptr,  # [B] time at which each item is proposed, where it is not counted here
     counter_ptr,  # the caller's step, which `commit` counts on
@@ -114,7 +113,7 @@ def prepare_kernel(
     SHARED: tl.constexpr, VIEWS: tl.constexpr, CARRIED: tl.constexpr,
     TIMES: tl.constexpr,  # "items", "count" or "given"
     TILE: tl.constexpr,  # columns of a tile are in bit-reversed order; 1: no tiles
-    CHECK_BATCH: tl.constexpr, COPIES: tl.constexpr, NORMALIZE: tl.constexpr, FIXED: tl.constexpr,
+    ISIR: tl.constexpr, COPIES: tl.constexpr, NORMALIZE: tl.constexpr, FIXED: tl.constexpr,
 ):  # fmt: skip
     """Rows, columns and carried state of an item."""
     item = tl.program_id(0)
@@ -195,12 +194,9 @@ def prepare_kernel(
     tl.store(positive_ptr + item, positive)
     if CARRIED != "none":  # ---- the carried state
         usable = held_id != chain
-        walks = usable  # i-SIR: a carried state that is in the batch is counted once
-        if CHECK_BATCH:
-            walks = usable & (tl.load(in_batch_ptr + item) == 0)
         if CARRIED == "cached":
             seen = _all(_is_finite(held))
-            usable, walks = usable & seen, walks & seen
+            usable = usable & seen
             held = tl.where(seen, held, 0.0)
             tl.store(held_ptr + at, held, mask=wide)  # the table may change before `finish`
         for view in tl.static_range(VIEWS):
@@ -211,9 +207,9 @@ def prepare_kernel(
             tl.store(start_similarity_ptr + row, similarity)
             tl.store(start_logit_ptr + row, tl.where(usable, logit, float("-inf")))
             row += VIEWS * num_items
-            if COPIES == 2 and CHECK_BATCH:  # the set holds the carried item as often as any other
+            if COPIES == 2 and ISIR:  # the set holds the carried item as often as any other
                 logit += 0.6931471805599453
-            tl.store(start_logit_ptr + row, tl.where(walks, logit, float("-inf")))
+            tl.store(start_logit_ptr + row, tl.where(usable, logit, float("-inf")))
 
 
 @triton.jit
