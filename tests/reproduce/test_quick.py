@@ -11,9 +11,10 @@ from negchain import reproduce
 from negchain.cli import run
 from negchain.reproduce import common
 
+SLOW = [name for name in reproduce.NAMES if name not in ("stationarity", "time")]
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in reproduce.NAMES if name != "stationarity"])
+
+@pytest.mark.parametrize("name", ["time", *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW)])
 def test_a_quick_experiment_ends_in_a_table_and_figures(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
