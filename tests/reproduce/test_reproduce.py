@@ -19,6 +19,7 @@ import torch
 from PIL import Image
 from torch import nn
 from torch.nn.functional import normalize
+from torchvision.datasets import stl10
 
 from negchain import reproduce
 from negchain.cli import run
@@ -202,6 +203,52 @@ def test_first_images_of_a_built_in_set_are_its_labelled_ones(monkeypatch) -> No
     data = SimpleNamespace(pretrain=ImageSet(tuple(names), None, pixels))
     monkeypatch.setattr(stationarity, "load_data", lambda *args, **options: data)
     assert stationarity.first_images("stl10", 14, 1).flatten().tolist() == list(range(14))
+
+
+def test_a_built_in_set_is_fetched_where_that_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`reproduce` said "add --download to fetch it", an option that it refused."""
+    fetched: list[str] = []
+
+    def fetch(url: str, root: Any, **known: Any) -> None:
+        """What the archive holds, of 48 labelled pictures, 2 others and 2 to test."""
+        fetched.append(url)
+        folder = Path(root) / "stl10_binary"
+        folder.mkdir(parents=True)
+        generator = torch.Generator().manual_seed(0)
+        for split, count in (("train", 48), ("unlabeled", 2), ("test", 2)):
+            pixels = torch.randint(0, 256, (count * 3 * 96 * 96,), generator=generator)
+            (folder / f"{split}_X.bin").write_bytes(bytes(pixels.tolist()))
+            (folder / f"{split}_y.bin").write_bytes(bytes([1] * count))
+        (folder / "class_names.txt").write_text("bird")
+
+    monkeypatch.setattr(stl10, "download_and_extract_archive", fetch)
+    monkeypatch.setattr(stl10, "check_integrity", lambda path, md5: Path(path).exists())
+    monkeypatch.chdir(tmp_path)
+    words = ["reproduce", "stationarity", "--quick", "--methods", "dcl", "--device", "cpu"]
+
+    def refusal(*more: str) -> str:
+        assert run([*words, *more]) == 2 and not fetched
+        return " ".join(capsys.readouterr().err.split())
+
+    assert "add --download to fetch it" in refusal("--data", "stl10")
+    assert "--download belongs to --data cifar10 or stl10" in refusal("--download")
+    assert "--download belongs to --data cifar10 or stl10" in refusal("--data", ".", "--download")
+    assert not list(tmp_path.glob("runs/**/*.jsonl"))  # refused at once, not by every run
+    assert run([*words, "--data", "stl10", "--download"]) == 0 and len(fetched) == 1
+    assert run([*words, "--data", "stl10"]) == 0  # the record has that run
+    (row,) = common.read_rows(tmp_path / "runs/quick/stationarity.jsonl")
+    assert row["job"]["data"] == "stl10" and row["curve"][0]["step"] == 0
+
+
+@pytest.mark.parametrize("name", ["stl10", "burn-in", "finite-augmentations"])
+def test_jobs_take_the_built_in_sets(name: str) -> None:
+    with pytest.raises(ValueError, match="--data must name the images: .* stl10-unlabeled, which"):
+        reproduce.load(name).jobs(common.Options())
+    job = reproduce.load(name).jobs(common.Options(data="stl10-unlabeled"))[0]
+    config = config_of(job)
+    assert config.data == "stl10-unlabeled" and not config.download  # fetched before the runs
 
 
 def test_collapse_is_no_convergence() -> None:

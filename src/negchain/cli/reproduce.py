@@ -12,6 +12,7 @@ HELP = """Rerun experiments of the EMC² paper; records, tables and figures.
 For example:
 
     negchain reproduce theory                                # minutes on a CPU
+    negchain reproduce stl10 --data stl10-unlabeled --download
     negchain reproduce stl10 burn-in --data ./stl10 --minutes 8
     negchain reproduce stl10 --redraw                        # figures from the record
 
@@ -20,7 +21,13 @@ For example:
 
 def command(
     names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Experiments.")],
-    data: Annotated[str, typer.Option(help="Folder of images: train/, test/, unlabeled/.")] = "",
+    data: Annotated[
+        str,
+        typer.Option(help="A folder with train/, test/, unlabeled/, or stl10-unlabeled, stl10."),
+    ] = "",
+    download: Annotated[
+        bool, typer.Option("--download", help="Download cifar10 or stl10 into data/ first.")
+    ] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Small sizes: minutes on a CPU.")] = False,
     seeds: Annotated[int | None, typer.Option(help="Seeds 0 .. N-1.")] = None,
     epochs: Annotated[int | None, typer.Option(help="Epochs, instead of the paper's.")] = None,
@@ -41,16 +48,19 @@ def command(
     ] = False,
 ) -> int:
     """See `HELP`."""
-    from negchain.data.named import named_sources
+    from negchain.data.named import BUILT_IN, named_sources
     from negchain.progress import say
     from negchain.reproduce import common, load, pages
     from negchain.train.presets import ConfigError, choose
+    from negchain.train.resolve import resolve
 
     if jobs < 0:
         raise ConfigError(f"--jobs must be at least 0, got {jobs}; 0 chooses by machine")
     chosen = [choose("NAME", name, NAMES) for name in names]
     if data:
         named_sources(data)
+    if download:
+        resolve(None, {"data": data or None, "download": True})  # refuses what train refuses
     options = common.Options(
         data or None, quick, seeds, epochs, _words(methods), _words(settings), device
     )
@@ -58,6 +68,10 @@ def command(
     out = out or (Path("runs/quick") if quick else kept)  # small runs are no results
     failed = 0
     if not redraw:
+        if data in BUILT_IN:  # refused or fetched here, once, and not by every run
+            from negchain.data import load_data
+
+            load_data(data, download=download)
         processes = jobs or (8 if options.on_gpu() else 1)
         # what an experiment reads instead of a record of its own is run for it
         runs = list(dict.fromkeys(n for name in chosen for n in load(name).reads or (name,)))

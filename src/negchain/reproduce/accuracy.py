@@ -85,7 +85,10 @@ def with_options(settings: Row, options: Options) -> Row:
         kept = {k: v for k, v in settings.items() if k in ("norm", "proposal", "beta")}
         settings = {"norm": "none", "proposal": "batch", **kept, **QUICK}
     elif options.data is None:
-        raise ValueError("--data must name the folder of images (train/, test/, unlabeled/)")
+        raise ValueError(
+            "--data must name the images: a folder with train/, test/ and unlabeled/, or "
+            "stl10-unlabeled, which --download fetches"
+        )
     given = {"device": options.device, "data": options.data, "epochs": options.epochs}
     return {**settings, **{k: v for k, v in given.items() if v is not None}}
 
