@@ -86,7 +86,7 @@ def test_stationarity_has_the_papers_proposals_and_burn_in(scans: list) -> None:
 
 @pytest.mark.parametrize(("size", "steps"), [(32, 31), (32, 0), (32, 48), (256, 255)])
 def test_absolute_burn_in_reaches_the_scan(scans: list, size: int, steps: int) -> None:
-    settings = {"data": "digits", "batch_size": size}
+    settings = {"preset": f"stl10-b{size}", "data": "digits"}  # which proposes one copy
     chain = {"burn_in": steps, "copies": 2}
     config = config_of({"settings": settings, "method": "emc2", "seed": 0, "chain": chain})
     task = ImageTask(config, load_images(config))
