@@ -100,6 +100,40 @@ def test_burn_in_runs_the_papers_four(scans: list) -> None:
     assert found == {"P = 0": 0, "P = 16": 16, "P = 32": 32, "P = 48": 48, "ours": None}
 
 
+@pytest.mark.parametrize("name", [*accuracy.SETTINGS, *accuracy.IMAGENET])
+def test_a_settings_name_says_what_is_run(name: str, scans: list) -> None:
+    """Batch size (or pixels), norm, and "both" where both copies are proposed."""
+    size, norm, *more = name.split("-")
+    for known in (accuracy.SETTINGS, accuracy.IMAGENET):
+        if name not in known:
+            continue
+        settings = {**known[name], "data": "digits"}
+        config = config_of({"settings": settings, "method": "emc2", "seed": 0})
+        assert config.norm == norm
+        assert config.proposal == ("both" if "both" in more else "batch")
+        if size == "224px":
+            assert (config.image_size, config.batch_size) == (224, 256)
+            continue
+        batch = int(size.removeprefix("b"))
+        assert config.batch_size == batch
+        task = ImageTask(config, load_images(replace(config, image_size=8)))
+        visit(trainers_loss(task, SimpleNamespace(embedding_dim=8)), batch)
+        copies = 2 if "both" in more else 1
+        assert {steps for steps, _ in scans} == {copies * (batch - 1)}
+        if size == "b32" and norm == "batch":
+            assert config.lr == (1e-4 if "slow" in more else 3e-4)
+
+
+def test_numbers_of_stored_augmentations_differ() -> None:
+    jobs = accuracy.finite_augmentations(common.Options(data="digits", seeds=1))
+    cases: dict[tuple[str, str], list[int | None]] = {}
+    for job in jobs:
+        found = cases.setdefault((job["setting"], job["method"]), [])
+        found.append(config_of(job).augmentations)
+    for counts in cases.values():  # None: fresh ones
+        assert len(set(counts)) == len(counts) > 2 and None in counts
+
+
 def test_both_readings_of_simclr_are_run() -> None:
     jobs = accuracy.EXPERIMENTS["stl10"].jobs(common.Options(data="somewhere"))
     assert {"infonce", "dcl"} <= {job["method"] for job in jobs}
