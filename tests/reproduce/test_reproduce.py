@@ -100,6 +100,15 @@ def test_burn_in_runs_the_papers_four(scans: list) -> None:
     assert found == {"P = 0": 0, "P = 16": 16, "P = 32": 32, "P = 48": 48, "ours": None}
 
 
+def test_the_record_of_burn_in_says_what_ran() -> None:
+    """Its rows of before 2026-11-18 have the preset's proposals and burn-in for all."""
+    jobs = accuracy.burn_in(common.Options(quick=True, device="cpu"))
+    found = {job["burn-in"]: train(job, time.time())["config"] for job in jobs}  # a step each
+    told = {name: (config["proposal"], config["burn_in"]) for name, config in found.items()}
+    paper = {f"P = {steps}": ("both", pytest.approx(steps / 30)) for steps in (0, 8, 16, 24)}
+    assert told == {**paper, "ours": ("batch", 0.5)}
+
+
 @pytest.mark.parametrize("name", [*accuracy.SETTINGS, *accuracy.IMAGENET])
 def test_a_settings_name_says_what_is_run(name: str, scans: list) -> None:
     """Batch size (or pixels), norm, and "both" where both copies are proposed."""
