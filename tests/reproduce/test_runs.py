@@ -33,12 +33,13 @@ def test_peak_memory_is_what_a_step_holds_at_once(monkeypatch) -> None:
         torch.empty(50 * MIB, dtype=torch.uint8)
         kept = torch.empty(8 * MIB, dtype=torch.uint8)
         order = SimpleNamespace(batch=lambda number: None)
-        yield SimpleNamespace(step=Step(), order=order, kept=kept), False
+        task = SimpleNamespace(num_samples=9)
+        yield SimpleNamespace(step=Step(), order=order, task=task, kept=kept), False
 
     monkeypatch.setattr(runs, "prepared", prepared)
     monkeypatch.setattr(runs, "_load", lambda config: None)
     found = runs.peak_memory({"settings": {"device": "cpu"}, "method": "infonce", "seed": 0})
-    assert found["device"] == "CPU"
+    assert found["device"] == "CPU" and found["images"] == 9
     assert found["peak_bytes"] == pytest.approx(28 * MIB, abs=2**16)
 
 
