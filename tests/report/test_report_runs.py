@@ -208,13 +208,32 @@ def test_a_percentage_ends_at_100(values: list[float]) -> None:
         ("number", [-3.0, 0.0], ["−3", "−2", "−1", "0"]),
         ("number", [1e-5, 2e-5], ["1e−5", "1.25e−5", "1.5e−5", "1.75e−5", "2e−5"]),
         ("percent", [0.0, 4e-5], ["0", "1e−3 %", "2e−3 %", "3e−3 %", "4e−3 %"]),
+        ("percent", [0.0, 0.04], ["0 %", "1 %", "2 %", "3 %", "4 %"]),
+        ("number", [0.0012341, 0.0012344], ["1.2341e−3", "1.2342e−3", "1.2343e−3", "1.2344e−3"]),
+        ("number", [1e6 + 1, 1e6 + 4], ["1000001", "1000002", "1000003", "1000004"]),
     ],
 )
 def test_ticks_say_what_they_are(unit: str, values: list[float], texts: list[str]) -> None:
+    assert tick_labels(unit, values) == texts
+
+
+@pytest.mark.parametrize("sign", [-1, 1])
+@pytest.mark.parametrize("size", [1.2341e-3, 9.99e-3, 1.0, 1000.1, 1e6])
+@pytest.mark.parametrize("width", [2e-6, 3e-5, 2.2e-4, 0.5])  # relative to the size
+def test_ticks_are_told_apart_by_their_labels(sign: int, size: float, width: float) -> None:
+    """Small ones had three digits: those from 0.0012341 to 0.0012344 were all "1.23e−3"."""
+    ends = sorted([sign * size, sign * size * (1 + width)])
+    shown = [float(text.replace("−", "-")) for text in tick_labels("number", ends)]
+    places = ticks(*ends, 4)
+    np.testing.assert_allclose(shown, places, rtol=0, atol=1e-3 * (places[1] - places[0]))
+
+
+def tick_labels(unit: str, values: list[float]) -> list[str]:
+    """What stands beside the y axis of a chart of two points."""
     points = np.arange(2.0)
     line = Series("a", Curve(points, points, np.array(values)), None, "red")
     svg, _ = draw(Chart("k", "Loss", "", unit, [line]), "samples") or ("", {})
-    assert re.findall(r'text-anchor="end">([^<]*)<', svg) == texts
+    return re.findall(r'text-anchor="end">([^<]*)<', svg)
 
 
 @pytest.mark.parametrize("length", [1, 8, 24, 60])

@@ -182,19 +182,33 @@ def _y_ticks(unit: str, lines: Sequence[_Line]) -> FloatArray:
 
 
 def _y_text(unit: str, values: FloatArray) -> list[str]:
+    """The labels of ticks [n], with as many digits as the step between them needs."""
     suffix = " %" if unit == "percent" else ""
     if unit == "percent":
         values = values * 100
-    step = values[1] - values[0]
+    step = float(values[-1] - values[0]) / (len(values) - 1)
     if unit == "count" and values[-1] >= 1000:
         return [number(float(value), "count") for value in values]
-    if np.abs(values).max() < 0.01:
-        parts = [f"{value:.2e}".split("e") for value in values]
-        texts = [f"{float(m):g}e{int(e)}{suffix}" if float(m) else "0" for m, e in parts]
-        return [text.replace("-", "−") for text in texts]
     decimals = max(0, -math.floor(math.log10(step) + 1e-9))
     decimals += round(step, decimals) != round(step, decimals + 2)
-    return [f"{value + 0.0:.{decimals}f}{suffix}".replace("-", "−") for value in values]
+    if np.abs(values).max() < 0.01:
+        texts = [_power(value, decimals) + suffix * bool(value) for value in values]
+    else:
+        texts = [f"{value + 0.0:.{decimals}f}{suffix}" for value in values]
+    return [text.replace("-", "−") for text in texts]
+
+
+def _power(value: float, decimals: int) -> str:
+    """A small number to some decimals, as a multiple of a power of ten.
+
+    >>> _power(0.00123410, 8), _power(-0.002, 4), _power(0.0, 4)
+    ('1.2341e-3', '-2e-3', '0')
+    """
+    if value == 0:
+        return "0"
+    digits = max(0, decimals + math.floor(math.log10(abs(value)) + 1e-9))
+    multiple, power = f"{value:.{digits}e}".split("e")
+    return f"{multiple.rstrip('0').rstrip('.') if digits else multiple}e{int(power)}"
 
 
 def _x_ticks(axis: Axis, end: float) -> tuple[FloatArray, list[str], str]:
