@@ -135,10 +135,10 @@ class Progress:
 def in_words(seconds: float) -> str:
     """A span of time as people say it.
 
-    >>> in_words(8), in_words(95), in_words(4000), in_words(200_000)
-    ('8 s', '2 min', '1 h 7 min', '2 d 7 h')
+    >>> in_words(8), in_words(59.7), in_words(95), in_words(4000), in_words(200_000)
+    ('8 s', '1 min', '2 min', '1 h 7 min', '2 d 7 h')
     """
-    if seconds < 60:
+    if round(seconds) < 60:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
     if minutes < 60:

@@ -18,6 +18,7 @@ from fabricate_runs import (
     write_run,
 )
 from PIL import Image
+from test_measures import COUNTS
 
 from negchain.report import write_report
 
@@ -38,6 +39,7 @@ function point(svg, x, y) {
   svg.dispatchEvent(new PointerEvent("pointerleave"));
   return text;
 }
+root.dataset.counts = COUNTS.map((value) => format(value, "count")).join(" ");
 root.dataset.tip = point(document.querySelector(".by-samples svg.chart"), .5, .5);
 root.dataset.left = document.querySelectorAll(".tip").length;
 document.querySelectorAll("details").forEach((one) => { one.open = true; });
@@ -75,7 +77,8 @@ def dom(page: Path, profile: Path, *, read: bool, width: int = 500) -> str:
     if read:  # the page's own policy would, rightly, refuse the reader's script
         text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", text)
         page = page.with_suffix(".read.html")
-        page.write_text(text.replace("</body>", _READER), encoding="utf-8")
+        reader = _READER.replace("COUNTS", str(list(COUNTS)))
+        page.write_text(text.replace("</body>", reader), encoding="utf-8")
     assert CHROMIUM is not None
     done = subprocess.run(
         [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic",
@@ -115,6 +118,7 @@ def test_reading_a_run_page(tmp_path: Path) -> None:
     check(text)
     tip = outcome(text, "tip") or ""
     assert re.fullmatch(r"[\d.]+k samples 1-NN [\d.]+ % probe [\d.]+ %", tip.strip())
+    assert outcome(text, "counts") == " ".join(COUNTS.values())
     assert outcome(text, "left") == "0"
     assert (outcome(text, "map") or "").strip() == "0"  # the first class's first dot
     assert outcome(text, "before") == outcome(text, "after") == "true"

@@ -24,6 +24,8 @@ def number(value: float | None, unit: str = "number") -> str:
     ('97.3 %', '12.3k', '2.346', '–')
     >>> number(75.0, "seconds"), number(0.0), number(-3e-4), number(999_680, "count")
     ('1 min 15 s', '0', '−3.00e−4', '1M')
+    >>> number(9.995e11, "count"), number(2e15, "count")
+    ('1T', '2e+15')
     """
     if value is None or not math.isfinite(value):
         return "–"
@@ -31,17 +33,18 @@ def number(value: float | None, unit: str = "number") -> str:
         return f"{100 * value:.1f} %"
     if unit == "seconds":
         return _duration(value)
-    if unit == "count" and abs(value) >= 1000:
-        units = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
-        size, suffix = next(unit for unit in units if abs(value) >= 0.9995 * unit[0])
-        return f"{value / size:.3g}{suffix}"
+    if unit == "count" and 999.95 <= abs(value) < 9.995e14:  # 999.95 has 1000 as its four digits
+        units = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+        rounded = float(f"{value:.3g}")  # before its unit is chosen: 999,500 is 1M
+        size, suffix = next(unit for unit in units if abs(rounded) >= unit[0])
+        return f"{rounded / size:.3g}{suffix}".replace("-", "−")
     if 0 < abs(value) < 1e-3:
         return f"{value:.2e}".replace("e-0", "e-").replace("-", "−")
     return f"{value:.4g}".replace("-", "−")
 
 
 def _duration(seconds: float) -> str:
-    if seconds < 60:
+    if seconds < 59.95:  # which is a minute in three digits
         return f"{seconds:.3g} s"
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:

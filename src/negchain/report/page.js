@@ -7,9 +7,11 @@ const data = JSON.parse(document.getElementById("negchain-data").textContent);
 
 function format(value, unit) {
   if (unit === "percent") return (100 * value).toFixed(1) + " %";
-  if (unit === "count" && value >= 1000) {
-    const [size, suffix] = [[1e9, "G"], [1e6, "M"], [1e3, "k"]].find(([s]) => value >= s);
-    return +(value / size).toPrecision(3) + suffix;
+  if (unit === "count" && value >= 999.95 && value < 9.995e14) {
+    const rounded = +value.toPrecision(3);  // before its unit is chosen: 999,500 is 1M
+    const units = [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]];
+    const [size, suffix] = units.find(([s]) => rounded >= s);
+    return +(rounded / size).toPrecision(3) + suffix;
   }
   return String(+value.toPrecision(4)).replace("-", "−");
 }
