@@ -100,6 +100,23 @@ def test_values_that_differ_late_are_runs_of_their_own(launched: list[str], tmp_
     assert launched == ["dcl-lr=0.10000001-seed0", "dcl-lr=0.10000002-seed0"]
 
 
+def test_texts_that_differ_in_a_slash_are_runs_of_their_own(
+    launched: list[str], tmp_path: Path, monkeypatch
+) -> None:
+    """`/` was written `_`: a/b and a_b shared a folder, and only one of them was trained."""
+    monkeypatch.chdir(tmp_path)
+    encoders = ("a/b", "a_b", "a%2Fb")
+    for name in encoders:
+        Path(name).mkdir(parents=True)
+        Path(name, "config.json").write_text("{}")
+    Path("data").mkdir()
+    Path("data/corpus.jsonl").touch()
+    words = ["compare", "--methods", "dcl", "--tune", f"encoder={','.join(encoders)}"]
+    words += ["--task", "retrieval", "--data", "data", "--device", "cpu", "--quiet", "--out", "out"]
+    assert command_line(words) == 0
+    assert launched == [f"dcl-encoder={n}-seed0" for n in ("a%2Fb", "a_b", "a%252Fb")]
+
+
 @pytest.mark.parametrize(
     ("ends", "status", "words"),
     [

@@ -196,14 +196,17 @@ def _value(name: str, text: str) -> Any:
 def label(tuned: dict[str, Any]) -> str:
     """A combination as part of the name of a run's folder.
 
-    >>> label({"beta": 20.0, "lr": 5e-05})
-    '-beta=20-lr=5e-05'
+    Another one has another name: "/" is written %2F, and % then %25.
+
+    >>> label({"beta": 20.0, "lr": 5e-05}), label({"encoder": "models/a"})
+    ('-beta=20-lr=5e-05', '-encoder=models%2Fa')
     """
     # all digits: two values that print alike would share a folder
     shown = {
         k: f"{v}".removesuffix(".0") if isinstance(v, float) else str(v) for k, v in tuned.items()
     }
-    return "".join(f"-{name}={value.replace('/', '_')}" for name, value in shown.items())
+    named = {k: text.replace("%", "%25").replace("/", "%2F") for k, text in shown.items()}
+    return "".join(f"-{name}={text}" for name, text in named.items())
 
 
 def ended(run: Path) -> bool:
