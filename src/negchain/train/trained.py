@@ -5,7 +5,7 @@ Shapes: N images, C channels, S the encoder's side, F features.
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torchvision.transforms.functional import center_crop  # type: ignore[import-untyped]
+from torchvision.transforms.functional import to_pil_image  # type: ignore[import-untyped]
 
+from negchain.augment.pipeline import check_images
 from negchain.chunked import Chunked
 from negchain.data import ImageSet
 from negchain.data.decode import Decoded, num_cores
@@ -143,8 +144,7 @@ class Trained:
             return self.embed(pictures).features  # type: ignore[arg-type]
         if len(given) < len(pictures):
             raise ValueError("encode takes paths or PIL images, got some of each; make two calls")
-        squares = np.stack([Decoded.of(p, p.size).square(self.side) for p in given])
-        return self._features(self._channels(torch.from_numpy(squares)))
+        return self._features(self._squares(given))
 
     def encode_text(self, texts: Sequence[str]) -> Tensor:
         """Embeddings [N,D] float32 of texts, beside which those of `encode` lie (image-text)."""
@@ -214,6 +214,11 @@ class Trained:
         names = tuple(printable(path) for i, path in enumerate(paths) if i not in failed)
         return Found([ImageSet(names, None, self._channels(squares))], skipped=skipped)
 
+    def _squares(self, pictures: Iterable[Image.Image]) -> Tensor:  # [N,C,S,S]
+        """Central squares of at least one picture, as of those in files."""
+        squares = np.stack([Decoded.of(p, p.size).square(self.side) for p in pictures])
+        return self._channels(torch.from_numpy(squares))
+
     def _channels(self, squares: Tensor) -> Tensor:  # [N,3,S,S]
         """RGB as the encoder wants it: as it is, or in grey."""
         if self.encoder.encoder_config["channels"] == 3:
@@ -230,7 +235,9 @@ class Trained:
                 "convert them, or give PIL images or files"
             )
         if isinstance(images, Tensor):
-            images = center_crop(images, [min(images.shape[2:])])
+            check_images(images)
+            if len(images) and images.shape[2] != images.shape[3]:
+                images = self._squares(to_pil_image(image) for image in images)
         augment = recipe_for(self.config.recipe, self.side, channels)
         with self._judged():
             return embed_all(
