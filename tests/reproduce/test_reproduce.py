@@ -497,6 +497,19 @@ def test_jobs_below_nothing_are_refused(tmp_path: Path, monkeypatch, capsys) -> 
     assert "--jobs must be at least 0, got -1" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("minutes", ["nan", "-1", "-inf", "0", "inf"])
+def test_minutes_that_are_no_time_are_refused(minutes: str, tmp_path, monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
+    """With nan several processes ran nothing, in silence, and one ran everything."""
+    given: list[float] = []
+    monkeypatch.setattr(common, "perform", lambda *args, minutes, **more: given.append(minutes))
+    status = run(["reproduce", "theory", "--minutes", minutes, "--out", str(tmp_path)])
+    if minutes in ("0", "inf"):
+        assert status == 0 and given == [float(minutes)]
+    else:
+        said = " ".join(capsys.readouterr().err.split())
+        assert status == 2 and f"--minutes must be at least 0, got {minutes}; leave it out" in said
+
+
 def test_unknown_experiments_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["reproduce", "stl11"]) == 2
     assert "did you mean 'stl10'?" in capsys.readouterr().err

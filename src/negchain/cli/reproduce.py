@@ -1,5 +1,6 @@
 """`negchain reproduce`: the paper's experiments, rerun and recorded."""
 
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -56,6 +57,10 @@ def command(
 
     if jobs < 0:
         raise ConfigError(f"--jobs must be at least 0, got {jobs}; 0 chooses by machine")
+    if math.isnan(minutes) or minutes < 0:
+        raise ConfigError(
+            f"--minutes must be at least 0, got {minutes:g}; leave it out to start every run"
+        )
     chosen = [choose("NAME", name, NAMES) for name in names]
     if data:
         named_sources(data)
