@@ -497,6 +497,21 @@ def test_jobs_below_nothing_are_refused(tmp_path: Path, monkeypatch, capsys) -> 
     assert "--jobs must be at least 0, got -1" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "lines", [None, "", '{"record": "theory"}\n', '{"job": {}, "error": "x"}\n']
+)
+def test_a_record_without_runs_is_told_from_none(lines: str | None, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+    """An empty record was said not to be there."""
+    path = tmp_path / "theory.jsonl"
+    if lines is not None:
+        path.write_text(lines)
+    assert run(["reproduce", "theory", "--redraw", "--out", str(tmp_path)]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    none = f"there is no record {path};"
+    assert (none if lines is None else f"there are no runs in {path}, or only failed ones;") in said
+    assert "run `reproduce theory` first" in said
+
+
 @pytest.mark.parametrize("minutes", ["nan", "-1", "-inf", "0", "inf"])
 def test_minutes_that_are_no_time_are_refused(minutes: str, tmp_path, monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
     """With nan several processes ran nothing, in silence, and one ran everything."""

@@ -29,7 +29,11 @@ def redraw(
     read = experiment.reads or (name,)
     rows = [{**r, "record": of} for of in read for r in read_rows(records / f"{of}.jsonl")]
     if not rows:
-        raise ValueError(f"there is no record {records / name}.jsonl; run `reproduce {name}` first")
+        paths = [records / f"{of}.jsonl" for of in read]
+        empty = " and ".join(str(path) for path in paths if path.exists())
+        missing = f"there is no record {' or '.join(map(str, paths))}"
+        wrong = f"there are no runs in {empty}, or only failed ones" if empty else missing
+        raise ValueError(f"{wrong}; run `reproduce {name}` first")
     import matplotlib
 
     matplotlib.use("svg")
