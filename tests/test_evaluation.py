@@ -311,5 +311,5 @@ def test_refusals() -> None:
     broken = train_x.clone()
     broken[0, 0] = float("nan")
     for probe in (knn_accuracy, linear_probe, linear_probe_paper):
-        with pytest.raises(ValueError, match="1 values that are not"):
+        with pytest.raises(ValueError, match="1 value that is not"):
             probe(broken, train_y, test_x, test_y)

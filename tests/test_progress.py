@@ -31,6 +31,14 @@ def test_a_pipe_gets_a_line_every_half_minute(capsys: pytest.CaptureFixture[str]
     assert lines[-1] == "training: 91/1,000 steps, 15 min left"
 
 
+def test_one_of_something_is_no_plural(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress(True) as bar:
+        for nouns in ("steps", "runs done", "encoded"):
+            bar.begin(1, nouns, "training")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [f"training: 0/1 {noun}" for noun in ("step", "run done", "encoded")]
+
+
 def test_work_between_steps_is_told_until_the_next_word(capsys: pytest.CaptureFixture[str]) -> None:
     clock = Clock()
     with Progress(True, clock) as bar:

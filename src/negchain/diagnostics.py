@@ -144,7 +144,9 @@ def estimator_report(
     table = as_embedding(table, True)
     num_views, size, dim = table.shape
     if not 2 <= batch_size <= size:
-        raise ValueError(f"batch_size must be between 2 and the {size} samples, got {batch_size}")
+        raise ValueError(
+            f"batch_size must be from 2 to the number of samples, {size}, got {batch_size}"
+        )
     if steps < 2:
         raise ValueError(f"steps must be at least 2, one for each of two losses, got {steps}")
     warm_up = 10 * math.ceil(size / batch_size) if warm_up is None else warm_up

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from negchain.printable import counted
+
 PACKAGES = ("negchain", "torch", "torchvision", "timm", "transformers", "sentence-transformers",
             "open_clip_torch", "triton", "numpy", "scikit-learn")  # fmt: skip
 
@@ -29,7 +31,8 @@ def hardware(device: torch.device) -> str:
     text = listed.read_text() if listed.exists() else ""
     named = re.search(r"^model name\s*:\s*(.+)$", text, re.M)
     name = named[1].strip() if named else platform.processor() or platform.machine()
-    cpu = f"{os.cpu_count()} cores of {name}, {torch.get_num_threads()} threads"
+    threads = counted(torch.get_num_threads(), "thread", "threads")
+    cpu = f"{counted(os.cpu_count() or 1, 'core', 'cores')} of {name}, {threads}"
     return f"{torch.cuda.get_device_name()}, {cpu}" if device.type == "cuda" else cpu
 
 

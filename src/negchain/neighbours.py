@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from negchain.printable import counted
+
 Metric = Literal["cosine", "euclidean"]
 
 KNN_TEMPERATURE = 0.07
@@ -144,6 +146,6 @@ def check_features(*features: Tensor) -> None:
         if not x.isfinite().all():
             bad = int((~x.isfinite()).sum())
             raise ValueError(
-                f"features must be finite, got {bad} values that are not; the encoder has "
-                "diverged: lower the learning rate"
+                f"features must be finite, got {counted(bad, 'value that is', 'values that are')} "
+                "not; the encoder has diverged: lower the learning rate"
             )

@@ -1,4 +1,4 @@
-"""Text of other people (names of files, settings) made safe to show."""
+"""Text of other people (names of files, settings) made safe to show; numbers with their nouns."""
 
 from __future__ import annotations
 
@@ -26,6 +26,15 @@ def _written(character: str) -> str:
     if "\udc80" <= character <= "\udcff":  # how Python holds a byte that is not UTF-8
         return f"\\x{ord(character) - 0xDC00:02x}"
     return character.encode("unicode_escape").decode("ascii")
+
+
+def counted(number: int, one: str, many: str) -> str:
+    """A number before the words that go with it.
+
+    >>> counted(1, "image is", "images are"), counted(1200, "image is", "images are")
+    ('1 image is', '1,200 images are')
+    """
+    return f"{number:,} {one if number == 1 else many}"
 
 
 def reason(error: BaseException) -> str:

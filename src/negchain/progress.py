@@ -7,6 +7,7 @@ for markup (`[/]`) is shown as text.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -58,9 +59,13 @@ class Progress:
         self.begin(0, "")
 
     def begin(self, total: int, nouns: str, what: str = "", done: float = 0) -> None:
-        """Show `total` of something; `done` of them were made before this process began."""
+        """Show `total` of something; `done` of them were made before this process began.
+
+        `nouns` is in plural, with an s at the end of the first word.
+        """
         self.__exit__()
-        self._total, self._nouns, self._first, self._done = total, nouns, done, done
+        self._total, self._first, self._done = total, done, done
+        self._nouns = re.sub(r"s\b", "", nouns, count=1) if total == 1 else nouns
         self._began = self._shown = self._clock()
         self._what, self._within, self._text, self._moved = what, "", "", False
         if total and self._show and self._console.is_terminal:

@@ -211,7 +211,7 @@ def test_large_batches_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_record_says_where_and_what(measured: Path) -> None:
     plain = json.loads(measured.read_text())
     assert plain["commit"] and plain["versions"]["torch"] == torch.__version__.split("+")[0]
-    assert plain["seed"] == 3 and plain["quick"] is True and "cores" in plain["hardware"]
+    assert plain["seed"] == 3 and plain["quick"] is True and "core" in plain["hardware"]
     assert plain["command"] == "negchain bench --only tables,scan,trainer --device cpu --quick"
     assert re.fullmatch(r"\d{4}-\d\d-\d\d_bench_cpu\.json", measured.name)
     for table in plain["tables"].values():

@@ -68,7 +68,7 @@ def test_a_messy_folder_trains_and_names_what_it_left_out(run: Path) -> None:
     assert all(reason for _, reason in info["skipped"])
     assert (info["num_samples"], info["test"]) == (3 * 12 + 6, 3 * 6)
     assert info["classes"] == ["Vögel 鳥", "cat", "dog"]
-    assert any("1 files without an image suffix" in note for note in info["notes"])
+    assert any("1 file without an image suffix" in note for note in info["notes"])
     page = (run / "report.html").read_text()
     assert all(name in page for name in BAD)
     summary = json.loads((run / "summary.json").read_text())
@@ -81,6 +81,7 @@ def test_the_user_is_told_while_it_happens(
     assert negchain("train", TINY, "--steps 1 --data", messy, "--out", tmp_path / "run") == 0
     said = capsys.readouterr().err.replace("\n", " ")
     assert all(f"left out: {name}" in said for name in BAD)
+    assert "batch 8, 1 step, small-cnn" in said
 
 
 def test_a_messy_folder_evaluates_and_embeds(run: Path, messy: Path, tmp_path: Path) -> None:

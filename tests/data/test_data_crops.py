@@ -165,7 +165,7 @@ def test_the_evaluation_view_is_still_resize_and_centre_crop(originals: Path) ->
     ("sizes", "says"),
     [
         ([(48, 60)] * 3, "of the area and more are not enlarged"),
-        ([(48, 60), (24, 24)], "in the 1 that are large enough those of 11 %"),
+        ([(48, 60), (24, 24)], "in the 1 that is large enough those of 11 %"),
         ([(24, 24)] * 3, "none is that large, so small crops are enlarged"),
     ],
 )

@@ -240,7 +240,7 @@ def test_progress_goes_to_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[s
     decode_files([str(tmp_path / "a.png")], 4, workers=1, title=None)
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.splitlines() == [f"decoding pets: {n}/1 files" for n in (0, 1)]
+    assert captured.err.splitlines() == [f"decoding pets: {n}/1 file" for n in (0, 1)]
 
 
 def test_sizes_come_from_headers(tmp_path: Path) -> None:

@@ -264,7 +264,7 @@ def test_no_image_is_refused_and_one_is_read(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds 0 readable images; give"):
         load(tmp_path)
     (tmp_path / "IMG_1.HEIC").write_text("a phone's")
-    with pytest.raises(ValueError, match=r"0 readable images; 1 files .* \(.heic 1\); give"):
+    with pytest.raises(ValueError, match=r"0 readable images; 1 file without .* \(.heic 1\); give"):
         load(tmp_path)
     (tmp_path / "bad.png").write_text("no")
     with pytest.raises(ValueError, match="0 readable images and 1 unreadable .bad.png: not an im"):
@@ -341,7 +341,7 @@ def test_classes_without_a_test_split_have_one_held_out(
         named = ["cat" in name for name in part.names]
         assert [label == 0 for label in part.labels.tolist()] == named
     (note,) = [note for note in bundle.notes if "held out" in note]
-    assert "6 images, 20% of each of 2 classes" in note and "not pretrained on" in note
+    assert "6 images are held out" in note and ", 20% of each of 2 classes, and not" in note
     assert load(root, budget=budget).test.names == bundle.test.names
     half = load_data(str(root), holdout=0.5, progress=False)
     assert half.held_out == 15 and half.fingerprint != bundle.fingerprint

@@ -73,11 +73,14 @@ def test_a_link_is_no_folder_around_everything(tmp_path: Path) -> None:
     assert bundle.classes == () and any("leads out of the data" in note for note in bundle.notes)
 
 
-def test_a_stray_picture_takes_the_labels_with_a_word(tmp_path: Path) -> None:
-    classes(tmp_path, {"cat": 4, "dog": 4, ".": 2})
+@pytest.mark.parametrize(("stray", "told"), [(1, "1 image lies"), (2, "2 images lie")])
+def test_a_stray_picture_takes_the_labels_with_a_word(
+    stray: int, told: str, tmp_path: Path
+) -> None:
+    classes(tmp_path, {"cat": 4, "dog": 4, ".": stray})
     bundle = load(tmp_path)
     assert bundle.pretrain.labels is None
-    assert "2 images lie beside cat/ and dog/" in bundle.unprobed
+    assert f"{told} beside cat/ and dog/" in bundle.unprobed
     assert any(bundle.unprobed in note for note in bundle.notes)
 
 
@@ -118,7 +121,7 @@ def test_a_table_with_one_label_says_so(tmp_path: Path) -> None:
     rows = [f"cat/{n}.png,cat" for n in range(6)]
     (tmp_path / "t.csv").write_text("\n".join(["path,label", *rows]))
     bundle = load(tmp_path / "t.csv")
-    assert "probes need 2 classes to train on, and there are 1" in bundle.unprobed
+    assert "probes need 2 classes to train on, and there is 1" in bundle.unprobed
     assert any(bundle.unprobed in note for note in bundle.notes)
 
 

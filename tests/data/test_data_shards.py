@@ -182,7 +182,7 @@ def test_names_are_keys_and_do_not_move(tmp_path: Path) -> None:
     listing = list_shards(str(tmp_path))
     names = [file.name for file in listing.pretrain]
     assert names == ["a.tar/000.png", "a.tar/001.png", "b.tar/000.png", "b.tar/x/000.png"]
-    assert "1 of 4 pictures have no .cls member" in listing.notes[0]
+    assert "without a .cls member, and not probed: 1 of 4 pictures" in listing.notes[0]
 
 
 REFUSED: dict[str, tuple[Members, str]] = {

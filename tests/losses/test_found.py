@@ -222,7 +222,7 @@ def test_a_row_of_negative_cache_without_negatives_is_counted() -> None:
     known = torch.tensor([[-1] * 6, [*range(6)], [-1] * 6])
     loss_fn = NegativeCacheLoss(6, 2.0, views="paired", symmetric=False)
     loss_fn.fill(lambda ids: keys[ids])
-    with pytest.warns(UserWarning, match="1 rows had no negatives"):
+    with pytest.warns(UserWarning, match="1 row had no negatives"):
         loss_fn(keys[:3], keys[:3], index, known=known, encode=lambda ids: keys[ids])
     assert loss_fn.info["rows_without_negatives"] == 1
 

@@ -137,7 +137,7 @@ def test_wrong_draws(views) -> None:
         call = {name: value[:4] for name, value in call.items() if name in ("z_a", "z_b", "index")}
         half = Draw(torch.zeros(2, 3, dtype=torch.int64))  # once repeated for the other two rows
         call |= {"draw": (half,) * 2, "drawn": (encode(half.ids),) * 2, "encode": (encode,) * 2}
-        refused(loss_fn, call, "batch's 4 rows, got .2, 3.; pass one for each")
+        refused(loss_fn, call, "row of the batch, 4, got .2, 3.; pass one for each")
     other, call = prepared(("mh", {"views": views}))
     refused(other, {**call, "draw": Draw(INDEX), "drawn": call["z_a"]}, "proposals=Given")
 

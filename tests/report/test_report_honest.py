@@ -371,6 +371,9 @@ def test_the_confusion_matrix_counts_the_probes_answers(tmp_path: Path) -> None:
         r'class="edge" d="M([\d.]+) ([\d.]+)h', (tmp_path / "p.html").read_text()
     ).groups()
     assert (float(left), float(top)) == (35.6, 24)  # names that lie need no room to stand
+    art["probe_predicted"][1] = 0
+    page = page_of([write_run(tmp_path / "s", config, [], artifacts=art)], tmp_path / "s.html")
+    assert "1 of 5 answers is wrong" in page.text
 
 
 def test_a_comparison_shows_the_same_images_by_every_method(tmp_path: Path) -> None:

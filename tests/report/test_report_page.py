@@ -185,6 +185,14 @@ def test_poor_metrics_still_make_a_page(tmp_path: Path, lines: list[dict[str, An
         assert not any("nan" in (v or "") or "inf" in (v or "") for v in numbers)
 
 
+@pytest.mark.parametrize(("samples", "told"), [(50, "0.5 passes"), (100, "1 pass")])
+def test_one_pass_is_no_plural(samples: int, told: str, tmp_path: Path) -> None:
+    config = make_config(data_info={"num_samples": 100, "classes": [], "skipped": []})
+    lines = [{"step": 3, "samples": samples, "seconds": 1.0, "loss": 2.0}]
+    page = page_of([write_run(tmp_path / "run", config, lines)], tmp_path / "page.html")
+    assert f"{told} over 100" in page.text
+
+
 def test_odd_artifacts_still_make_a_page(tmp_path: Path) -> None:
     art = {
         "neighbour_queries": np.zeros((2, 4, 50, 40), np.uint8),

@@ -60,11 +60,13 @@ def test_other_layouts_and_a_holdout_that_is_said(name: str, where: str, tmp_pat
     for data in (tmp_path, tmp_path / name):
         pairs = read_pairs(str(data), holdout=0.2)
         assert (len(pairs.train), len(pairs.validation), pairs.test) == (16, 4, ())
-        assert "no validation split: 4 images, 20%, are held out with all" in pairs.notes[0]
+        assert "no validation split: 4 images are held out, 20%, with every" in pairs.notes[0]
         assert all(len(p.captions) == 2 for p in pairs.train + pairs.validation)
         assert not {p.name for p in pairs.train} & {p.name for p in pairs.validation}
         assert pairs.train[0].name.startswith(where)
     assert read_pairs(str(tmp_path), holdout=0.0).validation == ()
+    (note,) = read_pairs(str(tmp_path), holdout=0.05).notes
+    assert "no validation split: 1 image is held out, 5%" in note
 
 
 def test_a_table_may_have_semicolons(tmp_path: Path) -> None:
@@ -94,10 +96,10 @@ def test_a_split_column(tmp_path: Path) -> None:
         ([HEAD, ("a.png", "x"), ("b.png", "  ")], r"line 3 of a.csv has no caption \(b.png\)"),
         ([HEAD, ("a.png",)], r"line 2 of a.csv has no caption \(a.png\)"),
         ([HEAD, ("", "a dog")], r"line 2 of a.csv has no image \(a dog\)"),
-        ([HEAD, ("a.png", "x"), ("gone.png", "y")], r"1 are not: gone.png \(line 3\)"),
+        ([HEAD, ("a.png", "x"), ("gone.png", "y")], r"1 is not: gone.png \(line 3\)"),
         ([HEAD, *[("gone.png", "y"), ("away.png", "z")] * 5], r"2 are not: gone.png \(line 2\)"),
         ([HEAD, ("../\x1b.png", "y")], r"\\x1b.png"),
-        ([HEAD, ("a\0.png", "y")], "1 are not"),
+        ([HEAD, ("a\0.png", "y")], "1 is not"),
         ([(*HEAD, "split"), ("a.png", "x", "tets")], "split must be one of train, .*got 'tets'"),
         ([(*HEAD, "split"), ("a.png", "x", "train"), ("./a.png", "y", "test")], "in one split"),
     ],

@@ -576,7 +576,7 @@ def test_queries_without_words_are_left_out(folder: Path, tmp_path: Path) -> Non
     add(copy, "qrels/train.tsv", "blank\td3\t1")
     data = read_beir(copy, 0.2)
     assert "blank" not in (*data.train.ids, *data.validation.ids)
-    assert "2 queries of train.tsv have no positive or no text: left out" in data.notes  # and q2
+    assert "left out: 2 queries of train.tsv with no positive or no text" in data.notes  # and q2
 
 
 def add(folder: Path, name: str, *lines: dict | str) -> None:
@@ -596,7 +596,7 @@ def test_an_empty_document_is_no_positive(folder: Path, tmp_path: Path) -> None:
     with_it, without = (read_beir(f / "beir", 0.2) for f in (tmp_path, folder))
     relevant = [sum(map(len, data.test.relevant)) for data in (with_it, without)]
     assert relevant[0] == relevant[1] + 1  # a test stays as it was published
-    said = "2 positives of train.tsv are documents with no title and no text: left out"
+    said = "left out: 2 positives of train.tsv with no title and no text"
     assert said in with_it.notes and with_it.documents[-1] == ""
     assert (with_it.train, with_it.validation) == (without.train, without.validation)  # not q2
 
@@ -611,8 +611,9 @@ def test_no_query_is_in_two_splits(folder: Path, tmp_path: Path) -> None:
     data = read_beir(copy, 0.2)
     assert data.validation.ids == ["q6"] and len(data.test) == 8
     assert len(data.train) == 30 and not {"q6", "q9", "again4", "again6"} & set(data.train.ids)
-    said = "queries are held-out ones word for word, and left out"
-    assert f"1 validation {said}" in data.notes and f"4 training {said}" in data.notes
+    said = "word for word, and left out"
+    assert f"1 validation query is a held-out one {said}" in data.notes
+    assert f"4 training queries are held-out ones {said}" in data.notes
     shutil.copy(copy / "qrels" / "test.tsv", copy / "qrels" / "dev.tsv")  # then some are held out
     data = read_beir(copy, 0.2)
     splits = (data.train, data.validation, data.test)

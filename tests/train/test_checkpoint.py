@@ -157,6 +157,8 @@ def test_a_damaged_newest_one_is_never_kept_instead_of_a_good_one(tmp_path: Path
 
 def test_all_damaged_is_an_error_not_a_fresh_start(tmp_path: Path) -> None:
     save(tmp_path, state_of(1), 1, keep=2).write_bytes(b"x")
+    with pytest.raises(FileRefused, match="the only checkpoint in .* is damaged"):
+        load_latest(tmp_path)
     save(tmp_path, state_of(2), 2, keep=2).write_bytes(b"y" * 5000)
     with pytest.raises(FileRefused, match="all 2 checkpoints .* are damaged"):
         load_latest(tmp_path)

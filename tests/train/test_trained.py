@@ -187,7 +187,9 @@ def test_embed_takes_files_and_names_the_unreadable(
     options = ("--data", good, "--data", broken, "--data", tmp_path / "gone.png", "--out", out)
     assert command("embed", run, *options) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "1 embeddings" in text and re.search(r"\S*broken\.png \(not an image of a known", text)
+    assert "1 embedding of size" in text and re.search(
+        r"\S*broken\.png \(not an image of a known", text
+    )
     assert re.search(r"left out: \S*gone\.png \(no such file", text)
     assert command("embed", run, "--data", broken, "--out", out) == 2
     assert "no image could be read" in capsys.readouterr().err

@@ -24,6 +24,7 @@ from negchain import rng
 from negchain.augment import blur, colour, crop
 from negchain.augment.pictures import Images, Pictures
 from negchain.fast import augment as fused
+from negchain.printable import counted
 
 
 class Params(NamedTuple):
@@ -115,8 +116,9 @@ class Augmentation:
     def check_uniforms(self, uniforms: Tensor) -> None:
         """Raise ValueError unless `uniforms` is [N,num_uniforms]."""
         if uniforms.shape[1] != self.num_uniforms:
+            needed = counted(self.num_uniforms, "uniform", "uniforms")
             raise ValueError(
-                f"this augmentation needs {self.num_uniforms} uniforms per image, got "
+                f"this augmentation needs {needed} per image, got "
                 f"{uniforms.shape[1]}; draw uniforms of shape [N, num_uniforms]"
             )
 

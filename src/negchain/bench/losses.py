@@ -21,6 +21,7 @@ from negchain.bench.timing import Timed, graphed, interleaved, peak_bytes, relea
 from negchain.losses.base import ContrastiveLoss
 from negchain.losses.chains import ChainTable
 from negchain.methods import METHODS, LossSettings
+from negchain.printable import counted
 from negchain.weights.metropolis import Backend, mh_scan, scan_reference
 
 BETA = 14.28
@@ -88,8 +89,8 @@ def check(
     return Check(
         f"{name} = its readable twin, B = {len(z_a)}",
         apart <= tolerance and elsewhere <= 1 and gradient <= GRADIENT_TOLERANCE,
-        f"value within {apart:.1g}, {elsewhere} chains ended elsewhere, gradients within "
-        f"{gradient:.1g} of their norm",
+        f"value within {apart:.1g}, {counted(elsewhere, 'chain', 'chains')} ended elsewhere, "
+        f"gradients within {gradient:.1g} of their norm",
     )
 
 
@@ -116,7 +117,7 @@ def scan(settings: Settings) -> Table:
             pairs = zip(run(), scan_reference(*given), strict=True)
             differs = torch.stack([(a != b).view(size, -1).any(1) for a, b in pairs]).any(0)
             name = f"{backend} equals the loop to the last bit, b = {batch}"
-            text = f"{int(differs.sum())} of {size} chains differ"
+            text = f"{int(differs.sum())} of {size} chains with a difference"
             checks.append(Check(name, not differs.any(), text))
             timed[backend] = graphed(run, settings.device, calls=50)
         found += rows(interleaved(timed, settings.rounds, settings.window_ms), f"b = {batch}")

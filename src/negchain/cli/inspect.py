@@ -14,6 +14,7 @@ from rich.console import Console
 from negchain import tasks
 from negchain.cli.options import Import
 from negchain.files import read_object, replacing, table_columns
+from negchain.printable import counted
 from negchain.progress import result, say
 from negchain.train.config import ConfigError
 from negchain.train.run_folder import load_run_config
@@ -115,7 +116,7 @@ def embed(
     embedded = trained.embed_found(found)
     embedded.save(out)
     count, size = embedded.features.shape
-    result(f"{count:,} embeddings of size {size}: {out}")
+    result(f"{counted(count, 'embedding', 'embeddings')} of size {size}: {out}")
     for name, reason in found.skipped:
         result(f"left out: {name} ({reason})")
 
@@ -247,8 +248,8 @@ def duplicates(
         out, Path(data or trained.config.data).name, pairs, lambda i: found.picture(i).numpy(),
         total=total, images=count, above=above,
     )  # fmt: skip
-    pair = "pair" if total == 1 else "pairs"
-    result(f"{total:,} {pair} of {count:,} images with a similarity of at least {above:g}")
+    of = f"{counted(total, 'pair', 'pairs')} of {counted(count, 'image', 'images')}"
+    result(f"{of} with a similarity of at least {above:g}")
     for name, reason in found.skipped:
         result(f"left out: {name} ({reason})")
     if crowded(total, count):

@@ -13,6 +13,7 @@ from rich.console import Console
 from negchain import tasks
 from negchain.cli.options import Import, Quiet, with_config_options
 from negchain.files import FileRefused, read_object
+from negchain.printable import counted
 from negchain.progress import Progress, result, say
 from negchain.train.config import ConfigError, TrainConfig, from_saved, same_run
 from negchain.train.presets import PRESET_HELP
@@ -159,14 +160,15 @@ def _announce(run: Run) -> None:
     config, task = run.config, run.task
     count, noun = task.num_samples, tasks.named(config.task).noun
     say(
-        f" on {config.data}: {count:,} {noun}, batch {config.batch_size}, {run.total_steps:,} "
-        f"steps, {config.encoder}, {run.device}",
+        f" on {config.data}: {count:,} {noun}, batch {config.batch_size}, "
+        f"{counted(run.total_steps, 'step', 'steps')}, {config.encoder}, {run.device}",
         config.method,
     )
     say(f"run folder: {run.folder.path}")
     if left := count % config.batch_size:
+        others = "a different one" if left == 1 else "different ones"
         say(
-            f"note: every epoch leaves out {left:,} of {count:,} {noun}, different ones each time: "
+            f"note: every epoch leaves out {left:,} of {count:,} {noun}, {others} each time: "
             "the last batch would not be full"
         )
     for note in run.notes:
@@ -186,8 +188,7 @@ def _show(run: Run, summary: dict[str, Any]) -> None:
     for sentence in against_baselines(written):
         result(sentence)
     if summary["step"] < run.total_steps:
-        number = run.config.patience
-        evaluations = "1 evaluation" if number == 1 else f"{number} evaluations"
+        evaluations = counted(run.config.patience or 0, "evaluation", "evaluations")
         waited = f"{evaluations} found nothing better (--patience)"
         result(f"ended after step {summary['step']:,} of {run.total_steps:,}: {waited}")
     if (best := summary.get("best_step")) == 0:

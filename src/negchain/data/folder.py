@@ -42,7 +42,7 @@ from negchain.data.listing import (
     without_classes,
 )
 from negchain.files import read_table
-from negchain.printable import printable
+from negchain.printable import counted, printable
 
 _CALLED = {"training": "train", "testing": "test", "unlabelled": "unlabeled"}
 
@@ -172,7 +172,8 @@ def _list_here(top: str, holdout: float) -> Listing:
     if tests:
         unprobed = f"there is {tests[0]}/, and no train/ beside it"
     elif loose and len(folders) > 1:
-        unprobed = f"{loose:,} images lie beside {folders[0]}/ and {folders[1]}/, which are "
+        unprobed = f"{counted(loose, 'image lies', 'images lie')} beside "
+        unprobed += f"{folders[0]}/ and {folders[1]}/, which are "
         unprobed += "classes only if every image lies in one of them"
     if unprobed or loose or len(folders) < 2:
         files = without_classes(files)

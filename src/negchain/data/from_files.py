@@ -44,7 +44,7 @@ from negchain.data.listing import (
     require_known_classes,
     too_few,
 )
-from negchain.printable import printable
+from negchain.printable import counted, printable
 from negchain.progress import Progress
 
 TIMES = (3, 2)
@@ -94,7 +94,8 @@ def choose_storage(sizes: Sequence[Size], side: int, budget: int) -> Storage:
 
 def _note(sizes: Sequence[Size], times: int, short: int, num_bytes: int, budget: int) -> str:
     enough = sum(min(size) >= short for size in sizes)
-    whose = "" if enough == len(sizes) else f"in the {enough:,} that are large enough "
+    some = f"in the {counted(enough, 'that is', 'that are')} large enough "
+    whose = "" if enough == len(sizes) else some
     share = f"{whose}those of {100 / times**2:.0f} % of the area and more are not enlarged"
     return (
         f"crops are cut from whole pictures, kept with shorter sides up to {short} px "

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from negchain.printable import printable
+from negchain.printable import counted, printable
 
 TEST_SPLITS = ("test", "val", "valid", "validation")
 SPLITS = ("train", "unlabeled", *TEST_SPLITS)
@@ -109,12 +109,13 @@ def divide(
     classes, tested = classes_of(pretrain), tested_on(splits)
     if len(classes) < 2:
         if classes or present:
-            unprobed = f"probes need 2 classes to train on, and there are {len(classes)}"
+            there = "is" if len(classes) == 1 else "are"
+            unprobed = f"probes need 2 classes to train on, and there {there} {len(classes)}"
             notes.append(f"nothing is probed: {unprobed}")
         pretrain = without_classes(pretrain)
     test = [file for file in splits.get(tested or "", ()) if file.class_name is not None]
     if tested and (loose := len(splits[tested]) - len(test)):
-        notes.append(f"{loose:,} images of {tested} without a class: not read")
+        notes.append(f"{counted(loose, 'image', 'images')} of {tested} without a class: not read")
     require_known_classes(classes, classes_of(test))
     for split in present:
         if split != tested:
@@ -179,16 +180,17 @@ def too_few(train: Iterable[ImageFile]) -> str:
     if len(counts) >= 2 and most >= LEAST_TRAIN:
         return ""
     return (
-        f"a probe needs 2 classes and {LEAST_TRAIN} training images in one of them, and there are "
-        f"{len(counts)} with at most {most}"
+        f"a probe needs 2 classes and {LEAST_TRAIN} training images in one of them, and there "
+        f"{'is' if len(counts) == 1 else 'are'} {len(counts)} with at most {most}"
     )
 
 
 def ignored(
-    other: Counter[str], things: str = "files", without: str = "an image suffix"
+    other: Counter[str], thing: str = "file", without: str = "an image suffix"
 ) -> list[str]:
     """A note about what was passed over, by its ending; none if there was nothing."""
     if not other:
         return []
     kinds = (f"{printable(suffix) or 'no suffix'} {n}" for suffix, n in other.most_common(5))
-    return [f"{other.total()} {things} without {without} ignored ({', '.join(kinds)})"]
+    number = counted(other.total(), thing, f"{thing}s")
+    return [f"{number} without {without} ignored ({', '.join(kinds)})"]

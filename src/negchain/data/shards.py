@@ -22,7 +22,7 @@ from negchain.data.decode import is_image
 from negchain.data.folder import Walk
 from negchain.data.listing import SPLITS, ImageFile, Listing, Place, divide, ignored, visible
 from negchain.files import FileRefused, open_plain
-from negchain.printable import printable
+from negchain.printable import counted, printable
 
 MOST_SHARDS = 1_000_000  # of a pattern
 LONGEST_CLASS = 256  # bytes of a .cls
@@ -54,8 +54,9 @@ is pets-08.tar; correct the range
     if missing or not paths:
         example = f", the first is {printable(Path(missing[0]).name)}" if missing else ""
         raise ValueError(
-            f"{printable(source)} names {len(paths)} shards and {len(missing)} of them are not "
-            f"there{example}; correct the range"
+            f"{printable(source)} names {counted(len(paths), 'shard', 'shards')} and "
+            f"{counted(len(missing), 'of them is', 'of them are')} not there{example}; correct the "
+            "range"
         )
     return paths
 
@@ -86,9 +87,9 @@ def list_shards(source: str, holdout: float = 0.2) -> Listing:
         other += shard.other
     count = sum(map(len, splits.values()))
     bare = sum(f.class_name is None for s in splits if s != "unlabeled" for f in splits[s])
-    notes = ignored(other, "members", "an image or .cls suffix")
+    notes = ignored(other, "member", "an image or .cls suffix")
     if bare:
-        notes.append(f"{bare:,} of {count:,} pictures have no .cls member: they are not probed")
+        notes.append(f"without a .cls member, and not probed: {bare:,} of {count:,} pictures")
     return divide(source, splits, holdout, notes)
 
 

@@ -26,7 +26,7 @@ from negchain.data.from_files import choose_storage, load_files, read_sizes
 from negchain.data.image_set import DataBundle, ImageSet, fingerprint
 from negchain.data.listing import Listing
 from negchain.data.named import BUILT_IN, lister, named_sources
-from negchain.printable import printable
+from negchain.printable import counted, printable
 
 MIXED_SIDE = 96
 """Side for folders whose images differ in size, unless `image_size` says otherwise (STL-10's)."""
@@ -105,8 +105,8 @@ def load_data(
         if untested := len(bundle.classes) - len(set(bundle.test.labels.tolist())):
             each += f" but {untested} with too few images"
         notes += (
-            f"no test split: {bundle.held_out:,} images, {each}, are held out to test probes and "
-            "are not pretrained on; --holdout sets the share",
+            f"no test split: {counted(bundle.held_out, 'image is', 'images are')} held out to test "
+            f"probes, {each}, and not pretrained on; --holdout sets the share",
         )
     native = max((int(statistics.median(found)) for found in sides.values() if found), default=side)
     return replace(bundle, notes=notes + bundle.notes, native=native)

@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader, StackDataset, default_collate
 
 from negchain.chunked import Chunked
 from negchain.losses import ContrastiveLoss
+from negchain.printable import counted
 
 Fetch = Callable[[Tensor], Tensor]
 Kept = dict[tuple[object, ...], Tensor]
@@ -134,8 +135,9 @@ class IndexedClipLoss(nn.Module):
         known = sum(len(part) for part in self._recent)
         if known != len(image_features):
             raise ValueError(
-                f"the loss has {len(image_features)} pairs and positions of {known}: the loader "
-                "must be the one loss.watch(data['train'], positions) made, used by this loss alone"
+                f"the loss has {counted(len(image_features), 'pair', 'pairs')} and positions of "
+                f"{known}: the loader must be the one loss.watch(data['train'], positions) made, "
+                "used by this loss alone"
             )
         index = torch.cat(self._recent).to(image_features.device, torch.int64)
         encode, self._calls = self._encode, self._calls + 1

@@ -208,7 +208,7 @@ def check_draw(draw: Draw, drawn: Tensor, dim: int, rows: tuple[int, int]) -> No
         )
     if ids.dim() == 2 and shape[0] not in rows:
         raise ValueError(
-            f"draw.ids [N, C] must have a row for each of the batch's {rows[1]} rows, got {shape}; "
+            f"draw.ids [N, C] must have one row per row of the batch, {rows[1]}, got {shape}; "
             "pass one for each, or draws [R] that all of them share"
         )
     if tuple(drawn.shape) not in ((*shape, dim), (ids.numel(), dim)):

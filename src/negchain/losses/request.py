@@ -24,6 +24,7 @@ from torch import Tensor
 
 from negchain.losses.batch import Call, Ids, as_ids, kept
 from negchain.pool import LogQ
+from negchain.printable import counted
 
 Tower = Literal["keys", "anchors"]
 TOWERS: tuple[Tower, Tower] = ("keys", "anchors")  # whose encoder makes the keys of a side
@@ -170,7 +171,8 @@ def _embeddings(z: object, count: int) -> Tensor:  # [count, D]
     """An answer to so many ids, if it is one."""
     got = tuple(z.shape) if isinstance(z, Tensor) else type(z).__name__
     if not isinstance(z, Tensor) or z.dim() != 2 or len(z) != count:
-        raise ValueError(f"the answer to {count} ids must be a tensor [{count}, D], got {got}")
+        ids = counted(count, "id", "ids")
+        raise ValueError(f"the answer to {ids} must be a tensor [{count}, D], got {got}")
     return z
 
 

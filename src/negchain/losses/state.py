@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from negchain.losses.batch import is_traced
 from negchain.pool import write_rows
+from negchain.printable import counted
 from negchain.weights.softmax import draw_from
 
 if TYPE_CHECKING:
@@ -346,9 +347,9 @@ class Reporting(Stateful):
         if lonely and not self._warned:
             self._warned = True
             warnings.warn(
-                f"{lonely:.0f} rows had no negatives: their loss is 0 and they train nothing, as "
-                "all others of their batch have their id or are `known`; give batches of "
-                "different ids (info['rows_without_negatives'] goes on counting)",
+                f"{counted(round(lonely), 'row', 'rows')} had no negatives, a loss of 0 and "
+                "nothing to train: all others of the batch have the same id or are `known`; give "
+                "batches of different ids (info['rows_without_negatives'] goes on counting)",
                 stacklevel=6,
             )
 

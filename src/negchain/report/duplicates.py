@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from negchain.files import replacing
+from negchain.printable import counted
 
 from .galleries import Pixels, block, picture
 from .page import Page
@@ -61,8 +62,8 @@ def write_duplicates(
     page = Page()
     page.add(
         '<header><p class="eyebrow">negchain · near-duplicates</p>'
-        f"<h1>{total:,} pair{'s' * (total != 1)} in {escape(title)}</h1>"
-        f'<ul class="chips"><li><b>{images:,}</b> images</li>'
+        f"<h1>{counted(total, 'pair', 'pairs')} in {escape(title)}</h1>"
+        f'<ul class="chips"><li><b>{images:,}</b> image{"s" * (images != 1)}</li>'
         f"<li>similarity at least <b>{above:g}</b></li></ul></header>"
     )
     if crowded(total, images):

@@ -8,6 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from negchain.printable import counted
+
 from .galleries import Pixels, as_image, class_name, data_uri
 from .measures import shortened
 from .runs import Run
@@ -77,7 +79,8 @@ def embedding_map(run: Run, *, thumbs: bool = True) -> tuple[str, dict[str, Any]
     html = (
         f'<p class="lead">{_explained(run, bool(named), len(named))}</p>'
         f'<div class="map{"" if legend else " bare"}"{style}><svg viewBox="0 0 {_WIDTH} {_HEIGHT}" '
-        f'role="img" aria-label="map of {len(labels)} embeddings in two dimensions">{dots}{texts}'
+        f'role="img" aria-label="map of {counted(len(labels), "embedding", "embeddings")} in two '
+        f'dimensions">{dots}{texts}'
         f'<g class="cursor"></g></svg>{legend}</div>'
     )
     hover = {

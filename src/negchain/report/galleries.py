@@ -122,8 +122,10 @@ def neighbours(run: Run, rows: int) -> str:
     share = ""
     if known.any():
         agree = (near.labels == near.wanted[:, None])[known]
+        number = int(agree.sum())
+        have = "has" if number == 1 else "have"
         share = (
-            f" {int(agree.sum())} of the {agree.size} neighbours shown have the label of their "
+            f" {number} of the {agree.size} neighbours shown {have} the label of their "
             f"{run.query_noun} (✓ in a solid frame); ✗ in a dashed frame marks another label."
         )
     return block(

@@ -86,7 +86,7 @@ def confusion(run: Run) -> str:
     return (
         '<p class="lead">The linear probe on the test images. Rows are true classes, columns the '
         f"answers; the stronger the colour, the larger the share of the row.{some} "
-        f"{wrong} of {len(truth)} answers are wrong.</p>"
+        f"{wrong} of {len(truth)} answers {'is' if wrong == 1 else 'are'} wrong.</p>"
         f'<div class="confusion"><div class="card">{_matrix(counts, names)}</div>'
         f'<div class="card"><h3>Commonest mistakes</h3>{_mistakes(counts, names)}</div></div>'
     )

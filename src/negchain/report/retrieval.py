@@ -43,12 +43,13 @@ def proposals(run: Run, *, rows: int) -> str:
             '<table class="settings proposals"><tbody>'
             f"{_document(positive, own, 'own')}{''.join(others)}</tbody></table></article>"
         )
+    have = "has one, and comes" if count == 1 else "have one, and come"
     return block(
         "Training queries, the positive of each (✓), and the other documents that the encoder "
         "ranks highest, with the cosine: the hardest negatives there are. Read them: a text that "
         "answers the query is a false negative, and where many do, hard negatives gain nothing or "
         f"harm. ↑ marks those above the positive: {count} of the {len(asked)} queries looked at "
-        "have one, and come first.",
+        f"{have} first.",
         blocks,
         "grid wide",
     )

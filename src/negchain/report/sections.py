@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
+from negchain.printable import counted
+
 from .advice import advice, against_baselines, best_by
 from .charts import AXES, Chart, Series, draw, method_colour
 from .measures import (
@@ -193,7 +195,8 @@ def _tested(run: Run) -> str:
 def _passes(run: Run) -> str:
     if run.passes is None:
         return f"training {run.shown.noun}"
-    return f"{run.passes:.3g} passes over {run.data_info['num_samples']:,}"
+    number = f"{run.passes:.3g}"
+    return f"{number} pass{'es' * (number != '1')} over {run.data_info['num_samples']:,}"
 
 
 def curves(page: Page, run: Run) -> None:
@@ -307,5 +310,5 @@ def _skipped(rows: Sequence[Any]) -> str:
     listed = table((str(file), escape(str(why))) for file, why in files[:_SKIPPED_SHOWN])
     more = len(files) - _SKIPPED_SHOWN
     rest = f"<p class='lead'>… and {more} more.</p>" if more > 0 else ""
-    count = "1 file was left out" if len(files) == 1 else f"{len(files)} files were left out"
+    count = counted(len(files), "file was left out", "files were left out")
     return f'<details><summary>{count}</summary><div class="scroll">{listed}</div>{rest}</details>'

@@ -158,7 +158,8 @@ def by_case(rows: list[Row]) -> dict[str, list[Row]]:
     """Runs by setting and number of epochs."""
     found = dict[str, list[Row]]()
     for row in rows:
-        case = f"{row['job']['setting']}, {row['config']['epochs']} epochs"
+        epochs = row["config"]["epochs"]
+        case = f"{row['job']['setting']}, {epochs} epoch{'s' * (epochs != 1)}"
         found.setdefault(case, []).append(row)
     return found
 

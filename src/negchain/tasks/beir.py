@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from negchain.files import open_plain
-from negchain.printable import show
+from negchain.printable import counted, show
 from negchain.train.presets import ConfigError
 
 Graded = dict[int, float]  # position of a document: its grade, above 0
@@ -113,15 +113,16 @@ def read_beir(folder: Path, holdout: float, subset: int | None = None) -> Beir:
         empty = [(grades, n) for grades in found.values() for n in grades if not documents[n]]
         if split != "test" and empty:
             notes.append(
-                f"{len(empty):,} positives of {files[0].name} are documents with no title and no "
-                "text: left out"
+                f"left out: {counted(len(empty), 'positive', 'positives')} of {files[0].name} "
+                "with no title and no text"
             )
             for grades, number in empty:
                 del grades[number]
         names = sorted(name for name, grades in found.items() if grades and name not in blank)
         if gone := len(found) - len(names):
             notes.append(
-                f"{gone:,} queries of {files[0].name} have no positive or no text: left out"
+                f"left out: {counted(gone, 'query', 'queries')} of {files[0].name} with no "
+                "positive or no text"
             )
         splits[split] = Queries(names, [texts[q] for q in names], [found[q] for q in names])
     if not any(map(len, splits.values())):
@@ -136,14 +137,16 @@ def read_beir(folder: Path, holdout: float, subset: int | None = None) -> Beir:
         held = set(order[: int(len(train) * holdout)])
         validation = _apart(train.take(sorted(held)), "validation", test.texts, notes)
         train = train.take([n for n in range(len(train)) if n not in held])
-        notes.append(f"{len(held):,} training queries are held out for validation (--holdout)")
+        queries = counted(len(held), "training query is", "training queries are")
+        notes.append(f"{queries} held out for validation (--holdout)")
     train = _apart(train, "training", [*validation.texts, *test.texts], notes)
     train = train.take(list(range(len(train)))[:subset])
     alike: dict[str, list[int]] = {}
     for number, text in enumerate(documents):
         alike.setdefault(text, []).append(number)
     if (more := len(documents) - len(alike)) > 0:
-        notes.append(f"{more:,} documents repeat another's text: never negatives of its queries")
+        repeat = counted(more, "document repeats", "documents repeat")
+        notes.append(f"{repeat} another's text: never among the negatives of its queries")
     known = _known(train, documents, alike)
     judged = _hash(documents, *map(vars, (validation, test)))
     whole = _hash(judged, vars(train))
@@ -159,7 +162,8 @@ def _apart(queries: Queries, name: str, held: list[str], notes: list[str]) -> Qu
     taken = set(held)
     kept = [n for n, text in enumerate(queries.texts) if text not in taken]
     if gone := len(queries) - len(kept):
-        notes.append(f"{gone:,} {name} queries are held-out ones word for word, and left out")
+        same = counted(gone, f"{name} query is a held-out one", f"{name} queries are held-out ones")
+        notes.append(f"{same} word for word, and left out")
     return queries.take(kept)
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from negchain.data.listing import lowest
 from negchain.files import read_table, table_columns
-from negchain.printable import printable
+from negchain.printable import counted, printable
 
 COLUMNS = ("image", "caption")
 _HELD = {"test": "test", **dict.fromkeys(("val", "valid", "validation", "dev"), "validation")}
@@ -147,9 +147,10 @@ def _read(table: Path, root: str, pictures: _Found, into: str = "train") -> None
     if missing:
         image, line = next(iter(missing.items()))
         raise ValueError(
-            f"every image of {printable(table.name)} must be there, and {len(missing):,} are not: "
-            f"{printable(image)} (line {line}) is neither beside the table nor in {table.stem}/ or "
-            f"images/; {_alike(image, bases)}correct the names, or remove the rows"
+            f"every image of {printable(table.name)} must be there, and "
+            f"{counted(len(missing), 'is', 'are')} not: {printable(image)} (line {line}) is "
+            f"neither beside the table nor in {table.stem}/ or images/; {_alike(image, bases)}"
+            "correct the names, or remove the rows"
         )
 
 
@@ -183,8 +184,8 @@ def _hold_out(pairs: Pairs, share: float) -> Pairs:
         return pairs
     held = lowest((picture.name for picture in pairs.train), count)
     note = (
-        f"no validation split: {count:,} images, {share:.0%}, are held out with all their captions "
-        "to choose the best encoder by; --holdout sets the share"
+        f"no validation split: {counted(count, 'image is', 'images are')} held out, {share:.0%}, "
+        "with every caption, to choose the best encoder by; --holdout sets the share"
     )
     return replace(
         pairs,

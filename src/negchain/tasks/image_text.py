@@ -23,6 +23,7 @@ from negchain.augment import Images
 from negchain.data import DataBundle, ImageSet
 from negchain.data.listing import ImageFile, Listing, whole_file
 from negchain.losses.request import Want
+from negchain.printable import counted
 from negchain.tasks.captions import read_pairs
 from negchain.tasks.checks import LARGEST_BETA
 from negchain.tasks.image_text_judge import ImageTextJudge
@@ -83,12 +84,13 @@ class ImageTextTask(Task):
         if cut:
             longest = self.tokens["input_ids"].shape[1]
             notes.append(
-                f"{cut:,} of {len(texts):,} captions fill {longest} tokens: longer ones are cut"
+                f"{cut:,} of {len(texts):,} captions {'fills' if cut == 1 else 'fill'} {longest} "
+                "tokens: longer ones are cut"
             )
         if beyond:
             notes.append(
-                f"{beyond:,} images share a caption with more than {MOST_KNOWN} others, of which "
-                "only so many are kept from being negatives"
+                f"{counted(beyond, 'image shares', 'images share')} a caption with more than "
+                f"{MOST_KNOWN} others, of which only so many are kept from being negatives"
             )
         self.notes = notes
 

@@ -18,6 +18,7 @@ from negchain.data import DataBundle, load_batches, load_data
 from negchain.data.listing import Listing
 from negchain.encoders import SMALL_IMAGE, Encoder, build_encoder
 from negchain.losses.request import Want
+from negchain.printable import counted
 from negchain.tasks.image_judge import ImageJudge, OnlineProbe
 from negchain.tasks.task import Batch, Task
 from negchain.train.config import ConfigError, TrainConfig
@@ -66,10 +67,11 @@ class ImageTask(Task):
         data = load_images(config, progress)
         channels = data.pretrain.channels
         if encoder_config is not None and encoder_config["channels"] != channels:
+            wanted = counted(encoder_config["channels"], "channel", "channels")
             raise ConfigError(
-                f"the encoder takes images of {encoder_config['channels']} channels and "
-                f"{config.data} has {channels}; give such images (negchain embed converts files "
-                "named one by one or in a .txt, but no folders)"
+                f"the encoder takes images of {wanted} and {config.data} has {channels}; give such "
+                "images (negchain embed converts files named one by one or in a .txt, but no "
+                "folders)"
             )
         return cls(config, data)
 

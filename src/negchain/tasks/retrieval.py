@@ -25,6 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 from negchain import methods, rng
 from negchain.files import naming, real_folder
 from negchain.losses.request import Want
+from negchain.printable import counted
 from negchain.progress import Progress
 from negchain.tasks.beir import Beir, read_beir
 from negchain.tasks.checks import keeps_table
@@ -52,9 +53,10 @@ class RetrievalTask(Task):
         self.num_samples, self.fingerprint = len(data.train), data.fingerprint
         self.notes = notes = list(data.notes)
         if config.draws and "refresh" not in methods.named(config.method).options:
+            random = counted(config.draws, "random document", "random documents")
             notes.append(
-                f"{config.draws} random documents per query and step are negatives beside the "
-                "batch; --draws 0: the batch alone"
+                f"negatives beside the batch: {random} per query and step; --draws 0: the batch "
+                "alone"
             )
         size = config.draws * config.batch_size
         renewed, trained = round(config.refresh * len(data.documents)), size + config.batch_size
@@ -113,8 +115,8 @@ class RetrievalTask(Task):
         if encoder_config is None and not len(data.validation):
             raise ConfigError(
                 f"methods and epochs are chosen on validation queries, and --holdout "
-                f"{config.holdout:g} of {len(data.train)} training queries leaves none; raise "
-                "--holdout or write qrels/dev.tsv"
+                f"{config.holdout:g} of the training queries ({len(data.train)}) leaves none; "
+                "raise --holdout or write qrels/dev.tsv"
             )
         return cls(config, data, progress)
 
@@ -212,6 +214,8 @@ def _card(task: RetrievalTask, encoder: TextEncoder, summary: Mapping[str, Any])
         f"{summary['untrained_' + name]:.4f} | {summary[name]:.4f} |"
         for name in names
     )
+    validation = counted(len(task.data.validation), "validation query", "validation queries")
+    test = counted(len(task.data.test), "test query", "test queries")
     in_bf16 = "" if task.autocast is None else ", embeddings were computed in bf16"
     return f"""---
 library_name: sentence-transformers
@@ -236,8 +240,8 @@ scores = model.similarity(model.encode_query(["a question"]), model.encode_docum
 
 ## Results
 
-On {len(task.data.validation):,} validation queries, by which settings and epoch were chosen, and
-{len(task.data.test):,} test queries; relevance counts as yes or no{in_bf16}.
+On {validation}, by which settings and epoch were chosen, and
+{test}; relevance counts as yes or no{in_bf16}.
 
 | number | before | after |
 |---|---|---|

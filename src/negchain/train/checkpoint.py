@@ -120,10 +120,10 @@ def load_latest(folder: Path) -> Loaded | None:
             continue
         return _checked(path, content, [f"{w}; step {step} is used instead" for w in warnings])
     if found:
-        raise FileRefused(
-            f"all {len(found)} checkpoints in {folder} are damaged (the newest: {warnings[0]}); "
-            "start a new run in another folder"
-        )
+        every = f"all {len(found)} checkpoints in {folder} are damaged (the newest: "
+        if len(found) == 1:
+            every = f"the only checkpoint in {folder} is damaged ("
+        raise FileRefused(f"{every}{warnings[0]}); start a new run in another folder")
     return None
 
 

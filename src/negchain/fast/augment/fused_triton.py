@@ -310,7 +310,7 @@ def augment_fused(
     count = len(images if index is None else index)
     if isinstance(drawn, Tensor) and len(drawn) != count:
         raise ValueError(
-            f"there must be one row of uniforms per image, got {len(drawn)} for {count} images; "
+            f"there must be one row of uniforms per image, {count}, got {len(drawn)}; "
             "draw uniforms of shape [N, num_uniforms]"
         )
     size, radius = augment.size, 0
@@ -327,8 +327,8 @@ def augment_fused(
     mean, std = augment.normalize or ((0.0,) * channels, (1.0,) * channels)
     if not len(mean) == len(std) == channels:
         raise ValueError(
-            f"normalize must have one mean and one deviation per channel, got {len(mean)} and "
-            f"{len(std)} for {channels} channels; give {channels} of each"
+            f"normalize must have one mean and one deviation per channel, {channels} of each, got "
+            f"{len(mean)} and {len(std)}; give as many as there are channels"
         )
     blocks = triton.cdiv(size * size, PIXELS)
     sums = params.new_empty(count, blocks)
