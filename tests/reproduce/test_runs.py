@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import statistics
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,36 +52,76 @@ def test_the_table_of_memory_is_beside_infonce() -> None:
     assert [float(line[3]) for line in lines[:7]] == list(range(1, 8))
 
 
-def test_what_is_said_of_memory_is_in_the_record() -> None:
-    """By device: a CPU's rows are in float32 and of all images, the GPU's are neither."""
-    root = Path(__file__).parents[2]
-    page = " ".join((root / "docs" / "results.md").read_text(encoding="utf-8").split())
-    rows = pages.where(read_rows(root / "records/reproduce/cost.jsonl"), kind="memory")
-    peak = {(r["device"].split()[-1], r["job"]["setting"], r["job"]["method"]): r["peak_bytes"]
-            for r in rows}  # fmt: skip
-    assert len(peak) == len(rows) == 14 + 28
+ROOT = Path(__file__).parents[2]
+METHODS = ("infonce", "dcl", "sogclr", "emc2", "isir", "negcache", "informed")
+SETTINGS = ("b32-none", "b32-batch", "b256-none", "b256-batch")
 
-    def ratio(device: str, setting: str, first: str = "emc2", second: str = "infonce") -> str:
-        return f"{peak[device, setting, first] / peak[device, setting, second]:.2f}"
+
+def what_is_said_of_cost() -> str:
+    return " ".join((ROOT / "docs" / "results.md").read_text(encoding="utf-8").split())
+
+
+def test_what_is_said_of_memory_is_in_the_record() -> None:
+    page = what_is_said_of_cost()
+    rows = pages.where(read_rows(ROOT / "records/reproduce/cost.jsonl"), kind="memory")
+    peak = {(r["device"].split()[-1], r["job"]["setting"], r["images"], r["job"]["method"]):
+            r["peak_bytes"] / MIB for r in rows}  # fmt: skip
+    assert len(peak) == len(rows) == 14 + 6 * 7 + 2  # and both views, of EMC² and i-SIR
+
+    def ratio(device: str, setting: str, method: str = "emc2") -> str:
+        mine, least = (peak[device, setting, 12_000, m] for m in (method, "infonce"))
+        return f"{mine / least:.2f}"
+
+    def more(setting: str, images: int, method: str, second: str = "infonce") -> float:
+        mine, least = (peak["H200", setting, images, m] for m in (method, second))
+        return mine - least
 
     found = [ratio("CPU", name) for name in ("b32-none", "b32-batch", "b256-none")]
     assert "EMC²'s is {} times InfoNCE's at b = 32, {} times with".format(*found) in page
     assert f"BatchNorm, and {found[2]} times at b = 256" in page
-    none, large, isir = ("b32-none", "b256-none", "isir")
-    told = f"EMC² and i-SIR have {ratio('H200', none)} times InfoNCE's at b = 32, "
-    told += f"{ratio('H200', 'b32-batch')} and {ratio('H200', 'b32-batch', isir)} with BatchNorm; "
-    told += f"{ratio('H200', large)} at b = 256, {ratio('H200', 'b256-batch')} with BatchNorm"
-    assert told in page
-    for name in (none, large):
-        assert ratio("H200", name, isir) == ratio("H200", name)
-    for name in (none, "b32-batch", large, "b256-batch"):
-        for method in ("dcl", "sogclr")[name == "b256-batch" :]:  # there DCL was the first
-            assert abs(peak["H200", name, method] - peak["H200", name, "infonce"]) <= 2 * MIB
-    assert "it came first (556 MiB, and 527 after another)" in page
-    lines = (root / "records/reproduce/cost.jsonl").read_text(encoding="utf-8").splitlines()
-    case = {"kind": "memory", "setting": "b32-batch", "method": "infonce"}
-    own = [row for row in map(json.loads, lines) if row.get("device") == "NVIDIA H200"]
-    twice = [row["peak_bytes"] for row in own if case.items() <= row["job"].items()]
-    assert [round(size / MIB) for size in twice] == [556, 527]
-    surplus = peak["H200", "b256-batch", "dcl"] - peak["H200", "b256-batch", "infonce"]
-    assert "some 30 MiB more" in page and 28 < surplus / MIB < 32
+    sizes = (520, 12_000, 100_000)
+    assert "EMC² takes 51 to 55 MiB more than InfoNCE at b = 32 without normalisation" in page
+    extra = [more("b32-none", images, "emc2") for images in sizes]
+    assert (round(min(extra)), round(max(extra))) in ((51, 55), (51, 54))
+    assert "At b = 256 it takes 418 MiB more, 1.27 times (i-SIR 322, 1.21 times)" in page
+    for method, told in (("emc2", (418, "1.27")), ("isir", (322, "1.21"))):
+        size = round(more("b256-none", 12_000, method))
+        assert (size, ratio("H200", "b256-none", method)) == told
+    assert "Negative Cache takes 98, 153 and 1,172 MiB more with 520, 12,000 and 100,000" in page
+    assert [round(more("b32-none", images, "negcache")) for images in sizes] == [98, 153, 1172]
+    assert "one may have 32 MiB more, or 96 at b = 256: InfoNCE and DCL with BatchNorm" in page
+    assert round(-more("b32-batch", 12_000, "dcl")) == 32
+    assert round(more("b256-none", 12_000, "emc2", "isir")) == 96
+    for images in sizes:
+        assert all(abs(more("b32-none", images, m)) < 2.1 for m in ("dcl", "sogclr"))
+
+
+def test_what_is_said_of_a_steps_time_is_in_the_record() -> None:
+    page = what_is_said_of_cost()
+    rows = pages.where(read_rows(ROOT / "records/reproduce/cost.jsonl"), kind="step")
+    ms = {(r["job"]["setting"], r["images"], r["job"]["method"]): statistics.median(r["ms"])
+          for r in rows}  # fmt: skip
+    assert len(ms) == len(rows) == 4 * 7 + 2 * 7 + 2
+
+    def ratio(setting: str, method: str, images: int = 12_000) -> float:
+        return round(ms[setting, images, method] / ms[setting, images, "infonce"], 2)
+
+    assert "A step takes 1.11 times InfoNCE's at b = 32 and 1.32 times at b = 256, with" in page
+    assert "BatchNorm 1.13 and 1.37 (i-SIR 1.17 and 1.36, 1.16 and 1.38; DCL and SogCLR" in page
+    order = ("b32-none", "b256-none", "b32-batch", "b256-batch")
+    assert [ratio(name, "emc2") for name in order] == [1.11, 1.32, 1.13, 1.37]
+    assert [ratio(name, "isir") for name in order] == [1.17, 1.36, 1.16, 1.38]
+    assert {ratio(name, m) for name in SETTINGS for m in ("dcl", "sogclr")} == {0.99, 1.0}
+    sizes = (520, 12_000, 100_000)
+    for method, least, most in (("emc2", 1.15, 1.17), ("infonce", 1.03, 1.04)):
+        times = [round(ms["b32-none", images, method], 2) for images in sizes]
+        assert (min(times), max(times)) == (least, most)
+        assert f"{least} to {most} ms" in page
+    assert "2.5, 3.0 and 6.5 times InfoNCE's time" in page
+    told = [round(ratio("b32-none", "negcache", images), 1) for images in sizes]
+    assert told == [2.5, 3.0, 6.5]
+    assert "a step takes 2.7 times EMC²'s, because it encodes 1 % of the data anew" in page
+    assert round(ms["b32-none", 12_000, "negcache"] / ms["b32-none", 12_000, "emc2"], 1) == 2.7
+    both = [ms[name, 12_000, "emc2"] for name in ("b32-none-both", "b32-none")]
+    assert "Their steps take 1.16 and 1.15 ms" in page
+    assert [round(value, 2) for value in both] == [1.16, 1.15]

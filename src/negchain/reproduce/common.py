@@ -81,6 +81,8 @@ class Experiment:
     """Runs measure time and must not share the machine."""
     reads: tuple[str, ...] = ()
     """Other records its tables and figures are made from, instead of one of its own."""
+    also: tuple[str, ...] = ()
+    """Records that are read too where they are there, but not run for it."""
 
 
 def perform(

@@ -26,7 +26,7 @@ def redraw(
     Where the page holds `<!-- table NAME -->` ... `<!-- end -->`, what is between is replaced.
     """
     experiment = load(name)
-    read = experiment.reads or (name,)
+    read = (*(experiment.reads or (name,)), *experiment.also)
     rows = [{**r, "record": of} for of in read for r in read_rows(records / f"{of}.jsonl")]
     if not rows:
         paths = [records / f"{of}.jsonl" for of in read]
