@@ -195,15 +195,16 @@ def by_number(rows: list[Row], measure: str) -> Any:
     cases = by_case([row for row in rows if row.get("complete", True)])
     drawn, axes = pages.panels(len(cases))
     for axis, (case, own) in zip(axes, cases.items(), strict=True):
-        for method in distinct(own, "method"):
-            ends = dict[int, list[float]]()
+        for number, method in enumerate(distinct(own, "method")):
+            ends, aside = dict[int, list[float]](), 0.05 * number
             for row in where(own, method=method):
                 place = STORED.index(row["job"]["settings"]["augmentations"])
                 ends.setdefault(place, []).append(row["curve"][-1][measure])
             means = [fmean(ends[place]) for place in sorted(ends)]
-            axis.plot(sorted(ends), means, "-", color=colour(method), label=title_of(method))
+            places = [place + aside for place in sorted(ends)]
+            axis.plot(places, means, "-", color=colour(method), label=title_of(method))
             for place, values in ends.items():
-                axis.plot([place] * len(values), values, ".", color=colour(method))
+                axis.plot([place + aside] * len(values), values, ".", color=colour(method))
         axis.set_xticks(range(len(STORED)), [str(count or "fresh") for count in STORED])
         axis.set(title=case, xlabel="augmentations", ylabel=AXES[measure])
     return _with_legend(drawn, axes)

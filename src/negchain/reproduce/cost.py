@@ -124,7 +124,8 @@ def draw(rows: list[Row]) -> dict[str, Any]:
         place = settings.index(row["job"]["setting"]) + number / (len(names) + 1)
         tint = colour(row["job"]["method"])
         middle.bar(place, statistics.median(row["ms"]), 0.9 / (len(names) + 1), color=tint)
-    middle.set_xticks(range(len(settings)), settings, fontsize=7)
+    narrow = [name.replace("-", "\n", 1) for name in settings]
+    middle.set_xticks(range(len(settings)), narrow, fontsize=7)
     middle.set(ylabel="ms per step", title=f"m = {step[0]['images']:,}" if step else None)
     for method in names:
         found = sorted(where(timed, method=method, setting=settings[0]), key=lambda r: r["images"])
