@@ -19,6 +19,7 @@ import negchain
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")])
+RECORDS = sorted((ROOT / "records").glob("**/*.md"))
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 FEWER = {"own_loop.py": "--epochs 1", "tiny_exact.py": "--visits 20"}  # for `make test`
 
@@ -56,7 +57,7 @@ def test_code_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert dcl.relative_bias == pytest.approx(0.6, abs=0.05)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=_name)
+@pytest.mark.parametrize("page", [*PAGES, *RECORDS], ids=_name)
 def test_links_lead_somewhere(page: Path) -> None:
     text = _prose(page.read_text(encoding="utf-8"))
     targets = re.findall(r"\]\(<?([^)\s>]+)>?\)", text)
@@ -68,6 +69,21 @@ def test_links_lead_somewhere(page: Path) -> None:
         file = (page.parent / path).resolve() if path else page
         if not file.exists() or (anchor and file.suffix == ".md" and anchor not in _anchors(file)):
             missing.append(target)
+    assert missing == []
+
+
+def test_records_that_are_cited_are_there() -> None:
+    """By name, with or without its ending; `git show COMMIT:records/NAME` is of one removed."""
+    dated = r"(?<!:records/)\b\d{4}-\d\d-\d\d_(?!\d{6}_)[\w-]*\w"  # with six digits, a run's
+    code = [path for name in ("src", "tests", "benchmarks") for path in (ROOT / name).rglob("*.py")]
+    known = {path.stem for path in (ROOT / "records").iterdir()}
+    known |= {f"reproduce/{path.name}" for path in (ROOT / "records/reproduce").iterdir()}
+    missing = []
+    for path in [*PAGES, *RECORDS, *code]:
+        cited = re.findall(
+            rf"{dated}|\breproduce/[a-z][\w-]*\.jsonl", path.read_text(encoding="utf-8")
+        )
+        missing += [(_name(path), name) for name in cited if name not in known]
     assert missing == []
 
 
