@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,6 +41,14 @@ def launched(by: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
+def rows_of_what_was_tuned(page: str) -> list[list[str]]:
+    """The texts of the cells of each row."""
+    (section,) = re.findall(r'<section class="tuned">(.*?)</section>', page, re.S)
+    (body,) = re.findall(r"<tbody>(.*?)</tbody>", section, re.S)
+    rows = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in body.split("</tr>")[:-1]]
+    return [[re.sub(r"<[^>]*>", "", cell) for cell in row] for row in rows]
+
+
 def test_every_method_keeps_its_best(launched: list[str], tmp_path: Path, capsys) -> None:
     words = ["compare", "--methods", "infonce,dcl", "--tune", "lr=0.1,0.2", "--seeds", "2"]
     words += ["--device", "cpu", "--quiet", "--out", str(tmp_path)]
@@ -51,6 +60,20 @@ def test_every_method_keeps_its_best(launched: list[str], tmp_path: Path, capsys
     assert "infonce lr=0.2 is best of 2" in " ".join(capsys.readouterr().err.split())
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "dcl-lr=0.1" in page and "dcl-lr=0.2" not in page
+    rows = rows_of_what_was_tuned(page)
+    assert rows == [
+        ["InfoNCE", "0.1", "0.1", "", ""],
+        ["InfoNCE", "0.2", "0.2chosen", "0.2± 0", ""],
+        ["DCL", "0.1", "−0.1chosen", "−0.1± 0", ""],
+        ["DCL", "0.2", "−0.2", "", ""],
+    ]
+    assert 'data-chart="tuned-lr-samples"' in page and page.count('class="chosen"') == 2
+    infonce, dcl = json.loads((tmp_path / "tuning.json").read_text())
+    assert (infonce["method"], infonce["by"], dcl["method"]) == ("infonce", "ndcg10", "dcl")
+    assert infonce["tried"] == [
+        {"settings": {"lr": 0.1}, "scores": {"0": 0.1}, "chosen": False},
+        {"settings": {"lr": 0.2}, "scores": {"0": 0.2, "1": 0.2}, "chosen": True},
+    ]
     launched.clear()
     assert command_line(words) == 0 and launched == []  # what is finished is kept
 
@@ -67,6 +90,12 @@ def test_exact_losses_of_another_beta_choose_nothing(
     assert "dcl has no score to choose by: exact losses of another --beta are no better" in said
     page = (tmp_path / "betas" / "report.html").read_text(encoding="utf-8")
     assert "dcl-lr=0.1-beta=9-seed0" in page and "beta=5-seed0" not in page
+    assert [row[1:4] for row in rows_of_what_was_tuned(page)] == [
+        ["0.1", "9", "0.1chosen"], ["0.1", "5", "0.1"],
+        ["0.2", "9", "0.2"], ["0.2", "5", "0.2"],
+    ]  # fmt: skip
+    assert "DCL has no score to choose by: exact losses of another --beta are no better" in page
+    assert "tuned-beta" not in page and "The best by" not in page  # nothing to compare
 
 
 def test_a_value_whose_run_failed_is_not_taken(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ Every run is a process of its own (`negchain train`): one that fails does not ta
 it. Several on one GPU get it in turns, and evaluate or compile while others train.
 """
 
+from __future__ import annotations
+
 import itertools
 import math
 import os
@@ -12,7 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, get_args
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_args
 
 import typer
 from rich.console import Console
@@ -29,6 +31,9 @@ from negchain.train.resolve import for_method, resolve
 from negchain.train.run_folder import is_run, last_metrics, load_run_config
 from negchain.train.stopping import Interrupted, stopping
 from negchain.train.team import is_one_of_several
+
+if TYPE_CHECKING:
+    from negchain.report.tuning import Tuned
 
 
 @with_config_options(leave_out=("method", "seed", "graph", "name"))
@@ -58,8 +63,8 @@ def command(
             --tune lr=2e-5,5e-5 --data ./scifact --encoder ./all-MiniLM-L6-v2
 
     With `--tune` every method is run with each combination (seed 0) and keeps the one with the best
-    validation score (without labels: the lowest exact loss); its other seeds run with that, and the
-    page shows these runs.
+    validation score (without labels: the lowest exact loss); its other seeds run with that. The
+    page compares these runs, and shows the scores of all values (tuning.json has them too).
 
     Takes all options of `negchain train`; an option only some methods know is given to those only.
     Runs that are finished in --out are kept, unfinished ones are resumed.
@@ -78,11 +83,13 @@ def command(
         raise ConfigError(f"--seeds must be at least 1 and --jobs at least 0, got {seeds}, {jobs}")
     out = TrainConfig(out=settings.pop("out")).out  # refuses an empty one
     folder = Path(out or f"runs/{time.strftime('%Y-%m-%d_%H%M%S')}_compare")
-    tried = _plans(chosen, seeds, grid(tune or [], settings), settings, folder)
+    combinations = grid(tune or [], settings)
+    tried = _plans(chosen, seeds, combinations, settings, folder)
 
     import torch  # the settings are right: now it is worth its seconds
 
     from negchain.report import comparison_table, write_report
+    from negchain.report.tuning import write_tuned
 
     always = [] if import_ is None else ["--import", str(import_.absolute())]  # of every run
     on_gpu = tried[chosen[0]][0][0].config.device != "cpu" and torch.cuda.is_available()
@@ -102,9 +109,16 @@ def command(
         ) from None
     every = [plan.path for plans in best.values() for plan in plans]
     begun = [path for path in every if is_run(path) and last_metrics(path)]
+    tuned = [
+        _tuned(method, several, best[method], list(combinations[0]))
+        for method, several in tried.items()
+        if len(several) > 1
+    ]
+    if tuned:
+        write_tuned(tuned, folder / "tuning.json")
     if begun:
         Console(highlight=False).print(comparison_table(begun))
-        result(f"report: {write_report(begun, folder / 'report.html')}")
+        result(f"report: {write_report(begun, folder / 'report.html', tuned)}")
     for path, status in runs.failed.items():
         said = Path(f"{path}.log").read_text(encoding="utf-8", errors="replace").splitlines()
         # what a killed run said last is of an earlier session
@@ -156,6 +170,7 @@ def _plans(
 # ---------------------------------------------------------------------- what is tuned
 
 FIXED = ("method", "seed", "out", "task", "data", "preset", "holdout")  # what is run, and judged on
+UNJUDGED = "has no score to choose by"
 KINDS = {int: "an integer", float: "a number", str: "text"}
 
 
@@ -225,22 +240,47 @@ def _best(method: str, several: list[list[Plan]]) -> list[Plan]:
     """The plans of the combination whose first seed has the best score."""
     if len(several) == 1:
         return several[0]
+    best, why = _choice(several)
+    say(f" {why}", method)
+    return best
+
+
+def _choice(several: list[list[Plan]]) -> tuple[list[Plan], str]:
+    """Of several combinations the one that is kept, and why."""
     best = max(several, key=lambda plans: score(plans[0].path)[0])
     path = best[0].path
     value, by = score(path)
     differ = {name: {getattr(plans[0].config, name) for plans in several} for name in LOSS_OF}
     apart = [flag(name) for name, values in differ.items() if len(values) > 1]
     if value == -math.inf:
-        say(f" has no score to choose by: the first of {len(several)} is taken", method)
-        return several[0]
+        return several[0], f"{UNJUDGED}: the first of {len(several)} is taken"
     if by == EXACT and apart:
         why = f"exact losses of another {' and '.join(apart)} are no better or worse"
-        say(f" has no score to choose by: {why}: the first that ended is taken", method)
-        return next(plans for plans in several if ended(plans[0].path))
-    name = path.name.removeprefix(f"{method}-").removesuffix("-seed0")
-    shown = -value if by == EXACT else value
-    say(f" {name} is best of {len(several)} ({by} {shown:.4f})", method)
-    return best
+        first = next(plans for plans in several if ended(plans[0].path))
+        return first, f"{UNJUDGED}: {why}: the first that ended is taken"
+    name = path.name.removeprefix(f"{best[0].config.method}-").removesuffix("-seed0")
+    return best, f"{name} is best of {len(several)} ({by} {_measured(value, by):.4f})"
+
+
+def _measured(value: float, by: str) -> float:
+    """The number that a score is made of: of losses the least is best."""
+    return -value if by == EXACT else value
+
+
+def _tuned(method: str, several: list[list[Plan]], best: list[Plan], names: Sequence[str]) -> Tuned:
+    """All combinations of a method with the scores of the runs that ended."""
+    from negchain.report.tuning import Tried, Tuned
+
+    tried, kinds = [], []
+    for plans in several:
+        found = {plan.config.seed: score(plan.path) for plan in plans}
+        known = {seed: pair for seed, pair in found.items() if pair[0] > -math.inf}
+        kinds += [by for _, by in known.values()]
+        settings = {name: plans[0].given[name] for name in names if name in plans[0].given}
+        scores = {seed: _measured(*pair) for seed, pair in known.items()}
+        tried.append(Tried(settings, scores, plans is best))
+    why = _choice(several)[1]
+    return Tuned(method, (kinds or [EXACT])[0], why if why.startswith(UNJUDGED) else "", tried)
 
 
 # ---------------------------------------------------------------------- processes

@@ -41,6 +41,7 @@ class Series:
     colour: str
     variant: int = 0
     index: int = 0  # what the page's legend calls this line
+    chosen: float | None = None  # where on the horizontal axis a point is ringed
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class Chart:
     series: Sequence[Series]
     width: int = 400
     height: int = 250
+    places: Sequence[str] = ()  # names of x = 0.5, 1.5, ... in place of samples or seconds
 
 
 def method_colour(method: str) -> str:
@@ -69,6 +71,14 @@ def dash(variant: int) -> str:
     """The dash pattern that tells variants of one method apart, as an SVG attribute."""
     pattern = _DASHES[variant % len(_DASHES)]
     return f' stroke-dasharray="{pattern}"' if pattern else ""
+
+
+def line_key(method: str, variant: int = 0) -> str:
+    """A method's line as it looks in the charts."""
+    return (
+        f'<svg class="key" viewBox="0 0 26 10" style="--c:{method_colour(method)}" '
+        f'aria-hidden="true"><path d="M1 5H25"{dash(variant)}/></svg>'
+    )
 
 
 def ticks(low: float, high: float, count: int) -> FloatArray:
@@ -110,6 +120,9 @@ def draw(chart: Chart, axis: Axis) -> tuple[str, dict[str, Any]] | None:
     left, top, right, bottom = box
     y_ticks = _y_ticks(chart.unit, lines)
     x_ticks, x_text, x_name = _x_ticks(axis, max(line.x[-1] for line in lines))
+    if count := len(chart.places):
+        x_ticks, x_name = np.append(np.arange(count) + 0.5, count), chart.title
+        x_text = [*map(escape, chart.places), ""]
     x_limits, y_limits = (0.0, float(x_ticks[-1])), (float(y_ticks[0]), float(y_ticks[-1]))
     to_x, to_y = _scale(x_limits, (left, right)), _scale(y_limits, (bottom, top))
     parts = [
@@ -128,7 +141,10 @@ def draw(chart: Chart, axis: Axis) -> tuple[str, dict[str, Any]] | None:
         ),
         f'<text class="axis" x="{(left + right) / 2:.0f}" y="{bottom + 34:.0f}" '
         f'text-anchor="middle">{escape(x_name)}</text></g>',
-        *(line.group(_drawn(line, to_x, to_y, dots=len(lines) <= 3)) for line in lines),
+        *(
+            line.group(_drawn(line, to_x, to_y, dots=len(lines) <= 3 or bool(chart.places)))
+            for line in lines
+        ),
         *(
             line.group(_lone(*at, number(line.y[0], chart.unit) * (len(lines) == 1)))
             for line in lines
@@ -140,6 +156,7 @@ def draw(chart: Chart, axis: Axis) -> tuple[str, dict[str, Any]] | None:
     ]
     hover = {
         "box": box, "x": x_limits, "y": y_limits, "unit": chart.unit, "axis": axis,
+        "places": [*chart.places],
         "series": [
             {"label": series.label, "index": series.index, "colour": series.colour,
              "x": _rounded(x), "y": _rounded(y), "sd": None if sd is None else _rounded(sd)}
@@ -241,6 +258,8 @@ def _drawn(line: _Line, to_x: _Scale, to_y: _Scale, *, dots: bool) -> str:
         parts.append(f'<path class="line" d="{_path(x, y)}"{dash(line.series.variant)}/>')
     if 1 < len(x) <= 24 and dots:
         parts += [f'<circle cx="{a:.1f}" cy="{b:.1f}" r="2.6"/>' for a, b in zip(x, y, strict=True)]
+    for at in np.flatnonzero(line.x == line.series.chosen):
+        parts.append(f'<circle class="chosen" cx="{x[at]:.1f}" cy="{y[at]:.1f}" r="6"/>')
     return "".join(parts)
 
 

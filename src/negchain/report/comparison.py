@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 from negchain.methods import title_of
 
-from .charts import Chart, Series, dash, method_colour, strip
+from .charts import Chart, Series, line_key, method_colour, strip
 from .galleries import side_by_side
 from .measures import ACCEPTANCE, CARRIED, EFFECTIVE, GLOBAL_LOSS, LOSS, ONLINE, THROUGHPUT
 from .page import POINTS, Page
@@ -56,10 +56,7 @@ def headline(groups: Sequence[Group], runs: Sequence[Run]) -> str:
 
 def key_line(group: Group) -> str:
     """The group's line as it looks in the charts."""
-    return (
-        f'<svg class="key" viewBox="0 0 26 10" style="--c:{method_colour(group.method)}" '
-        f'aria-hidden="true"><path d="M1 5H25"{dash(group.variant)}/></svg>'
-    )
+    return line_key(group.method, group.variant)
 
 
 def results(groups: Sequence[Group]) -> str:

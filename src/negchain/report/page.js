@@ -100,7 +100,8 @@ function followChart(svg) {
     }
     const lines = found.map(({ s, i }) => row(s.label, format(s.y[i], chart.unit)
       + (s.sd ? " ± " + format(s.sd[i], chart.unit) : ""), s.colour));
-    showTip(host, event, [element("p", formatX(snap, chart.axis)), ...lines]);
+    const place = chart.places[Math.floor(snap)] ?? formatX(snap, chart.axis);
+    showTip(host, event, [element("p", place), ...lines]);
   });
 }
 

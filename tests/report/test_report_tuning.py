@@ -1,0 +1,40 @@
+"""The section of what `compare --tune` tried; from the commands in tests/tasks/test_tuning.py."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from fabricate_runs import make_config, make_metrics, write_run
+
+from negchain.report import write_report
+from negchain.report.tuning import Tried, Tuned
+
+
+def test_it_has_every_value_and_rings_the_chosen_one(tmp_path: Path) -> None:
+    """On the page of one run too; a run that failed has no score, and a text is escaped."""
+    scores = {5.0: {0: 0.91}, 14.28: {0: 0.95, 1: 0.93}, 50.0: {}}
+    tried = [Tried({"beta": b, "recipe": "<b>"}, s, len(s) > 1) for b, s in scores.items()]
+    run = write_run(tmp_path / "r", config := make_config(), make_metrics(config))
+    out = write_report([run], tmp_path / "a.html", [Tuned("emc2", "probe_validation", "", tried)])
+    page = out.read_text(encoding="utf-8")
+    (section,) = re.findall(r'<section class="tuned">(.*?)</section>', page, re.S)
+    assert "The best by “Probe, validation” was chosen" in section and "<b><b>" not in section
+    rows = section.split("<tbody>")[1].split("</tr>")
+    for row, words in zip(rows, (">5<", ">14.28<", ">50<"), strict=False):
+        assert words in row and "&lt;b&gt;" in row
+    assert "91.0 %" in rows[0] and "chosen" not in rows[0]
+    assert "<b>95.0 %</b><small>chosen" in rows[1] and "94.0 %<small>± 1.4 %" in rows[1]
+    assert "not ended" in rows[2]
+    assert section.count('class="chosen"') == 2  # a chart per setting
+    (numbers,) = re.findall(r'id="negchain-data">(.*?)</script>', page, re.S)
+    chart = json.loads(numbers)["charts"]["tuned-beta-samples"]
+    assert chart["places"] == ["5", "14.28", "50"]
+    assert [(line["x"], line["y"]) for line in chart["series"]] == [([0.5, 1.5], [0.91, 0.95])]
+
+
+def test_nothing_tuned_leaves_no_trace(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "r", config := make_config(), make_metrics(config))
+    page = write_report([run], tmp_path / "a.html").read_text(encoding="utf-8")
+    assert "What was tuned" not in page
