@@ -48,6 +48,7 @@ FLICKR = {
 
 
 Cells = dict[tuple[str, int], str]
+NUMBER = r"[−+]?\.\d+"
 
 
 def rows_of(record: str) -> list[dict[str, Any]]:
@@ -57,6 +58,10 @@ def rows_of(record: str) -> list[dict[str, Any]]:
 
 def key(row: dict[str, Any]) -> tuple[str, int]:
     return row["method"], row["batch"]
+
+
+def validated(row: dict[str, Any]) -> float:
+    return float(row["validation"])
 
 
 def setting(row: dict[str, Any]) -> tuple[float | None, float | None]:
@@ -188,3 +193,53 @@ def test_what_the_correction_is_worth(page: str, monkeypatch: pytest.MonkeyPatch
     assert found == [0.009, 0.001, 0.016]
     text = " ".join((ROOT / f"docs/{page}.md").read_text(encoding="utf-8").split())
     assert ".009 [.001, .016]" in text
+
+
+def test_an_average_of_the_partition_changes_nothing_at_equal_settings() -> None:
+    """Its record's table: four settings, seed 0; afresh minus an average, over test queries."""
+    text = (ROOT / "records/2026-11-16_partition-rate.md").read_text(encoding="utf-8")
+    names = ("emc2 fresh partition", "emc2 fast partition", "emc2, partition rate 0.05")
+    runs = {
+        (r["method"].removesuffix(" (draws after the batch)"), *setting(r)): r
+        for r in rows_of("scifact_h200/runs")
+        if r["seed"] == 0 and r["method"].endswith("(draws after the batch)")
+    }
+    lines = re.findall(r"^\| (\d+), (\de-5) \|(.*)\|$", text, flags=re.M)
+    assert len(lines) == 4
+    apart = []
+    for beta, lr, told in lines:
+        own = [runs[name, float(beta), float(lr)] for name in names]
+        *cells, difference = [cell.strip() for cell in told.split("|")]
+        shown = [re.findall(r"\.\d+", cell) for cell in cells]
+        for r, (test, validation) in zip(own, shown, strict=True):
+            assert abs(float(test) - r["test"]) < 6e-4
+            assert abs(float(validation) - r["validation"]) < 6e-4
+        apart.append(mean(own[0]["per_query"]) - mean(own[2]["per_query"]))
+        (first, low, high) = (float(n.replace("−", "-")) for n in re.findall(NUMBER, difference))
+        assert low < 0 < high and abs(first - apart[-1]) < 6e-4
+    assert round(mean(apart), 3) in (-0.004, -0.005) and "over the four −.005 [" in text
+
+
+def test_what_tuning_costs_on_other_data() -> None:
+    rows = rows_of("scifact_h200/runs")
+    text = " ".join((ROOT / "docs/retrieval.md").read_text(encoding="utf-8").split())
+    found = {}
+    for case in {key(r) for r in rows if "wikiqa" in r}:
+        best = max((r for r in rows if key(r) == case and r["seed"] == 0), key=validated)
+        own = [r for r in rows if key(r) == case and setting(r) == setting(best)]
+        found[case] = [
+            mean(r[k] for r in own if k in r) for k in ("wikiqa", "msmarco_trec_sample5k")
+        ]
+    names = {"`informed`": "informed importance", "`topk`": "table top-k"} | {
+        "the batch alone": "in-batch",
+        "CachedMNRL": "CachedMNRL 256",
+    }
+    for words, method in names.items():
+        (told,) = re.findall(rf"(\.\d+) after {words}", text)
+        assert abs(float(told) - found[method, 16][0]) < 6e-4, method
+    there = [wikiqa for (_, b), (wikiqa, _) in found.items() if b == 64]
+    assert "with b = 64 .692 to .702" in text
+    assert [round(min(there), 3), round(max(there), 3)] == [0.692, 0.702]
+    kept = [msmarco for _, msmarco in found.values()]
+    assert "stays at .989 to .994" in text
+    assert [round(min(kept), 3), round(max(kept), 3)] == [0.989, 0.994]
