@@ -217,3 +217,21 @@ def _search_without_a_server(site: Path) -> None:
         capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
     assert re.search(r"search-result__meta[^>]*>\s*\d+ matching documents", done.stdout)
+
+
+def test_the_index_of_records_names_the_pages_that_quote_them() -> None:
+    index = (ROOT / "records/README.md").read_text(encoding="utf-8")
+    pages = {
+        str(page.relative_to(ROOT)).removesuffix("README.md") or "README": page.read_text("utf-8")
+        for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))
+    }
+    listed = re.findall(r"^\| \[[^]]*\]\((2[^)]*)\) \|.*\| ([^|]*) \|$", index, flags=re.M)
+    assert len(listed) > 30
+    for record, used in listed:
+        name = record.removesuffix("/README.md")
+        quoting = {page for page, text in pages.items() if name in text}
+        told = set(re.findall(r"README|docs/[\w./-]+", used))
+        for page in quoting:
+            assert any(page == t or page.startswith(t + "/") for t in told), (record, page)
+        for t in told:
+            assert any(page == t or page.startswith(t + "/") for page in quoting), (record, t)
