@@ -39,8 +39,8 @@ def advice(run: Run) -> list[str]:
     if carried is not None and carried < IDLE and not collapsed and not early:
         said.append(
             f"The carried negatives have {number(carried, 'percent')} of the weight: the chains "
-            "add next to nothing to the batch, and DCL would give the same gradient at less cost. "
-            "This happens when a batch already holds the hardest negatives. "
+            "add next to nothing to the batch, and DCL would give nearly the same gradient at less "
+            "cost. This happens when a batch already holds the hardest negatives. "
             "Try a smaller --batch-size, a larger --beta or a smaller --burn-in; or --method dcl."
         )
     if accepted is not None and accepted < STUCK:
