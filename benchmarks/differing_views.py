@@ -9,6 +9,7 @@ Methods  dcl                    softmax over the batch
          mh, isir               as the library
          4 chains of isir       mean over four chains per item
          isir and dcl           three quarters of isir's estimate and a quarter of dcl's
+                               (--shares: of every quarter, to choose by bias and variance)
          isir, view kept        the state names the view too and is encoded in it again; both
                                 copies of the batch are offered
          canonical mh, isir     the chain moves by the similarity of clean items, and what it visits
@@ -199,7 +200,7 @@ class World:
         return torch.stack([self.isir(f"chain {n}") for n in range(count)]).mean(0)
 
     def mixed(self, share: float) -> Tensor:
-        return share * self.isir("mixed") + (1 - share) * self.dcl()
+        return share * self.isir(f"mixed {share}") + (1 - share) * self.dcl()
 
     def isir_kept(self) -> Tensor:
         """i-SIR over (item, view): what is carried is encoded again in the view it was met in."""
@@ -343,6 +344,9 @@ class World:
         found["whole table of four views"] = lambda: self.whole(self.views[:, :4])
         return found
 
+    def shares(self) -> dict[str, Callable[[], Tensor]]:
+        return {f"isir {n / 8:g}": partial(self.mixed, n / 8) for n in range(9)}
+
     def methods(self) -> dict[str, Callable[[], Tensor]]:
         return {
             "dcl": self.dcl,
@@ -416,10 +420,11 @@ def main() -> None:
     parser.add_argument("--sweeps", type=int, default=120)
     parser.add_argument("--warm-up", type=int, default=60)
     parser.add_argument("--bounds", action="store_true", help="only what no method can have")
+    parser.add_argument("--shares", action="store_true", help="only mixtures of isir and dcl")
     parser.add_argument("--out", type=Path, default=None)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    found = []
+    found, asked = [], "bounds" if given.bounds else "shares" if given.shares else "methods"
     if given.out:
         append(given.out, {"record": "differing-views", **provenance(Options(device="cpu"))})
     for noise in given.noise:
@@ -428,10 +433,9 @@ def main() -> None:
             World(items, views, given.beta, given.batch_size, 1),
             exact(views, given.beta),
         )
-        methods = world.bounds() if given.bounds else world.methods()
-        result = errors(world, methods, target, given.sweeps, given.warm_up)
+        result = errors(world, getattr(world, asked)(), target, given.sweeps, given.warm_up)
         job = {"noise": noise, "beta": given.beta, "b": given.batch_size, "sweeps": given.sweeps}
-        job |= {"bounds": True} if given.bounds else {}
+        job |= {} if asked == "methods" else {asked: True}
         row = {"job": job, "cosine": cosine(views), "errors": result}
         if given.out:
             append(given.out, row)

@@ -7,7 +7,8 @@ Encoder  the trainer's small CNN with BatchNorm, Adam 1e-3, beta 14.28 unless a 
 Cases    the methods; `untrained`: the same network, its BatchNorm's averages and nothing else
          moved; `beta`: a lower and a higher one; `stored`: four augmentations of each picture;
          `both`: chains are offered both views of every item, as DCL's softmax has them;
-         `all`: the positive is in the denominator, as it is in InfoNCE's.
+         `all`: the positive is in the denominator, as it is in InfoNCE's; `isir and dcl`: three
+         quarters of i-SIR's weights and a quarter of DCL's.
 Prints   exact loss on 1,000 of the pictures (at the case's own beta), linear probe, probe from a
          tenth of the labels and 20-NN: mean and deviation over seeds.
 
@@ -26,9 +27,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hypotheses import table
+from hypotheses import mixed, table
 
-from negchain.methods import METHODS
+from negchain.methods import METHODS, Method, register
 from negchain.reproduce.common import Options, append, provenance, read_rows
 from negchain.reproduce.runs import train
 
@@ -54,6 +55,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     *((f"{name}, both", name, BOTH) for name in CHAINS),
     (f"{FIRST[2]}, all", FIRST[2], ALL),
     *((f"{name}, both, all", name, {**BOTH, **ALL}) for name in CHAINS),
+    ("isir and dcl, both", "mixed", BOTH),
 ]
 
 
@@ -81,6 +83,7 @@ def main() -> None:
     parser.add_argument("--redraw", action="store_true")
     given = parser.parse_args()
     torch.set_num_threads(1)
+    register(Method("mixed", "mixed", ("#888", "#888"), mixed))
     count = 10 * given.per_class
 
     def named(case: str, beta: float, b: int) -> str:

@@ -224,8 +224,8 @@ def one(name: str, job: Row, deadline: float) -> Row | None:
 
 def provenance(options: Options) -> Row:
     """Where and from what a record was made."""
-    script = Path(sys.argv[0])
-    named = str(script) if script.parent.name == "benchmarks" else "negchain"
+    script = Path(sys.argv[0]).absolute()  # it may have been called from its own folder
+    named = f"benchmarks/{script.name}" if script.parent.name == "benchmarks" else "negchain"
     return {
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "command": " ".join([named, *sys.argv[1:]]),
