@@ -14,10 +14,14 @@ from negchain.reproduce.common import Row, read_rows
 from negchain.reproduce.cost import reached
 
 ROOT = Path(__file__).parents[2]
-PAGE, WHY = (
-    " ".join((ROOT / "docs" / page).read_text(encoding="utf-8").split())
-    for page in ("results.md", "better_estimate.md")
-)
+
+
+def words_of(page: str) -> str:
+    return " ".join((ROOT / "docs" / page).read_text(encoding="utf-8").split())
+
+
+PAGE, WHY = words_of("results.md"), words_of("better_estimate.md")
+FOUR = ("b32-none", "b32-batch", "b256-none", "b256-batch")
 METHODS = ("infonce", "dcl", "sogclr", "emc2", "isir")
 Ends = dict[tuple[str, int], dict[str, Row]]  # by setting and seed: methods' last measurements
 
@@ -593,3 +597,20 @@ def test_scale_alone_moves_the_authors_probe() -> None:
             for method in ("infonce", "dcl", "sogclr", "emc2")
         ]
         assert max(map(fmean, means)) - min(map(fmean, means)) < 0.015  # "level"
+
+
+def test_what_other_pages_say_of_it() -> None:
+    """Informed importance beside DCL; BatchNorm beside none, at one learning rate."""
+    found = all_ends()
+    cases = [own for (setting, _), own in found.items() if setting in FOUR and "informed" in own]
+    apart = [own["informed"]["probe"] - own["dcl"]["probe"] for own in cases]
+    assert len(apart) == 12
+    told = f"(+{fmean(apart):.3f} ± {stdev(apart) / 12**0.5:.3f}, four settings"
+    assert told.replace("0.", ".") in words_of("methods/importance.md")
+    means = [
+        f"{fmean(found[setting, seed][method]['probe'] for seed in range(3)):.3f}"[1:]
+        for method in ("emc2", "dcl")
+        for setting in ("b32-batch-slow", "b32-none")
+    ]
+    told = "EMC²'s too: {} and {}, DCL's {} and {} (b = 32, Adam 1e-4".format(*means)
+    assert told in words_of("faq.md")
