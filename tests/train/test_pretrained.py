@@ -84,6 +84,25 @@ def test_a_compiled_encoder_brings_its_projector_too(suffix: str, tmp_path: Path
     assert all(torch.equal(value, head[n]) for n, value in source.projector.state_dict().items())
 
 
+class Wrapping(torch.nn.Module):
+    """A backbone with a part that is called as what DDP adds."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module, self.my_orig_mod = module, torch.nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize("prefix", ["", *WRAPPED, "backbone.", "module.backbone."])
+def test_a_part_called_module_is_no_wrapper(prefix: str, tmp_path: Path) -> None:
+    source, target = encoder(1), encoder(2)
+    for each in (source, target):
+        each.backbone = Wrapping(each.backbone)
+    weights = {prefix + name: value for name, value in source.backbone.state_dict().items()}
+    torch.save(weights, tmp_path / "a.pt")
+    note = start_from(target, str(tmp_path / "a.pt"))
+    assert same_backbone(source, target) and "fresh" not in note
+
+
 def test_what_does_not_fit_stays_fresh_and_is_named(tmp_path: Path) -> None:
     source, target = encoder(1), encoder(2)
     weights = source.backbone.state_dict()

@@ -155,7 +155,8 @@ def start_from(encoder: ImageText, source: str) -> str:
             convert_to_custom_text_state_dict,
         )
 
-        found = convert_to_custom_text_state_dict(pretrained.read_weights(Path(source)))
+        read = pretrained.without_wrapper(pretrained.read_weights(Path(source)))
+        found = convert_to_custom_text_state_dict(read)
         weights = {"log_beta": encoder.log_beta.detach()}
         for theirs, own in (("visual.", "image."), ("text.", "text.model.")):
             parts = {name: tensor for name, tensor in found.items() if name.startswith(theirs)}

@@ -76,8 +76,9 @@ def start_from(encoder: Encoder, source: str) -> str:
         weights = dict(load_trained(Path(source))[0].state_dict())
     else:
         weights = read_weights(Path(source))
-    own = encoder.backbone.state_dict()
-    matches = [_matching(own, weights, prefix) for prefix in _PREFIXES]
+    own, unwrapped = encoder.backbone.state_dict(), without_wrapper(weights)
+    # as they are first: an encoder may have a part that is called "module"
+    matches = [_matching(own, w, prefix) for w in (weights, unwrapped) for prefix in _PREFIXES]
     found = max(matches, key=len)
     fresh = [name for name in own if name not in found]
     have, need = (sum(t.numel() for t in tensors.values()) for tensors in (found, own))
@@ -96,8 +97,9 @@ def start_from(encoder: Encoder, source: str) -> str:
         )
     encoder.backbone.load_state_dict(found, strict=False)
     head = encoder.projector.state_dict()
-    if len(_matching(head, weights, "projector.")) == len(head):
-        encoder.projector.load_state_dict(_matching(head, weights, "projector."))
+    matches = [_matching(head, named, "projector.") for named in (weights, unwrapped)]
+    if len(head_found := max(matches, key=len)) == len(head):
+        encoder.projector.load_state_dict(head_found)
     rest = f"; fresh: {', '.join(fresh[:4])}{', ...' * (len(fresh) > 4)}" if fresh else ""
     return f"weights from {source}: {len(found)} of {len(own)} tensors of the backbone{rest}"
 
@@ -127,11 +129,11 @@ def _from_timm(encoder: Encoder) -> dict[str, Any]:
 
 
 def read_weights(path: Path) -> dict[str, Any]:
-    """The tensors of a file by name."""
+    """The tensors of a file by name, without what `torch.compile` put into names."""
     try:
         with open_plain(path.resolve()) as file:  # the user named it: a link of a cache is fine
             if path.suffix == ".safetensors":
-                return _plain_names(load_file(path))
+                return _as_written(load_file(path))
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as archive:
                 content = checkpoint.load_tensors(archive, old=True)
     except Exception as error:  # half a file, or not a file of weights at all
@@ -142,22 +144,27 @@ def read_weights(path: Path) -> dict[str, Any]:
     while isinstance(content, dict):
         inner = next((content[k] for k in _WRAPPERS if isinstance(content.get(k), dict)), None)
         if inner is None:
-            return _plain_names(content)
+            return _as_written(content)
         content = inner
     raise ConfigError(f"--pretrained {path} holds no state dict, but {type(content).__name__}")
 
 
-def _plain_names(weights: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what `torch.compile` (of the model or a part) and DDP put into names, in any order.
+def _as_written(weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the parts of names that `torch.compile` of the model or of a part added.
 
     Example:
-        >>> _plain_names({"_orig_mod.module.fc.weight": 1, "module.backbone._orig_mod.0.bias": 2})
-        {'fc.weight': 1, 'backbone.0.bias': 2}
+        >>> _as_written({"_orig_mod.module.fc.weight": 1, "net._orig_mod.0.my_orig_mod.bias": 2})
+        {'module.fc.weight': 1, 'net.0.my_orig_mod.bias': 2}
     """
     return {
-        str(name).replace("_orig_mod.", "").removeprefix("module."): value
+        ".".join(part for part in str(name).split(".") if part != "_orig_mod"): value
         for name, value in weights.items()
     }
+
+
+def without_wrapper(weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Names as they are outside `DataParallel` or DDP, which put "module." before all of them."""
+    return {name.removeprefix("module."): value for name, value in weights.items()}
 
 
 def used_by(run: Path, encoder: Any) -> str:
