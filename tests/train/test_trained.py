@@ -80,6 +80,22 @@ def test_a_tensor_is_seen_as_a_picture_is(run: Path, height: int, width: int) ->
     torch.testing.assert_close(trained.encode(tensor.permute(0, 3, 1, 2)), of_pictures)
 
 
+def test_no_more_squares_than_a_batch_are_in_memory(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a large encoder can take many times the memory of small tensors."""
+    monkeypatch.setattr("negchain.train.trained.ENCODE_BATCH", 3)
+    trained, cut = negchain.load(run, device="cpu"), []
+    squares = type(trained)._squares
+    monkeypatch.setattr(
+        type(trained), "_squares", lambda self, p: cut.append(squares(self, p)) or cut[-1]
+    )
+    pixels = torch.randint(256, (7, 3, 12, 10), dtype=torch.uint8)
+    features = trained.encode(pixels)
+    assert [len(part) for part in cut] == [3, 3, 1]
+    torch.testing.assert_close(features, trained.encode(torch.cat(cut)))
+
+
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "CMYK", "I;16", "turned"])
 def test_an_open_image_is_read_as_its_file_is(run: Path, tmp_path: Path, mode: str) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (14, 10, 4), dtype=np.uint8)
@@ -230,6 +246,8 @@ def test_what_is_no_picture_is_told_apart(run: Path, photos: Path) -> None:
     assert trained.encode(torch.zeros(0, 3, 12, 10, dtype=torch.uint8)).shape[0] == 0
     with pytest.raises(ValueError, match="uint8"):
         trained.encode(torch.zeros(2, 3, 12, 10))
+    with pytest.raises(ValueError, match="must have pixels"):  # once noise, as of some memory
+        trained.encode(torch.zeros(2, 3, 0, 10, dtype=torch.uint8))
     for wrong in (np.zeros((2, 8, 8, 3), np.uint8), [grey[0]], [1], [b"x"]):
         with pytest.raises(ConfigError, match="a list names files, got"):
             trained.encode(wrong)  # type: ignore[arg-type]

@@ -236,8 +236,12 @@ class Trained:
             )
         if isinstance(images, Tensor):
             check_images(images)
-            if len(images) and images.shape[2] != images.shape[3]:
-                images = self._squares(to_pil_image(image) for image in images)
+            if images.shape[2] != images.shape[3] and len(images):
+                if not images.numel():
+                    raise ValueError(f"images must have pixels, got {list(images.shape)}")
+                parts = torch.split(images, ENCODE_BATCH)  # squares of all may be far larger
+                squares = (self._squares(map(to_pil_image, part.cpu())) for part in parts)
+                return torch.cat([self._features(part) for part in squares])
         augment = recipe_for(self.config.recipe, self.side, channels)
         with self._judged():
             return embed_all(
