@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from negchain.reproduce import cost, pages, runs
-from negchain.reproduce.common import Options, read_rows
+from negchain.reproduce.common import Options, Row, read_rows
 
 MIB = 2**20
 
@@ -50,6 +50,42 @@ def test_the_table_of_memory_is_beside_infonce() -> None:
     lines = [line.split(" | ") for line in cost.table(rows).splitlines()[2:]]
     assert [line[4] for line in lines[:7]] == [f"{k}.00" for k in range(1, 8)]
     assert [float(line[3]) for line in lines[:7]] == list(range(1, 8))
+
+
+def run_of(method: str, record: str, probe: float, **more: Any) -> Row:
+    job = {"seed": 0, "setting": "b32-none", "method": method, "settings": {}, **more}
+    curve = [{"step": 0, "probe": 0.1, "knn1": 0.1, "embedding_variance": 0.5},
+             {"step": 10, "probe": probe, "knn1": 0.2, "embedding_variance": 0.5}]  # fmt: skip
+    return {"job": job, "record": record, "curve": curve, "config": {"epochs": 2, "images": 9}}
+
+
+def steps_of(method: str, **more: Any) -> Row:
+    job = {"kind": "step", "setting": "b32-none", "seed": 0, "settings": {}, "method": method}
+    return {"job": job, "record": "cost", "ms": [2.0], **more}
+
+
+@pytest.mark.parametrize("known", [{}, {"images": 9}])
+def test_records_of_before_rows_had_their_number_of_images_are_shown(known: Row) -> None:
+    """They ended in KeyError: 'images', so an old record could not be drawn or gone on with."""
+    steps = [steps_of("infonce", **known), steps_of("emc2", **known)]
+    peak = {"job": {**steps[0]["job"], "kind": "memory"}, "peak_bytes": MIB, "device": "CPU"}
+    lines = cost.table([*steps, {**peak, **known}]).splitlines()
+    size = known.get("images", "–")
+    assert f"| b32-none | {size} | InfoNCE | 1 | 1.00 | CPU |" in lines
+    assert f"| b32-none | {size} | EMC² | 2.00 | 1.00 |" in lines
+    state = {"kind": "state", "method": "emc2", "m": 10_000, "b": 32}
+    assert list(cost.draw([{"job": state, "state_bytes": 40_000}, *steps])) == ["cost"]
+    runs = [run_of("infonce", "stl10", 0.5), run_of("emc2", "stl10", 0.6)]
+    assert len(cost.in_seconds([*steps, *runs])) == 2
+
+
+def test_a_run_that_ended_as_before_to_the_last_digit_counts_once() -> None:
+    """On a CPU the run that is made again is the same one: it was 2 of 2, ± 0.0."""
+    rows = [steps_of("infonce"), steps_of("emc2"), run_of("infonce", "stl10", 0.5)]
+    rows += [run_of("emc2", "stl10", 0.6), run_of("emc2", "burn-in", 0.6, **{"burn-in": "ours"})]
+    assert [row["record"] for row in cost.in_seconds(rows)] == ["stl10", "stl10"]
+    rows[-1] = run_of("emc2", "burn-in", 0.61, **{"burn-in": "ours"})  # as on a GPU
+    assert [row["record"] for row in cost.in_seconds(rows)] == ["stl10", "stl10", "burn-in"]
 
 
 ROOT = Path(__file__).parents[2]

@@ -73,10 +73,10 @@ def work(job: Row, deadline: float) -> Row:
     }
 
 
-def milliseconds(rows: list[Row], setting: str, method: str, images: int) -> float | None:
-    """Median time of a step on so many images."""
+def milliseconds(rows: list[Row], setting: str, method: str, images: int | None) -> float | None:
+    """Median time of a step on so many images; None: of rows that do not say on how many."""
     found = where(rows, kind="step", setting=setting, method=method)
-    return next((statistics.median(r["ms"]) for r in found if r["images"] == images), None)
+    return next((statistics.median(r["ms"]) for r in found if r.get("images") == images), None)
 
 
 def table(rows: list[Row]) -> str:
@@ -85,17 +85,18 @@ def table(rows: list[Row]) -> str:
         {**row["job"], **row, "bytes": row["state_bytes"] / SIZES[1]}
         for row in where(rows, kind="state", m=SIZES[1])
     ]
-    step = []
+    unknown, step = {"images": "–"}, []  # rows have had their number since 2026-11-19
     for row in where(rows, kind="step"):
-        base = milliseconds(rows, row["job"]["setting"], "infonce", row["images"])
+        base = milliseconds(rows, row["job"]["setting"], "infonce", row.get("images"))
         ms = statistics.median(row["ms"])
         ratio = f"{ms / base:.2f}" if base else "–"
-        step.append({**row["job"], **row, "median": ms, "ratio": ratio})
+        step.append({**unknown, **row["job"], **row, "median": ms, "ratio": ratio})
     memory = []
     for row in where(rows, kind="memory"):
         (least,) = where(rows, **{**row["job"], "method": "infonce"}) or [row]
         ratio = f"{row['peak_bytes'] / least['peak_bytes']:.2f}"
-        memory.append({**row["job"], **row, "peak": row["peak_bytes"] / 2**20, "ratio": ratio})
+        peak = {"peak": row["peak_bytes"] / 2**20, "ratio": ratio}
+        memory.append({**unknown, **row["job"], **row, **peak})
     first = """method|b|state, bytes per item (d = 128)|encodes|without gradient, m = 100,000
         {method}|{b}|{bytes:.3g}|{encodes}|{encodes_without_gradient}"""
     second = """setting|m|method|peak of a step, MiB|against InfoNCE|device
@@ -110,8 +111,9 @@ def draw(rows: list[Row]) -> dict[str, Any]:
     """State against m; time of a step by setting, and against m."""
     figure, (left, middle, right) = pages.panels(3)
     state, timed = where(rows, kind="state", b=32), where(rows, kind="step")
-    sizes = [row["images"] for row in timed]
-    step = [row for row in timed if row["images"] == statistics.mode(sizes)]
+    counted = [row for row in timed if row.get("images")]
+    sizes = [row.get("images") for row in timed]
+    step = [row for row in timed if row.get("images") == statistics.mode(sizes)]
     for method in distinct(state, "method"):
         found = where(state, method=method)
         label, size = title_of(method), [row["state_bytes"] for row in found]
@@ -126,9 +128,11 @@ def draw(rows: list[Row]) -> dict[str, Any]:
         middle.bar(place, statistics.median(row["ms"]), 0.9 / (len(names) + 1), color=tint)
     narrow = [name.replace("-", "\n", 1) for name in settings]
     middle.set_xticks(range(len(settings)), narrow, fontsize=7)
-    middle.set(ylabel="ms per step", title=f"m = {step[0]['images']:,}" if step else None)
+    usual = step[0].get("images") if step else None
+    middle.set(ylabel="ms per step", title=f"m = {usual:,}" if usual else None)
     for method in names:
-        found = sorted(where(timed, method=method, setting=settings[0]), key=lambda r: r["images"])
+        own = where(counted, method=method, setting=settings[0])
+        found = sorted(own, key=lambda row: row["images"])
         times = [statistics.median(row["ms"]) for row in found]
         right.plot([row["images"] for row in found], times, ".-", color=colour(method))
     if settings:
@@ -142,20 +146,24 @@ def draw(rows: list[Row]) -> dict[str, Any]:
 def in_seconds(rows: list[Row]) -> list[Row]:
     """Runs of `stl10` whose curves have the seconds of a run alone, where there are two methods.
 
-    The same runs made again, as "ours" of burn-in and as fresh augmentations, count as more seeds.
+    The same runs made again, as "ours" of burn-in and as fresh augmentations, count as more seeds:
+    on a GPU they end apart. Those with the same curve to the last digit, as on a CPU, count once.
     """
     cost = [row for row in rows if row["record"] == "cost"]
-    found = []
+    found: list[Row] = []
     for row in rows:
         job = row["job"]
         fresh = job.get("settings", {}).get("augmentations", 0) == 0
         ours = job.get("burn-in", "ours") == "ours"
         if row["record"] == "cost" or not (row.get("complete", True) and fresh and ours):
             continue
-        ms = milliseconds(cost, job["setting"], job["method"], row["config"]["images"])
+        case, images = (job["setting"], job["method"]), row["config"]["images"]
+        ms = milliseconds(cost, *case, images) or milliseconds(cost, *case, None)
         if ms is not None:
             curve = [{**p, "seconds": p["step"] * ms / 1e3} for p in row["curve"]]
-            found.append({**row, "curve": curve})
+            same = where(found, setting=case[0], method=case[1], seed=job["seed"])
+            if all(curve != other["curve"] for other in same):
+                found.append({**row, "curve": curve})
     cases = accuracy.by_case(accuracy.in_order("method", found)).values()
     return [row for own in cases if len(distinct(own, "method")) > 1 for row in own]
 
