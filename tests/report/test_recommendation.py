@@ -103,6 +103,12 @@ def test_a_page_says_which_queries_are_meant_and_what_each_measure_was_before() 
     assert "<b>50.0 %</b> <small>40.0 % before. " in page
 
 
+def test_one_that_is_tested_on_is_no_plural() -> None:
+    run = retriever(0.1)
+    run.config.update(data_info={"test": 1})
+    assert "Results on the held-out queries, of which there is 1." in standing(run)
+
+
 def test_proposals_that_look_like_false_negatives_come_first() -> None:
     scores = np.array([[0.5, 0.4], [0.9, -2.0], [0.7, 0.1]])
     art = {

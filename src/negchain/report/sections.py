@@ -189,6 +189,8 @@ def _tested(run: Run) -> str:
     split = ""
     if isinstance(chose, int) and 0 < chose < count:
         split = f" ({chose:,} validation, {count - chose:,} test)"
+    if count == 1:  # the noun is in plural
+        return f"the {run.shown.tested}, of which there is 1"
     return f"{count or 'the'} {run.shown.tested}{split}"
 
 
