@@ -529,6 +529,18 @@ def test_minutes_that_are_no_time_are_refused(minutes: str, tmp_path, monkeypatc
         assert status == 2 and f"--minutes must be at least 0, got {minutes}; leave it out" in said
 
 
+def test_several_processes_of_torchrun_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each would have run everything, into one record."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert run(["reproduce", "theory", "--quick", "--out", str(tmp_path / "out")]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "reproduce must be one process, and torchrun started 2; start it without" in said
+    assert not (tmp_path / "out").exists()
+
+
 def test_unknown_experiments_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["reproduce", "stl11"]) == 2
     assert "did you mean 'stl10'?" in capsys.readouterr().err

@@ -30,7 +30,7 @@ from negchain.train.presets import choose
 from negchain.train.resolve import for_method, resolve
 from negchain.train.run_folder import is_run, last_metrics, load_run_config
 from negchain.train.stopping import Interrupted, stopping
-from negchain.train.team import is_one_of_several
+from negchain.train.team import require_one_process
 
 if TYPE_CHECKING:
     from negchain.report.tuning import Tuned
@@ -69,12 +69,9 @@ def command(
     Takes all options of `negchain train`; an option only some methods know is given to those only.
     Runs that are finished in --out are kept, unfinished ones are resumed.
     """
-    if is_one_of_several():  # each would start its own runs, which then wait for each other's
-        raise ConfigError(
-            f"compare must be one process, and torchrun started {os.environ.get('WORLD_SIZE')}; "
-            "start it without torchrun, or train each method under torchrun and give the runs to "
-            "negchain report"
-        )
+    require_one_process(
+        "compare", ", or train each method under torchrun and give the runs to negchain report"
+    )
     chosen = [method_named("--methods", name.strip()) for name in methods.split(",")]
     if len(set(chosen)) < len(chosen):
         twice = max(chosen, key=chosen.count)

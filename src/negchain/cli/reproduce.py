@@ -54,7 +54,9 @@ def command(
     from negchain.reproduce import common, load, pages
     from negchain.train.presets import ConfigError, choose
     from negchain.train.resolve import resolve
+    from negchain.train.team import require_one_process
 
+    require_one_process("reproduce", "")
     if jobs < 0:
         raise ConfigError(f"--jobs must be at least 0, got {jobs}; 0 chooses by machine")
     if math.isnan(minutes) or minutes < 0:

@@ -126,6 +126,15 @@ def is_one_of_several() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("WORLD_SIZE") != "1"
 
 
+def require_one_process(command: str, instead: str) -> None:
+    """Refuse several processes of torchrun: each would start runs of its own."""
+    if is_one_of_several():
+        raise ConfigError(
+            f"{command} must be one process, and torchrun started {os.environ.get('WORLD_SIZE')}; "
+            f"start it without torchrun{instead}"
+        )
+
+
 @contextmanager
 def joined(patience: float = PATIENCE) -> Iterator[Team]:
     """Join the other processes of torchrun, where it started this one, with so much patience."""
