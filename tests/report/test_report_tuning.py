@@ -38,3 +38,17 @@ def test_nothing_tuned_leaves_no_trace(tmp_path: Path) -> None:
     run = write_run(tmp_path / "r", config := make_config(), make_metrics(config))
     page = write_report([run], tmp_path / "a.html").read_text(encoding="utf-8")
     assert "What was tuned" not in page
+
+
+def test_a_method_whose_runs_all_failed_does_not_name_the_score(tmp_path: Path) -> None:
+    """It came first, and its page called accuracies of other methods losses, the least best."""
+    none = Tuned("dcl", "", "has no score to choose by: the first of 2 is taken", [
+        Tried({"lr": lr}, {}, lr == 0.1) for lr in (0.1, 0.2)
+    ])  # fmt: skip
+    tried = [Tried({"lr": lr}, {0: lr + 0.7}, lr == 0.2) for lr in (0.1, 0.2)]
+    run = write_run(tmp_path / "r", config := make_config(), make_metrics(config))
+    tuned = [none, Tuned("emc2", "probe_validation", "", tried)]
+    page = write_report([run], tmp_path / "a.html", tuned).read_text(encoding="utf-8")
+    (section,) = re.findall(r'<section class="tuned">(.*?)</section>', page, re.S)
+    assert "The best by “Probe, validation” was chosen" in section
+    assert "<b>90.0 %</b><small>chosen" in section and "<b>not ended</b><small>chosen" in section

@@ -277,7 +277,7 @@ def _tuned(method: str, several: list[list[Plan]], best: list[Plan], names: Sequ
         scores = {seed: _measured(*pair) for seed, pair in known.items()}
         tried.append(Tried(settings, scores, plans is best))
     why = _choice(several)[1]
-    return Tuned(method, (kinds or [EXACT])[0], why if why.startswith(UNJUDGED) else "", tried)
+    return Tuned(method, (kinds or [""])[0], why if why.startswith(UNJUDGED) else "", tried)
 
 
 # ---------------------------------------------------------------------- processes

@@ -31,7 +31,10 @@ class Tried:
 
 @dataclass(frozen=True)
 class Tuned:
-    """What a method chose from; `by` is the score's key, `note` says why none was best by it."""
+    """What a method chose from; `note` says why none was best by `by`.
+
+    `by` is the score's key, empty where no run ended: nothing then says what the score would be.
+    """
 
     method: str
     by: str
@@ -49,7 +52,7 @@ def section(page: Page, tuned: Sequence[Tuned], shown: Shown) -> None:
     """A chart per setting and a table of all values; nothing where nothing was tuned."""
     if not tuned:
         return
-    metric = _metric(tuned[0].by, shown)
+    metric = _metric(next((one.by for one in tuned if one.by), GLOBAL_LOSS.key), shown)
     names = list(dict.fromkeys(name for one in tuned for t in one.tried for name in t.settings))
     said = "".join(
         f"<p>{escape(title_of(one.method))} {one.note}.</p>" for one in tuned if one.note
