@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from fabricate_runs import make_config, make_metrics, write_run
 
+from negchain.methods import title_of, trained
 from negchain.report import write_report
 from negchain.report.tuning import Tried, Tuned
 
@@ -52,3 +54,22 @@ def test_a_method_whose_runs_all_failed_does_not_name_the_score(tmp_path: Path) 
     (section,) = re.findall(r'<section class="tuned">(.*?)</section>', page, re.S)
     assert "The best by “Probe, validation” was chosen" in section
     assert "<b>90.0 %</b><small>chosen" in section and "<b>not ended</b><small>chosen" in section
+
+
+def test_a_legend_names_the_lines(tmp_path: Path) -> None:
+    """Nine methods, the default, had lines without names; a narrow page never had names."""
+    tuned = [
+        Tuned(method, "probe", "", [Tried({"lr": lr}, {0: lr}, lr == 0.2) for lr in (0.1, 0.2)])
+        for method in trained()
+    ]
+    tuned[2] = replace(tuned[2], note="has no score to choose by")
+    run = write_run(tmp_path / "r", config := make_config(), make_metrics(config))
+    page = write_report([run], tmp_path / "a.html", tuned).read_text(encoding="utf-8")
+    (legend,) = re.findall(r'<div class="legend">(<button type="button" data-s.*?)</div>', page)
+    named = re.findall(r'data-series="(\d)".*?</svg>(.*?)</button>', legend)
+    assert named == [(str(i), title_of(name)) for i, name in enumerate(trained()) if i != 2]
+    (numbers,) = re.findall(r'id="negchain-data">(.*?)</script>', page, re.S)
+    lines = json.loads(numbers)["charts"]["tuned-lr-samples"]["series"]
+    assert [(str(line["index"]), line["label"]) for line in lines] == named
+    alone = write_report([run], tmp_path / "b.html", tuned[:1]).read_text(encoding="utf-8")
+    assert '<button type="button" data-s' not in alone  # nothing to tell apart

@@ -154,8 +154,8 @@ function isolate(legend, attribute, scope) {
 
 document.querySelectorAll("svg.chart").forEach(followChart);
 document.querySelectorAll("[data-map]").forEach(followMap);
-document.querySelectorAll(".curves > .legend").forEach((legend) =>
-  isolate(legend, "data-series", legend.closest(".curves")));
+document.querySelectorAll(".curves > .legend, .tuned > .legend").forEach((legend) =>
+  isolate(legend, "data-series", legend.parentElement));
 document.querySelectorAll(".choices > .legend").forEach((legend) =>
   isolate(legend, "data-class", legend.closest(".map")));
 document.querySelectorAll(".choices > input").forEach((field) =>

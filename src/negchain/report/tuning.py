@@ -63,7 +63,7 @@ def section(page: Page, tuned: Sequence[Tuned], shown: Shown) -> None:
     page.add(
         '<section class="tuned"><h2>What was tuned</h2><p class="lead">Every method was run with '
         f"each value, seed 0.{chose} A method’s other seeds were run with what it chose.</p>"
-        f'<div class="said">{said}</div><div class="grid wide">{cards}</div>'
+        f'<div class="said">{said}</div>{_legend(tuned)}<div class="grid wide">{cards}</div>'
         f"{_table(tuned, names, metric)}</section>"
     )
 
@@ -71,6 +71,17 @@ def section(page: Page, tuned: Sequence[Tuned], shown: Shown) -> None:
 def _metric(key: str, shown: Shown) -> Metric:
     known = (*shown.lead, *shown.secondary, *shown.columns, GLOBAL_LOSS)
     return next((metric for metric in known if metric.key == key), Metric(key, key, "number"))
+
+
+def _legend(tuned: Sequence[Tuned]) -> str:
+    """Names of the lines: of many lines, and on a narrow page, the charts have none."""
+    buttons = [
+        f'<button type="button" data-series="{index}">{line_key(one.method)}'
+        f"{escape(title_of(one.method))}</button>"
+        for index, one in enumerate(tuned)
+        if not one.note
+    ]
+    return f'<div class="legend">{"".join(buttons)}</div>' if len(buttons) > 1 else ""
 
 
 def _text(value: Any) -> str:
@@ -82,11 +93,15 @@ def _card(page: Page, tuned: Sequence[Tuned], name: str, metric: Metric, several
 
     Methods that could not choose are left out: their scores do not compare.
     """
-    have = [one for one in tuned if not one.note and name in one.tried[0].settings]
-    values = list(dict.fromkeys(t.settings[name] for one in have for t in one.tried))
+    have = [
+        (index, one)
+        for index, one in enumerate(tuned)
+        if not one.note and name in one.tried[0].settings
+    ]
+    values = list(dict.fromkeys(t.settings[name] for _, one in have for t in one.tried))
     values = values if any(isinstance(v, str) for v in values) else sorted(values)
     better, lines = max if metric.higher else min, []
-    for index, one in enumerate(have):
+    for index, one in have:
         scores = dict[Any, list[float]]()
         for t in one.tried:
             if 0 in t.scores:
