@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+import pytest
 from fabricate_runs import make_config, make_metrics, write_run
 
 from negchain.methods import title_of, trained
@@ -73,3 +76,25 @@ def test_a_legend_names_the_lines(tmp_path: Path) -> None:
     assert [(str(line["index"]), line["label"]) for line in lines] == named
     alone = write_report([run], tmp_path / "b.html", tuned[:1]).read_text(encoding="utf-8")
     assert '<button type="button" data-s' not in alone  # nothing to tell apart
+
+
+RATES = [k / 10_000 for k in range(1, 21)]
+ENCODERS = [f"sentence-transformers/all-MiniLM-L{k}-v2" for k in (3, 6, 12)]
+
+
+@pytest.mark.parametrize(("values", "shown"), [(RATES, 7), (ENCODERS, 3)])
+def test_names_of_values_do_not_overlap(values: list[Any], shown: int, tmp_path: Path) -> None:
+    """Twenty rates were one black bar. A name in full is shown where the pointer is."""
+    tried = [Tried({"encoder": v}, {0: k / 20}, k == 0) for k, v in enumerate(values)]
+    run = write_run(tmp_path / "r", config := make_config(), make_metrics(config))
+    tuned = [Tuned("emc2", "probe", "", tried)]
+    page = write_report([run], tmp_path / "a.html", tuned).read_text(encoding="utf-8")
+    (frame,) = re.findall(r'data-chart="tuned-encoder.*?class="frame">(.*?)</g>', page, re.S)
+    drawn = r'<text x="([\d.]+)" y="\d+" text-anchor="middle">([^<]+)</text>'
+    names = [(float(x), 4.5 * len(name)) for x, name in re.findall(drawn, frame)]
+    assert len(names) == shown
+    ends = [(x - half, x + half) for x, half in names]  # 9 px a character
+    assert all(end < begin for (_, end), (begin, _) in pairwise(ends))
+    (numbers,) = re.findall(r'id="negchain-data">(.*?)</script>', page, re.S)
+    places = json.loads(numbers)["charts"]["tuned-encoder-samples"]["places"]
+    assert places == [str(value) for value in values]

@@ -122,7 +122,7 @@ def draw(chart: Chart, axis: Axis) -> tuple[str, dict[str, Any]] | None:
     x_ticks, x_text, x_name = _x_ticks(axis, max(line.x[-1] for line in lines))
     if count := len(chart.places):
         x_ticks, x_name = np.append(np.arange(count) + 0.5, count), chart.title
-        x_text = [*map(escape, chart.places), ""]
+        x_text = [*map(escape, _apart(chart.places, (right - left) / count)), ""]
     x_limits, y_limits = (0.0, float(x_ticks[-1])), (float(y_ticks[0]), float(y_ticks[-1]))
     to_x, to_y = _scale(x_limits, (left, right)), _scale(y_limits, (bottom, top))
     parts = [
@@ -241,6 +241,18 @@ def _x_ticks(axis: Axis, end: float) -> tuple[FloatArray, list[str], str]:
     labels = [text(float(value)) for value in inner]
     # the frame ends with the data, not at the next round number
     return np.append(inner, end / size) * size, [*labels, ""], name
+
+
+def _apart(names: Sequence[str], room: float) -> list[str]:
+    """Names of places that have `room` px each, shortened or left out so that they do not overlap.
+
+    >>> _apart(["0.0001", "0.0003", "0.0005"], 35), _apart(["models/a-long-name"], 100)
+    (['0.0001', '', '0.0005'], ['model…name'])
+    """
+    size = 9.5  # px of a character on a narrow page, where text is larger
+    every = math.ceil(min(10, max(map(len, names))) * size / room)
+    fits = int(every * room / size)
+    return [shortened(name, fits) if k % every == 0 else "" for k, name in enumerate(names)]
 
 
 def _path(x: FloatArray, y: FloatArray) -> str:
