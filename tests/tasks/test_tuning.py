@@ -207,6 +207,7 @@ def test_what_cannot_be_judged_is_not_called_best(
         ("bata=1", "the setting of --tune is unknown, got 'bata'; did you mean 'beta'"),
         ("beta=1,two", "--tune beta must be a number, got 'two'"),
         ("epochs=1.5", "--tune epochs must be an integer, got '1.5'"),
+        ("strict=yes,no", "--strict must be true or false, got 'yes'"),
         ("lr=1", "--lr is given twice"),
         ("seed=0,1", "--seed must be the same in all that --tune chooses from"),
         ("holdout=0.1,0.3", "--holdout must be the same"),  # each would be judged on other pictures
@@ -215,3 +216,8 @@ def test_what_cannot_be_judged_is_not_called_best(
 def test_nonsense_is_refused(tune: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         compare.grid([tune], {"lr": 0.1})
+
+
+def test_true_and_false_are_values() -> None:
+    """They were refused: "must be true or false, got 'true'"."""
+    assert compare.grid(["strict=true,false"], {}) == [{"strict": True}, {"strict": False}]

@@ -169,6 +169,7 @@ def _plans(
 FIXED = ("method", "seed", "out", "task", "data", "preset", "holdout")  # what is run, and judged on
 UNJUDGED = "has no score to choose by"
 KINDS = {int: "an integer", float: "a number", str: "text"}
+YES_NO = {"true": True, "false": False}
 
 
 def grid(tune: Sequence[str], given: dict[str, Any]) -> list[dict[str, Any]]:
@@ -198,6 +199,10 @@ def grid(tune: Sequence[str], given: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _value(name: str, text: str) -> Any:
     hint: Any = hints()[name]
+    if hint is bool:
+        if text not in YES_NO:
+            raise ConfigError(f"{flag(name)} must be true or false, got {show(text)}")
+        return YES_NO[text]
     kind = next((k for k in (hint, *get_args(hint)) if k in KINDS), str)
     try:
         return kind(text)
