@@ -210,6 +210,7 @@ def test_what_cannot_be_judged_is_not_called_best(
         ("strict=yes,no", "--strict must be true or false, got 'yes'"),
         ("lr=1", "--lr is given twice"),
         ("seed=0,1", "--seed must be the same in all that --tune chooses from"),
+        ("name=a,b", "--name must be the same"),  # of two methods: one line on the page
         ("holdout=0.1,0.3", "--holdout must be the same"),  # each would be judged on other pictures
     ],
 )

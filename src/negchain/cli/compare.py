@@ -36,7 +36,10 @@ if TYPE_CHECKING:
     from negchain.report.tuning import Tuned
 
 
-@with_config_options(leave_out=("method", "seed", "graph", "name"))
+OWN = ("method", "seed", "graph", "name")  # settings of one run that compare does not take
+
+
+@with_config_options(leave_out=OWN)
 def command(
     methods: Annotated[str, typer.Option(help="Comma-separated methods.")] = ",".join(trained()),
     seeds: Annotated[int, typer.Option(help="Seeds 0 .. N-1 for each method.")] = 1,
@@ -166,7 +169,7 @@ def _plans(
 
 # ---------------------------------------------------------------------- what is tuned
 
-FIXED = ("method", "seed", "out", "task", "data", "preset", "holdout")  # what is run, and judged on
+FIXED = (*OWN, "out", "task", "data", "preset", "holdout")  # what is run, and judged on
 UNJUDGED = "has no score to choose by"
 KINDS = {int: "an integer", float: "a number", str: "text"}
 YES_NO = {"true": True, "false": False}
