@@ -276,7 +276,8 @@ def test_a_built_in_set_is_fetched_where_that_is_asked(
         return " ".join(capsys.readouterr().err.split())
 
     assert "add --download to fetch it" in refusal("--data", "stl10")
-    assert "--download belongs to --data cifar10 or stl10" in refusal("--download")
+    assert "--download belongs to --data cifar10 or stl10" in (said := refusal("--download"))
+    assert "no --data is given" in said and "digits" not in said  # not of this command
     assert "--download belongs to --data cifar10 or stl10" in refusal("--data", ".", "--download")
     assert not list(tmp_path.glob("runs/**/*.jsonl"))  # refused at once, not by every run
     assert run([*words, "--data", "stl10", "--download"]) == 0 and len(fetched) == 1

@@ -66,8 +66,13 @@ def command(
     chosen = [choose("NAME", name, NAMES) for name in names]
     if data:
         named_sources(data)
+    if download and not data:  # `resolve` would say that it is 'digits', the default of train
+        raise ConfigError(
+            "--download belongs to --data cifar10 or stl10 or stl10-unlabeled, and no --data is "
+            "given; name one of them or leave out --download"
+        )
     if download:
-        resolve(None, {"data": data or None, "download": True})  # refuses what train refuses
+        resolve(None, {"data": data, "download": True})  # refuses what train refuses
     options = common.Options(
         data or None, quick, seeds, epochs, _words(methods), _words(settings), device
     )
