@@ -37,6 +37,15 @@ def counted(number: int, one: str, many: str) -> str:
     return f"{number:,} {one if number == 1 else many}"
 
 
+def plain(value: object) -> str:
+    """A setting's value with all its digits: two that differ are never written alike.
+
+    >>> plain(20.0), plain(5e-05), plain("auto")
+    ('20', '5e-05', 'auto')
+    """
+    return str(value).removesuffix(".0") if isinstance(value, float) else str(value)
+
+
 def reason(error: BaseException) -> str:
     """What an error says, on one line: its first, or its type where it says nothing.
 

@@ -25,8 +25,9 @@ def test_a_quick_experiment_ends_in_a_table_and_figures(
     assert time.time() - began < 300
     assert list(tmp_path.glob(f"{name}*.svg"))
     assert capsys.readouterr().out.count("\n|") >= (3 if few else 6)  # head, methods
-    read = reproduce.load(name).reads or (name,)
-    rows = [row for of in read for row in common.read_rows(tmp_path / f"{of}.jsonl")]
+    rows = [
+        row for of in common.runs_of(name) for row in common.read_rows(tmp_path / f"{of}.jsonl")
+    ]
     assert rows and all(row.get("complete", True) for row in rows)
     for curve in (row["curve"] for row in rows if "config" in row):  # runs through the trainer
         assert curve[-1]["global_loss"] < curve[0]["global_loss"]

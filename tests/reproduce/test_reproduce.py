@@ -554,8 +554,7 @@ WHY = (ROOT / "docs" / "better_estimate.md").read_text(encoding="utf-8")
 
 
 def reproduce_rows(name: str) -> list[dict[str, Any]]:
-    experiment = reproduce.load(name)
-    read = (*(experiment.reads or (name,)), *experiment.also)
+    read = (*common.runs_of(name), *reproduce.load(name).also)
     return [{**r, "record": of} for of in read for r in pages.read_rows(RECORDS / f"{of}.jsonl")]
 
 

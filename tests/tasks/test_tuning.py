@@ -103,14 +103,14 @@ def test_a_value_whose_run_failed_is_not_taken(tmp_path: Path) -> None:
     failed, other = ([compare.Plan(tmp_path / f"{c.beta}", c, {})] for c in configs)
     other[0].path.mkdir()
     (other[0].path / "summary.json").write_text('{"score": -1.0, "score_by": "global_loss"}')
-    assert compare._best("dcl", [failed, other]) is other
+    assert compare._best("dcl", [failed, other]).plans is other
 
 
 def test_where_every_run_failed_nothing_says_what_the_score_is(tmp_path: Path) -> None:
     """It was said to be the exact loss, and the page took that for the score of all methods."""
     configs = [resolve(None, {"method": "dcl", "lr": lr}) for lr in (0.1, 0.2)]
     plans = [[compare.Plan(tmp_path / f"{c.lr}", c, {"lr": c.lr})] for c in configs]
-    found = compare._tuned("dcl", plans, plans[0], ["lr"])
+    found = compare._tuned("dcl", plans, compare.Choice(plans[0]), ["lr"])
     assert found.by == "" and [one.scores for one in found.tried] == [{}, {}]
 
 

@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_args
 
@@ -22,7 +22,7 @@ from rich.console import Console
 from negchain.cli.options import Import, Quiet, with_config_options
 from negchain.files import open_plain, read_object, real_folder
 from negchain.methods import trained
-from negchain.printable import show
+from negchain.printable import plain, show
 from negchain.progress import Progress, result, say
 from negchain.tasks import EXACT, LOSS_OF
 from negchain.train.config import ConfigError, TrainConfig, flag, hints, method_named, same_run
@@ -102,15 +102,15 @@ def command(
             chosen_once = sum(seeds - (len(several) > 1) for several in tried.values())
             runs.train([plans[0] for plans in tuned_first], later=chosen_once)
             best = {method: _best(method, several) for method, several in tried.items()}
-            runs.train([plan for plans in best.values() for plan in plans])
+            runs.train([plan for choice in best.values() for plan in choice.plans])
     except KeyboardInterrupt:
         raise Interrupted(
             f"early; the same command with --out {folder} continues the runs"
         ) from None
-    every = [plan.path for plans in best.values() for plan in plans]
+    every = [plan.path for choice in best.values() for plan in choice.plans]
     begun = [path for path in every if is_run(path) and last_metrics(path)]
     tuned = [
-        _tuned(method, several, best[method], list(combinations[0]))
+        _tuned(method, several, best[method], combinations[0])
         for method, several in tried.items()
         if len(several) > 1
     ]
@@ -170,7 +170,6 @@ def _plans(
 # ---------------------------------------------------------------------- what is tuned
 
 FIXED = (*OWN, "out", "task", "data", "preset", "holdout")  # what is run, and judged on
-UNJUDGED = "has no score to choose by"
 KINDS = {int: "an integer", float: "a number", str: "text"}
 YES_NO = {"true": True, "false": False}
 
@@ -221,11 +220,7 @@ def label(tuned: dict[str, Any]) -> str:
     >>> label({"beta": 20.0, "lr": 5e-05}), label({"encoder": "models/a"})
     ('-beta=20-lr=5e-05', '-encoder=models%2Fa')
     """
-    # all digits: two values that print alike would share a folder
-    shown = {
-        k: f"{v}".removesuffix(".0") if isinstance(v, float) else str(v) for k, v in tuned.items()
-    }
-    named = {k: text.replace("%", "%25").replace("/", "%2F") for k, text in shown.items()}
+    named = {k: plain(v).replace("%", "%25").replace("/", "%2F") for k, v in tuned.items()}
     return "".join(f"-{name}={text}" for name, text in named.items())
 
 
@@ -241,30 +236,35 @@ def score(run: Path) -> tuple[float, str]:
     return float(value) if isinstance(value, int | float) else -math.inf, by
 
 
-def _best(method: str, several: list[list[Plan]]) -> list[Plan]:
-    """The plans of the combination whose first seed has the best score."""
+class Choice(NamedTuple):
+    """The plans of the combination that is kept; `note` says why none could be called best."""
+
+    plans: list[Plan]
+    note: str = ""
+
+
+def _best(method: str, several: list[list[Plan]]) -> Choice:
+    """The combination whose first seed has the best score."""
     if len(several) == 1:
-        return several[0]
-    best, why = _choice(several)
-    say(f" {why}", method)
-    return best
-
-
-def _choice(several: list[list[Plan]]) -> tuple[list[Plan], str]:
-    """Of several combinations the one that is kept, and why."""
+        return Choice(several[0])
     best = max(several, key=lambda plans: score(plans[0].path)[0])
     path = best[0].path
     value, by = score(path)
     differ = {name: {getattr(plans[0].config, name) for plans in several} for name in LOSS_OF}
     apart = [flag(name) for name, values in differ.items() if len(values) > 1]
+    unjudged = "has no score to choose by"
     if value == -math.inf:
-        return several[0], f"{UNJUDGED}: the first of {len(several)} is taken"
-    if by == EXACT and apart:
+        choice = Choice(several[0], f"{unjudged}: the first of {len(several)} is taken")
+    elif by == EXACT and apart:
         why = f"exact losses of another {' and '.join(apart)} are no better or worse"
         first = next(plans for plans in several if ended(plans[0].path))
-        return first, f"{UNJUDGED}: {why}: the first that ended is taken"
-    name = path.name.removeprefix(f"{best[0].config.method}-").removesuffix("-seed0")
-    return best, f"{name} is best of {len(several)} ({by} {_measured(value, by):.4f})"
+        choice = Choice(first, f"{unjudged}: {why}: the first that ended is taken")
+    else:
+        choice = Choice(best)
+    name = path.name.removeprefix(f"{method}-").removesuffix("-seed0")
+    found = f"{name} is best of {len(several)} ({by} {_measured(value, by):.4f})"
+    say(f" {choice.note or found}", method)
+    return choice
 
 
 def _measured(value: float, by: str) -> float:
@@ -272,7 +272,7 @@ def _measured(value: float, by: str) -> float:
     return -value if by == EXACT else value
 
 
-def _tuned(method: str, several: list[list[Plan]], best: list[Plan], names: Sequence[str]) -> Tuned:
+def _tuned(method: str, several: list[list[Plan]], choice: Choice, names: Iterable[str]) -> Tuned:
     """All combinations of a method with the scores of the runs that ended."""
     from negchain.report.tuning import Tried, Tuned
 
@@ -283,9 +283,8 @@ def _tuned(method: str, several: list[list[Plan]], best: list[Plan], names: Sequ
         kinds += [by for _, by in known.values()]
         settings = {name: plans[0].given[name] for name in names if name in plans[0].given}
         scores = {seed: _measured(*pair) for seed, pair in known.items()}
-        tried.append(Tried(settings, scores, plans is best))
-    why = _choice(several)[1]
-    return Tuned(method, (kinds or [""])[0], why if why.startswith(UNJUDGED) else "", tried)
+        tried.append(Tried(settings, scores, plans is choice.plans))
+    return Tuned(method, (kinds or [""])[0], choice.note, tried)
 
 
 # ---------------------------------------------------------------------- processes

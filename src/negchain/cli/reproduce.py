@@ -51,7 +51,7 @@ def command(
     """See `HELP`."""
     from negchain.data.named import BUILT_IN, named_sources
     from negchain.progress import say
-    from negchain.reproduce import common, load, pages
+    from negchain.reproduce import common, pages
     from negchain.train.presets import ConfigError, choose
     from negchain.train.resolve import resolve
     from negchain.train.team import require_one_process
@@ -86,11 +86,11 @@ def command(
             load_data(data, download=download)
         processes = jobs or (8 if options.on_gpu() else 1)
         # what an experiment reads instead of a record of its own is run for it
-        runs = list(dict.fromkeys(n for name in chosen for n in load(name).reads or (name,)))
+        runs = list(dict.fromkeys(n for name in chosen for n in common.runs_of(name)))
         failed = common.perform(runs, options, out, minutes=minutes, processes=processes, say=say)
     page = Path("docs/results.md")
     for name in chosen:
-        if redraw or any(common.read_rows(out / f"{n}.jsonl") for n in load(name).reads or (name,)):
+        if redraw or any(common.read_rows(out / f"{n}.jsonl") for n in common.runs_of(name)):
             ours = page.exists() and out == kept
             place = figures or (Path("docs/figures") if ours else out)
             pages.redraw(name, out, place, page if ours else None, say)

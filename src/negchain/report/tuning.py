@@ -12,6 +12,7 @@ import numpy as np
 
 from negchain.files import replacing
 from negchain.methods import title_of
+from negchain.printable import plain
 from negchain.train.config import flag
 
 from .charts import Chart, Series, draw, line_key, method_colour, strip
@@ -84,10 +85,6 @@ def _legend(tuned: Sequence[Tuned]) -> str:
     return f'<div class="legend">{"".join(buttons)}</div>' if len(buttons) > 1 else ""
 
 
-def _text(value: Any) -> str:
-    return str(value).removesuffix(".0") if isinstance(value, float) else str(value)
-
-
 def _card(page: Page, tuned: Sequence[Tuned], name: str, metric: Metric, several: bool) -> str:
     """Scores of seed 0 over one setting's values, a line per method; what was chosen is ringed.
 
@@ -112,7 +109,7 @@ def _card(page: Page, tuned: Sequence[Tuned], name: str, metric: Metric, several
         curve, colour = Curve(places, places, best), method_colour(one.method)
         lines.append(Series(title_of(one.method), curve, None, colour, 0, index, kept))
     note = f"{metric.name}{', the best over the other settings' if several else ''}"
-    texts = [_text(value) for value in values]
+    texts = [plain(value) for value in values]
     chart = Chart(f"tuned-{name}", flag(name), note, metric.unit, lines, 540, 310, texts)
     if (drawn := draw(chart, "samples")) is None:
         return ""
@@ -131,7 +128,7 @@ def _table(tuned: Sequence[Tuned], names: Sequence[str], metric: Metric) -> str:
     rows = []
     for one in tuned:
         for t in one.tried:
-            settings = [_text(t.settings.get(name, "–")) for name in names]
+            settings = [plain(t.settings.get(name, "–")) for name in names]
             score = metric.text(t.scores.get(0)) if 0 in t.scores else "not ended"
             found = list(t.scores.values())
             many = ""

@@ -20,6 +20,7 @@ from statistics import fmean
 from typing import Any
 
 from negchain.methods import reproduced, title_of
+from negchain.printable import counted
 from negchain.reproduce import pages
 from negchain.reproduce.common import Experiment, Options, Row
 from negchain.reproduce.pages import colour, distinct, spread, where
@@ -158,8 +159,8 @@ def by_case(rows: list[Row]) -> dict[str, list[Row]]:
     """Runs by setting and number of epochs."""
     found = dict[str, list[Row]]()
     for row in rows:
-        epochs = row["config"]["epochs"]
-        case = f"{row['job']['setting']}, {epochs} epoch{'s' * (epochs != 1)}"
+        length = counted(row["config"]["epochs"], "epoch", "epochs")
+        case = f"{row['job']['setting']}, {length}"
         found.setdefault(case, []).append(row)
     return found
 

@@ -85,6 +85,11 @@ class Experiment:
     """Records that are read too where they are there, but not run for it."""
 
 
+def runs_of(name: str) -> tuple[str, ...]:
+    """The experiments whose runs one is made from: those it reads, or itself."""
+    return load(name).reads or (name,)
+
+
 def perform(
     names: Sequence[str],
     options: Options,

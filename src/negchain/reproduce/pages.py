@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from negchain.files import replacing
 from negchain.methods import METHODS, title_of
 from negchain.reproduce import load
-from negchain.reproduce.common import Row, read_rows
+from negchain.reproduce.common import Row, read_rows, runs_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -26,7 +26,7 @@ def redraw(
     Where the page holds `<!-- table NAME -->` ... `<!-- end -->`, what is between is replaced.
     """
     experiment = load(name)
-    read = (*(experiment.reads or (name,)), *experiment.also)
+    read = (*runs_of(name), *experiment.also)
     rows = [{**r, "record": of} for of in read for r in read_rows(records / f"{of}.jsonl")]
     if not rows:
         paths = [records / f"{of}.jsonl" for of in read]
