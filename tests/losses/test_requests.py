@@ -41,6 +41,20 @@ def named(loss_fn) -> dict:
     return {k: v for k, v in more.items() if k in ("key_index", "augmentation")}
 
 
+@pytest.mark.parametrize("bad", [-1, M])
+def test_positions_out_of_range_are_refused_when_asked_for(bad: int) -> None:
+    """They were brought into the range, and another sample's negatives were handed out."""
+    index = torch.tensor([3, bad])
+    loss_fn = EMC2Loss(M, 5.0)
+    before = snapshot(loss_fn)
+    for ask in (loss_fn.held, loss_fn.request, SogCLRLoss(M, 5.0).request):
+        with pytest.raises(ValueError, match=rf"in \[0, {M}\), got \[{bad}\]; was the loss built"):
+            ask(index)
+    assert same_state(snapshot(loss_fn), before)
+    with pytest.raises(ValueError, match=r"torch.float32 \(2,\); pass an integer per sample"):
+        loss_fn.request(index.float())
+
+
 @every_case
 def test_the_explicit_form_is_the_simple_one(case) -> None:
     """Request, answer, request, answer, call: equal to `encode=` in value, gradient and state."""

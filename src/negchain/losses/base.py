@@ -31,6 +31,7 @@ from negchain.losses.batch import (
     Ids,
     Views,
     as_ids,
+    asked_positions,
     check_batch,
     is_traced,
     lay_out,
@@ -184,7 +185,7 @@ class ContrastiveLoss(Reporting):
             key_index, known, augmentation: as in the call.
             ahead: calls that come before the one this is for (a loader that prefetches).
         """
-        index = as_ids("index", index, None, self.step.device)
+        index = asked_positions(self, index)
         ranks, step = self.ranks(), self.step + ahead if ahead else self.step
         if ranks is not None:
             step = ranks.step(ahead)

@@ -285,13 +285,18 @@ def as_ids(
         raise ValueError(f"{name}= is missing: pass the data set positions of the batch, [B]")
     size = "B" if rows is None else rows
     shape = f"[{size}]" if dims == 1 else f"[{size}, L], padded with -1"
+    remedy = f"pass {'an integer' if dims == 1 else 'a row of integers'} per sample"
     try:
         ids = ids if isinstance(ids, Tensor) else torch.as_tensor(ids)
     except (TypeError, ValueError) as reason:
-        raise ValueError(f"{name} must be integers {shape}, got {ids!r:.99} ({reason})") from reason
+        raise ValueError(
+            f"{name} must be integers {shape}, got {ids!r:.99} ({reason}); {remedy}"
+        ) from reason
     fits = ids.dim() == dims and rows in (None, ids.shape[0])
     if not fits or ids.dtype not in INTEGERS:
-        raise ValueError(f"{name} must be integers {shape}, got {ids.dtype} {tuple(ids.shape)}")
+        raise ValueError(
+            f"{name} must be integers {shape}, got {ids.dtype} {tuple(ids.shape)}; {remedy}"
+        )
     # contiguous: kernels read them one after another
     return ids.to(device=device, dtype=torch.int64, non_blocking=True).contiguous()
 
@@ -323,6 +328,17 @@ def check_answer(z: Tensor, like: Tensor, normalize: bool) -> Tensor:
     if fit_for_numpy(z) and not all_finite(z):
         raise ValueError("embeddings that answer a request must be finite, got NaN or inf")
     return z
+
+
+def asked_positions(loss_fn: ContrastiveLoss, index: Ids) -> Tensor:  # [B]
+    """The positions of a batch that a caller asks about, before it is encoded.
+
+    Over several ranks the call that follows refuses what is out of range, on all of them at once.
+    """
+    ids = as_ids("index", index, None, loss_fn.step.device)
+    if fit_for_numpy(ids) and loss_fn.ranks() is None:
+        _refuse(ids, "index", loss_fn.num_samples)
+    return ids
 
 
 def _refuse(ids: Tensor, name: str, size: int | None) -> None:

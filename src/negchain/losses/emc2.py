@@ -23,7 +23,7 @@ from torch import Tensor
 from negchain import rng
 from negchain.losses import fused
 from negchain.losses.base import ContrastiveLoss
-from negchain.losses.batch import Batch, Call, Ids, as_ids, check_answer, check_batch
+from negchain.losses.batch import Batch, Call, Ids, asked_positions, check_answer, check_batch
 from negchain.losses.chains import Carried, ChainTable, check_stored, stored_ids
 from negchain.losses.request import Part, Request, answered
 from negchain.losses.settings import (
@@ -164,7 +164,7 @@ class EMC2Loss(ContrastiveLoss):
             One [B] per table of chains (two for paired views in both directions), or with stored
             augmentations one per view.
         """
-        held = self._asked(as_ids("index", index, None, self.step.device), augmentation)
+        held = self._asked(asked_positions(self, index), augmentation)
         if augmentation is None:
             return held
         return held[0].view(self._views_per_item, len(index)).unbind()
