@@ -130,6 +130,19 @@ def test_what_a_method_does_not_know_is_not_tuned(launched: list[str], tmp_path:
     assert sorted(launched) == ["dcl-seed0", "sogclr-gamma=0.5-seed0", "sogclr-gamma=0.9-seed0"]
 
 
+def test_scores_of_an_earlier_tuning_go_with_its_page(launched: list[str], tmp_path: Path) -> None:
+    """They stayed beside a page of other runs; the same --tune, which trains nothing, has them."""
+    words = ["compare", "--methods", "dcl", "--device", "cpu", "--quiet", "--out", str(tmp_path)]
+    page, scores = tmp_path / "report.html", tmp_path / "tuning.json"
+    assert command_line([*words, "--tune", "lr=0.1,0.2"]) == 0 and scores.exists()
+    before, tuned = scores.read_bytes(), page.read_bytes()
+    assert command_line(words) == 0
+    assert not scores.exists() and 'class="tuned"' not in page.read_text(encoding="utf-8")
+    launched.clear()
+    assert command_line([*words, "--tune", "lr=0.1,0.2"]) == 0 and launched == []
+    assert scores.read_bytes() == before and 'class="tuned"' in tuned.decode()
+
+
 def test_values_that_differ_late_are_runs_of_their_own(launched: list[str], tmp_path: Path) -> None:
     """In six digits both were 0.1: the second value was never trained, and one of both was best."""
     words = ["compare", "--methods", "dcl", "--tune", "lr=0.10000001,0.10000002"]

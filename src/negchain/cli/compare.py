@@ -116,6 +116,8 @@ def command(
     ]
     if tuned:
         write_tuned(tuned, folder / "tuning.json")
+    elif begun:  # the page of an earlier --tune is replaced too
+        (folder / "tuning.json").unlink(missing_ok=True)
     if begun:
         Console(highlight=False).print(comparison_table(begun))
         result(f"report: {write_report(begun, folder / 'report.html', tuned)}")
