@@ -286,6 +286,20 @@ def test_a_built_in_set_is_fetched_where_that_is_asked(
     assert row["job"]["data"] == "stl10" and row["curve"][0]["step"] == 0
 
 
+@pytest.mark.parametrize(
+    "given", [["--data", "stl10", "--download"], ["--data", "stl10"], ["--download"]]
+)
+def test_what_an_experiment_does_not_read_is_not_fetched(
+    given: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """2.6 GB came for `theory`, and without --download it was refused for not being there."""
+    monkeypatch.setattr("negchain.data.load_data", lambda *args, **more: pytest.fail("fetched"))
+    assert run(["reproduce", "theory", "--quick", *given]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "--data and --download belong to experiments on images, got theory" in said
+    assert [name for name in reproduce.NAMES if not reproduce.load(name).on_data] == ["theory"]
+
+
 @pytest.mark.parametrize("name", ["stl10", "burn-in", "finite-augmentations"])
 def test_jobs_take_the_built_in_sets(name: str) -> None:
     with pytest.raises(ValueError, match="--data must name the images: .* stl10-unlabeled, which"):

@@ -51,7 +51,7 @@ def command(
     """See `HELP`."""
     from negchain.data.named import BUILT_IN, named_sources
     from negchain.progress import say
-    from negchain.reproduce import common, pages
+    from negchain.reproduce import common, load, pages
     from negchain.train.presets import ConfigError, choose
     from negchain.train.resolve import resolve
     from negchain.train.team import require_one_process
@@ -64,6 +64,13 @@ def command(
             f"--minutes must be at least 0, got {minutes:g}; leave it out to start every run"
         )
     chosen = [choose("NAME", name, NAMES) for name in names]
+    # what an experiment reads instead of a record of its own is run for it
+    runs = list(dict.fromkeys(n for name in chosen for n in common.runs_of(name)))
+    if (data or download) and not any(load(name).on_data for name in runs):
+        raise ConfigError(
+            f"--data and --download belong to experiments on images, got {' '.join(runs)}, which "
+            "reads none; leave them out"
+        )
     if data:
         named_sources(data)
     if download and not data:  # `resolve` would say that it is 'digits', the default of train
@@ -85,8 +92,6 @@ def command(
 
             load_data(data, download=download)
         processes = jobs or (8 if options.on_gpu() else 1)
-        # what an experiment reads instead of a record of its own is run for it
-        runs = list(dict.fromkeys(n for name in chosen for n in common.runs_of(name)))
         failed = common.perform(runs, options, out, minutes=minutes, processes=processes, say=say)
     page = Path("docs/results.md")
     for name in chosen:

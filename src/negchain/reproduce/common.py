@@ -79,6 +79,8 @@ class Experiment:
     """Do one run: a job, and the time (of `time.time`) by which to return what there is."""
     alone: bool = False
     """Runs measure time and must not share the machine."""
+    on_data: bool = True
+    """Runs are on what --data names, or can be."""
     reads: tuple[str, ...] = ()
     """Other records its tables and figures are made from, instead of one of its own."""
     also: tuple[str, ...] = ()

@@ -385,4 +385,4 @@ def draw(rows: list[Row]) -> dict[str, Any]:
     return {"theory": figure}
 
 
-EXPERIMENTS = {"theory": Experiment(table, draw, jobs, work)}
+EXPERIMENTS = {"theory": Experiment(table, draw, jobs, work, on_data=False)}
