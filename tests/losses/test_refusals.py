@@ -221,6 +221,15 @@ def test_another_width_is_refused(options) -> None:
             "key_counts must.*bool.*bincount",
         ),
         *(
+            (
+                lambda n=n: EMC2Loss(
+                    2, views="paired", num_keys=3, key_counts=torch.tensor([1.0, n, 2.0])
+                ),
+                rf"key_counts must.*at least 0, got \[{n}\]; .*bincount",
+            )
+            for n in (-3.0, math.nan, math.inf)
+        ),
+        *(
             (lambda kind=kind: kind(10, key_counts=torch.ones(3)), "key_counts= .*num_keys=None")
             for kind in (InfoNCELoss, SogCLRLoss, EMC2Loss, ImportanceLoss, NegativeCacheLoss)
         ),

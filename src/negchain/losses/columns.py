@@ -267,11 +267,14 @@ def first_counts(counts: Tensor | None, num_keys: int) -> Tensor:
     if counts is None:
         return torch.zeros(num_keys + 1, dtype=torch.float64)
     counts = torch.as_tensor(counts)
-    numbers = counts.dtype in INTEGERS or (counts.is_floating_point() and counts.isfinite().all())
-    if counts.shape != (num_keys,) or not numbers or bool((counts < 0).any()):
+    numbers = counts.dtype in INTEGERS or counts.is_floating_point()
+    fits = numbers and counts.shape == (num_keys,)
+    wrong = counts[~counts.isfinite() | (counts < 0)].tolist() if fits else []
+    if wrong or not fits:
         raise ValueError(
             f"key_counts must hold a count per key, [{num_keys}] numbers of at least 0, got "
-            f"{counts.dtype} {tuple(counts.shape)}; pass torch.bincount(key_of, minlength=num_keys)"
+            f"{wrong[:5] or f'{counts.dtype} {tuple(counts.shape)}'}; "
+            "pass torch.bincount(key_of, minlength=num_keys)"
         )
     return torch.cat([counts, counts.sum()[None]]).double()
 
