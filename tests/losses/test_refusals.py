@@ -92,7 +92,8 @@ WRONG_BATCHES = {
     "inf in z_b": (lambda c: {"z_b": c["z_b"] / 0.0}, "finite"),
     "known of one dimension": (lambda c: {"known": INDEX}, "known must"),
     "known of floats": (lambda c: {"known": torch.zeros(5, 1)}, "known must"),
-    "known too large": (lambda c: {"known": torch.full((5, 1), 10**6)}, "known must"),
+    "known too large": (lambda c: {"known": torch.full((5, 1), 10**6)}, "known, .*must.*10{6}"),
+    "known padded with -2": (lambda c: {"known": torch.full((5, 1), -2)}, "with -1, must.*-2"),
     "key_index without keys": (lambda c: {"key_index": INDEX}, "key_index"),
 }
 

@@ -91,7 +91,7 @@ def check_batch(loss_fn: ContrastiveLoss, call: Call) -> Batch:
                 f"{keys[loss_fn.key_counts[keys] == 0].tolist()[:5]}; count these, or leave it out"
             )
     if known is not None:
-        _refuse(known[known >= 0], "known", loss_fn.num_positions)
+        _refuse(known[known != -1], "known, padded with -1,", loss_fn.num_positions)
     if not all_finite(both):
         rows = torch.nonzero(~finite_rows(both)).flatten().tolist()[:5]
         raise ValueError(
