@@ -121,6 +121,8 @@ def test_wrong_draws(views) -> None:
     refused(loss_fn, {k: v for k, v in call.items() if k != "draw"}, "draw=")
     refused(loss_fn, each("drawn", lambda z: z[..., :4]), "drawn must")
     refused(loss_fn, each("drawn", lambda z: z / 0.0), "finite")
+    draw = call["draw"] if views == "shared" else call["draw"][0]
+    refused(loss_fn, each("drawn", with_nan), rf"those of ids \[{draw.ids[2, 1]}\] hold NaN")
     refused(loss_fn, each("draw", lambda d: d._replace(ids=d.ids + M)), "draw.ids must")
     refused(loss_fn, each("draw", lambda d: d._replace(ids=d.ids.float())), "draw.ids must")
     refused(loss_fn, each("draw", lambda d: d._replace(ids=d.ids > 0)), "draw.ids must.*nonzero")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from losses_under_test import (
@@ -321,7 +323,11 @@ def test_wrong_answers() -> None:
         with pytest.raises(ValueError, match=words):
             request.answer(answer)
     refused("answer must hold embeddings|drawn must", loss_fn, request.answer(good[:, :4]))
-    refused("finite", loss_fn, request.answer(good / 0.0))
+    for row in (2, 7):  # a carried state, a draw
+        bad = good.clone()
+        bad[row, 0] = math.inf
+        words = rf"those of ids \[{request.ids[row]}\] hold NaN or inf; lower the learning"
+        refused(words, loss_fn, request.answer(bad))
 
 
 TABLES = [n for n, method in METHODS.items() if method.build().tables]

@@ -59,7 +59,7 @@ def _own(
         check_draw(draw, z, dim, (size, 2 * size))
         check_ids(draw, draw.ids, loss_fn.num_ids)
         if not ranks.join:
-            check_answer(z.reshape(-1, dim), call.z_a, loss_fn.normalize)
+            check_answer(z.reshape(-1, dim), draw.ids, call.z_a, loss_fn.normalize)
         ids = draw.ids.to(device)[None]
         counts = None if ids.dim() == 3 else [ids.shape[1]] * ranks.world
         numbers[f"draw{side}"] = Piece(ids, counts)
@@ -72,7 +72,7 @@ def _own(
             numbers[at] = Piece(part.ids.to(device).view(part.per_row, size))
             rows[at] = Piece(z.view(part.per_row, size, dim))
         if part.purpose != "refresh" and not ranks.join:  # nobody else will look at it
-            check_answer(z, call.z_a, loss_fn.normalize)
+            check_answer(z, part.ids, call.z_a, loss_fn.normalize)
     if not ranks.join:
         check_batch(loss_fn, call)
         check_held(loss_fn, call, requests)

@@ -322,11 +322,15 @@ def _clamped(ids: Tensor, size: int | None) -> tuple[Tensor, Tensor]:
     return ids.clamp(0, size - 1), (ids >= 0) & (ids < size)
 
 
-def check_answer(z: Tensor, like: Tensor, normalize: bool) -> Tensor:
-    """Embeddings [R, D] that answer a request, brought to the batch's form and finite."""
+def check_answer(z: Tensor, ids: Tensor, like: Tensor, normalize: bool) -> Tensor:
+    """Embeddings [R, D] that answer a request for R ids, brought to the batch's form and finite."""
     z = as_embedding(z, normalize).to(like.dtype)
     if fit_for_numpy(z) and not all_finite(z):
-        raise ValueError("embeddings that answer a request must be finite, got NaN or inf")
+        bad = ids.flatten()[~torch.isfinite(z).all(1)].tolist()[:5]
+        raise ValueError(
+            f"embeddings that answer a request must be finite, but those of ids {bad} hold NaN or "
+            "inf; lower the learning rate, clip gradients, or skip the batch"
+        )
     return z
 
 

@@ -119,7 +119,7 @@ def with_draw(side: Side, draw: Draw, drawn: Tensor, num_ids: int | None, normal
     dim, groups = side.keys.shape[2], side.keys.shape[0]
     check_draw(draw, drawn, dim, (side.num_rows // side.views, side.num_rows))
     check_ids(draw, ids, num_ids)
-    drawn = check_answer(drawn.reshape(-1, dim), side.queries, normalize)
+    drawn = check_answer(drawn.reshape(-1, dim), ids, side.queries, normalize)
     first, columns = side.keys.shape[1], shape[-1]
     count = torch.full_like(side.positive_ids, columns)
     kinds = (*side.kinds, Kind(first, first + columns, count, _log_q(side, draw)))

@@ -261,7 +261,8 @@ class EMC2Loss(ContrastiveLoss):
             ids, keys, excluded = self._cached(number, side, slots)
         else:
             (part, answer), shape = answered(requests, "carried", number), batch.both.shape[1:]
-            keys = check_answer(answer, batch.both, self.normalize).view(-1, *shape)[:, items]
+            keys = check_answer(answer, part.ids, batch.both, self.normalize)
+            keys = keys.view(-1, *shape)[:, items]
             # what was asked for, not the table again: on all ranks the state of the one that asked
             ids = part.ids.view(-1, shape[0])[:, items].expand(side.views, -1).flatten()
             excluded = side.excludes(ids)

@@ -82,7 +82,7 @@ class NegativeCacheLoss(ContrastiveLoss):
         for number, side in enumerate(sides):
             part, answer = answered(requests, "draw", number)
             assert part.log_partition is not None
-            keys = check_answer(answer, batch.both, self.normalize)
+            keys = check_answer(answer, part.ids, batch.both, self.normalize)
             similarity = torch.linalg.vecdot(side.queries, keys)[:, None]
             weights = (~side.excludes(part.ids)).to(similarity.dtype)[:, None]
             estimate = Estimate(weights, part.log_partition)

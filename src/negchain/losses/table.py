@@ -343,8 +343,8 @@ class Tables(nn.ModuleList):
                     if part.purpose == "refresh":
                         table.refresh(part.ids, part.embeddings, normalize=normalize)
                     elif part.purpose == "carried":
-                        z = check_answer(part.embeddings.detach(), batch.both, normalize)
-                        table.write(part.ids, z)
+                        z = part.embeddings.detach()
+                        table.write(part.ids, check_answer(z, part.ids, batch.both, normalize))
 
     def touched(
         self, index: Tensor, key_index: Tensor, requests: Sequence[Request]
