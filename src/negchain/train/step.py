@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from negchain import methods
-from negchain.chunked import statistics_kept
+from negchain.chunked import STATISTICS, statistics_kept
 from negchain.fast import encoder as fast_encoder
 from negchain.fast.streams import forked, join, new_stream
 from negchain.losses import ContrastiveLoss
@@ -140,6 +140,8 @@ class TrainStep:
         self.optimizer = optimizer
         self.autocast = task.autocast
         self.device = task.device
+        # BatchNorm tells a pass of draws from one of pairs: they would be negatives for that alone
+        self.seen_together = any(isinstance(m, STATISTICS) for m in encoder.modules())
         size = task.config.batch_size
         self._inputs = torch.zeros(size + 1, dtype=torch.int64, device=self.device)
         self.index, self.step = self._inputs[:size], self._inputs[size]  # [B], []
@@ -288,7 +290,14 @@ class TrainStep:
         keys = self._of_batch(whole.keys, "keys")
         trained = [share for share in asked if share.want.gradient]
         encoded, drawn = [anchors, keys, *trained], list[Tensor]()
-        if self.task.one_pass or loss_fn.num_sides == 2:
+        if self.task.one_pass and self.seen_together and loss_fn.tables:
+            with torch.no_grad(), statistics_kept(self.encoder):
+                seen = self._encode(self.plain, [anchors, keys], 0, loaded)
+            second = loss_fn.request(index, *seen, **told)
+            encoded += self._shares(second)
+            z_a, z_b, *answers = self._encode(self.embed, encoded, 0, loaded)
+            answers, drawn = answers[: len(trained)], answers[len(trained) :]
+        elif self.task.one_pass or loss_fn.num_sides == 2:
             z_a, z_b, *answers = self._encode(self.embed, encoded, 0, loaded)
             second = loss_fn.request(index, z_a, z_b, **told)
         else:  # only anchors draw: what they draw goes through the encoder with their positives
