@@ -25,6 +25,7 @@ from negchain.train.presets import choose
 SIZES = (10_000, 100_000, 1_000_000)  # m of the state's size
 DIM = 128
 AGAIN = ("burn-in", "finite-augmentations")  # records that hold runs of `stl10` made again
+BOTH = "-both"  # ends the name of a setting in which chains are offered both views
 
 
 def jobs(options: Options) -> list[Row]:
@@ -148,6 +149,7 @@ def in_seconds(rows: list[Row]) -> list[Row]:
 
     The same runs made again, as "ours" of burn-in and as fresh augmentations, count as more seeds:
     on a GPU they end apart. Those with the same curve to the last digit, as on a CPU, count once.
+    Chains that were offered both views are methods of their own among the others of the setting.
     """
     cost = [row for row in rows if row["record"] == "cost"]
     found: list[Row] = []
@@ -161,9 +163,12 @@ def in_seconds(rows: list[Row]) -> list[Row]:
         ms = milliseconds(cost, *case, images) or milliseconds(cost, *case, None)
         if ms is not None:
             curve = [{**p, "seconds": p["step"] * ms / 1e3} for p in row["curve"]]
-            same = where(found, setting=case[0], method=case[1], seed=job["seed"])
+            name = case[0].removesuffix(BOTH)
+            method = case[1] if name == case[0] else f"{title_of(case[1])}, both"
+            job = {**job, "setting": name, "method": method}
+            same = where(found, setting=name, method=method, seed=job["seed"])
             if all(curve != other["curve"] for other in same):
-                found.append({**row, "curve": curve})
+                found.append({**row, "job": job, "curve": curve})
     cases = accuracy.by_case(accuracy.in_order("method", found)).values()
     return [row for own in cases if len(distinct(own, "method")) > 1 for row in own]
 
@@ -206,7 +211,7 @@ def time_table(rows: list[Row]) -> str:
         target = target_of(of)
         if target is None:
             continue
-        ours = reached(of.get("emc2", []), target)
+        ours = reached(of.get("emc2") or of.get("EMC², both") or [], target)
         for method, found in of.items():
             seconds = reached(found, target)
             ratio = "–"
