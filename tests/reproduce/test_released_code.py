@@ -116,6 +116,22 @@ def test_the_caches_positive_is_the_anchor_itself(code: ModuleType) -> None:
     torch.testing.assert_close(gradients[1], z_b.grad)
 
 
+def test_its_command_runs_what_is_missing(
+    code: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended in a TypeError: `work` took no measure any more."""
+    cases = [{"method": name, "lr": 0.01, "steps": 2} for name in ("dcl", "emc2")]
+    monkeypatch.setattr(code, "runs", lambda: cases)
+    out = tmp_path / "record.jsonl"
+    monkeypatch.setattr(sys, "argv", ["released_code.py", "--seeds", "1", "--out", str(out)])
+    for _ in range(2):
+        code.main()
+        rows = read_rows(out)
+        assert [row["job"]["method"] for row in rows] == ["dcl", "emc2"]
+        assert all(set(row["curve"][-1]["by"]) == set(code.MEASURES) for row in rows)
+    assert len(out.read_text().splitlines()) == 4  # two headers, two runs
+
+
 ROOT = FILE.parents[1]
 PAGE = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
 
