@@ -5,6 +5,11 @@ ones too; the loss is eq. (1) as written (the authors' "exact" loss has β² and
 denominator). Ours are full-gradient descent as the floor, larger steps, β = 14.28, DCL and i-SIR.
 All embeddings equal is a stationary point too, with loss log m_neg: such runs are counted as
 collapsed, not as converged.
+
+Negative Cache and informed importance keep a table of every image's first stored view only. The
+second is never their negative, so they optimise another loss than the exact L they are measured by.
+(The paper restricts Negative Cache to images without augmentation; for informed importance it is
+ours.)
 """
 
 import functools
@@ -41,7 +46,10 @@ FLOORS = 2  # seeds of full-gradient descent, which encodes everything at every 
 
 
 def jobs(options: Options) -> list[Row]:
-    """Every seed, setting and method; a small encoder on the CPU, ResNet-18 on a GPU."""
+    """Every seed, setting and method; a small encoder on the CPU, ResNet-18 on a GPU.
+
+    A job names its device where that is not its encoder's.
+    """
     setup: Row = {"encoder": "mlp", "size": 16, "images": 500, "batch": 4}
     setup |= {"encoder": "resnet18", "size": 96} if options.on_gpu() else {}
     setup |= {"data": options.data or "digits", "steps": 125 * (options.epochs or 10)}
@@ -49,6 +57,7 @@ def jobs(options: Options) -> list[Row]:
         setup["size"] = 8
     if options.quick:
         setup |= {"images": 40, "steps": 40, "encoder": "mlp"}
+        setup |= {"device": "cuda"} if options.on_gpu() else {}
     given = [choose("--settings", name, SETTINGS) for name in options.settings or ()]
     return [
         {"seed": seed, **dict(zip(("beta", "lr"), SETTINGS[name], strict=True)), "method": method}
@@ -111,7 +120,7 @@ def exact(encoder: nn.Module, views: Tensor, beta: float) -> Row:
 
 def work(job: Row, deadline: float, measure: Measure | None = None) -> Row:
     """One run of SGD, measured at 16 steps spread evenly over the logarithm."""
-    device = torch.device("cuda" if job["encoder"] == "resnet18" else "cpu")
+    device = torch.device(job.get("device", "cuda" if job["encoder"] == "resnet18" else "cpu"))
     torch.manual_seed(job["seed"])
     images = first_images(job["data"], job["images"], job["size"])
     recipe = "digits" if images.shape[1] == 1 else "simclr-stl10"
@@ -206,8 +215,7 @@ def draw(rows: list[Row]) -> dict[str, Any]:
         for axis, key in zip(axes[:, column], ("exact_loss", "gradient"), strict=True):
             for method in distinct(rows, "method"):
                 found = where(rows, encoder=encoder, beta=beta, lr=lr, method=method)
-                ended = [row for row in found if row.get("complete", True)]
-                fallen = [row for row in ended if collapsed(row["curve"][-1])]
+                fallen = [row for row in found if collapsed(row["curve"][-1])]
                 for row in fallen:
                     steps, values = ([p[name] for p in row["curve"]] for name in ("step", key))
                     axis.plot(steps, values, ":", color=colour(method), linewidth=1)
