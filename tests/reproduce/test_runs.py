@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from negchain.reproduce import cost, pages, runs
+from negchain.reproduce import accuracy, cost, pages, runs
 from negchain.reproduce.common import Options, Row, read_rows
 
 MIB = 2**20
@@ -52,6 +52,93 @@ def test_the_table_of_memory_is_beside_infonce() -> None:
     assert [float(line[3]) for line in lines[:7]] == list(range(1, 8))
 
 
+def test_memory_is_beside_nothing_where_infonce_was_not_measured() -> None:
+    """It was beside itself, 1.00."""
+    job = {"kind": "memory", "setting": "b32-none-both", "seed": 0, "settings": {}}
+    row = {"job": {**job, "method": "emc2"}, "peak_bytes": MIB, "device": "CPU", "images": 9}
+    assert cost.table([row]).endswith("| b32-none-both | 9 | EMC² | 1 | – | CPU |")
+
+
+@pytest.mark.parametrize(
+    ("methods", "bytes_per_item", "encodes"),
+    [(("infonce", "dcl"), 0, 2), (("sogclr",), 4, 2), (("emc2", "isir"), 4, 3),
+     (("negcache", "informed"), 4 * cost.DIM, 3)],
+)  # fmt: skip
+def test_state_and_encodes_are_those_of_table_1(
+    methods: tuple[str, ...], bytes_per_item: int, encodes: int
+) -> None:
+    """In bytes per item (but for some hundred in all), and in batches."""
+    for method in methods:
+        for m, b in ((1000, 8), (3000, 32)):
+            found = cost.work({"kind": "state", "method": method, "m": m, "b": b}, 0)
+            assert 0 <= found["state_bytes"] - m * bytes_per_item < 100
+            assert found["encodes"] == encodes * b
+            table = method in ("negcache", "informed")
+            assert found["encodes_without_gradient"] == (m // 100 if table else 0)
+
+
+def clocked(clock: list[float], **more: Any) -> Any:
+    """A run of 8 steps of a second each, for samples of 4, which is judged in 100 seconds."""
+
+    class Run(SimpleNamespace):
+        def advance(self, batch: Any) -> None:
+            self.done += 1
+            clock[0] += 1
+
+    def judged(encoder: Any) -> Row:
+        clock[0] += 100
+        return {"probe": 0.5}
+
+    judge = SimpleNamespace(quick=judged, thorough=lambda encoder: (judged(encoder), None))
+    step = SimpleNamespace(loss=torch.tensor(2.0), loss_fn=SimpleNamespace(info={}))
+    order, task = SimpleNamespace(batch=lambda number: None), SimpleNamespace(num_samples=9)
+    return Run(
+        done=0, total_steps=8, order=order, step=step, judge=judge, encoder=None, task=task,
+        config=SimpleNamespace(batch_size=4, data="digits"), device=torch.device("cpu"), **more,
+    )  # fmt: skip
+
+
+def test_a_curve_counts_samples_and_the_seconds_of_training_alone(monkeypatch) -> None:
+    clock = [0.0]
+    times = SimpleNamespace(perf_counter=lambda: clock[0], time=lambda: 0.0)
+
+    @contextmanager
+    def prepared(job: Any):
+        yield clocked(clock), False
+
+    monkeypatch.setattr(runs, "time", times)
+    monkeypatch.setattr(runs, "prepared", prepared)
+    curve = runs.train({}, deadline=1.0)["curve"]
+    assert [(p["step"], p["samples"], p["seconds"]) for p in curve] == [
+        (step, 4 * step, float(step)) for step in (1, 2, 4, 6, 8)
+    ]
+
+
+def test_a_training_run_has_its_jobs_seed() -> None:
+    settings = {"data": "digits", "batch_size": 4, "subset": 300, "device": "cpu"}
+    losses = []
+    for seed in (0, 1, 1):
+        job = {"method": "dcl", "seed": seed, "settings": settings}
+        with runs.prepared(job) as (run, _):
+            run.step(0, run.order.batch(0))
+            losses.append(float(run.step.loss))
+        assert run.config.seed == seed
+    assert losses[0] != losses[1] == losses[2]
+
+
+def test_the_time_of_a_step_is_without_its_warm_up(monkeypatch) -> None:
+    measured = iter([90.0, 5.0, 1.0, 4.0, 2.0, 3.0])
+
+    @contextmanager
+    def prepared(job: Any):
+        yield clocked([0.0]), False
+
+    monkeypatch.setattr(runs, "prepared", prepared)
+    monkeypatch.setattr(runs, "stepper", lambda run: lambda: None)
+    monkeypatch.setattr(runs, "milliseconds", lambda timed, count: next(measured))
+    assert runs.time_steps({}, 20)["ms"] == [1.0, 2.0, 3.0, 4.0, 5.0]
+
+
 def run_of(method: str, record: str, probe: float, **more: Any) -> Row:
     job = {"seed": 0, "setting": "b32-none", "method": method, "settings": {}, **more}
     curve = [{"step": 0, "probe": 0.1, "knn1": 0.1, "embedding_variance": 0.5},
@@ -86,6 +173,22 @@ def test_a_run_that_ended_as_before_to_the_last_digit_counts_once() -> None:
     assert [row["record"] for row in cost.in_seconds(rows)] == ["stl10", "stl10"]
     rows[-1] = run_of("emc2", "burn-in", 0.61, **{"burn-in": "ours"})  # as on a GPU
     assert [row["record"] for row in cost.in_seconds(rows)] == ["stl10", "stl10", "burn-in"]
+
+
+def test_a_figure_shows_what_its_name_says() -> None:
+    """Runs that end with a probe of .5 and .6, and with 1-NN of .2."""
+    rows = [run_of("infonce", "stl10", 0.5), run_of("emc2", "stl10", 0.6)]
+    for row in rows:
+        for point in row["curve"]:
+            point["samples"] = 32 * point["step"]
+    timed = cost.time_draw([steps_of("infonce"), steps_of("emc2"), *rows])
+    counted = accuracy.draw("stl10", "method", rows)
+    wanted = {"time-probe": (0.5, 0.6), "time-knn1": (0.2, 0.2),
+              "stl10-probe": (0.5, 0.6), "stl10-1nn": (0.2, 0.2)}  # fmt: skip
+    for name, figure in {**timed, **counted}.items():
+        (axis,) = figure.axes
+        assert tuple(line.get_ydata()[-1] for line in axis.lines) == wanted.pop(name)
+    assert not wanted
 
 
 ROOT = Path(__file__).parents[2]

@@ -3,8 +3,9 @@
 The paper's claims and what was found are in docs/results.md.
 
 cost    bytes of the loss's state, images encoded per step (with and without gradient), time of the
-        trainer's step run alone (on a GPU, or small on a CPU), its peak of memory, over b; over m
-        with `--data` of other sizes.
+        trainer's step run alone, its peak of memory, over b; over m with `--data` of other sizes.
+        Times are a GPU's, or those of digits and the small encoder on a CPU: with `--data` and
+        `--device cpu` there are none.
 time    runs of `stl10` share a GPU, so their seconds are not those of a run alone: steps of their
         record times the milliseconds that `cost` measured alone.
 """
@@ -94,12 +95,15 @@ def table(rows: list[Row]) -> str:
         step.append({**unknown, **row["job"], **row, "median": ms, "ratio": ratio})
     memory = []
     for row in where(rows, kind="memory"):
-        (least,) = where(rows, **{**row["job"], "method": "infonce"}) or [row]
-        ratio = f"{row['peak_bytes'] / least['peak_bytes']:.2f}"
+        least = where(rows, **{**row["job"], "method": "infonce"})
+        ratio = f"{row['peak_bytes'] / least[0]['peak_bytes']:.2f}" if least else "–"
         peak = {"peak": row["peak_bytes"] / 2**20, "ratio": ratio}
         memory.append({**unknown, **row["job"], **row, **peak})
-    first = """method|b|state, bytes per item (d = 128)|encodes|without gradient, m = 100,000
-        {method}|{b}|{bytes:.3g}|{encodes}|{encodes_without_gradient}"""
+    first = (
+        "method|b|state, bytes per item (d = 128)|encodes|"
+        "without gradient, m = 100,000, refresh = .01\n"
+        "{method}|{b}|{bytes:.3g}|{encodes}|{encodes_without_gradient}"
+    )
     second = """setting|m|method|peak of a step, MiB|against InfoNCE|device
         {setting}|{images}|{method}|{peak:.4g}|{ratio}|{device}"""
     third = """setting|m|method|ms per step|against InfoNCE
