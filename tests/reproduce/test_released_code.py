@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import statistics
 import sys
 import time
 from collections.abc import Iterator
@@ -151,6 +152,35 @@ def test_the_records_plain_runs_are_those_of_reproduce(rows: list) -> None:
     end = stationarity.work({**found["job"], "steps": 8}, time.time() + 60)["curve"][-1]
     (known,) = (point for point in found["curve"] if point["step"] == 8)
     assert end["gradient"] == pytest.approx(known["gradient"], rel=1e-3)
+
+
+def test_what_is_said_of_the_deviations_is_in_the_record(code: ModuleType, rows: list) -> None:
+    page = " ".join(PAGE.split())
+
+    def least_and_most(lines: list[Any]) -> list[str]:
+        means = [statistics.geometric_mean(found) for line in lines for method in code.OTHERS
+                 if (found := code.ratios(rows, line, method))]  # fmt: skip
+        return [f"{min(means):.1f}", f"{max(means):.1f}"]
+
+    plain = {m: m for m in code.OTHERS}
+    cases = [(lr, by) for by in ("both, as released", "eq. (1)") for lr in (0.001, 0.01)]
+    told = [least_and_most([("", lr, by, "emc2", plain)]) for lr, by in cases]
+    assert "at 0.7 to 1.4 times EMC²'s norm, by eq. (1) at 0.7 to 2.7 times." in page
+    assert told == [["0.7", "1.4"], ["0.8", "1.4"], ["0.7", "0.9"], ["0.7", "2.7"]]
+    assert "0.4 to 0.9 times at the paper's step size, and at 0.9 to 2.5 times with ten" in page
+    for lr, wanted in ((0.001, ["0.4", "0.9"]), (0.01, ["0.9", "2.5"])):
+        kept_in = ("", lr, "the positive kept in", "emc2", plain)
+        assert least_and_most([kept_in]) == wanted
+    assert "*Everything at once* ends at 1.0 to 2.2 times" in page
+    everything = [line for line in code.released() if line[0].startswith("**everything")]
+    assert least_and_most(everything) == ["1.0", "2.2"]
+    assert "against the others' (180 to 660 times;" in page
+    (hundred,) = (line for line in code.others() if line[0] == "EMC²'s loss × 100")
+    assert [round(float(n), -1) for n in least_and_most([hundred])] == [180, 660]
+    assert "exact losses end at 3.27 (Negative Cache)" in page
+    ends = [row["curve"][-1]["exact_loss"] for row in rows
+            if row["job"]["method"] == "negcache-falling"]  # fmt: skip
+    assert round(statistics.mean(ends), 2) == 3.27
 
 
 def test_no_deviation_of_the_released_code_makes_one_order_of_magnitude(

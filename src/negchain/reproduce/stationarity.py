@@ -173,7 +173,8 @@ def collapsed(point: Row) -> bool:
 def table(rows: list[Row]) -> str:
     """Where every method ends, and its least norm: of what was not collapsed, over seeds."""
     lines = []
-    for encoder, beta, lr, method in distinct(rows, "encoder", "beta", "lr", "method"):
+    cases = distinct(rows, "encoder", "beta", "lr", "method")
+    for encoder, beta, lr, method in sorted(cases, key=lambda case: case[:3]):
         found = where(rows, encoder=encoder, beta=beta, lr=lr, method=method)
         found = [row for row in found if row.get("complete", True)]
         if not found:
