@@ -21,6 +21,7 @@ from torch import nn
 import negchain
 import oracles
 from negchain import ISIR, MH, Given, InBatch, Informed, Uniform
+from negchain.losses.settings import num_proposals
 from oracles import Exact
 
 SIZE, KEYS, DIM = 48, 40, 5  # anchors of every world, keys of a corpus, embedding
@@ -185,6 +186,12 @@ def broken(s: Setting) -> str | None:
     """Settings whose gradient is known to be wrong by an amount nobody promises."""
     if s.denominator == "all" and s.batch_size == 1 and s.proposals in (None, "batch", InBatch(2)):
         return "1 - p+ of a row without a proposal comes from its carried state alone"
+    if isinstance(s.kernel, MH) and s.kernel.burn_in >= 1:
+        proposals = s.proposals
+        if proposals in (None, "batch"):
+            proposals = Uniform() if s.corpus and proposals is None else InBatch()
+        if s.kernel.burn_in >= num_proposals(proposals, s.batch_size, given=1):
+            return "a burn-in of all steps, which the call refuses (test_walk.py)"
     return None
 
 
@@ -222,7 +229,7 @@ KERNELS = (
     MH(burn_in=0.0),
     MH(burn_in=0.9),
     MH(burn_in=2),
-    MH(burn_in=100),
+    MH(burn_in=4),
     MH(burn_in=0.25, count_every=3),
     ISIR(count_every=3),
 )

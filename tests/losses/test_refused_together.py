@@ -50,6 +50,21 @@ def given(rank: int, bad: Draw, good: Draw, gather: bool = True, **more: Any) ->
     loss_fn(z(), z(), positions(rank), request, **call)
 
 
+def local_draws(rank: int) -> None:
+    loss_fn = EMC2Loss(M, kernel=MH(burn_in=3), proposals=Given(), gather=False)
+    draw = Draw(torch.arange(4 - rank))
+    more = {"draw": draw, "drawn": z(4 - rank), "encode": encode}
+    loss_fn(z(), z(), positions(rank), **more)
+
+
+def joined_burn_in(rank: int) -> str:
+    """Of the joined batch, 7 proposals and not 3; both ranks refuse more in the same words."""
+    called(rank, EMC2Loss(M, kernel=MH(burn_in=6)))
+    with pytest.raises(ValueError) as error:
+        called(rank, EMC2Loss(M, kernel=MH(burn_in=7)))
+    return str(error.value)
+
+
 def corpus(rank: int, bad: Any, **options: Any) -> None:
     loss_fn = DCLLoss(M, num_keys=30, views="paired", **options)
     loss_fn(z(), z(), positions(rank), key_index=bad if rank else positions(rank))
@@ -142,6 +157,10 @@ WRONG: dict[str, Callable[[int], Any]] = {
     "local stored view": stored,
     "local draws": lambda r: given(r, Draw(THREE.ids + M), THREE, gather=False),
     "local drawn": lambda r: given(r, THREE, THREE, gather=False, drawn=NAN * z(24)),
+    "local burn-in": lambda r: EMC2Loss(M, kernel=MH(burn_in=2), gather=False)(
+        z(4 - r), z(4 - r), positions(r)[r:], encode=encode
+    ),
+    "local burn-in of draws": lambda r: local_draws(r),
     "local key": lambda r: corpus(r, positions(r) + 30, gather=False),
 }
 
@@ -157,6 +176,7 @@ def one_rank(rank: int, folder: str) -> None:
         said[name] = str(error.value)
     # ranks still understand each other, and batches that only look alike are taken
     DCLLoss(M)(z(2), z(2), torch.tensor([[0, 1], [2, 0]][rank]))
+    said["joined burn-in"] = joined_burn_in(rank)
     torch.save(said, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
@@ -173,3 +193,8 @@ def test_both_ranks_refuse(name: str, said: list[dict[str, str]]) -> None:
     first, second = said[0][name], said[1][name]
     assert ("ranks [1] refused" in first) != ("all ranks must agree on" in first), first
     assert second == first if "agree" in first else "refused" not in second
+
+
+def test_both_ranks_refuse_a_burn_in_of_the_whole_joined_batch(said: list[dict[str, str]]) -> None:
+    assert said[0]["joined burn-in"] == said[1]["joined burn-in"]
+    assert "offers 7 at batch size 8" in said[0]["joined burn-in"]

@@ -17,7 +17,7 @@ from torch import Tensor
 import negchain.losses.emc2 as emc2
 import negchain.losses.sweeps as sweeps
 import negchain.losses.walk as walk
-from negchain import Draw, EMC2Loss, Given, Uniform
+from negchain import Draw, EMC2Loss, Given, InBatch, Informed, LargeBatchEMC2Loss, Uniform
 from negchain.losses.columns import PrivateSide
 from negchain.losses.settings import ISIR, MH
 from negchain.pool import Kind
@@ -274,3 +274,77 @@ def test_burn_in_is_taken_of_all_proposals(monkeypatch, burn_in, every) -> None:
     assert (moved.weights[:, 8:] == 0).all()
     counted = (moved.weights[:, :8] > 0).sum(1)  # a row's own column is no proposal
     assert int(counted.max()) in ((6, 7) if every == 1 else (4,))
+
+
+PAIRED = {"views": "paired", "symmetric": False}
+CORPUS = {"views": "paired", "num_keys": 60}
+
+
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize(
+    ("kind", "settings", "steps"),
+    [
+        (EMC2Loss, {}, 3),
+        (EMC2Loss, {"backend": "reference"}, 3),
+        (EMC2Loss, {"proposals": InBatch(copies=2)}, 6),
+        (EMC2Loss, PAIRED, 3),
+        (EMC2Loss, {"views": "paired"}, 3),
+        (EMC2Loss, {"augmentations": 2}, 3),
+        (EMC2Loss, {"augmentations": 2, "proposals": InBatch(copies=2)}, 6),
+        (EMC2Loss, {"proposals": Uniform()}, 7),
+        (EMC2Loss, {"proposals": Uniform(5)}, 8),
+        (EMC2Loss, {"proposals": Uniform(5, alone=True)}, 5),
+        (EMC2Loss, CORPUS, 7),
+        (EMC2Loss, {"proposals": Informed()}, 7),
+        (EMC2Loss, {"proposals": Informed(2)}, 5),
+        (EMC2Loss, {"proposals": Informed(per_row=True)}, 4),
+        (EMC2Loss, {"proposals": Informed(3, per_row=True, alone=True)}, 3),
+        (EMC2Loss, {"proposals": Given()}, 2),
+        (EMC2Loss, {"proposals": Given(alone=False)}, 5),
+        (LargeBatchEMC2Loss, {}, 3),
+    ],
+)
+def test_a_burn_in_of_all_steps_is_refused(
+    monkeypatch, kind, settings, steps, every, train
+) -> None:
+    """Algorithm 1 has P < R. R is what rows walk; it is known before they do."""
+    z, index = torch.randn(2, 4, 5), torch.arange(4)
+    more = {"encode": lambda ids: torch.randn(len(ids), 5)}
+    if "num_keys" in settings:
+        more["key_index"] = index
+    elif settings == {"views": "paired"}:
+        more["encode"] = (more["encode"], more["encode"])
+    if "augmentations" in settings:
+        more["augmentation"] = (torch.zeros_like(index), torch.ones_like(index))
+    if isinstance(settings.get("proposals"), Given):
+        more |= {"draw": Draw(torch.tensor([20, 30])), "drawn": torch.randn(2, 5)}
+
+    def built(burn_in: int) -> EMC2Loss:
+        return kind(50, 5.0, MH(burn_in, count_every=every), **settings).train(train)
+
+    moved = walked(monkeypatch, built(steps - 1), *z, index, **more)
+    assert int(moved.arrival.num_steps.max()) == steps
+    loss_fn = built(steps)
+    before = {name: value.clone() for name, value in loss_fn.state_dict().items()}
+    says = rf"\(P\) must be less .* \(R\), got {steps} steps, .* offers {steps} at batch size 4"
+    with pytest.raises(ValueError, match=says):
+        loss_fn(*z, index, **more)
+    assert all(torch.equal(v, before[k]) for k, v in loss_fn.state_dict().items())
+
+
+def test_the_papers_burn_in_goes_with_both_copies() -> None:
+    """At b = 32, P = 31: of R = 62 steps, not of the 31 that one copy of each item gives."""
+    z, index = torch.randn(2, 32, 5), torch.arange(32)
+    given = {"encode": lambda ids: z[0][: len(ids)]}
+    EMC2Loss(50, 5.0, MH(burn_in=31), proposals=InBatch(copies=2))(*z, index, **given)
+    with pytest.raises(ValueError, match=r"offers 31 at batch size 32; .*copies=2"):
+        EMC2Loss(50, 5.0, MH(burn_in=31))(*z, index, **given)
+    EMC2Loss(50, 5.0, "isir")(*z, index, **given)  # has none
+
+
+def test_steps_that_a_row_lacks_are_not_refused() -> None:
+    """Repeated ids and known positives are the data's; a row then counts its final state."""
+    z, index = torch.randn(2, 4, 5), torch.tensor([7, 7, 7, 8])
+    loss_fn = EMC2Loss(50, 5.0, MH(burn_in=2))
+    assert loss_fn(*z, index, encode=lambda i: z[0][: len(i)]).isfinite()

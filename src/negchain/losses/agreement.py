@@ -75,6 +75,8 @@ def _own(
             check_answer(z, part.ids, call.z_a, loss_fn.normalize)
     if not ranks.join:
         check_batch(loss_fn, call)
+        drawn = min((draw.ids.shape[-1] for draw, _ in given), default=0)
+        loss_fn.check_batch_size(size, drawn)
         check_held(loss_fn, call, requests)
         if "index" in numbers:  # the rows that others will be told of have to be rows of the state
             list(loss_fn._touched(call, numbers["index"].rows[0], requests))

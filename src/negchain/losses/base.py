@@ -325,6 +325,10 @@ class ContrastiveLoss(Reporting):
             others = [self.request(call.index, call.z_a, call.z_b, **more)]
         return first.encode(encode, *others), *others
 
+    def check_batch_size(self, size: int, given: int = 0) -> None:
+        """Refuse a batch of so many samples, and draws of the caller, as too small; no waiting."""
+        return None
+
     def _loss(self, call: Call, requests: Sequence[Request]) -> Tensor:
         raise NotImplementedError
 

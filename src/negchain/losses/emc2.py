@@ -28,12 +28,14 @@ from negchain.losses.chains import Carried, ChainTable, check_stored, stored_ids
 from negchain.losses.request import Part, Request, answered
 from negchain.losses.settings import (
     ISIR,
+    MH,
     InBatch,
     Kernel,
     Proposals,
     Shared,
     as_kernel,
     corpus_proposals,
+    num_proposals,
     one_of,
     require_samples,
 )
@@ -54,14 +56,15 @@ class EMC2Loss(ContrastiveLoss):
         beta: inverse temperature; a `nn.Parameter` to learn it.
         kernel: how chains move: "mh" (the paper: Metropolis-Hastings), "isir" (softmax over
             carried state and proposals), or `MH(burn_in=..., count_every=...)`, `ISIR(...)`.
-        proposals: what they may move to: "batch" (the paper), `InBatch(copies=...)`,
-            `Uniform(...)`, `Informed(...)`, `Given()`. None: the batch; for a corpus `Uniform()`,
-            which reaches keys that are nobody's positive. With shared views "batch" offers a row
-            one view of every other item to "mh", which is the less biased form for equal views, and
-            both to "isir": no bias for equal views, less for others (docs/methods/isir.md).
-        carried: the state carried over from the last visit is scored and trained by "encode" (the
-            paper: B more encodes per step) or "cached" (its embedding is kept from the last visit:
-            D floats per sample, biased, gradient reaches the anchor only).
+        proposals: what they may move to: "batch", `InBatch(copies=...)` (the paper's R = 2b - 2 is
+            `InBatch(copies=2)`), `Uniform(...)`, `Informed(...)`, `Given()`. None: the batch; for a
+            corpus `Uniform()`, which reaches keys that are nobody's positive. With shared views
+            "batch" offers a row one view of every other item to "mh" (R = b - 1), which is the less
+            biased form for equal views, and both to "isir": no bias for equal views, less for
+            others (docs/methods/isir.md).
+        carried: the state carried over from the last visit is scored and trained by "encode"
+            (Algorithm 1: B more encodes per step) or "cached" (its embedding is kept from the last
+            visit: D floats per sample, biased, gradient reaches the anchor only).
         views: "shared" (two views through one encoder, one chain per item) or "paired" (two
             encoders, a chain table per direction).
         symmetric: both views (directions) are anchors.
@@ -188,6 +191,18 @@ class EMC2Loss(ContrastiveLoss):
         slots = self._slots(index, augmentation)
         return tuple(self.chains.ids(side, slots) for side in range(self.num_sides))
 
+    def check_batch_size(self, size: int, given: int = 0) -> None:
+        """Refuse a burn-in of all steps or more, P >= R: Algorithm 1 has P < R."""
+        burn_in = self.kernel.burn_in if isinstance(self.kernel, MH) else 0
+        offered = num_proposals(self.proposals, size, given)
+        if burn_in >= max(offered, 1):
+            raise ValueError(
+                f"burn_in (P) must be less than the proposals of a visit (R), got {burn_in:g} "
+                f"steps, and {self.proposals} offers {offered} at batch size {size}; lower "
+                "burn_in, give a share below 1, or offer more (a larger batch; "
+                "InBatch(copies=2) has R = 2b - 2)"
+            )
+
     def _loss(self, call: Call, requests: Sequence[Request]) -> Tensor:
         plain = call.known is None and call.augmentation is None and not call.one_way
         if plain and self._fuses(call.z_a):
@@ -219,6 +234,8 @@ class EMC2Loss(ContrastiveLoss):
             # [B] whether rows of the first view are offered z_a's copy of each item, or z_b's
             coin = sampler.draw(rng.coins, rng.FOR_COPY, slots.new_zeros(1), size)[0]
         sides = self._begin(batch, call, requests, key_ids=key_ids, coin=coin, items=items)
+        last = [side.kinds[-1] for side in sides]  # the caller's draws, if there are any
+        self.check_batch_size(size, min(kind.last - kind.first for kind in last))
         visit = Visit(batch, sides)
         for number, side in enumerate(sides):
             similarity = side.similarities()

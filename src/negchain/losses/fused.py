@@ -82,6 +82,7 @@ def emc2(loss_fn: EMC2Loss, call: Call, requests: Sequence[Request]) -> Sides:
     kernel, chains, beta = loss_fn.kernel, loss_fn.chains, loss_fn.beta
     carried, keys = [], None
     assert isinstance(loss_fn.proposals, InBatch)
+    loss_fn.check_batch_size(len(call.z_a))
     if loss_fn.carried == "encode":
         carried = [answered(requests, "carried", n)[1] for n in range(loss_fn.num_sides)]
     else:

@@ -27,12 +27,12 @@ class MH:
     """Metropolis-Hastings: weights are the shares of steps a chain spends at each negative.
 
     Example:
-        >>> MH(burn_in=31)            # an absolute number of steps, as in the paper's tables
+        >>> MH(burn_in=31)            # steps: the paper's at b = 32, with InBatch(copies=2)
         MH(burn_in=31, count_every=1)
     """
 
     burn_in: float = 0.5
-    """Steps of a visit that are not counted (P): a share below 1, or their number."""
+    """Steps of a visit that are not counted (P): a share below 1, or their number, less than R."""
     count_every: int = 1
     """Count every c-th state only (for large batches): at stationarity only the variance grows."""
 
@@ -64,7 +64,7 @@ class ISIR:
 
 @dataclass(frozen=True)
 class InBatch:
-    """Proposals are the other items of the batch (the paper's experiments).
+    """Proposals are the other items of the batch; in both copies, the paper's R = 2b - 2.
 
     Example:
         >>> InBatch(copies=2)         # both views of every item to each row
@@ -160,6 +160,26 @@ class Given:
 
 
 Proposals = InBatch | Uniform | Informed | Given
+
+
+def num_proposals(proposals: Proposals, size: int, given: int = 0) -> int:
+    """R: columns a row is offered by a batch of `size` samples, and by so many draws of the caller.
+
+    Those that it may not use (ids that repeat its own, known positives) are among them.
+
+    Example:
+        >>> num_proposals(InBatch(copies=2), 32), num_proposals(Uniform(8), 32)
+        (62, 39)
+    """
+    if isinstance(proposals, InBatch):
+        return proposals.copies * (size - 1)
+    drawn = given
+    if not isinstance(proposals, Given):
+        per_row = isinstance(proposals, Informed) and proposals.per_row
+        drawn = proposals.num or (1 if per_row else size)
+    return drawn if proposals.alone else size - 1 + drawn
+
+
 Gather = bool | Literal["even"] | dist.ProcessGroup
 """True: ranks gather; "even": so, and all their batches are of one size (nothing is checked, so
 nothing waits for the device and a CUDA graph can record it); a process group: among its ranks only.
