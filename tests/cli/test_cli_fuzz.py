@@ -21,7 +21,7 @@ OPTIONS: dict[str, st.SearchStrategy[object]] = {
     "method": st.sampled_from(["infonce", "dcl", "sogclr", "negcache", "emc2", "isir", "Emc2"]),
     "batch-size": st.sampled_from([1, 2, 3, 8, 24, 25, -4]),
     "beta": st.sampled_from([0.1, 5, 100, 1000, 0, "inf", "nan"]),
-    "burn-in": st.sampled_from([0, 0.5, 0.99, 1, -0.1]),
+    "burn-in": st.sampled_from([0, 0.5, 0.99, 1, 1.5, 3, 10**6, -0.1]),
     "carried": st.sampled_from(["encode", "cached", "score", "none"]),
     "denominator": st.sampled_from(["negatives", "all", "both"]),
     "proposal": st.sampled_from(["batch", "cache"]),

@@ -70,6 +70,17 @@ def test_the_subset_preset_has_the_papers_proposals_and_burn_in(
     assert set(scans) == {found}
 
 
+@pytest.mark.parametrize(("preset", "steps"), [("stl10-subset", 3), ("stl10-b32", 31)])
+def test_burn_in_of_the_command_line_reaches_the_scan(preset: str, steps: int, scans: list) -> None:
+    """The paper's P as its table states it, of R = 2b - 2."""
+    given = {"data": "digits", "method": "emc2", "burn_in": steps, "proposal": "both"}
+    config = resolve(preset, given)
+    task = ImageTask(config, load_images(config))
+    loss_fn = trainers_loss(task, SimpleNamespace(embedding_dim=8))
+    visit(loss_fn, config.batch_size, stored=config.augmentations is not None)
+    assert set(scans) == {(2 * config.batch_size - 2, steps)}
+
+
 def test_with_fresh_views_presets_propose_one_copy_which_is_ours(scans: list) -> None:
     """The paper's R = 62 and P = 31 are those of `reproduce burn-in`; see docs/results.md."""
     config = resolve("stl10-b32", {"data": "digits", "method": "emc2"})

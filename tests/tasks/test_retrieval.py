@@ -510,6 +510,19 @@ def test_no_draws_is_the_batch_alone(folder: Path) -> None:
             resolve(None, settings(folder, method=method, draws=draws, **more))
 
 
+@pytest.mark.parametrize(("draws", "number"), [(2, 7), (4, 15)])
+def test_a_burn_in_is_of_the_batch_and_its_draws(folder: Path, draws: int, number: int) -> None:
+    """One document that is encoded per query is the carried one, and no draw."""
+    given = {"method": "emc2", "batch_size": 4, "draws": draws}
+    loaded = tasks.load(resolve(None, settings(folder, **given, burn_in=number - 1)))
+    loss_fn = build_loss(loaded, loaded.encoder)
+    loss_fn.check_batch_size(4)
+    with pytest.raises(ValueError, match=f"offers {number - 1} at batch size 3"):
+        loss_fn.check_batch_size(3)
+    with pytest.raises(ConfigError, match=f"got {number}, .* has {number};"):
+        resolve(None, settings(folder, **given, burn_in=number))
+
+
 def test_a_refresh_that_outweighs_the_step_is_said(folder: Path) -> None:
     given = {"refresh": 1.0, "batch_size": 2, "draws": 1}
     loaded = tasks.load(resolve(None, settings(folder, method="informed", **given)))

@@ -7,14 +7,15 @@ import os
 import re
 from dataclasses import asdict, fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args, get_origin, get_type_hints
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from negchain import tasks
-from negchain.methods import trained
+from negchain import MH, EMC2Loss, InBatch, tasks, train
+from negchain.methods import METHODS, LossSettings, Method, trained
 from negchain.train.config import (
     ConfigError,
     TrainConfig,
@@ -25,6 +26,7 @@ from negchain.train.config import (
 from negchain.train.presets import OPTIMIZER_LR, PRESETS
 from negchain.train.resolve import continued, resolve
 from negchain.train.run_folder import load_run_config
+from negchain.train.step import build_loss
 
 HINTS = get_type_hints(TrainConfig)
 BUILT_IN_DATA = ("digits", "cifar10", "stl10", "stl10-unlabeled")
@@ -139,8 +141,10 @@ def test_unknown_names_get_the_nearest(overrides: dict[str, Any], words: str) ->
         ("beta", float("nan")),
         ("beta", float("inf")),
         ("beta", 10**400),
-        ("burn_in", 1.0),
+        ("burn_in", 1.5),
         ("burn_in", -0.1),
+        ("burn_in", float("inf")),
+        ("burn_in", True),
         ("gamma", 0.0),
         ("lr", -1e-3),
         ("weight_decay", float("nan")),
@@ -186,6 +190,75 @@ def test_contradictions_name_both_sides(overrides: dict[str, Any], named: tuple[
     message = refusal(**overrides)
     assert all(word in message for word in named), message
     assert any(word in message for word in ("leave out", "choose", "give one", "lower")), message
+
+
+@pytest.mark.parametrize(
+    ("given", "steps"),
+    [
+        ({}, 62),
+        ({"proposal": "batch"}, 31),
+        ({"proposal": "informed"}, 63),
+        ({"augmentations": 2}, 62),
+        ({"augmentations": 2, "proposal": "batch"}, 31),
+    ],
+)
+def test_a_burn_in_from_1_on_is_a_number_of_proposals(given: dict[str, Any], steps: int) -> None:
+    """The paper's P, less than R; the loss that is built knows the same R."""
+    settings = {"method": "emc2", "batch_size": 32, "subset": 64, **given}
+    config = resolve(None, {**settings, "burn_in": steps - 1})
+    assert config.burn_in == steps - 1
+    saved = from_saved(json.loads(json.dumps(asdict(config))))
+    assert continued(saved, {"burn_in": steps - 1}) == saved == config
+    with pytest.raises(ConfigError, match=f"--burn-in was {steps - 1}.0 and is now 0.5"):
+        continued(saved, {"burn_in": 0.5})
+    message = refusal(**settings, burn_in=steps)
+    words = ("--burn-in", f"got {steps},", "--batch-size 32", f"has {steps};", config.proposal)
+    assert all(word in message for word in words), message
+    task = tasks.load(config)
+    loss_fn = build_loss(task, SimpleNamespace(embedding_dim=8))
+    assert loss_fn.kernel.burn_in == steps - 1
+    loss_fn.check_batch_size(32)
+    loss_fn.kernel = replace(loss_fn.kernel, burn_in=steps)
+    with pytest.raises(ValueError, match=f"offers {steps} at batch size 32"):
+        loss_fn.check_batch_size(32)
+
+
+def test_1_is_a_step_and_less_a_share() -> None:
+    assert resolve(None, {"burn_in": 1}) == resolve(None, {"burn_in": 1.0})
+    assert type(resolve(None, {"burn_in": 1}).burn_in) is float
+    assert resolve(None, {"burn_in": 0.99}).burn_in == 0.99
+    assert resolve(None, {"burn_in": 0}).burn_in == 0
+    refusal(burn_in=1, batch_size=2, proposal="batch")  # of one proposal
+    words = "below 1 their share, from 1 their number (the paper's P)"
+    assert words in setting_of("burn_in").help
+
+
+def test_the_papers_burn_in_can_be_asked_for() -> None:
+    """P = b - 1 of its table; of as many proposals as the presets have it is refused."""
+    for name, steps in (("stl10-b32", 31), ("stl10-b256", 255), ("stl10-subset", 3)):
+        assert resolve(name, {"burn_in": steps, "proposal": "both"}).burn_in == steps
+    assert "has 31;" in refusal("stl10-b32", burn_in=31)
+
+
+def test_a_burn_in_that_another_method_leaves_unused_is_not_refused() -> None:
+    saved = TrainConfig(method="emc2", burn_in=127.0, proposal="both")
+    assert resolve(None, {"method": "dcl"}, saved).burn_in == 127
+    with pytest.raises(ConfigError, match="has 126;"):
+        resolve(None, {"batch_size": 64}, saved)
+
+
+def test_a_method_of_ones_own_is_asked_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build(s: LossSettings) -> EMC2Loss:
+        return EMC2Loss(s.num_samples, s.beta, MH(burn_in=9), proposals=InBatch())
+
+    own = Method("own", "own", ("#000", "#fff"), build)
+    monkeypatch.setitem(METHODS, "own", own)
+    given = {"method": "own", "subset": 64, "batch_size": 8, "steps": 1, "device": "cpu"}
+    with pytest.raises(ValueError, match="burn_in .* got 9 steps"):
+        train.run(**given, out=str(tmp_path / "run"))
+    assert not list(tmp_path.iterdir())
 
 
 def test_both_views_are_refused_for_the_reason_there_is(tmp_path: Path) -> None:

@@ -126,8 +126,10 @@ class TrainConfig:
         rule=(lambda v: 0 < v <= 1000, "above 0 and at most 1000 (beta = 1/temperature)"),
         help="Sharpness of the softmax over negatives: beta = 1/temperature.")
     burn_in: float = setting(0.5, NEGATIVES,
-        rule=(lambda v: 0 <= v < 1, "at least 0 and below 1, a share of the proposals"),
-        help="emc2: share of the proposals discarded before visits count (P/R in the paper).")
+        rule=(lambda v: 0 <= v < 1 or (v >= 1 and v % 1 == 0),
+              "a share of the proposals, at least 0 and below 1, or a whole number of them"),
+        help="emc2: proposals discarded at first: below 1 their share, from 1 their number (the "
+        "paper's P).")
     carried: Literal["encode", "cached"] = setting("encode", NEGATIVES,
         help="emc2, isir: carried negatives are encoded anew (the paper), or kept as embeddings.")
     denominator: Literal["negatives", "all"] = setting("negatives", NEGATIVES,
@@ -162,7 +164,8 @@ class TrainConfig:
     embedding_dim: int | None = setting(None, TRAINING, rule=between(2, 65536), zero_is_none=True,
         help="Width of the embedding; 0 takes the encoder's usual one.")
     projector: Literal["paper", "linear", "mlp"] = setting("paper", TRAINING,
-        help="Head from features to embedding: the authors' for the encoder, one layer, or an MLP.")
+        help="Head from features to embedding: the encoder's by the authors' code (paper), one "
+        "layer, or an MLP.")
     optimizer: Literal["sgd", "adam", "adamw", "lars"] = setting("adam", TRAINING,
         help="Optimizer.")
     lr: float = setting(1e-3, TRAINING, rule=(lambda v: 0 < v <= 1000, "above 0 and at most 1000"),

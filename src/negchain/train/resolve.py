@@ -238,6 +238,13 @@ def _refuse_contradictions(config: TrainConfig, given: Mapping[str, object]) -> 
         raise ConfigError(
             f"--proposal both offers both views of an image, and {why}; leave out --proposal"
         )
+    size, number = config.batch_size, _num_proposals(config)
+    if "burn_in" in method.options and config.burn_in >= number:
+        raise ConfigError(
+            f"--burn-in must be less than the proposals of a visit, got {config.burn_in:g}, and "
+            f"--batch-size {size} with --proposal {config.proposal} has {number}; lower --burn-in "
+            "(below 1 it is a share), raise --batch-size, or choose another --proposal"
+        )
     if config.denominator != (method.denominator or config.denominator):
         others = [n for n, m in methods.METHODS.items() if m.denominator == config.denominator]
         raise ConfigError(
@@ -252,6 +259,16 @@ def _refuse_contradictions(config: TrainConfig, given: Mapping[str, object]) -> 
             f"--warmup-epochs {config.warmup_epochs:g} is longer than --epochs {config.epochs}; "
             "lower --warmup-epochs or raise --epochs"
         )
+
+
+def _num_proposals(config: TrainConfig) -> int:
+    """R, what the batch and draws beside it offer a chain; see `losses.settings.num_proposals`."""
+    size, drawn = config.batch_size, 0
+    if "draws" in tasks.named(config.task).options:
+        drawn = size * max(config.draws - 1, 0)  # one of a query's is its carried document
+    elif config.proposal == "informed":
+        drawn = size
+    return (size - 1) * (2 if config.proposal == "both" else 1) + drawn
 
 
 def _refuse(

@@ -135,6 +135,7 @@ def prepare(task: Task, open_folder: Callable[[], RunFolder], fresh: bool = True
     if config.precision == "float64":
         _in_double(encoder)
     loss_fn = build_loss(task, encoder).to(device)
+    loss_fn.check_batch_size(config.batch_size)
     joint, shards = 0, None
     if team.world > 1:
         from negchain.train.parallel import Shards, join_norms  # FSDP2 takes time to import
