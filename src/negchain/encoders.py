@@ -9,6 +9,8 @@
 | small-cnn | ours, 97,000 parameters, for digits | F = 128 | Linear -> 64 |
 | any timm name | timm, no classifier | pooled, F is the model's | MLP -> 128 |
 
+The ResNets' projectors "paper", and their fc, are the authors' code's; the paper states D alone.
+
 MLP is Linear(F,F)-ReLU-Linear(F,D): a timm model has as many layers in all as resnet18, and is
 probed one layer earlier.
 
@@ -100,7 +102,8 @@ def build_encoder(
         channels: of the images.
         norm: "batch" keeps BatchNorm, "group" and "none" replace it by GroupNorm or nothing.
             LayerNorm and the like, which look at one sample at a time, always stay.
-        projection: "paper" (the table above), or "linear" or "mlp" for any backbone.
+        projection: "paper" (the table above; the authors' code's), or "linear" or "mlp" for any
+            backbone.
         embedding_dim: width of the embeddings; None for the table's (512 for "linear", 128 for
             "mlp" when asked for by name).
         seed: of the initial weights; the global generator is left as it was.

@@ -107,6 +107,8 @@ def linear_probe_paper(
 ) -> float:
     """Test accuracy by the protocol of the EMC² authors' code, on the features as they are.
 
+    The paper does not state it: "paper" in this name, and in `probe_paper` of records, is theirs.
+
     One Linear layer, SGD with momentum 0.9 and no weight decay, batches in the order of the rows,
     no schedule, the last epoch's weights. `seed` sets the initial weights. Under-trained by
     design: it depends on the scale of the features, so compare it only with itself.

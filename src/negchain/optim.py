@@ -1,9 +1,11 @@
 """Optimizers and the learning-rate schedule of the recipes.
 
     sgd    torch.optim.SGD      v <- mu v + (g + wd w);  w <- w - lr v
-    adam   torch.optim.Adam     weight decay is coupled: g + wd w enters both moments (the paper's)
+    adam   torch.optim.Adam     weight decay is coupled: g + wd w enters both moments
     adamw  torch.optim.AdamW    weight decay is decoupled: w <- w - lr wd w
     lars   timm.optim.Lars      as sgd, each tensor's step scaled by 0.001 |w| / (|g| + wd |w|)
+
+The paper names Adam, LARS and a weight decay; that Adam's is coupled is the authors' code's.
 
 Inside a CUDA graph a Python number is frozen at capture, so there the learning rate is a tensor on
 the device that `set_lr` fills in place. Fused SGD, Adam and AdamW read such a tensor without

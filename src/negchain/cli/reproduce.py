@@ -31,7 +31,7 @@ def command(
     ] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Small sizes: minutes on a CPU.")] = False,
     seeds: Annotated[int | None, typer.Option(help="Seeds 0 .. N-1.")] = None,
-    epochs: Annotated[int | None, typer.Option(help="Epochs, instead of the paper's.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Epochs; else the experiment's own.")] = None,
     methods: Annotated[str, typer.Option(help="Comma-separated; by default all.")] = "",
     settings: Annotated[str, typer.Option(help="Variants, comma-separated; by default all.")] = "",
     minutes: Annotated[float, typer.Option(help="Start no run after this time.")] = 1e6,

@@ -28,15 +28,17 @@ from negchain.reproduce.runs import train
 from negchain.tasks import COLLAPSED
 
 METHODS = reproduced()
+# R = 2b - 2 ("-both") is the paper's, and so are the presets' Adam, rates and beta; "none", no
+# normalisation, is the authors' code's, and everything with "batch" ours.
 _BATCH32: Row = {"preset": "stl10-b32", "norm": "batch", "lr": 3e-4}
 SETTINGS: dict[str, Row] = {
     "b32-none": {"preset": "stl10-b32"},
-    "b32-none-both": {"preset": "stl10-b32", "proposal": "both"},  # the paper's
+    "b32-none-both": {"preset": "stl10-b32", "proposal": "both"},
     "b32-batch": _BATCH32,
     "b32-batch-slow": {"preset": "stl10-b32", "norm": "batch"},  # the paper's rate, 1e-4
     "b32-batch-both": {**_BATCH32, "proposal": "both"},
     "b256-none": {"preset": "stl10-b256"},
-    "b256-none-both": {"preset": "stl10-b256", "proposal": "both"},  # the paper's
+    "b256-none-both": {"preset": "stl10-b256", "proposal": "both"},
     "b256-batch": {"preset": "stl10-b256", "norm": "batch"},
     "b256-batch-both": {"preset": "stl10-b256", "norm": "batch", "proposal": "both"},
     "b16-batch": {**_BATCH32, "batch_size": 16},
@@ -48,7 +50,7 @@ _SMALL: Row = {"preset": "imagenet100-b256", "image_size": 64, "stem": "large"}
 IMAGENET: dict[str, Row] = {
     "b256-batch": {**_SMALL, "norm": "batch"},
     "b256-none": _SMALL,
-    "224px-none": {"preset": "imagenet100-b256"},  # the paper's, for those who have the images
+    "224px-none": {"preset": "imagenet100-b256"},  # at full size, for those who have the images
 }
 AXES = {"probe": "linear probe", "knn1": "1-NN", "samples": "samples seen"}
 AXES["seconds"] = "seconds of a run alone"

@@ -37,7 +37,7 @@ from negchain.train.presets import choose
 from negchain.train.step import DataOrder
 
 METHODS = (*reproduced(), FULL)
-OPTIONS = {"burn_in": 3, "augmentations": 2, "gamma": 0.9, "refresh": 0.1}  # the paper's P and rho
+OPTIONS = {"burn_in": 3, "augmentations": 2, "gamma": 0.9, "refresh": 0.1}  # paper; gamma: authors'
 CHUNK = 250  # views encoded at a time for exact gradients
 
 SETTINGS = {"paper": (5.0, 1e-3), "larger": (5.0, 1e-2), "sharp": (14.28, 1e-2)}  # β, step size
