@@ -73,7 +73,7 @@ def mixing(job: Row) -> Row:
 
 
 def lipschitz(job: Row) -> Row:
-    """Lemma 2: exact local Lipschitz constants in theta, the largest of 1,000 thetas.
+    """Lemma 2: local Lipschitz constants in theta, the largest of 1,000 thetas.
 
     That of a transition probability, or of a similarity, is the norm of its gradient.
     """

@@ -313,7 +313,7 @@ def _draw_rate(axis: Any, rows: list[Row]) -> None:
         low, high = [min(of) for of in values], [max(of) for of in values]
         axis.fill_between(at, low, high, color=f"C{number}", alpha=0.12)
     axis.plot(at, [means[0] * (t / at[0]) ** -0.5 for t in at], ":", color="grey", label="T^(-1/2)")
-    axis.set(yscale="log", xlabel="T", title="(1/T) Σ ‖∇L‖²")
+    axis.set(yscale="log", ylim=(None, 2), xlabel="T", title="(1/T) Σ ‖∇L‖²")  # for the legend
 
 
 def _draw_bias(axis: Any, rows: list[Row]) -> None:
