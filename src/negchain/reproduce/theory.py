@@ -1,18 +1,17 @@
 """The paper's lemmas and theorem against numbers, on problems whose kernels can be written down.
 
-mixing      Lemma 1: |P(xi_t = z) - pi(z)| <= (1 - BR / (2 m m_neg e^{2 beta}))^t, the joint kernel
-            of m chains built as a matrix and worst start and state taken.
-lipschitz   Lemma 2: |P_theta - P_theta'| <= 2^{R+1} B L_P e^{2 beta} beta |theta - theta'|.
-bound       InfoNCE on subsets of size B is at most the global loss.
+mixing      Lemma 1, and
+lipschitz   Lemma 2, with the joint kernel as a matrix: `negchain.reproduce.kernels`.
+bound       the paper's InfoNCE, eq. (2), our DCL: on subsets of B at most the global loss.
 rate        Theorem 1: (1/T) sum_t |grad L|^2 falls like T^{-1/2} with steps of c / sqrt(T).
 bias        bias and variance of every estimator over batch size and beta, on frozen embeddings.
 in-batch    proposals without replacement: how far from p do chains end?
 """
 
-import functools
 import itertools
 import math
 import statistics
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -23,12 +22,12 @@ from negchain.diagnostics import estimator_report
 from negchain.methods import METHODS, reproduced, title_of
 from negchain.reproduce import pages
 from negchain.reproduce.common import Experiment, Options, Row
+from negchain.reproduce.kernels import lipschitz, mixing, random_similarities
 from negchain.reproduce.pages import colour, distinct, where
 from negchain.weights import mh_scan
 
 ESTIMATORS = reproduced()
 CASE = ("method", "B", "R", "P")
-TIMES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 def jobs(options: Options) -> list[Row]:
@@ -40,24 +39,30 @@ def jobs(options: Options) -> list[Row]:
             (0.5, 2.0), ((2, 1), (3, 1), (3, 2), (3, 3)), (1, 4, 24)
         )
     ]
-    found += [{"part": "lipschitz", "beta": 2.0, "R": r} for r in (1, 2, 4, 8)]
+    found += [
+        {"part": "lipschitz", "beta": beta, "B": batch, "R": steps}
+        for beta, batch, steps in every((0.5, 2.0), (1, 2), (1, 2, 4, 8))
+    ]
     found += [{"part": "bound", "beta": beta} for beta in (5.0, 14.28)]
     cases = [("full", 0, 0, 0)]
     cases += [("emc2", *case) for case in ((1, 2, 1), (1, 2, 0), (4, 2, 1), (4, 8, 0), (4, 8, 4))]
     cases += [("dcl", *case) for case in ((4, 2, 0), (4, 8, 0))]
-    for case, length in every(
-        cases[:3] if quick else cases, (64, 128, 256) if quick else (64, 256, 1024)
-    ):
-        named = dict(zip(CASE, case, strict=True))
-        found.append({"part": "rate", "beta": 5.0, **named, "T": length})
+    lengths = (64, 128, 256) if quick else (64, 256, 1024, 4096)
+    for seed in range(options.seeds or (2 if quick else 8)):
+        for numbers, length in every(cases[:3] if quick else cases, lengths):
+            if numbers[0] != "full" or seed == 0:  # nothing is drawn for the exact gradient
+                named = dict(zip(CASE, numbers, strict=True))
+                found.append({"part": "rate", "beta": 5.0, **named, "T": length, "seed": seed})
     shares = (0.05, 0.5) if quick else (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
     for beta, share in every((5.0, 14.28), shares):
         found.append({"part": "in-batch", "beta": beta, "share": share, "visits": 40})
     sizes = ((14.28,), (8,)) if quick else ((14.28, 5.0), (8, 32, 4, 16))
     for beta, batch, method in every(*sizes, options.methods or ESTIMATORS):
-        visits = 30 if "carried" in METHODS[method].options else 10  # chains mix slowly
-        steps = {"steps": 20, "visits": 5} if quick else {"steps": 400, "visits": visits}
-        found.append({"part": "bias", "b": batch, "beta": beta, "method": method, **steps})
+        chain = "carried" in METHODS[method].options  # they mix slowly, and are noisier for it
+        steps = max(1600, (51_200 if chain else 25_600) // batch)
+        steps, visits = (20, 5) if quick else (steps, 30 if chain else 10)
+        case = {"part": "bias", "b": batch, "beta": beta, "method": method}
+        found.append({**case, "steps": steps, "visits": visits})
     return found
 
 
@@ -66,83 +71,11 @@ def work(job: Row, deadline: float) -> Row:
     return PARTS[job["part"]](job)
 
 
-# ---------------------------------------------------------------------- kernels as matrices
-
-
-def mh_kernel(logits: Tensor) -> Tensor:  # [K] -> [K,K]
-    """One Metropolis-Hastings step with uniform proposals: row = from, column = to.
-
-    Example:
-        >>> logits = torch.tensor([0.0, 1.0])
-        >>> torch.allclose(logits.softmax(0) @ mh_kernel(logits), logits.softmax(0))
-        True
-    """
-    kernel = torch.exp((logits[None, :] - logits[:, None]).clamp(max=0)) / len(logits)
-    kernel.fill_diagonal_(0)
-    return kernel + torch.diag(1 - kernel.sum(1))
-
-
-def joint_kernel(logits: Tensor, batch: int, steps: int) -> Tensor:  # [m,K] -> [K^m,K^m]
-    """The kernel of all chains: B of m, drawn without replacement, make R steps each."""
-    moved = [torch.linalg.matrix_power(mh_kernel(row), steps) for row in logits]
-    still = torch.eye(logits.shape[1], dtype=logits.dtype)
-    parts = [
-        functools.reduce(torch.kron, [k if i in some else still for i, k in enumerate(moved)])
-        for some in itertools.combinations(range(len(moved)), batch)
-    ]
-    return torch.stack(parts).mean(0)
-
-
-def _randn(generator: torch.Generator, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-
-def _similarities(m: int, states: int, seed: int, dim: int = 2) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    x, z = (_randn(generator, count, dim) for count in (m, states))
-    return normalize(x, dim=-1) @ normalize(z, dim=-1).T
-
-
-def mixing(job: Row) -> Row:
-    """Largest |P(xi_t = z) - pi(z)| over starts and states, against Lemma 1's bound."""
-    m, batch, steps, beta, states = job["m"], job["B"], job["R"], job["beta"], 3
-    logits = beta * _similarities(m, states, seed=0)
-    kernel = joint_kernel(logits, batch, steps)
-    target = functools.reduce(torch.kron, logits.softmax(1))
-    share = batch * steps / (m * states * math.exp(2 * beta))
-    curve = []
-    for t in TIMES:
-        worst = float((torch.linalg.matrix_power(kernel, t) - target).abs().max())
-        curve.append({"t": t, "measured": worst, "bound": max(0.0, 1 - share / 2) ** t})
-    second = float(torch.linalg.eigvals(kernel).abs().sort().values[-2])
-    # Lemma 1 assumes BR <= m m_neg e^{2 beta} (its proof's last line).
-    holds = all(p["measured"] <= p["bound"] + 1e-9 for p in curve)
-    found = {"curve": curve, "rate": second, "bound_rate": 1 - share / 2}
-    return {**found, "assumed": share <= 1, "holds": holds}
-
-
-def lipschitz(job: Row) -> Row:
-    """Largest change of a transition probability per change of theta and of similarities."""
-    steps, beta, m, states = job["R"], job["beta"], 2, 3
-    generator = torch.Generator().manual_seed(0)
-    worst = slope = 0.0
-
-    def kernel(theta: Tensor) -> tuple[Tensor, Tensor]:
-        x, z = normalize(theta[:m], dim=-1), normalize(theta[m:], dim=-1)
-        return joint_kernel(beta * x @ z.T, 1, steps), x @ z.T
-
-    for _ in range(300):
-        theta = normalize(_randn(generator, m + states, 2), dim=-1)
-        step = 1e-4 * _randn(generator, *theta.shape)
-        (before, s), (after, s_after) = kernel(theta), kernel(theta + step)
-        worst = max(worst, float((after - before).abs().max() / step.norm()))
-        slope = max(slope, float((s_after - s).abs().max() / step.norm()))
-    bound = 2 ** (steps + 1) * slope * math.exp(2 * beta) * beta
-    return {"measured": worst, "bound": bound, "L_P": slope}
+# ---------------------------------------------------------------------- InfoNCE and the global loss
 
 
 def bound(job: Row) -> Row:
-    """The loss over random subsets of B negatives against the loss over all 100."""
+    """The paper's InfoNCE over random subsets of B negatives against the loss over all 100."""
     beta, generator = job["beta"], torch.Generator().manual_seed(0)
     z = normalize(torch.randn(101, 16, generator=generator), dim=-1)
     logits = beta * (z[0] @ z[1:].T)
@@ -161,7 +94,10 @@ def bound(job: Row) -> Row:
 def rate(job: Row) -> Row:
     """Mean of |grad L|^2 over T steps of Algorithm 1 to the letter, 16 runs at once.
 
+    Mean and median of the runs: where some x theta is nearly 0, normalising it is not smooth.
+
     phi(x; theta) = normalised x theta, 30 pairs in 6 clusters, one view; steps of 0.5 / sqrt(T).
+    The seed draws first states, batches and proposals; data and the 16 theta_0 stay.
     """
     runs, m, dim, out, beta, length = 16, 30, 8, 3, job["beta"], job["T"]
     generator = torch.Generator().manual_seed(0)
@@ -169,8 +105,9 @@ def rate(job: Row) -> Row:
     x = centres + 0.5 * torch.randn(m, dim, generator=generator)
     y = x + 0.3 * torch.randn(m, dim, generator=generator)
     theta = torch.randn(runs, dim, out, generator=generator)
+    generator.manual_seed(1 + job["seed"])
     states = (torch.randint(1, m, (runs, m), generator=generator) + torch.arange(m)) % m
-    lane, total = torch.arange(runs)[:, None], 0.0
+    total = torch.zeros(runs)
     for _ in range(length):
         theta = theta.detach().requires_grad_()
         a, b = normalize(x @ theta, dim=-1), normalize(y @ theta, dim=-1)
@@ -178,35 +115,43 @@ def rate(job: Row) -> Row:
         logits = (beta * s).masked_fill(torch.eye(m, dtype=torch.bool), -math.inf)
         whole = (logits.logsumexp(2) - beta * s.diagonal(dim1=1, dim2=2)).mean(1)
         (gradient,) = torch.autograd.grad(whole.sum(), theta, retain_graph=True)
-        total += float(gradient.square().sum((1, 2)).mean())
+        total += gradient.square().sum((1, 2))
         if job["method"] != "full":
-            index = torch.rand(runs, m, generator=generator).argsort(1)[:, : job["B"]]
-            shape = (runs, job["B"], job["R"])
-            proposals = (torch.randint(1, m, shape, generator=generator) + index[..., None]) % m
-            rows = s[lane, index]  # [S,B,m]
-            offered = rows.gather(2, proposals)
-            if job["method"] == "dcl":
-                weights = (beta * offered).softmax(2).detach()
-                push = (weights * offered).sum(2)
-            else:
-                held = states[lane, index]
-                start = rows.gather(2, held[..., None])[..., 0]
-                log_u = torch.rand(shape, generator=generator).clamp(min=1e-30).log()
-                scan = mh_scan(
-                    (beta * offered).detach().flatten(0, 1),
-                    (beta * start).detach().flatten(),
-                    log_u.flatten(0, 1),
-                    job["P"],
-                )
-                weights = scan.weights.view(shape)
-                push = (weights * offered).sum(2) + scan.start_weight.view(shape[:2]) * start
-                last = scan.last.view(shape[:2])
-                moved = proposals.gather(2, last.clamp(min=0)[..., None])[..., 0]
-                states[lane, index] = torch.where(last >= 0, moved, held)
-            pull = rows.gather(2, index[..., None])[..., 0]
-            (gradient,) = torch.autograd.grad((beta * (push - pull)).mean(1).sum(), theta)
+            estimate = beta * _drawn(job, s, states, generator)
+            (gradient,) = torch.autograd.grad(estimate.sum(), theta)
         theta = theta.detach() - 0.5 / math.sqrt(length) * gradient
-    return {"mean_square": total / length}
+    means = (total / length).tolist()
+    return {"mean_square": statistics.fmean(means), "median": statistics.median(means)}
+
+
+def _drawn(job: Row, s: Tensor, states: Tensor, generator: torch.Generator) -> Tensor:
+    """Push minus pull of a random batch, [S,m,m] -> [S]; its chains move in `states`, [S,m]."""
+    runs, m = states.shape
+    lane, shape = torch.arange(runs)[:, None], (runs, job["B"], job["R"])
+    index = torch.rand(runs, m, generator=generator).argsort(1)[:, : job["B"]]
+    proposals = (torch.randint(1, m, shape, generator=generator) + index[..., None]) % m
+    rows = s[lane, index]  # [S,B,m]
+    offered, logits = rows.gather(2, proposals), job["beta"] * rows.detach()
+    if job["method"] == "dcl":
+        push = (logits.gather(2, proposals).softmax(2) * offered).sum(2)
+    else:
+        held = states[lane, index]
+        log_u = torch.rand(shape, generator=generator).clamp(min=1e-30).log()
+        scan = mh_scan(
+            logits.gather(2, proposals).flatten(0, 1),
+            logits.gather(2, held[..., None]).flatten(),
+            log_u.flatten(0, 1),
+            job["P"],
+        )
+        start = rows.gather(2, held[..., None])[..., 0]
+        push = (scan.weights.view(shape) * offered).sum(2)
+        push = push + scan.start_weight.view(shape[:2]) * start
+        last = scan.last.view(shape[:2])
+        moved = proposals.gather(2, last.clamp(min=0)[..., None])[..., 0]
+        states[lane, index] = torch.where(last >= 0, moved, held)
+    pull = rows.gather(2, index[..., None])[..., 0]
+    drawn: Tensor = (push - pull).mean(1)
+    return drawn
 
 
 # ---------------------------------------------------------------------- estimators
@@ -231,7 +176,7 @@ def in_batch(job: Row) -> Row:
     """Total variation between p and chains begun at p, proposals with and without replacement."""
     chains, states, visits = 8_000, 100, job["visits"]
     generator = torch.Generator().manual_seed(0)
-    logits = job["beta"] * _similarities(1, states, seed=1, dim=8)[0].float()
+    logits = job["beta"] * random_similarities(1, states, seed=1, dim=8)[0].float()
     count, target = max(1, round(job["share"] * states)), logits.softmax(0)
     found: Row = {"R": count}
     for name in ("with", "without"):
@@ -269,37 +214,57 @@ PARTS = {
 # ---------------------------------------------------------------------- what becomes of it
 
 
-def _cases(rows: list[Row]) -> list[list[Row]]:
-    """Runs of Theorem 1 that differ in T only."""
-    return [where(rows, **dict(zip(CASE, case, strict=True))) for case in distinct(rows, *CASE)]
+def _cases(rows: list[Row]) -> list[list[list[Row]]]:
+    """Runs of Theorem 1 by case, each a list over T of the runs that differ in their seed only."""
+    found = []
+    for case in distinct(rows, *CASE):
+        runs = where(rows, **dict(zip(CASE, case, strict=True)))
+        found.append([where(runs, T=length) for length in sorted(distinct(runs, "T"))])
+    return found
 
 
-def slope(rows: list[Row]) -> float:
+def slope(points: Iterable[tuple[int, float]]) -> float:
     """Fitted slope of log mean |grad L|^2 over log T.
 
     Example:
-        >>> row = lambda t: {"job": {"T": t}, "mean_square": t**-0.5}
-        >>> round(slope([row(4), row(16), row(64)]), 6)
+        >>> round(slope([(t, t**-0.5) for t in (4, 16, 64)]), 6)
         -0.5
     """
-    lengths = [math.log(row["job"]["T"]) for row in rows]
-    return statistics.linear_regression(
-        lengths, [math.log(row["mean_square"]) for row in rows]
-    ).slope
+    at, values = zip(*((math.log(t), math.log(value)) for t, value in points), strict=True)
+    return statistics.linear_regression(at, values).slope
+
+
+def _fitted(runs: list[list[Row]]) -> Row:
+    """A case of Theorem 1 as a line of the table."""
+    squares, medians = (
+        [[row[key] for row in found] for found in runs] for key in ("mean_square", "median")
+    )
+    lengths = [found[0]["job"]["T"] for found in runs]
+    alone = [slope(zip(lengths, of, strict=True)) for of in zip(*squares, strict=False)]
+    fitted = [
+        slope(zip(lengths, map(statistics.fmean, of), strict=True)) for of in (squares, medians)
+    ]
+    return {
+        **runs[0][0],
+        **{"short": lengths[0], "long": lengths[-1], "seeds": len(squares[0])},
+        **{"first": pages.spread(squares[0]), "last": pages.spread(squares[-1])},
+        **{"slope": fitted[0], "median": fitted[1], "alone": pages.spread(alone, 2)},
+    }
 
 
 TABLES = {
     "mixing": """β|m|B|R|rate (second eigenvalue)|Lemma 1's rate|its assumption|bound holds
         {beta:g}|{m}|{B}|{R}|{rate:.3f}|{bound_rate:.3f}|{assumed}|{holds}""",
-    "lipschitz": """R|largest change of P per change of θ found|Lemma 2's constant
-        {R}|{measured:.3g}|{bound:.3g}""",
+    "lipschitz": """β|B|R|largest gradient of P by θ found|Lemma 2's constant|bound holds
+        {beta:g}|{B}|{R}|{measured:.3g}|{bound:.3g}|{holds}""",
     "bound": """β|B of 100|log-sum-exp over B|and + log(100 / B)|over all
         {beta:g}|{B}|{infonce:.2f}|{scaled:.2f}|{global:.2f}""",
-    "rate": """method|B|R|P|(1/T)Σ‖∇L‖², T = {first[job][T]}|T = {last[job][T]}|slope
-        {method}|{B}|{R}|{P}|{first[mean_square]:.3g}|{last[mean_square]:.3g}|{slope:.2f}""",
-    "bias": """β|b|method|bias, equal views|std per step|bias, cosine 0.87|std per step
-        {beta:g}|{b}|{method}|{equal[relative_bias]:.2f}|{equal[relative_std]:.2f}|\
-{differing[relative_bias]:.2f}|{differing[relative_std]:.2f}""",
+    "rate": """method|B|R|P|seeds|(1/T)Σ‖∇L‖², T = {short}|T = {long}|slope|of each seed|of medians
+        {method}|{B}|{R}|{P}|{seeds}|{first}|{last}|{slope:.2f}|{alone}|{median:.2f}""",
+    "bias": """β|b|method|bias, equal views|noise|std per step|bias, cosine 0.87|noise|std per step
+        {beta:g}|{b}|{method}|{equal[relative_bias]:.2f}|{equal[noise]:.2f}|\
+{equal[relative_std]:.2f}|{differing[relative_bias]:.2f}|{differing[noise]:.2f}|\
+{differing[relative_std]:.2f}""",
     "in-batch": """β|R / m_neg|weights, i.i.d.|weights, in batch|ends, i.i.d.|ends, in batch
         {beta:g}|{share:g}|{with_weights:.3f}|{without_weights:.3f}|{with_ends:.3f}|\
 {without_ends:.3f}""",
@@ -316,8 +281,7 @@ def table(rows: list[Row]) -> str:
         if part == "bias":
             found.sort(key=lambda row: (row["beta"], row["b"]))
         if part == "rate":
-            runs = _cases(found)
-            found = [{**r[0], "first": r[0], "last": r[-1], "slope": slope(r)} for r in runs]
+            found = [_fitted(runs) for runs in _cases(found)]
         if found:
             parts.append(pages.filled(pattern, found))
     return "\n\n".join(parts)
@@ -334,19 +298,22 @@ def _draw_mixing(axis: Any, rows: list[Row]) -> None:
 
 
 def _draw_rate(axis: Any, rows: list[Row]) -> None:
-    at: list[int] = []
-    values: list[float] = []
-    for number, found in enumerate(_cases(rows)):
-        case = [found[0]["job"][key] for key in CASE]
+    """Means over seeds, the range between them shaded."""
+    for number, runs in enumerate(_cases(rows)):
+        case = [runs[0][0]["job"][key] for key in CASE]
         numbers = " B={} R={} P={}".format(*case[1:]) if case[1] else ""
-        at, values = [r["job"]["T"] for r in found], [r["mean_square"] for r in found]
+        at, values = [], []
+        for found in runs:
+            at.append(found[0]["job"]["T"])
+            values.append([row["mean_square"] for row in found])
+        means = [statistics.fmean(of) for of in values]
         style = "--" if case[0] == "dcl" else "-"
         label = title_of(case[0]) + numbers
-        axis.plot(at, values, style, marker=".", color=f"C{number}", label=label)
-    axis.plot(
-        at, [values[0] * (t / at[0]) ** -0.5 for t in at], ":", color="grey", label="T^(-1/2)"
-    )
-    axis.set(yscale="log", xlabel="T", title="(1/T) Σ ‖∇L‖²")
+        axis.plot(at, means, style, marker=".", color=f"C{number}", label=label)
+        low, high = [min(of) for of in values], [max(of) for of in values]
+        axis.fill_between(at, low, high, color=f"C{number}", alpha=0.12)
+    axis.plot(at, [means[0] * (t / at[0]) ** -0.5 for t in at], ":", color="grey", label="T^(-1/2)")
+    axis.set(yscale="log", ylim=(None, 2), xlabel="T", title="(1/T) Σ ‖∇L‖²")  # for the legend
 
 
 def _draw_bias(axis: Any, rows: list[Row]) -> None:
