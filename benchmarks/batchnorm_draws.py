@@ -76,7 +76,7 @@ def table(rows: list[Row]) -> str:
                 ]
                 least = ", ".join(f"{min(point['loss'] for point in curve):.1f}" for curve in own)
                 lines.append([method, way, *means, f"{fmean(e['probe'] for e in ends):.3f}", least])
-    heads = ["method", "draws", "exact loss", "variance", "probe, mean", "lowest loss of a step"]
+    heads = ["method", "encoded", "exact loss", "variance", "probe, mean", "lowest loss of a step"]
     return markdown(heads, lines)
 
 
