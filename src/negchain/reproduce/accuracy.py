@@ -26,6 +26,7 @@ from negchain.reproduce.common import Experiment, Options, Row
 from negchain.reproduce.pages import colour, distinct, spread, where
 from negchain.reproduce.runs import train
 from negchain.tasks import COLLAPSED
+from negchain.train.presets import choose
 
 METHODS = reproduced()
 _BATCH32: Row = {"preset": "stl10-b32", "norm": "batch", "lr": 3e-4}
@@ -53,6 +54,7 @@ IMAGENET: dict[str, Row] = {
 AXES = {"probe": "linear probe", "knn1": "1-NN", "samples": "samples seen"}
 AXES["seconds"] = "seconds of a run alone"
 STORED = (2, 4, 16, 0)  # numbers of stored augmentations, 0: fresh
+_NEEDS = ("job.seed", "job.setting", "job.method", "config.epochs", "curve.samples")
 QUICK: Row = {"data": "digits", "batch_size": 16, "epochs": 2, "subset": 256, "warmup_epochs": 0.0}
 
 
@@ -60,9 +62,7 @@ def training_jobs(
     options: Options, settings: dict[str, Row], methods: tuple[str, ...], seeds: int = 3
 ) -> list[Row]:
     """A run for every seed, setting and method."""
-    chosen = options.settings or tuple(settings)
-    if unknown := set(chosen) - set(settings):
-        raise ValueError(f"--settings must be among {', '.join(settings)}, got {min(unknown)}")
+    chosen = [choose("--settings", name, settings) for name in options.settings or settings]
     few: Row = {}  # short runs are measured less often
     if options.quick or options.epochs:
         few["points"] = [0.5, 1.0] if options.quick else [0.25, 0.5, 1.0]
@@ -212,14 +212,26 @@ def by_number(rows: list[Row], measure: str) -> Any:
 
 
 def draw(name: str, label: str, rows: list[Row]) -> dict[str, Any]:
-    """Linear probe and 1-NN against samples, or over numbers of augmentations."""
+    """Linear probe and 1-NN against samples, or over numbers of augmentations, where measured."""
     pictured = by_number if label == "augmentations" else partial(figure, label)
-    measures = (("probe", "probe"), ("1nn", "knn1"))
-    return {f"{name}-{file}": pictured(rows, measure) for file, measure in measures}
+    found = {}
+    for file, key in (("probe", "probe"), ("1nn", "knn1")):
+        shown = [row for row in rows if row["curve"][-1].get(key) is not None]
+        if label == "augmentations":  # their ends are drawn
+            shown = [row for row in shown if row.get("complete", True)]
+        if shown:
+            found[f"{name}-{file}"] = pictured(shown, key)
+    return found
 
 
 EXPERIMENTS = {
-    name: Experiment(partial(table, label), partial(draw, name, label), jobs, train)
+    name: Experiment(
+        partial(table, label),
+        partial(draw, name, label),
+        jobs,
+        train,
+        needs=(*_NEEDS, f"job.{label}"),
+    )
     for name, jobs, label in (
         ("stl10", partial(training_jobs, settings=SETTINGS, methods=METHODS), "method"),
         ("burn-in", burn_in, "burn-in"),
