@@ -15,8 +15,9 @@ import pytest
 from PIL import Image
 
 from negchain.cli import run
-from negchain.reproduce import common
+from negchain.reproduce import accuracy, common
 from negchain.reproduce.common import Row
+from negchain.reproduce.pages import colour
 
 PAGE = "<!-- table stl10 -->\nas it was\n<!-- end -->\n"
 STL10 = ["reproduce", "stl10", "--settings", "b8-none", "--methods", "dcl", "--seeds", "1"]
@@ -298,3 +299,52 @@ def test_warnings_of_torchs_profiler_are_off(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.delenv("TORCH_CPP_LOG_LEVEL", raising=False)
     assert run(["reproduce", "theory", "--epochs", "1"]) == 2
     assert os.environ["TORCH_CPP_LOG_LEVEL"] == "ERROR"
+
+
+def drawn(label: str, rows: list[Row]) -> Any:
+    (first, _) = accuracy.draw("name", label, rows).values()
+    return first
+
+
+def test_lines_that_are_hard_to_tell_apart_differ_in_more_than_hue() -> None:
+    """i-SIR's orange and EMC²'s vermilion; burn-ins had matplotlib's red beside its green."""
+    job = {"seed": 0, "setting": "b32-none", "method": "emc2", "settings": {}}
+    methods = drawn("method", [row_of(job), row_of({**job, "method": "isir"})]).axes[0].lines
+    assert [line.get_linestyle() for line in methods] == ["-", "--"]
+    assert len({line.get_marker() for line in methods}) == 2
+    names = ["ours", *(f"P = {steps}" for steps in (48, 0, 32, 16))]
+    figure = drawn("burn-in", [row_of({**job, "burn-in": name}) for name in names])
+    *blues, ours = [line.get_color() for line in figure.axes[0].lines]
+    assert [sum(tint[:3]) for tint in blues] == sorted((sum(t[:3]) for t in blues), reverse=True)
+    assert ours == colour("emc2") and all(tint[2] > max(tint[:2]) for tint in blues)
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.texts] == [
+        "P = 0",
+        "P = 16",
+        "P = 32",
+        "P = 48",
+        "ours",
+    ]
+    assert legend._ncols == 5  # in one line: else it reads column by column
+
+
+def test_axes_say_what_they_show_in_one_notation() -> None:
+    """Some panels had thousands and others 1e6 in a corner; accuracies were "linear probe"."""
+    job = {"seed": 0, "setting": "b32-none", "method": "emc2", "settings": {}}
+    row = row_of(job)
+    longer = {**row, "config": {"epochs": 100}, "curve": [{**row["curve"][0], "samples": 1.2e6}]}
+    for axis, last in zip(drawn("method", [row, longer]).axes, (24, 1_200_000), strict=True):
+        assert axis.get_xlabel() == "samples seen, thousands"
+        assert axis.get_ylabel() == "linear probe accuracy"
+        assert axis.xaxis.get_major_formatter()(last, 0) == f"{last / 1000:g}"
+
+
+def test_stored_augmentations_have_the_methods_in_the_order_of_other_figures() -> None:
+    job = {"seed": 0, "setting": "b256-none", "settings": {"augmentations": 2}}
+    rows = [
+        row_of({**job, "method": method, "augmentations": f"{method}, 2"})
+        for method in ("emc2", "isir", "dcl", "infonce")
+    ]
+    (legend,) = drawn("augmentations", rows).legends
+    shown = [text.get_text() for text in legend.texts]
+    assert shown == ["InfoNCE", "DCL", "EMC²", "EMC² i-SIR"]

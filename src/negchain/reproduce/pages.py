@@ -134,6 +134,12 @@ def colour(method: str) -> str:
     return METHODS[method].colour[0] if method in METHODS else "black"
 
 
+def style(method: str) -> dict[str, Any]:
+    """Its line and marker in figures: i-SIR's orange is close to EMC²'s vermilion."""
+    own = ("--", "s", 3) if method == "isir" else ("-", ".", 6)
+    return dict(zip(("linestyle", "marker", "markersize"), own, strict=True))
+
+
 def distinct(rows: Iterable[Row], *keys: str) -> list[Any]:
     """The values of a key of the jobs (or tuples of several), in order of appearance.
 
@@ -150,10 +156,18 @@ def where(rows: Iterable[Row], **values: Any) -> list[Row]:
     return [row for row in rows if all(row["job"].get(k) == v for k, v in values.items())]
 
 
-def plot_curves(axes: Any, rows: list[Row], x: str, y: str, label: str, tint: str) -> None:
+def plot_curves(
+    axes: Any,
+    rows: list[Row],
+    x: str,
+    y: str,
+    label: str,
+    tint: Any,
+    method: str = "",
+) -> None:
     """Mean over seeds of a curve of measurements, with the range between them shaded.
 
-    Of runs that ended, where there are any; else as far as all of them came.
+    Of runs that ended, where there are any; else as far as all of them came. `method`: whose style.
     """
     rows = [row for row in rows if row.get("complete", True)] or rows
     curves = [[p for p in row["curve"] if p.get(y) is not None] for row in rows]
@@ -163,7 +177,7 @@ def plot_curves(axes: Any, rows: list[Row], x: str, y: str, label: str, tint: st
     at = [statistics.fmean(curve[i][x] for curve in curves) for i in range(length)]
     columns = [[curve[i][y] for curve in curves] for i in range(length)]
     means = [statistics.fmean(c) for c in columns]
-    axes.plot(at, means, color=tint, label=label, marker=".")
+    axes.plot(at, means, color=tint, label=label, **style(method))
     low, high = [min(c) for c in columns], [max(c) for c in columns]
     axes.fill_between(at, low, high, color=tint, alpha=0.15)
 
