@@ -264,6 +264,14 @@ def test_a_line_that_is_no_run_is_named_before_a_figure_is_lost(
     assert not Path("drawn").exists() and Path("docs/results.md").read_text() == PAGE
 
 
+def test_a_line_of_stationarity_that_is_no_run_is_named(clone: list[Row], capsys) -> None:  # type: ignore[no-untyped-def]
+    path = SHIPPED.with_name("stationarity.jsonl")
+    job = {"seed": 0, "encoder": "mlp", "beta": 5.0, "lr": 0.1, "method": "dcl"}
+    path.write_text(json.dumps({"job": job, "curve": [{"step": 0}]}) + "\n")
+    assert run(["reproduce", "stationarity", "--redraw"]) == 2
+    assert f"line 1 of {path} must have curve.exact_loss" in told(capsys)
+
+
 def test_time_says_which_record_it_lacks(clone: list[Row], capsys) -> None:  # type: ignore[no-untyped-def]
     """It said that its records hold nothing to compare yet."""
     assert run(["reproduce", "time", "--redraw"]) == 2

@@ -337,7 +337,7 @@ def _row(path: Path, number: int, text: bytes, needs: Sequence[str]) -> Row:
 
 def _fault(row: Row, needs: Sequence[str]) -> str:
     """What the line of a run must hold and does not; empty if it is as it must be."""
-    if "job" not in row or "error" in row:
+    if not needs or "job" not in row or "error" in row:
         return ""
     for need in (*needs, *(["curve"] if "curve" in row else [])):
         head, _, key = need.partition(".")
