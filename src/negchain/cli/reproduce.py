@@ -151,7 +151,7 @@ def _make(runs: list[str], options: Options, out: Path, minutes: float, jobs: in
         processes = jobs or (8 if options.on_gpu() else 1)
         try:
             failed, left = common.perform(
-                waiting, options, out, minutes=minutes, processes=processes, say=say, show=True
+                waiting, options, out, minutes=minutes, processes=processes, show=True
             )
         except KeyboardInterrupt:
             raise Interrupted(

@@ -106,7 +106,6 @@ def perform(
     *,
     minutes: float,
     processes: int,
-    say: Callable[[str], None],
     show: bool = False,
 ) -> tuple[int, int]:
     """Make runs; each adds its line to its record. Returns how many failed, and were not made.
@@ -124,13 +123,15 @@ def perform(
         def moved(shares: float) -> None:
             bar.at(failed + ended + shares)
 
-        for number, (name, row) in enumerate(_results(waiting, deadline, processes, say, moved), 1):
+        for number, (name, row) in enumerate(
+            _results(waiting, deadline, processes, bar.line, moved), 1
+        ):
             append(out / f"{name}.jsonl", row)
             failed += "error" in row
             ended += "error" not in row and row.get("complete", True)
             moved(0.0)
             told = f"failed: {_last_line(row)}" if "error" in row else f"{row['wall']:.0f} s"
-            say(f"{number}/{len(waiting)} {in_words(name, row['job'])}: {told}")
+            bar.line(f"{number}/{len(waiting)} {in_words(name, row['job'])}: {told}")
     return failed, len(waiting) - failed - ended
 
 
