@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -99,16 +100,18 @@ def command(
     else:
         _prepare(runs, options, download)
         failed = _make(runs, options, out, minutes, jobs)
-    rows = {}
-    for name in chosen:  # all are read before a figure is overwritten
-        if redraw or all(common.read_rows(out / f"{n}.jsonl") for n in common.runs_of(name)):
-            rows[name] = pages.rows_of(name, out, quick)
-    for name in rows:
-        say(f"record: {' and '.join(str(out / f'{n}.jsonl') for n in common.runs_of(name))}")
+    drawn = [n for n in chosen if redraw or pages.has_runs(n, out)]
+    rows = {name: pages.rows_of(name, out, quick) for name in drawn}  # before one is overwritten
+    for name in drawn:
+        say(f"record: {_files(common.runs_of(name), out)}")
         pages.redraw(name, rows[name], place, page, say)
         if page:
             say(f"page: {page}")
     return 1 if failed else 0
+
+
+def _files(names: Iterable[str], out: Path) -> str:
+    return " and ".join(str(out / f"{name}.jsonl") for name in names)
 
 
 def _prepare(runs: list[str], options: Options, download: bool) -> None:
@@ -145,7 +148,7 @@ def _make(runs: list[str], options: Options, out: Path, minutes: float, jobs: in
     from negchain.reproduce import common, plan
     from negchain.train.stopping import Interrupted, at_once
 
-    files = " and ".join(str(out / f"{name}.jsonl") for name in runs)
+    files = _files(runs, out)
     with at_once():
         waiting = plan.missing(runs, options, out, say)
         processes = jobs or (8 if options.on_gpu() else 1)

@@ -206,11 +206,7 @@ def _side_by_side(
             for answering in multiprocessing.connection.wait(list(busy), timeout=min(left, 1.0)):
                 connection = cast(Connection, answering)
                 process, (name, job, attempt) = busy[connection]
-                try:
-                    row = connection.recv()
-                except (EOFError, ConnectionError):
-                    process.join()
-                    row = {"job": job, "error": f"its process died (exit code {process.exitcode})"}
+                row = _answer(connection, process, job)
                 if isinstance(row, float):
                     shares[connection] = row
                     continue
@@ -229,6 +225,15 @@ def _side_by_side(
     finally:
         for connection, process in [*idle, *((c, busy[c][0]) for c in busy)]:
             _end(connection, process)
+
+
+def _answer(connection: Connection, process: BaseProcess, job: Row) -> Any:
+    """What a process says: how far its run is, or the line of it."""
+    try:
+        return connection.recv()
+    except (EOFError, ConnectionError):
+        process.join()
+        return {"job": job, "error": f"its process died (exit code {process.exitcode})"}
 
 
 def _worker() -> tuple[Connection, BaseProcess]:

@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 QUICK = "--quick: small sizes and few steps; these are no results"
 
 
+def has_runs(name: str, records: Path) -> bool:
+    """Whether there are runs in all records that an experiment is made from."""
+    return all(read_rows(records / f"{of}.jsonl") for of in runs_of(name))
+
+
 def rows_of(name: str, records: Path, quick: bool = False) -> list[Row]:
     """The runs that an experiment is drawn from; each names its record."""
     experiment, found = load(name), list[Row]()
