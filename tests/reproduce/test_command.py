@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from negchain.cli import run
-from negchain.reproduce import accuracy, common
+from negchain.reproduce import accuracy, common, cost
 from negchain.reproduce.common import Row
 from negchain.reproduce.pages import colour
 
@@ -301,6 +301,17 @@ def test_without_labels_no_empty_figure_is_drawn(
     assert "note: heap has no labels, so there is no probe and no 1-NN" in said
     assert f"{name}: no figure, as no run has a linear probe or 1-NN" in said
     assert not list(Path("runs").glob("**/*.svg"))
+
+
+def test_time_takes_runs_without_labels() -> None:
+    """It was a KeyError."""
+    rows = []
+    for method in ("infonce", "emc2"):
+        job = {"seed": 0, "setting": "b32-none", "method": method, "settings": {}}
+        rows += [{"job": {**job, "kind": "step"}, "ms": [2.0], "record": "cost"}]
+        rows += [row_of(job, record="stl10")]
+        del rows[-1]["curve"][0]["probe"]
+    assert cost.time_table(rows) == "" and cost.time_draw(rows) == {}
 
 
 def test_warnings_of_torchs_profiler_are_off(monkeypatch: pytest.MonkeyPatch) -> None:

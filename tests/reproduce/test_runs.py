@@ -88,15 +88,6 @@ def test_a_run_that_ended_as_before_to_the_last_digit_counts_once() -> None:
     assert [row["record"] for row in cost.in_seconds(rows)] == ["stl10", "stl10", "burn-in"]
 
 
-def test_runs_without_labels_reach_no_probe() -> None:
-    """It was a KeyError."""
-    rows = [steps_of("infonce"), steps_of("emc2")]
-    rows += [run_of(method, "stl10", 0.5) for method in ("infonce", "emc2")]
-    for row in rows[2:]:
-        row["curve"] = [{k: v for k, v in p.items() if k != "probe"} for p in row["curve"]]
-    assert cost.time_table(rows) == "" and cost.time_draw(rows) == {}
-
-
 ROOT = Path(__file__).parents[2]
 METHODS = ("infonce", "dcl", "sogclr", "emc2", "isir", "negcache", "informed")
 SETTINGS = ("b32-none", "b32-batch", "b256-none", "b256-batch")
