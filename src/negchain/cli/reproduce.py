@@ -26,11 +26,11 @@ For example:
     negchain reproduce theory                                # minutes on a CPU
     negchain reproduce stl10 --data stl10-unlabeled --download
     negchain reproduce stl10 burn-in --data ./stl10 --minutes 8
-    negchain reproduce stl10 --redraw                        # figures of the paper's page
+    negchain reproduce stl10 --redraw                        # figures from the record
 
-What ran is kept in runs/reproduce, and the same command goes on with what is missing there. The
-records of docs/results.md are records/reproduce: `--redraw` reads them where they are, and `--out
-records/reproduce` adds to them; then that page and docs/figures are renewed too.
+Finished runs are kept in runs/reproduce; the same command goes on with those that are missing.
+Records of docs/results.md are in records/reproduce: `--redraw` reads them if that folder is there.
+Runs are added to them, and that page and docs/figures renewed, with `--out records/reproduce` only.
 
 """ + "\n".join(f"* `{name}`: {text}" for name, text in NAMES.items())
 
