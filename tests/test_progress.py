@@ -76,6 +76,19 @@ def test_a_bar_moves_with_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "40 s left" in shown and "loss [/]" in shown
 
 
+def test_a_line_stays_apart_from_the_bar(monkeypatch: pytest.MonkeyPatch, capsys) -> None:  # type: ignore[no-untyped-def]
+    """What `say` wrote stood behind the bar."""
+    screen = io.StringIO()
+    on_screen(monkeypatch, screen)
+    with Progress(True) as bar:
+        bar.begin(2, "runs done", "reproduce")
+        bar.at(1)
+        bar.line("one [/]: 69 s")
+        bar.at(2)
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue())
+    assert "one [/]: 69 s" in [line.strip() for line in re.split(r"[\r\n]", plain)]
+
+
 class Terminal(io.StringIO):
     gone = False
 

@@ -112,6 +112,14 @@ class Progress:
         if self._show:
             self._refresh()
 
+    def line(self, text: str) -> None:
+        """A line that stays; `say` of this module would write it into the bar."""
+        if self._bar is None:
+            say(text)
+        else:
+            with suppress(OSError):
+                self._bar.console.print(Text(printable(text)), soft_wrap=True)
+
     def left(self) -> str:
         """The time left at the speed so far; empty before the first is done."""
         made = self._done - self._first

@@ -26,7 +26,7 @@ from negchain.cli import run
 from negchain.data import ImageSet
 from negchain.losses import walk
 from negchain.methods import METHODS, LossSettings, named
-from negchain.reproduce import accuracy, common, pages, stationarity, theory
+from negchain.reproduce import accuracy, common, pages, plan, stationarity, theory
 from negchain.reproduce.runs import config_of, train
 from negchain.tasks import COLLAPSED
 from negchain.tasks.images import ImageTask, load_images
@@ -392,17 +392,17 @@ def test_records_keep_what_finished_and_go_on(tmp_path: Path, monkeypatch) -> No
         return [{"seed": seed} for seed in range(options.seeds or 2)]
 
     toy = common.Experiment(lambda rows: "", lambda rows: {}, jobs, work)
-    monkeypatch.setattr(common, "load", lambda name: toy)
+    for module in (common, plan):
+        monkeypatch.setattr(module, "load", lambda name: toy)
 
-    def perform(seeds: int, minutes: float = 1) -> int:
+    def perform(seeds: int, minutes: float = 1) -> tuple[int, int]:
         options = common.Options(seeds=seeds, device="cpu")
-        return common.perform(
-            ["theory"], options, tmp_path, minutes=minutes, processes=1, say=lambda text: None
-        )
+        waiting = plan.missing(["theory"], options, tmp_path, lambda text: None)
+        return common.perform(waiting, options, tmp_path, minutes=minutes, processes=1)
 
-    assert perform(2) == 1 and ran == [0, 1]
-    assert perform(3, minutes=0) == 0 and ran == [0, 1]  # no time: nothing begins
-    assert perform(3) == 0 and ran == [0, 1, 1, 2]  # the failed one again, and the new one
+    assert perform(2) == (1, 0) and ran == [0, 1]
+    assert perform(3, minutes=0) == (0, 2) and ran == [0, 1]  # no time: nothing begins
+    assert perform(3) == (0, 0) and ran == [0, 1, 1, 2]  # the failed one again, and the new one
     rows = common.read_rows(tmp_path / "theory.jsonl")
     assert [row["value"] for row in rows] == [0.0, 0.333333, 0.666667]
     stopped = {"job": {"seed": 2}, "complete": False, "value": 9}  # a slice joined afterwards
@@ -505,9 +505,14 @@ def test_quick_runs_have_norm_and_proposals_of_their_setting(name: str) -> None:
 def test_time_runs_what_it_reads(tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     """It has no record of its own, and once ended in silence where there were none to read."""
     ran: list[str] = []
-    monkeypatch.setattr(common, "perform", lambda names, *rest, **more: ran.extend(names) or 0)
+
+    def perform(waiting: list, *rest: Any, **more: Any) -> tuple[int, int]:
+        ran.extend(dict.fromkeys(name for name, _ in waiting))
+        return 0, 0
+
+    monkeypatch.setattr(common, "perform", perform)
     assert run(["reproduce", "time", "cost", "--quick", "--out", str(tmp_path)]) == 0
-    assert ran == ["stl10", "cost"]
+    assert ran == ["cost", "stl10"]  # what measures time is first
 
 
 @pytest.mark.parametrize("line", [b'{"job": {"se', b"[1]", b'{"job": "\xff"}'])
@@ -539,14 +544,19 @@ def test_a_record_without_runs_is_told_from_none(lines: str | None, tmp_path: Pa
     said = " ".join(capsys.readouterr().err.split())
     none = f"there is no record {path};"
     assert (none if lines is None else f"there are no runs in {path}, or only failed ones;") in said
-    assert "run `reproduce theory` first" in said
+    assert f"run `negchain reproduce theory --out {tmp_path}` first" in said
 
 
 @pytest.mark.parametrize("minutes", ["nan", "-1", "-inf", "0", "inf"])
 def test_minutes_that_are_no_time_are_refused(minutes: str, tmp_path, monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
     """With nan several processes ran nothing, in silence, and one ran everything."""
     given: list[float] = []
-    monkeypatch.setattr(common, "perform", lambda *args, minutes, **more: given.append(minutes))
+
+    def perform(*args: Any, minutes: float, **more: Any) -> tuple[int, int]:
+        given.append(minutes)
+        return 0, 0
+
+    monkeypatch.setattr(common, "perform", perform)
     status = run(["reproduce", "theory", "--minutes", minutes, "--out", str(tmp_path)])
     if minutes in ("0", "inf"):
         assert status == 0 and given == [float(minutes)]
@@ -601,7 +611,7 @@ def test_the_committed_figures_are_those_of_the_records(name: str, tmp_path: Pat
         pytest.skip("no record yet")
     page = tmp_path / "results.md"
     page.write_text(f"<!-- table {name} -->\nbefore\n<!-- end -->\n")
-    pages.redraw(name, RECORDS, tmp_path, page, lambda text: None)
+    pages.redraw(name, pages.rows_of(name, RECORDS), tmp_path, page, lambda text: None)
     assert "before" not in page.read_text()
     drawn = list(tmp_path.glob("*.svg"))
     assert drawn or name == "time"  # one method has been timed alone: nothing to compare

@@ -1,12 +1,23 @@
 """`negchain reproduce`: the paper's experiments, rerun and recorded."""
 
+from __future__ import annotations
+
 import math
+import os
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from negchain.printable import counted
+from negchain.progress import say
 from negchain.reproduce import NAMES
+
+if TYPE_CHECKING:
+    from negchain.reproduce.common import Options
+
+SHIPPED, PAGE = Path("records/reproduce"), Path("docs/results.md")  # of negchain's own folder
 
 HELP = """Rerun experiments of the EMC² paper; records, tables and figures.
 
@@ -16,6 +27,10 @@ For example:
     negchain reproduce stl10 --data stl10-unlabeled --download
     negchain reproduce stl10 burn-in --data ./stl10 --minutes 8
     negchain reproduce stl10 --redraw                        # figures from the record
+
+Finished runs are kept in runs/reproduce; the same command goes on with those that are missing.
+Records of docs/results.md are in records/reproduce: `--redraw` reads them if that folder is there.
+Runs are added to them, and that page and docs/figures renewed, with `--out records/reproduce` only.
 
 """ + "\n".join(f"* `{name}`: {text}" for name, text in NAMES.items())
 
@@ -39,21 +54,20 @@ def command(
     device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where to run.")] = "auto",
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder of the records; records/reproduce, with --quick runs/quick."),
+        typer.Option(help="Folder of the records; runs/reproduce, with --quick runs/quick."),
     ] = None,
     figures: Annotated[
-        Path | None, typer.Option(help="Folder of the figures; docs/figures if there is docs/.")
+        Path | None, typer.Option(help="Folder of the figures; that of the records.")
     ] = None,
     redraw: Annotated[
         bool, typer.Option("--redraw", help="Only tables and figures, from the records.")
     ] = False,
 ) -> int:
     """See `HELP`."""
-    from negchain.data.named import BUILT_IN, named_sources
-    from negchain.progress import say
-    from negchain.reproduce import common, load, pages
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its profiler warns of its own gaps
+    from negchain.reproduce import common, pages
     from negchain.train.presets import ConfigError, choose
-    from negchain.train.resolve import resolve
+    from negchain.train.run_folder import check_writable
     from negchain.train.team import require_one_process
 
     require_one_process("reproduce", "")
@@ -66,6 +80,48 @@ def command(
     chosen = [choose("NAME", name, NAMES) for name in names]
     # what an experiment reads instead of a record of its own is run for it
     runs = list(dict.fromkeys(n for name in chosen for n in common.runs_of(name)))
+    options = common.Options(
+        data or None, quick, seeds, epochs, _words(methods), _words(settings), device
+    )
+    if out is None:
+        shipped = redraw and not quick and SHIPPED.exists()
+        out = SHIPPED if shipped else Path("runs/quick" if quick else "runs/reproduce")
+    page = PAGE if PAGE.exists() and out.resolve() == SHIPPED.resolve() else None
+    place = figures or (PAGE.parent / "figures" if page else out)
+    check_writable(place, "--figures" if figures else "--out")
+    failed = 0
+    if redraw:
+        given = {**vars(options), "download": download or None, "quick": None, "device": None}
+        for name in (name for name, value in given.items() if value is not None):
+            raise ConfigError(
+                f"--redraw takes all runs of a record, and --{name} chooses runs to make; leave "
+                "one of them out"
+            )
+    else:
+        _prepare(runs, options, download)
+        failed = _make(runs, options, out, minutes, jobs)
+    drawn = [n for n in chosen if redraw or pages.has_runs(n, out)]
+    rows = {name: pages.rows_of(name, out, quick) for name in drawn}  # before one is overwritten
+    for name in drawn:
+        say(f"record: {_files(common.runs_of(name), out)}")
+        pages.redraw(name, rows[name], place, page, say)
+        if page:
+            say(f"page: {page}")
+    return 1 if failed else 0
+
+
+def _files(names: Iterable[str], out: Path) -> str:
+    return " and ".join(str(out / f"{name}.jsonl") for name in names)
+
+
+def _prepare(runs: list[str], options: Options, download: bool) -> None:
+    """Refuse data that are not read or not there, and fetch what is to be."""
+    from negchain.data.named import BUILT_IN, named_sources
+    from negchain.reproduce import load
+    from negchain.train.presets import ConfigError, choose
+    from negchain.train.resolve import choose_device, resolve
+
+    data = options.data
     if (data or download) and not any(load(name).on_data for name in runs):
         raise ConfigError(
             f"--data and --download belong to experiments on images, got {' '.join(runs)}, which "
@@ -80,26 +136,42 @@ def command(
         )
     if download:
         resolve(None, {"data": data, "download": True})  # refuses what train refuses
-    options = common.Options(
-        data or None, quick, seeds, epochs, _words(methods), _words(settings), device
-    )
-    kept = Path("records/reproduce")
-    out = out or (Path("runs/quick") if quick else kept)  # small runs are no results
-    failed = 0
-    if not redraw:
-        if data in BUILT_IN:  # refused or fetched here, once, and not by every run
-            from negchain.data import load_data
+    choose_device(choose("--device", options.device, ("auto", "cpu", "cuda")))
+    if data in BUILT_IN:  # refused or fetched here, once, and not by every run
+        from negchain.data import load_data
 
-            load_data(data, download=download)
+        load_data(data, download=download)
+
+
+def _make(runs: list[str], options: Options, out: Path, minutes: float, jobs: int) -> int:
+    """Make the runs that the records lack; returns how many failed."""
+    from negchain.reproduce import common, plan
+    from negchain.train.stopping import Interrupted, at_once
+
+    files = _files(runs, out)
+    with at_once():
+        waiting = plan.missing(runs, options, out, say)
         processes = jobs or (8 if options.on_gpu() else 1)
-        failed = common.perform(runs, options, out, minutes=minutes, processes=processes, say=say)
-    page = Path("docs/results.md")
-    for name in chosen:
-        if redraw or any(common.read_rows(out / f"{n}.jsonl") for n in common.runs_of(name)):
-            ours = page.exists() and out == kept
-            place = figures or (Path("docs/figures") if ours else out)
-            pages.redraw(name, out, place, page if ours else None, say)
-    return 1 if failed else 0
+        try:
+            failed, left = common.perform(
+                waiting, options, out, minutes=minutes, processes=processes, show=True
+            )
+        except KeyboardInterrupt:
+            raise Interrupted(
+                f"early; finished runs are in {files}, and the same command goes on with the others"
+            ) from None
+    if left:
+        missing = f"{left} of {counted(len(waiting), 'run is', 'runs are')} missing"
+        say(
+            f"{missing}: --minutes {minutes:g} left no time; the same command goes on with what is "
+            "missing"
+        )
+    if failed:
+        say(
+            f"{failed} of {counted(len(waiting), 'run', 'runs')} failed (see {files}); the same "
+            "command tries again"
+        )
+    return failed
 
 
 def _words(text: str) -> tuple[str, ...] | None:

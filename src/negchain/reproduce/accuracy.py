@@ -23,9 +23,10 @@ from negchain.methods import reproduced, title_of
 from negchain.printable import counted
 from negchain.reproduce import pages
 from negchain.reproduce.common import Experiment, Options, Row
-from negchain.reproduce.pages import colour, distinct, spread, where
+from negchain.reproduce.pages import colour, distinct, spread, style, where
 from negchain.reproduce.runs import train
 from negchain.tasks import COLLAPSED
+from negchain.train.presets import choose
 
 METHODS = reproduced()
 # R = 2b - 2 ("-both") is the paper's, and so are the presets' Adam, rates and beta; "none", no
@@ -52,9 +53,10 @@ IMAGENET: dict[str, Row] = {
     "b256-none": _SMALL,
     "224px-none": {"preset": "imagenet100-b256"},  # at full size, for those who have the images
 }
-AXES = {"probe": "linear probe", "knn1": "1-NN", "samples": "samples seen"}
-AXES["seconds"] = "seconds of a run alone"
+AXES = {"probe": "linear probe accuracy", "knn1": "1-NN accuracy"}
+AXES |= {"samples": "samples seen, thousands", "seconds": "seconds of a run alone"}
 STORED = (2, 4, 16, 0)  # numbers of stored augmentations, 0: fresh
+_NEEDS = ("job.seed", "job.setting", "job.method", "config.epochs", "curve.samples")
 QUICK: Row = {"data": "digits", "batch_size": 16, "epochs": 2, "subset": 256, "warmup_epochs": 0.0}
 
 
@@ -62,9 +64,7 @@ def training_jobs(
     options: Options, settings: dict[str, Row], methods: tuple[str, ...], seeds: int = 3
 ) -> list[Row]:
     """A run for every seed, setting and method."""
-    chosen = options.settings or tuple(settings)
-    if unknown := set(chosen) - set(settings):
-        raise ValueError(f"--settings must be among {', '.join(settings)}, got {min(unknown)}")
+    chosen = [choose("--settings", name, settings) for name in options.settings or settings]
     few: Row = {}  # short runs are measured less often
     if options.quick or options.epochs:
         few["points"] = [0.5, 1.0] if options.quick else [0.25, 0.5, 1.0]
@@ -169,15 +169,22 @@ def by_case(rows: list[Row]) -> dict[str, list[Row]]:
 
 def figure(label: str, rows: list[Row], measure: str, against: str = "samples") -> Any:
     """A panel per setting and length, a line per method: accuracy against samples or seconds."""
+    from matplotlib import colormaps
+
     cases = by_case(in_order(label, rows))
     drawn, axes = pages.panels(len(cases))
     for axis, (case, own) in zip(axes, cases.items(), strict=True):
         for number, name in enumerate(distinct(own, label)):
             found = where(own, **{label: name})
-            job = found[0]["job"]
-            tint = f"C{number}" if label == "burn-in" else colour(job["method"])
-            pages.plot_curves(axis, found, against, measure, title_of(str(name)), tint)
+            method = found[0]["job"]["method"]
+            tint: Any = colour(method)
+            if label == "burn-in" and name != "ours":  # the more steps the darker
+                tint = colormaps["Blues"](0.4 + 0.2 * number)
+            title = title_of(str(name))
+            pages.plot_curves(axis, found, against, measure, title, tint, method)
         axis.set(title=case, xlabel=AXES[against], ylabel=AXES[measure])
+        if against == "samples":
+            axis.xaxis.set_major_formatter(lambda samples, _: f"{samples / 1e3:g}")
     return _with_legend(drawn, axes)
 
 
@@ -186,7 +193,8 @@ def _with_legend(drawn: Any, axes: Any) -> Any:
     named = dict[str, Any]()
     for axis in axes:
         named |= {text: line for line, text in zip(*axis.get_legend_handles_labels(), strict=True)}
-    drawn.legend(named.values(), named, fontsize=7, loc="outside lower center", ncols=4)
+    across = len(named) if len(named) <= 5 else 4
+    drawn.legend(named.values(), named, fontsize=7, loc="outside lower center", ncols=across)
     return drawn
 
 
@@ -195,7 +203,7 @@ def by_number(rows: list[Row], measure: str) -> Any:
 
     A line goes through the means, a dot is a seed.
     """
-    cases = by_case([row for row in rows if row.get("complete", True)])
+    cases = by_case(in_order("method", [row for row in rows if row.get("complete", True)]))
     drawn, axes = pages.panels(len(cases))
     for axis, (case, own) in zip(axes, cases.items(), strict=True):
         for number, method in enumerate(distinct(own, "method")):
@@ -205,23 +213,36 @@ def by_number(rows: list[Row], measure: str) -> Any:
                 ends.setdefault(place, []).append(row["curve"][-1][measure])
             means = [fmean(ends[place]) for place in sorted(ends)]
             places = [place + aside for place in sorted(ends)]
-            axis.plot(places, means, "-", color=colour(method), label=title_of(method))
+            look = {**style(method), "color": colour(method)}
+            axis.plot(places, means, **{**look, "marker": ""}, label=title_of(method))
             for place, values in ends.items():
-                axis.plot([place + aside] * len(values), values, ".", color=colour(method))
+                axis.plot([place + aside] * len(values), values, **{**look, "linestyle": ""})
         axis.set_xticks(range(len(STORED)), [str(count or "fresh") for count in STORED])
         axis.set(title=case, xlabel="augmentations", ylabel=AXES[measure])
     return _with_legend(drawn, axes)
 
 
 def draw(name: str, label: str, rows: list[Row]) -> dict[str, Any]:
-    """Linear probe and 1-NN against samples, or over numbers of augmentations."""
+    """Linear probe and 1-NN against samples, or over numbers of augmentations, where measured."""
     pictured = by_number if label == "augmentations" else partial(figure, label)
-    measures = (("probe", "probe"), ("1nn", "knn1"))
-    return {f"{name}-{file}": pictured(rows, measure) for file, measure in measures}
+    found = {}
+    for file, key in (("probe", "probe"), ("1nn", "knn1")):
+        shown = [row for row in rows if row["curve"][-1].get(key) is not None]
+        if label == "augmentations":  # their ends are drawn
+            shown = [row for row in shown if row.get("complete", True)]
+        if shown:
+            found[f"{name}-{file}"] = pictured(shown, key)
+    return found
 
 
 EXPERIMENTS = {
-    name: Experiment(partial(table, label), partial(draw, name, label), jobs, train)
+    name: Experiment(
+        partial(table, label),
+        partial(draw, name, label),
+        jobs,
+        train,
+        needs=(*_NEEDS, f"job.{label}"),
+    )
     for name, jobs, label in (
         ("stl10", partial(training_jobs, settings=SETTINGS, methods=METHODS), "method"),
         ("burn-in", burn_in, "burn-in"),

@@ -13,10 +13,12 @@ import math
 import multiprocessing
 import multiprocessing.connection
 import os
+import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -27,8 +29,9 @@ import torch
 
 from negchain import machine
 from negchain.files import parse_object
-from negchain.methods import METHODS
+from negchain.methods import METHODS, title_of
 from negchain.printable import show
+from negchain.progress import REFRESH, Progress
 from negchain.reproduce import load
 from negchain.train.presets import ConfigError, choose
 
@@ -38,6 +41,8 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 CONTEXT: Any = multiprocessing.get_context("spawn")
 FULL = "full gradient"  # instead of a method: the exact gradient
+BARE = ("kind", "part", "setting", "burn-in", "augmentations")  # of a job, as they are in words
+NUMBERS = ("beta", "lr", "m", "b", "B", "R", "P", "T", "share", "seed")  # after their names
 GRACE = 30.0  # seconds after the deadline in which runs may hand over what they have
 
 
@@ -85,6 +90,8 @@ class Experiment:
     """Other records its tables and figures are made from, instead of one of its own."""
     also: tuple[str, ...] = ()
     """Records that are read too where they are there, but not run for it."""
+    needs: tuple[str, ...] = ("job",)
+    """What the line of a run must hold: keys, and keys.keys of them or of each of their items."""
 
 
 def runs_of(name: str) -> tuple[str, ...]:
@@ -93,42 +100,72 @@ def runs_of(name: str) -> tuple[str, ...]:
 
 
 def perform(
-    names: Sequence[str],
+    waiting: Sequence[tuple[str, Row]],
     options: Options,
     out: Path,
     *,
     minutes: float,
     processes: int,
-    say: Callable[[str], None],
-) -> int:
-    """Run what is missing in the records of some experiments; returns how many runs failed.
+    show: bool = False,
+) -> tuple[int, int]:
+    """Make runs; each adds its line to its record. Returns how many failed, and were not made.
 
-    Runs of several experiments share the processes, first seeds first.
+    Runs of several experiments share the processes. `show`: a bar of progress over all of them.
     """
     deadline = time.time() + 60 * minutes
-    waiting: list[tuple[str, Row]] = []
-    for name in names:
-        path = out / f"{name}.jsonl"
-        done = [row["job"] for row in read_rows(path) if row.get("complete", True)]
-        jobs = [job for job in load(name).jobs(options) if job not in done]
-        if jobs:
-            out.mkdir(parents=True, exist_ok=True)
-            append(path, {"record": name, **provenance(options)})
-        waiting += [(name, job) for job in jobs]
-    waiting.sort(key=lambda pair: (not load(pair[0]).alone, pair[1].get("seed", 0)))
-    failed, total = 0, len(waiting)
-    for number, (name, row) in enumerate(_results(waiting, deadline, processes, say), 1):
-        append(out / f"{name}.jsonl", row)
-        failed += "error" in row
-        told = _last_line(row) or f"{row['wall']:.0f} s"
-        say(f"{number}/{total} {name} {json.dumps(row['job'])}: {told}")
-    return failed
+    for name in dict.fromkeys(name for name, _ in waiting):
+        out.mkdir(parents=True, exist_ok=True)
+        append(out / f"{name}.jsonl", {"record": name, **provenance(options)})
+    failed = ended = 0
+    with Progress(show and bool(waiting)) as bar:
+        bar.begin(len(waiting), "runs done", "reproduce")
+
+        def moved(shares: float) -> None:
+            bar.at(failed + ended + shares)
+
+        for number, (name, row) in enumerate(
+            _results(waiting, deadline, processes, bar.line, moved), 1
+        ):
+            append(out / f"{name}.jsonl", row)
+            failed += "error" in row
+            ended += "error" not in row and row.get("complete", True)
+            moved(0.0)
+            told = f"failed: {_last_line(row)}" if "error" in row else f"{row['wall']:.0f} s"
+            bar.line(f"{number}/{len(waiting)} {in_words(name, row['job'])}: {told}")
+    return failed, len(waiting) - failed - ended
+
+
+def in_words(name: str, job: Row) -> str:
+    """A run, as people call it.
+
+    Example:
+        >>> in_words("stl10", {"seed": 0, "setting": "b32-none", "method": "dcl", "settings": {}})
+        'stl10 b32-none DCL seed 0'
+    """
+    bare = [str(job[key]) for key in BARE if key in job]
+    if "method" in job and "augmentations" not in job:  # which names it
+        bare.append(title_of(job["method"]))
+    return " ".join([name, *bare, *(f"{key} {job[key]:g}" for key in NUMBERS if key in job)])
+
+
+_listeners: list[Callable[[float], None]] = []
+
+
+def tell(share: float) -> None:
+    """How much of its work the present run has done, for the bar; cheap enough for every step."""
+    for listener in _listeners:
+        listener(share)
 
 
 def _results(
-    waiting: list[tuple[str, Row]], deadline: float, processes: int, say: Callable[[str], None]
+    waiting: Sequence[tuple[str, Row]],
+    deadline: float,
+    processes: int,
+    say: Callable[[str], None],
+    moved: Callable[[float], None],
 ) -> Iterator[tuple[str, Row]]:
     """Finished runs, as they finish: those that measure time one by one, then the others."""
+    _listeners[:] = [moved]
     alone = [pair for pair in waiting if load(pair[0]).alone or processes == 1]
     for name, job in alone:
         row = one(name, job, deadline)
@@ -140,11 +177,15 @@ def _results(
     threads = str(max(1, (os.cpu_count() or 1) // processes))  # each would take all cores
     for name in ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):
         os.environ.setdefault(name, threads)  # what the user said counts
-    yield from _side_by_side(others, deadline, processes, say)
+    yield from _side_by_side(others, deadline, processes, say, moved)
 
 
 def _side_by_side(
-    waiting: list[tuple[str, Row]], deadline: float, processes: int, say: Callable[[str], None]
+    waiting: list[tuple[str, Row]],
+    deadline: float,
+    processes: int,
+    say: Callable[[str], None],
+    moved: Callable[[float], None] = lambda shares: None,
 ) -> Iterator[tuple[str, Row]]:
     """Runs in some processes, each of which serves one after the other.
 
@@ -154,27 +195,30 @@ def _side_by_side(
     queue = [(name, job, 1) for name, job in waiting]
     busy: dict[Connection, tuple[BaseProcess, tuple[str, Row, int]]] = {}
     idle: list[tuple[Connection, BaseProcess]] = []
+    shares: dict[Connection, float] = {}  # of the runs under way, as they tell
     try:
         while (queue or busy) and (left := deadline + GRACE - time.time()) > 0:
             while queue and len(busy) < processes:
                 connection, process = idle.pop() if idle else _worker()
                 busy[connection] = process, queue.pop(0)
                 connection.send((*busy[connection][1][:2], deadline))
-            for answering in multiprocessing.connection.wait(list(busy), timeout=min(left, 3600.0)):
+            moved(sum(shares.values()))
+            for answering in multiprocessing.connection.wait(list(busy), timeout=min(left, 1.0)):
                 connection = cast(Connection, answering)
-                process, (name, job, attempt) = busy.pop(connection)
-                try:
-                    row = connection.recv()
-                except (EOFError, ConnectionError):
-                    process.join()
-                    row = {"job": job, "error": f"its process died (exit code {process.exitcode})"}
+                process, (name, job, attempt) = busy[connection]
+                row = _answer(connection, process, job)
+                if isinstance(row, float):
+                    shares[connection] = row
+                    continue
+                del busy[connection]
+                shares.pop(connection, None)
                 failed = row is not None and "error" in row
                 if failed:
                     _end(connection, process)
                 else:
                     idle.append((connection, process))
                 if failed and attempt == 1:
-                    say(f"{name} {json.dumps(job)}: once more, {_last_line(row)}")
+                    say(f"{in_words(name, job)}: once more, {_last_line(row)}")
                     queue.append((name, job, 2))
                 elif row is not None:
                     yield name, row
@@ -183,23 +227,43 @@ def _side_by_side(
             _end(connection, process)
 
 
+def _answer(connection: Connection, process: BaseProcess, job: Row) -> Any:
+    """What a process says: how far its run is, or the line of it."""
+    try:
+        return connection.recv()
+    except (EOFError, ConnectionError):
+        process.join()
+        return {"job": job, "error": f"its process died (exit code {process.exitcode})"}
+
+
 def _worker() -> tuple[Connection, BaseProcess]:
     """A process that runs jobs sent to it."""
     ours, theirs = CONTEXT.Pipe()
     process = CONTEXT.Process(target=_serve, args=(theirs,))
-    process.start()
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for us, who then end it
+    try:
+        process.start()
+    finally:
+        signal.signal(signal.SIGINT, before)
     theirs.close()  # so that its death ends the pipe
     return ours, process
 
 
 def _serve(connection: Connection) -> None:
+    """Make runs until nobody asks for one; tell how far the present one is, now and then."""
     faulthandler.enable()
-    while True:
-        try:
-            job = connection.recv()
-        except EOFError:
-            return
-        connection.send(one(*job))
+    told = 0.0
+
+    def send(share: float) -> None:
+        nonlocal told
+        if time.monotonic() - told > REFRESH:
+            told = time.monotonic()
+            connection.send(float(share))
+
+    _listeners[:] = [send]
+    with suppress(EOFError, OSError):
+        while True:
+            connection.send(one(*connection.recv()))
 
 
 def _end(connection: Connection, process: BaseProcess) -> None:
@@ -255,23 +319,38 @@ def _finite(value: Any) -> Any:
     return [_finite(v) for v in value] if isinstance(value, list | tuple) else value
 
 
-def read_rows(path: Path) -> list[Row]:
+def read_rows(path: Path, needs: Sequence[str] = ()) -> list[Row]:
     """The runs of a record that did not fail; of equal ones the last that ended counts."""
     if not path.exists():
         return []
     texts = path.read_bytes().split(b"\n")
-    lines = [_row(path, n, text) for n, text in enumerate(texts, 1) if text]
+    lines = [_row(path, n, text, needs) for n, text in enumerate(texts, 1) if text]
     lines.sort(key=lambda row: row.get("complete", True))  # slices may come in any order
     rows = {json.dumps(row["job"]): row for row in lines if "job" in row and "error" not in row}
     return list(rows.values())
 
 
-def _row(path: Path, number: int, text: bytes) -> Row:
+def _row(path: Path, number: int, text: bytes, needs: Sequence[str]) -> Row:
     row = parse_object(text)
-    if row is None:
+    if row is None or (wrong := _fault(row, needs)):
         raise ConfigError(
-            f"line {number} of {path} must be a JSON object, got "
+            f"line {number} of {path} must {'be a JSON object' if row is None else wrong}, got "
             f"{show(text[:40].decode(errors='replace'))}; delete the line: if it was a run, that "
             "is made again"
         )
     return row
+
+
+def _fault(row: Row, needs: Sequence[str]) -> str:
+    """What the line of a run must hold and does not; empty if it is as it must be."""
+    if not needs or "job" not in row or "error" in row:
+        return ""
+    for need in (*needs, *(["curve"] if "curve" in row else [])):
+        head, _, key = need.partition(".")
+        parts = row[head] if isinstance(row.get(head), list) else [row.get(head)]
+        if not parts or any(not isinstance(part, dict) or key not in {"", *part} for part in parts):
+            return f"have {need}"
+    points = [point for point in row.get("curve", []) if isinstance(point, dict)]
+    if any(isinstance(value, str | list | dict) for point in points for value in point.values()):
+        return "have numbers in its curve"
+    return ""

@@ -163,6 +163,8 @@ def in_seconds(rows: list[Row]) -> list[Row]:
         ours = job.get("burn-in", "ours") == "ours"
         if row["record"] == "cost" or not (row.get("complete", True) and fresh and ours):
             continue
+        if row["curve"][-1].get("probe") is None:  # its images have no labels
+            continue
         case, images = (job["setting"], job["method"]), row["config"]["images"]
         ms = milliseconds(cost, *case, images) or milliseconds(cost, *case, None)
         if ms is not None:

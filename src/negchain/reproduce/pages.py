@@ -13,43 +13,65 @@ from negchain.files import replacing
 from negchain.methods import METHODS, title_of
 from negchain.reproduce import load
 from negchain.reproduce.common import Row, read_rows, runs_of
+from negchain.train.presets import ConfigError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+QUICK = "--quick: small sizes and few steps; these are no results"
+
+
+def has_runs(name: str, records: Path) -> bool:
+    """Whether there are runs in all records that an experiment is made from."""
+    return all(read_rows(records / f"{of}.jsonl") for of in runs_of(name))
+
+
+def rows_of(name: str, records: Path, quick: bool = False) -> list[Row]:
+    """The runs that an experiment is drawn from; each names its record."""
+    experiment, found = load(name), list[Row]()
+    for of in (*runs_of(name), *experiment.also):
+        path = records / f"{of}.jsonl"
+        rows = read_rows(path, load(of).needs)
+        if not rows and of not in experiment.also:
+            wrong = f"there are no runs in {path}, or only failed ones"
+            remedy = f"negchain reproduce {of}{' --quick' if quick else ''} --out {records}"
+            raise ConfigError(
+                f"{wrong if path.exists() else f'there is no record {path}'}; run `{remedy}` first"
+            )
+        found += [{**row, "record": of} for row in rows]
+    return found
+
 
 def redraw(
-    name: str, records: Path, figures: Path, page: Path | None, say: Callable[[str], None]
+    name: str, rows: list[Row], figures: Path, page: Path | None, say: Callable[[str], None]
 ) -> None:
-    """Table and figures of an experiment from its record, and the table into the page of results.
+    """Table and figures of an experiment from its runs, and the table into the page of results.
 
     Where the page holds `<!-- table NAME -->` ... `<!-- end -->`, what is between is replaced.
     """
-    experiment = load(name)
-    read = (*runs_of(name), *experiment.also)
-    rows = [{**r, "record": of} for of in read for r in read_rows(records / f"{of}.jsonl")]
-    if not rows:
-        paths = [records / f"{of}.jsonl" for of in read]
-        empty = " and ".join(str(path) for path in paths if path.exists())
-        missing = f"there is no record {' or '.join(map(str, paths))}"
-        wrong = f"there are no runs in {empty}, or only failed ones" if empty else missing
-        raise ValueError(f"{wrong}; run `reproduce {name}` first")
     import matplotlib
 
     matplotlib.use("svg")
     matplotlib.rcParams.update({"svg.hashsalt": "negchain", "svg.fonttype": "none", "font.size": 9})
+    experiment, quick = load(name), any(row["job"].get("quick") for row in rows)
     figures.mkdir(parents=True, exist_ok=True)
-    for file, figure in experiment.draw(rows).items():
-        drawn = io.StringIO()
-        figure.savefig(drawn, format="svg", metadata={"Date": None}, bbox_inches="tight")
-        (figures / f"{file}.svg").write_text(numbered(drawn.getvalue()), encoding="utf-8")
-        say(f"{figures / file}.svg")
-    table = experiment.table(rows)
+    drawn, table = experiment.draw(rows), experiment.table(rows)
+    for file, figure in drawn.items():
+        if quick:
+            figure.suptitle(QUICK)
+        text = io.StringIO()
+        figure.savefig(text, format="svg", metadata={"Date": None}, bbox_inches="tight")
+        (figures / f"{file}.svg").write_text(numbered(text.getvalue()), encoding="utf-8")
+        say(f"figure: {figures / file}.svg")
+    if table and not drawn:
+        say(f"{name}: no figure, as no run has a linear probe or 1-NN: its data have no labels")
+    if quick and table:
+        print(f"{QUICK}\n")
     print(table or f"{name}: its records hold nothing to compare yet")
     if page is not None:
-        text = page.read_text(encoding="utf-8")
+        written = page.read_text(encoding="utf-8")
         pattern = rf"(<!-- table {name} -->\n).*?(<!-- end -->)"
-        changed = re.sub(pattern, lambda m: f"{m[1]}\n{table}\n\n{m[2]}", text, flags=re.S)
+        changed = re.sub(pattern, lambda m: f"{m[1]}\n{table}\n\n{m[2]}", written, flags=re.S)
         with replacing(page) as target:
             target.write(changed.encode())
 
@@ -117,6 +139,12 @@ def colour(method: str) -> str:
     return METHODS[method].colour[0] if method in METHODS else "black"
 
 
+def style(method: str) -> dict[str, Any]:
+    """Its line and marker in figures: i-SIR's orange is close to EMC²'s vermilion."""
+    own = ("--", "s", 3) if method == "isir" else ("-", ".", 6)
+    return dict(zip(("linestyle", "marker", "markersize"), own, strict=True))
+
+
 def distinct(rows: Iterable[Row], *keys: str) -> list[Any]:
     """The values of a key of the jobs (or tuples of several), in order of appearance.
 
@@ -133,10 +161,18 @@ def where(rows: Iterable[Row], **values: Any) -> list[Row]:
     return [row for row in rows if all(row["job"].get(k) == v for k, v in values.items())]
 
 
-def plot_curves(axes: Any, rows: list[Row], x: str, y: str, label: str, tint: str) -> None:
+def plot_curves(
+    axes: Any,
+    rows: list[Row],
+    x: str,
+    y: str,
+    label: str,
+    tint: Any,
+    method: str = "",
+) -> None:
     """Mean over seeds of a curve of measurements, with the range between them shaded.
 
-    Of runs that ended, where there are any; else as far as all of them came.
+    Of runs that ended, where there are any; else as far as all of them came. `method`: whose style.
     """
     rows = [row for row in rows if row.get("complete", True)] or rows
     curves = [[p for p in row["curve"] if p.get(y) is not None] for row in rows]
@@ -146,7 +182,7 @@ def plot_curves(axes: Any, rows: list[Row], x: str, y: str, label: str, tint: st
     at = [statistics.fmean(curve[i][x] for curve in curves) for i in range(length)]
     columns = [[curve[i][y] for curve in curves] for i in range(length)]
     means = [statistics.fmean(c) for c in columns]
-    axes.plot(at, means, color=tint, label=label, marker=".")
+    axes.plot(at, means, color=tint, label=label, **style(method))
     low, high = [min(c) for c in columns], [max(c) for c in columns]
     axes.fill_between(at, low, high, color=tint, alpha=0.15)
 

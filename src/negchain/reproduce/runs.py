@@ -14,7 +14,8 @@ import torch
 from negchain.bench.runs import prepared as vanishing
 from negchain.bench.runs import stepper
 from negchain.bench.timing import Timed, milliseconds
-from negchain.reproduce.common import Row
+from negchain.data import DataBundle
+from negchain.reproduce.common import Row, tell
 from negchain.tasks.images import load_images
 from negchain.train import trainer
 from negchain.train.config import TrainConfig
@@ -22,7 +23,7 @@ from negchain.train.resolve import for_method, resolve
 
 POINTS = (0.125, 0.25, 0.5, 0.75, 1.0)  # of a run, where it is evaluated
 CHAINS = ("acceptance_rate", "carried_mass", "chain_age", "effective_negatives")
-_loaded: dict[tuple[Any, ...], Any] = {}
+_loaded: dict[tuple[Any, ...], DataBundle] = {}
 
 
 def train(job: Row, deadline: float) -> Row:
@@ -38,6 +39,7 @@ def train(job: Row, deadline: float) -> Row:
         late = False
         while run.done < run.total_steps and not late:
             run.advance(run.order.batch(run.done))
+            tell(run.done / run.total_steps)
             late = time.time() > deadline
             if run.done in at or late:
                 loss = float(run.step.loss)  # waits for the device
@@ -72,7 +74,7 @@ def peak_memory(job: Row) -> Row:
     workspaces, it seems).
     """
     config = config_of(job)
-    _load(config)
+    images_of(job)  # they are no memory of the run's
     if torch.cuda.is_available() and config.device != "cpu":
         gc.collect()  # the run before refers to itself
         held = torch.cuda.memory_allocated()
@@ -108,8 +110,7 @@ def _steps(run: trainer.Run) -> None:
 @contextmanager
 def prepared(job: Row) -> Iterator[tuple[Any, bool]]:
     """A run ready for its first step, and whether its step is a CUDA graph."""
-    config = config_of(job)
-    loaded = _load(config)
+    config, loaded = config_of(job), images_of(job)
     if torch.cuda.is_available():
         torch.compiler.reset()  # else the compiler takes each run's encoder for a variant
         gc.collect()
@@ -119,8 +120,9 @@ def prepared(job: Row) -> Iterator[tuple[Any, bool]]:
         yield run, graph
 
 
-def _load(config: TrainConfig) -> Any:
+def images_of(job: Row) -> DataBundle:
     """The pictures of a run; those of the last one are kept."""
+    config = config_of(job)
     key = (config.data, config.image_size, config.subset)
     if key not in _loaded:
         _loaded.clear()

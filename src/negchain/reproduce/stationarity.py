@@ -235,4 +235,6 @@ def draw(rows: list[Row]) -> dict[str, Any]:
     return {"stationarity": figure}
 
 
-EXPERIMENTS = {"stationarity": Experiment(table, draw, jobs, work)}
+_KEYS = ("job.seed", "job.encoder", "job.beta", "job.lr", "job.method")
+_POINT = ("curve.step", "curve.exact_loss", "curve.gradient", "curve.variance", "curve.weights")
+EXPERIMENTS = {"stationarity": Experiment(table, draw, jobs, work, needs=(*_KEYS, *_POINT))}

@@ -36,7 +36,7 @@ did you mean 'emc2'?
     names = list(valid)
     if isinstance(value, str) and value in names:
         return value
-    few = f"must be one of {', '.join(names)}" if len(names) <= 12 else "is unknown"
+    few = f"must be one of {', '.join(names)}" if len(names) <= 16 else "is unknown"
     # 64 characters bound the work of the match on absurd input; no valid name is that long.
     word = value[:64].lower() if isinstance(value, str) else ""
     near = difflib.get_close_matches(word, names, n=1, cutoff=0.5)

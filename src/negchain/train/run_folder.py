@@ -104,13 +104,13 @@ def default_out(*, method: str, data: str, seed: int) -> Path:
 
 
 @contextlib.contextmanager
-def _writing_in(folder: Path) -> Iterator[None]:
+def _writing_in(folder: Path, option: str = "--out") -> Iterator[None]:
     """Refuse a folder in which nothing can be written."""
     try:
         yield
     except OSError as error:
         why = error.strerror or error  # not the name of a file that was only tried
-        raise ConfigError(f"cannot write in {folder} ({why}); choose another --out") from error
+        raise ConfigError(f"cannot write in {folder} ({why}); choose another {option}") from error
 
 
 class RunFolder:
@@ -331,16 +331,16 @@ def _locked(path: Path) -> BinaryIO:
     return lock
 
 
-def check_writable(path: Path) -> None:
+def check_writable(path: Path, option: str = "--out") -> None:
     """Refuse a folder that could not be made or written to, before there is anything to write."""
     try:
         str(path).encode()  # as TensorBoard's writer and JSON want it
     except UnicodeEncodeError:
         raise ConfigError(
-            f"the name of a run folder must be UTF-8, got {path}; choose another --out"
+            f"the name of a run folder must be UTF-8, got {path}; choose another {option}"
         ) from None
     there = next(p for p in (path.absolute(), *path.absolute().parents) if os.path.lexists(p))
-    with _writing_in(there):
+    with _writing_in(there, option):
         if not there.is_dir():
             raise NotADirectoryError("it is no folder")
         with tempfile.TemporaryFile(dir=there):

@@ -1,11 +1,12 @@
 """How a run ends before its last step: by a signal, or because its loss has diverged.
 
-`stopping` is for a run, and for the command that starts runs.
+`stopping` is for a run, and for the command that starts runs; `at_once` is for a command whose work
+needs no step to end at.
 """
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
@@ -34,12 +35,29 @@ def stopping(run: Any) -> Iterator[None]:
             with suppress(OSError):
                 os.write(2, STOPPING.encode())
 
+    with _answered(ask):
+        yield
+
+
+@contextmanager
+def at_once() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end a command as Ctrl-C does: by KeyboardInterrupt."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    with _answered(end):
+        yield
+
+
+@contextmanager
+def _answered(answer: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     # SIGINT and SIGTERM even if ignored: a script's background job ignores SIGINT, and is sent one
     # only on purpose. An ignored SIGHUP (nohup) stays ignored.
     answered = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         answered.append(signal.SIGHUP)
-    before = {number: signal.signal(number, ask) for number in answered}
+    before = {number: signal.signal(number, answer) for number in answered}
     try:
         yield
     finally:
