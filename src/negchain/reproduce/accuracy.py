@@ -167,11 +167,25 @@ def by_case(rows: list[Row]) -> dict[str, list[Row]]:
     return found
 
 
+def beside(row: Row) -> Row:
+    """A run of a setting that ends in "-both" as a method of its own in the setting itself.
+
+    Example:
+        >>> beside({"job": {"setting": "b32-none-both", "method": "emc2"}})["job"]
+        {'setting': 'b32-none', 'method': 'emc2, both'}
+    """
+    job = row["job"]
+    setting = job["setting"].removesuffix("-both")
+    if setting == job["setting"]:
+        return row
+    return {**row, "job": {**job, "setting": setting, "method": job["method"] + pages.BOTH}}
+
+
 def figure(label: str, rows: list[Row], measure: str, against: str = "samples") -> Any:
     """A panel per setting and length, a line per method: accuracy against samples or seconds."""
     from matplotlib import colormaps
 
-    cases = by_case(in_order(label, rows))
+    cases = by_case(in_order(label, [beside(row) for row in rows]))
     drawn, axes = pages.panels(len(cases))
     for axis, (case, own) in zip(axes, cases.items(), strict=True):
         for number, name in enumerate(distinct(own, label)):
@@ -180,7 +194,7 @@ def figure(label: str, rows: list[Row], measure: str, against: str = "samples") 
             tint: Any = colour(method)
             if label == "burn-in" and name != "ours":  # the more steps the darker
                 tint = colormaps["Blues"](0.4 + 0.2 * number)
-            title = title_of(str(name))
+            title = pages.label_of(str(name))
             pages.plot_curves(axis, found, against, measure, title, tint, method)
         axis.set(title=case, xlabel=AXES[against], ylabel=AXES[measure])
         if against == "samples":

@@ -26,7 +26,6 @@ from negchain.train.presets import choose
 SIZES = (10_000, 100_000, 1_000_000)  # m of the state's size
 DIM = 128
 AGAIN = ("burn-in", "finite-augmentations")  # records that hold runs of `stl10` made again
-BOTH = "-both"  # ends the name of a setting in which chains are offered both views
 
 
 def jobs(options: Options) -> list[Row]:
@@ -169,12 +168,10 @@ def in_seconds(rows: list[Row]) -> list[Row]:
         ms = milliseconds(cost, *case, images) or milliseconds(cost, *case, None)
         if ms is not None:
             curve = [{**p, "seconds": p["step"] * ms / 1e3} for p in row["curve"]]
-            name = case[0].removesuffix(BOTH)
-            method = case[1] if name == case[0] else f"{title_of(case[1])}, both"
-            job = {**job, "setting": name, "method": method}
-            same = where(found, setting=name, method=method, seed=job["seed"])
-            if all(curve != other["curve"] for other in same):
-                found.append({**row, "job": job, "curve": curve})
+            run = accuracy.beside({**row, "curve": curve})
+            keys = {key: run["job"][key] for key in ("setting", "method", "seed")}
+            if all(curve != other["curve"] for other in where(found, **keys)):
+                found.append(run)
     cases = accuracy.by_case(accuracy.in_order("method", found)).values()
     return [row for own in cases if len(distinct(own, "method")) > 1 for row in own]
 
@@ -217,7 +214,7 @@ def time_table(rows: list[Row]) -> str:
         target = target_of(of)
         if target is None:
             continue
-        ours = reached(of.get("emc2") or of.get("EMC², both") or [], target)
+        ours = reached(of.get("emc2") or of.get("emc2" + pages.BOTH) or [], target)
         for method, found in of.items():
             seconds = reached(found, target)
             ratio = "–"
@@ -225,7 +222,7 @@ def time_table(rows: list[Row]) -> str:
                 ratio = f"{statistics.fmean(seconds) / statistics.fmean(ours):.2f}"
             count = f"{len(seconds)} of {len(found)}"
             shown = pages.spread(seconds, 1)
-            lines.append([case, f"{target:.3f}", title_of(method), count, shown, ratio])
+            lines.append([case, f"{target:.3f}", pages.label_of(method), count, shown, ratio])
     heads = ["setting", "probe", "method", "runs that reach it", "seconds until then"]
     return pages.markdown([*heads, "against EMC²"], lines) if lines else ""
 

@@ -134,15 +134,31 @@ def spread(values: Iterable[float | None], digits: int = 3) -> str:
     return f"{text} ± {statistics.stdev(found):.{digits}f}" if len(found) > 1 else text
 
 
+BOTH = ", both"  # ends the name of a method whose chains are offered both views, beside one
+
+
+def label_of(name: str) -> str:
+    """The title of a method, of one that is offered both views too; other names stay.
+
+    Example:
+        >>> label_of("emc2, both"), label_of("P = 16")
+        ('EMC², both', 'P = 16')
+    """
+    method = name.removesuffix(BOTH)
+    return f"{title_of(method)}{name[len(method) :]}"
+
+
 def colour(method: str) -> str:
     """Its colour in figures."""
-    return METHODS[method].colour[0] if method in METHODS else "black"
+    name = method.removesuffix(BOTH)
+    return METHODS[name].colour[0] if name in METHODS else "black"
 
 
 def style(method: str) -> dict[str, Any]:
     """Its line and marker in figures: i-SIR's orange is close to EMC²'s vermilion."""
-    own = ("--", "s", 3) if method == "isir" else ("-", ".", 6)
-    return dict(zip(("linestyle", "marker", "markersize"), own, strict=True))
+    own = ("--", "s", 3) if method.removesuffix(BOTH) == "isir" else ("-", ".", 6)
+    line = ":" if method.endswith(BOTH) else own[0]
+    return dict(zip(("linestyle", "marker", "markersize"), (line, *own[1:]), strict=True))
 
 
 def distinct(rows: Iterable[Row], *keys: str) -> list[Any]:
