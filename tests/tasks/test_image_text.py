@@ -318,6 +318,24 @@ def test_beta_is_learned_by_its_logarithm_and_clamped(made: Path) -> None:
     assert math.exp(encoder.log_beta.item()) == pytest.approx(100)
 
 
+@pytest.mark.parametrize(("norm", "count"), [("batch", 1), ("group", 2)])
+def test_batchnorm_sees_drawn_pictures_with_those_of_the_batch(
+    norm: str, count: int, made: Path
+) -> None:
+    task = loaded(made, method="informed", norm=norm)
+    encoder, _ = task.build()
+    step = trainer.TrainStep(task, encoder, start.build_loss(task, encoder),
+                             torch.optim.SGD(encoder.parameters(), lr=0.0))  # fmt: skip
+    step.fill()
+    sizes: list[int] = []
+    pictures = encoder.image
+    pictures.register_forward_pre_hook(
+        lambda module, given: sizes.append(len(given[0])) if torch.is_grad_enabled() else None
+    )
+    step(0, torch.arange(8))
+    assert len(sizes) == count and sum(sizes) > 8
+
+
 def test_recall_is_that_of_a_loop(made: Path) -> None:
     task = loaded(made)
     part = replace(task.train, captions=tuple(own[: 1 + n % 2] for n, own in

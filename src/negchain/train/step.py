@@ -289,15 +289,15 @@ class TrainStep:
         anchors = self._of_batch(whole.anchors, "anchors")
         keys = self._of_batch(whole.keys, "keys")
         trained = [share for share in asked if share.want.gradient]
-        encoded, drawn = [anchors, keys, *trained], list[Tensor]()
-        if self.task.one_pass and self.seen_together and loss_fn.tables:
+        encoded = [anchors, keys, *trained]
+        both_draw = self.task.one_pass or loss_fn.num_sides == 2
+        if both_draw and self.seen_together and loss_fn.tables:
             with torch.no_grad(), statistics_kept(self.encoder):
                 seen = self._encode(self.plain, [anchors, keys], 0, loaded)
             second = loss_fn.request(index, *seen, **told)
             encoded += self._shares(second)
             z_a, z_b, *answers = self._encode(self.embed, encoded, 0, loaded)
-            answers, drawn = answers[: len(trained)], answers[len(trained) :]
-        elif self.task.one_pass or loss_fn.num_sides == 2:
+        elif both_draw:
             z_a, z_b, *answers = self._encode(self.embed, encoded, 0, loaded)
             second = loss_fn.request(index, z_a, z_b, **told)
         else:  # only anchors draw: what they draw goes through the encoder with their positives
@@ -305,7 +305,7 @@ class TrainStep:
             second = loss_fn.request(index, z_a, **told)
             encoded += self._shares(second)
             z_b, *answers = self._encode(self.embed, encoded[1:], anchors.size, loaded)
-            answers, drawn = answers[: len(trained)], answers[len(trained) :]
+        answers, drawn = answers[: len(trained)], answers[len(trained) :]
         row = sum(share.size for share in encoded)
         if self.ranks is None:
             self.task.watch(z_a.detach(), self.index)
