@@ -114,7 +114,8 @@ def table(rows: list[Row]) -> str:
 def draw(rows: list[Row]) -> dict[str, Any]:
     """State against m; time of a step by setting, and against m."""
     figure, (left, middle, right) = pages.panels(3)
-    state, timed = where(rows, kind="state", b=32), where(rows, kind="step")
+    state = where(rows, kind="state", b=32)
+    timed = [accuracy.beside(row) for row in where(rows, kind="step")]
     counted = [row for row in timed if row.get("images")]
     sizes = [row.get("images") for row in timed]
     step = [row for row in timed if row.get("images") == statistics.mode(sizes)]
@@ -123,17 +124,19 @@ def draw(rows: list[Row]) -> dict[str, Any]:
         label, size = title_of(method), [row["state_bytes"] for row in found]
         left.plot([r["job"]["m"] for r in found], size, ".-", color=colour(method), label=label)
     left.set(xscale="log", yscale="log", ylim=(10, None), xlabel="m", ylabel="state, bytes")
-    left.legend(fontsize=7)
+    figure.legend(fontsize=7, loc="outside lower center", ncols=7)
     settings, names = distinct(step, "setting"), distinct(step, "method")
     for row in step:
         number = names.index(row["job"]["method"]) - (len(names) - 1) / 2
         place = settings.index(row["job"]["setting"]) + number / (len(names) + 1)
-        tint = colour(row["job"]["method"])
-        middle.bar(place, statistics.median(row["ms"]), 0.9 / (len(names) + 1), color=tint)
+        method, ms = row["job"]["method"], statistics.median(row["ms"])
+        look = {"color": colour(method), "hatch": "///" if method.endswith(pages.BOTH) else None}
+        middle.bar(place, ms, 0.9 / (len(names) + 1), **look)
     narrow = [name.replace("-", "\n", 1) for name in settings]
     middle.set_xticks(range(len(settings)), narrow, fontsize=7)
     usual = step[0].get("images") if step else None
-    middle.set(ylabel="ms per step", title=f"m = {usual:,}" if usual else None)
+    hatched = "; hatched: both views" if any(m.endswith(pages.BOTH) for m in names) else ""
+    middle.set(ylabel="ms per step", title=f"m = {usual:,} images{hatched}" if usual else None)
     for method in names:
         own = where(counted, method=method, setting=settings[0])
         found = sorted(own, key=lambda row: row["images"])

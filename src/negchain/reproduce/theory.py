@@ -313,7 +313,7 @@ def _draw_rate(axis: Any, rows: list[Row]) -> None:
         low, high = [min(of) for of in values], [max(of) for of in values]
         axis.fill_between(at, low, high, color=f"C{number}", alpha=0.12)
     axis.plot(at, [means[0] * (t / at[0]) ** -0.5 for t in at], ":", color="grey", label="T^(-1/2)")
-    axis.set(yscale="log", ylim=(None, 2), xlabel="T", title="(1/T) Σ ‖∇L‖²")  # for the legend
+    axis.set(yscale="log", xlabel="T", title="(1/T) Σ ‖∇L‖²")
 
 
 def _draw_bias(axis: Any, rows: list[Row]) -> None:
@@ -341,6 +341,7 @@ def draw(rows: list[Row]) -> dict[str, Any]:
     """Mixing, the rate of Theorem 1, bias over batch size, and proposals without replacement."""
     parts = {part: found for part in DRAWN if (found := where(rows, part=part))}
     figure, axes = pages.panels(len(parts))
+    figure.set_figwidth(9)  # with legends beside the panels
     for axis, (part, found) in zip(axes, parts.items(), strict=True):
         DRAWN[part](axis, found)
         axis.set_xscale("log")
@@ -348,7 +349,8 @@ def draw(rows: list[Row]) -> dict[str, Any]:
             at = sorted(distinct(found, "T" if part == "rate" else "b"))
             axis.set_xticks(at, at)
             axis.xaxis.minorticks_off()
-        axis.legend(fontsize=6)
+        beside = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)}  # inside it hides curves
+        axis.legend(fontsize=6, handlelength=3.5, **beside)
     return {"theory": figure}
 
 
