@@ -202,9 +202,9 @@ def reached(rows: list[Row], target: float, key: str = "seconds") -> list[float]
 
 def target_of(runs: dict[str, list[Row]]) -> float | None:
     """98 % of the lowest mean probe with which a method of the figures ends, collapsed runs out."""
-    ends = []
-    for method in reproduced(small=False):
-        last = [row["curve"][-1] for row in runs.get(method, [])]
+    ends, figured = [], reproduced(small=False)
+    for found in (rows for m, rows in runs.items() if m.removesuffix(pages.BOTH) in figured):
+        last = [row["curve"][-1] for row in found]
         spread_out = [p["probe"] for p in last if p["embedding_variance"] >= COLLAPSED]
         ends += [statistics.fmean(spread_out)] if spread_out else []
     return 0.98 * min(ends) if ends else None
