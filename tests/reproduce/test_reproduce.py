@@ -397,7 +397,7 @@ def test_records_keep_what_finished_and_go_on(tmp_path: Path, monkeypatch) -> No
 
     def perform(seeds: int, minutes: float = 1) -> tuple[int, int]:
         options = common.Options(seeds=seeds, device="cpu")
-        waiting = plan.missing(["theory"], options, tmp_path, lambda text: None)
+        waiting = plan.missing(["theory"], options, tmp_path)
         return common.perform(waiting, options, tmp_path, minutes=minutes, processes=1)
 
     assert perform(2) == (1, 0) and ran == [0, 1]

@@ -37,7 +37,7 @@ def test_peak_memory_is_what_a_step_holds_at_once(monkeypatch) -> None:
         yield SimpleNamespace(step=Step(), order=order, task=task, kept=kept), False
 
     monkeypatch.setattr(runs, "prepared", prepared)
-    monkeypatch.setattr(runs, "images_of", lambda job: None)
+    monkeypatch.setattr(runs, "images_of", lambda config: None)
     found = runs.peak_memory({"settings": {"device": "cpu"}, "method": "infonce", "seed": 0})
     assert found["device"] == "CPU" and found["images"] == 9
     assert found["peak_bytes"] == pytest.approx(28 * MIB, abs=2**16)

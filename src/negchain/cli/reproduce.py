@@ -150,7 +150,7 @@ def _make(runs: list[str], options: Options, out: Path, minutes: float, jobs: in
 
     files = _files(runs, out)
     with at_once():
-        waiting = plan.missing(runs, options, out, say)
+        waiting = plan.missing(runs, options, out)
         processes = jobs or (8 if options.on_gpu() else 1)
         try:
             failed, left = common.perform(
