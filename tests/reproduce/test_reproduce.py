@@ -443,7 +443,9 @@ def test_a_process_that_dies_takes_no_other_run_along(tmp_path: Path, monkeypatc
     monkeypatch.setattr(common, "CONTEXT", multiprocessing.get_context("fork"))  # fast
     said: list[str] = []
     waiting = [("stl10", {"seed": seed}) for seed in range(5)]
-    found = common._side_by_side(waiting, time.time() + 6e7, 2, said.append)  # the default
+    found = common._side_by_side(
+        waiting, time.time() + 6e7, 2, said.append, lambda shares: None
+    )  # the default time
     rows = {row["job"]["seed"]: row for _, row in found}
     assert sorted(rows) == [0, 1, 2, 3, 4] and len(said) == 3
     assert rows[3]["error"] == "its process died (exit code 7)"
@@ -611,7 +613,7 @@ def test_the_committed_figures_are_those_of_the_records(name: str, tmp_path: Pat
         pytest.skip("no record yet")
     page = tmp_path / "results.md"
     page.write_text(f"<!-- table {name} -->\nbefore\n<!-- end -->\n")
-    pages.redraw(name, pages.rows_of(name, RECORDS), tmp_path, page, lambda text: None)
+    pages.redraw(name, pages.rows_of(name, RECORDS), tmp_path, page)
     assert "before" not in page.read_text()
     drawn = list(tmp_path.glob("*.svg"))
     assert drawn or name == "time"  # one method has been timed alone: nothing to compare
