@@ -368,11 +368,6 @@ def test_lemma_1_holds_for_few_steps_and_not_for_many() -> None:
     assert found[24]["rate"] == pytest.approx(2 / 3, abs=1e-3)
 
 
-def test_lemma_2_holds() -> None:
-    found = theory.lipschitz({"beta": 2.0, "B": 2, "R": 2})
-    assert 0 < found["measured"] < found["bound"]
-
-
 def test_longer_descent_has_smaller_gradients() -> None:
     case = {"beta": 5.0, "B": 0, "R": 0, "P": 0, "method": "full", "seed": 0}
     short, long = (theory.rate({**case, "T": length})["mean_square"] for length in (4, 64))

@@ -344,10 +344,11 @@ def _fault(row: Row, needs: Sequence[str]) -> str:
     """What the line of a run must hold and does not; empty if it is as it must be."""
     if not needs or "job" not in row or "error" in row:
         return ""
-    for need in (*needs, *(["curve"] if "curve" in row else [])):
+    for need in (*needs, "curve") if "curve" in row else needs:
         head, _, key = need.partition(".")
-        parts = row[head] if isinstance(row.get(head), list) else [row.get(head)]
-        if not parts or any(not isinstance(part, dict) or key not in {"", *part} for part in parts):
+        held = row.get(head)
+        parts = held if isinstance(held, list) else [held]
+        if not parts or not all(isinstance(p, dict) and (not key or key in p) for p in parts):
             return f"have {need}"
     points = [point for point in row.get("curve", []) if isinstance(point, dict)]
     if any(isinstance(value, str | list | dict) for point in points for value in point.values()):
