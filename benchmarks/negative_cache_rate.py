@@ -12,7 +12,7 @@ six times on the way.
     one-pass                anchors in the keys' pass; winners by a pass before it
     refreshed-inside        refreshed keys in the pass of positives and winners
     apart                   positives and winners in passes of their own
-    none                    no normalisation, (the authors' code's), Adam 1e-4 (the paper's)
+    none                    no normalisation (the authors' code's), Adam 1e-4 (the paper's)
 """
 
 from __future__ import annotations

@@ -232,7 +232,7 @@ def test_progress_moves_within_a_run(tmp_path: Path, monkeypatch, capsys) -> Non
 
     monkeypatch.setattr(common, "one", one)
     options = common.Options(device="cpu")
-    given: dict[str, Any] = {"minutes": 1, "processes": 1, "show": True}
+    given: dict[str, Any] = {"minutes": 1, "processes": 1}
     job = {"seed": 0, "beta": 5.0, "lr": 0.001, "method": "full gradient", "steps": 9}
     assert common.perform([("stationarity", job)], options, tmp_path, **given) == (0, 0)
     said = told(capsys)

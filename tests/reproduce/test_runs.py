@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +37,7 @@ def test_peak_memory_is_what_a_step_holds_at_once(monkeypatch) -> None:
         yield SimpleNamespace(step=Step(), order=order, task=task, kept=kept), False
 
     monkeypatch.setattr(runs, "prepared", prepared)
-    monkeypatch.setattr(runs, "images_of", lambda job: None)
+    monkeypatch.setattr(runs, "images_of", lambda config: None)
     found = runs.peak_memory({"settings": {"device": "cpu"}, "method": "infonce", "seed": 0})
     assert found["device"] == "CPU" and found["images"] == 9
     assert found["peak_bytes"] == pytest.approx(28 * MIB, abs=2**16)
@@ -77,7 +77,7 @@ def test_state_and_encodes_are_those_of_table_1(
             assert found["encodes_without_gradient"] == (m // 100 if table else 0)
 
 
-def clocked(clock: list[float], **more: Any) -> Any:
+def clocked(clock: list[float]) -> Any:
     """A run of 8 steps of a second each, for samples of 4, which is judged in 100 seconds."""
 
     class Run(SimpleNamespace):
@@ -94,20 +94,15 @@ def clocked(clock: list[float], **more: Any) -> Any:
     order, task = SimpleNamespace(batch=lambda number: None), SimpleNamespace(num_samples=9)
     return Run(
         done=0, total_steps=8, order=order, step=step, judge=judge, encoder=None, task=task,
-        config=SimpleNamespace(batch_size=4, data="digits"), device=torch.device("cpu"), **more,
+        config=SimpleNamespace(batch_size=4, data="digits"), device=torch.device("cpu"),
     )  # fmt: skip
 
 
 def test_a_curve_counts_samples_and_the_seconds_of_training_alone(monkeypatch) -> None:
     clock = [0.0]
     times = SimpleNamespace(perf_counter=lambda: clock[0], time=lambda: 0.0)
-
-    @contextmanager
-    def prepared(job: Any):
-        yield clocked(clock), False
-
     monkeypatch.setattr(runs, "time", times)
-    monkeypatch.setattr(runs, "prepared", prepared)
+    monkeypatch.setattr(runs, "prepared", lambda job: nullcontext((clocked(clock), False)))
     curve = runs.train({}, deadline=1.0)["curve"]
     assert [(p["step"], p["samples"], p["seconds"]) for p in curve] == [
         (step, 4 * step, float(step)) for step in (1, 2, 4, 6, 8)
@@ -128,12 +123,7 @@ def test_a_training_run_has_its_jobs_seed() -> None:
 
 def test_the_time_of_a_step_is_without_its_warm_up(monkeypatch) -> None:
     measured = iter([90.0, 5.0, 1.0, 4.0, 2.0, 3.0])
-
-    @contextmanager
-    def prepared(job: Any):
-        yield clocked([0.0]), False
-
-    monkeypatch.setattr(runs, "prepared", prepared)
+    monkeypatch.setattr(runs, "prepared", lambda job: nullcontext((clocked([0.0]), False)))
     monkeypatch.setattr(runs, "stepper", lambda run: lambda: None)
     monkeypatch.setattr(runs, "milliseconds", lambda timed, count: next(measured))
     assert runs.time_steps({}, 20)["ms"] == [1.0, 2.0, 3.0, 4.0, 5.0]

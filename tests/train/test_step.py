@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from negchain.bench.runs import prepared
 from negchain.tasks.images import load_images
@@ -23,23 +21,17 @@ def passes(norm: str, method: str, **settings: object) -> tuple[list[tuple[int, 
     }  # fmt: skip
     config = resolve(None, given)
     found: list[tuple[int, bool]] = []
-    with ExitStack() as stack:
-        run = stack.enter_context(prepared(config, load_images(config)))
+    with prepared(config, load_images(config)) as run:
         run.step.fill()
+        run.encoder.backbone.register_forward_pre_hook(
+            lambda module, given: found.append((len(given[0]), torch.is_grad_enabled()))
+        )
         for step in range(3):
-            hook = run.encoder.backbone.register_forward_pre_hook(
-                lambda module, given: found.append((len(given[0]), torch.is_grad_enabled()))
-            )
             found.clear()
             run.step(step, run.order.batch(step))
-            hook.remove()
         layers = [m for m in run.encoder.modules() if isinstance(m, nn.BatchNorm2d)]
-        counts = [int(m.num_batches_tracked) for m in layers if _counted(m.num_batches_tracked)]
+        counts = [int(m.num_batches_tracked) for m in layers if m.num_batches_tracked is not None]
     return found, counts
-
-
-def _counted(count: Tensor | None) -> bool:
-    return count is not None
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -73,9 +72,16 @@ def command(
     require_one_process("reproduce", "")
     if jobs < 0:
         raise ConfigError(f"--jobs must be at least 0, got {jobs}; 0 chooses by machine")
-    if math.isnan(minutes) or minutes < 0:
+    if not minutes >= 0:  # nor is nan
         raise ConfigError(
             f"--minutes must be at least 0, got {minutes:g}; leave it out to start every run"
+        )
+    given = {"data": data, "download": download, "seeds": seeds, "epochs": epochs}
+    given |= {"methods": methods, "settings": settings}
+    if redraw and (choosing := [name for name, value in given.items() if value]):
+        raise ConfigError(
+            f"--redraw takes all runs of a record, and --{choosing[0]} chooses runs to make; leave "
+            "one of them out"
         )
     chosen = [choose("NAME", name, NAMES) for name in names]
     # what an experiment reads instead of a record of its own is run for it
@@ -90,23 +96,14 @@ def command(
     place = figures or (PAGE.parent / "figures" if page else out)
     check_writable(place, "--figures" if figures else "--out")
     failed = 0
-    if redraw:
-        given = {**vars(options), "download": download or None, "quick": None, "device": None}
-        for name in (name for name, value in given.items() if value is not None):
-            raise ConfigError(
-                f"--redraw takes all runs of a record, and --{name} chooses runs to make; leave "
-                "one of them out"
-            )
-    else:
+    if not redraw:
         _prepare(runs, options, download)
         failed = _make(runs, options, out, minutes, jobs)
-    drawn = [n for n in chosen if redraw or pages.has_runs(n, out)]
+    drawn = [name for name in chosen if redraw or pages.has_runs(name, out)]
     rows = {name: pages.rows_of(name, out, quick) for name in drawn}  # before one is overwritten
-    for name in drawn:
+    for name, found in rows.items():
         say(f"record: {_files(common.runs_of(name), out)}")
-        pages.redraw(name, rows[name], place, page, say)
-        if page:
-            say(f"page: {page}")
+        pages.redraw(name, found, place, page)
     return 1 if failed else 0
 
 
@@ -116,7 +113,8 @@ def _files(names: Iterable[str], out: Path) -> str:
 
 def _prepare(runs: list[str], options: Options, download: bool) -> None:
     """Refuse data that are not read or not there, and fetch what is to be."""
-    from negchain.data.named import BUILT_IN, named_sources
+    from negchain.data import load_data
+    from negchain.data.named import named_sources
     from negchain.reproduce import load
     from negchain.train.presets import ConfigError, choose
     from negchain.train.resolve import choose_device, resolve
@@ -127,20 +125,17 @@ def _prepare(runs: list[str], options: Options, download: bool) -> None:
             f"--data and --download belong to experiments on images, got {' '.join(runs)}, which "
             "reads none; leave them out"
         )
+    choose_device(choose("--device", options.device, ("auto", "cpu", "cuda")))
     if data:
         named_sources(data)
-    if download and not data:  # `resolve` would say that it is 'digits', the default of train
-        raise ConfigError(
-            "--download belongs to --data cifar10 or stl10 or stl10-unlabeled, and no --data is "
-            "given; name one of them or leave out --download"
-        )
     if download:
+        if not data:  # `resolve` would say that it is 'digits', the default of train
+            raise ConfigError(
+                "--download belongs to --data cifar10 or stl10 or stl10-unlabeled, and no --data "
+                "is given; name one of them or leave out --download"
+            )
         resolve(None, {"data": data, "download": True})  # refuses what train refuses
-    choose_device(choose("--device", options.device, ("auto", "cpu", "cuda")))
-    if data in BUILT_IN:  # refused or fetched here, once, and not by every run
-        from negchain.data import load_data
-
-        load_data(data, download=download)
+        load_data(data, download=True)
 
 
 def _make(runs: list[str], options: Options, out: Path, minutes: float, jobs: int) -> int:
@@ -148,29 +143,21 @@ def _make(runs: list[str], options: Options, out: Path, minutes: float, jobs: in
     from negchain.reproduce import common, plan
     from negchain.train.stopping import Interrupted, at_once
 
-    files = _files(runs, out)
+    files, again = _files(runs, out), "the same command goes on with what is missing"
     with at_once():
-        waiting = plan.missing(runs, options, out, say)
+        waiting = plan.missing(runs, options, out)
         processes = jobs or (8 if options.on_gpu() else 1)
         try:
             failed, left = common.perform(
-                waiting, options, out, minutes=minutes, processes=processes, show=True
+                waiting, options, out, minutes=minutes, processes=processes
             )
         except KeyboardInterrupt:
-            raise Interrupted(
-                f"early; finished runs are in {files}, and the same command goes on with the others"
-            ) from None
+            raise Interrupted(f"early; finished runs are in {files}, and {again}") from None
     if left:
-        missing = f"{left} of {counted(len(waiting), 'run is', 'runs are')} missing"
-        say(
-            f"{missing}: --minutes {minutes:g} left no time; the same command goes on with what is "
-            "missing"
-        )
+        total = counted(len(waiting), "run is", "runs are")
+        say(f"{left} of {total} missing: --minutes {minutes:g} left no time; {again}")
     if failed:
-        say(
-            f"{failed} of {counted(len(waiting), 'run', 'runs')} failed (see {files}); the same "
-            "command tries again"
-        )
+        say(f"{failed} of {counted(len(waiting), 'run', 'runs')} failed (see {files}); {again}")
     return failed
 
 

@@ -41,8 +41,9 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 CONTEXT: Any = multiprocessing.get_context("spawn")
 FULL = "full gradient"  # instead of a method: the exact gradient
-BARE = ("kind", "part", "setting", "burn-in", "augmentations")  # of a job, as they are in words
-NUMBERS = ("beta", "lr", "m", "b", "B", "R", "P", "T", "share", "seed")  # after their names
+# what of a job is said to people: words as they are, numbers after their names
+WORDS = ("kind", "part", "setting", "burn-in", "augmentations")
+NUMBERS = ("beta", "lr", "m", "b", "B", "R", "P", "T", "share", "seed")
 GRACE = 30.0  # seconds after the deadline in which runs may hand over what they have
 
 
@@ -106,46 +107,44 @@ def perform(
     *,
     minutes: float,
     processes: int,
-    show: bool = False,
 ) -> tuple[int, int]:
     """Make runs; each adds its line to its record. Returns how many failed, and were not made.
 
-    Runs of several experiments share the processes. `show`: a bar of progress over all of them.
+    Runs of several experiments share the processes and a bar of progress.
     """
     deadline = time.time() + 60 * minutes
     for name in dict.fromkeys(name for name, _ in waiting):
         out.mkdir(parents=True, exist_ok=True)
         append(out / f"{name}.jsonl", {"record": name, **provenance(options)})
     failed = ended = 0
-    with Progress(show and bool(waiting)) as bar:
+    with Progress(bool(waiting)) as bar:
         bar.begin(len(waiting), "runs done", "reproduce")
 
         def moved(shares: float) -> None:
             bar.at(failed + ended + shares)
 
-        for number, (name, row) in enumerate(
-            _results(waiting, deadline, processes, bar.line, moved), 1
-        ):
+        results = _results(waiting, deadline, processes, bar.line, moved)
+        for number, (name, row) in enumerate(results, 1):
             append(out / f"{name}.jsonl", row)
             failed += "error" in row
             ended += "error" not in row and row.get("complete", True)
             moved(0.0)
             told = f"failed: {_last_line(row)}" if "error" in row else f"{row['wall']:.0f} s"
-            bar.line(f"{number}/{len(waiting)} {in_words(name, row['job'])}: {told}")
+            bar.line(f"{number}/{len(waiting)} {described(name, row['job'])}: {told}")
     return failed, len(waiting) - failed - ended
 
 
-def in_words(name: str, job: Row) -> str:
+def described(name: str, job: Row) -> str:
     """A run, as people call it.
 
     Example:
-        >>> in_words("stl10", {"seed": 0, "setting": "b32-none", "method": "dcl", "settings": {}})
+        >>> described("stl10", {"seed": 0, "setting": "b32-none", "method": "dcl", "settings": {}})
         'stl10 b32-none DCL seed 0'
     """
-    bare = [str(job[key]) for key in BARE if key in job]
+    words = [str(job[key]) for key in WORDS if key in job]
     if "method" in job and "augmentations" not in job:  # which names it
-        bare.append(title_of(job["method"]))
-    return " ".join([name, *bare, *(f"{key} {job[key]:g}" for key in NUMBERS if key in job)])
+        words.append(title_of(job["method"]))
+    return " ".join([name, *words, *(f"{key} {job[key]:g}" for key in NUMBERS if key in job)])
 
 
 _listeners: list[Callable[[float], None]] = []
@@ -185,7 +184,7 @@ def _side_by_side(
     deadline: float,
     processes: int,
     say: Callable[[str], None],
-    moved: Callable[[float], None] = lambda shares: None,
+    moved: Callable[[float], None],
 ) -> Iterator[tuple[str, Row]]:
     """Runs in some processes, each of which serves one after the other.
 
@@ -218,7 +217,7 @@ def _side_by_side(
                 else:
                     idle.append((connection, process))
                 if failed and attempt == 1:
-                    say(f"{in_words(name, job)}: once more, {_last_line(row)}")
+                    say(f"{described(name, job)}: once more, {_last_line(row)}")
                     queue.append((name, job, 2))
                 elif row is not None:
                     yield name, row
@@ -345,10 +344,11 @@ def _fault(row: Row, needs: Sequence[str]) -> str:
     """What the line of a run must hold and does not; empty if it is as it must be."""
     if not needs or "job" not in row or "error" in row:
         return ""
-    for need in (*needs, *(["curve"] if "curve" in row else [])):
+    for need in (*needs, "curve") if "curve" in row else needs:
         head, _, key = need.partition(".")
-        parts = row[head] if isinstance(row.get(head), list) else [row.get(head)]
-        if not parts or any(not isinstance(part, dict) or key not in {"", *part} for part in parts):
+        held = row.get(head)
+        parts = held if isinstance(held, list) else [held]
+        if not parts or not all(isinstance(p, dict) and (not key or key in p) for p in parts):
             return f"have {need}"
     points = [point for point in row.get("curve", []) if isinstance(point, dict)]
     if any(isinstance(value, str | list | dict) for point in points for value in point.values()):

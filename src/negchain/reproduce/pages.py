@@ -5,12 +5,13 @@ from __future__ import annotations
 import io
 import re
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from negchain.files import replacing
 from negchain.methods import METHODS, title_of
+from negchain.progress import say
 from negchain.reproduce import load
 from negchain.reproduce.common import Row, read_rows, runs_of
 from negchain.train.presets import ConfigError
@@ -42,9 +43,7 @@ def rows_of(name: str, records: Path, quick: bool = False) -> list[Row]:
     return found
 
 
-def redraw(
-    name: str, rows: list[Row], figures: Path, page: Path | None, say: Callable[[str], None]
-) -> None:
+def redraw(name: str, rows: list[Row], figures: Path, page: Path | None) -> None:
     """Table and figures of an experiment from its runs, and the table into the page of results.
 
     Where the page holds `<!-- table NAME -->` ... `<!-- end -->`, what is between is replaced.
@@ -74,6 +73,7 @@ def redraw(
         changed = re.sub(pattern, lambda m: f"{m[1]}\n{table}\n\n{m[2]}", written, flags=re.S)
         with replacing(page) as target:
             target.write(changed.encode())
+        say(f"page: {page}")
 
 
 def numbered(svg: str) -> str:
@@ -156,9 +156,9 @@ def colour(method: str) -> str:
 
 def style(method: str) -> dict[str, Any]:
     """Its line and marker in figures: i-SIR's orange is close to EMC²'s vermilion."""
-    own = ("--", "s", 3) if method.removesuffix(BOTH) == "isir" else ("-", ".", 6)
-    line = ":" if method.endswith(BOTH) else own[0]
-    return dict(zip(("linestyle", "marker", "markersize"), (line, *own[1:]), strict=True))
+    isir = method.removesuffix(BOTH) == "isir"
+    line = ":" if method.endswith(BOTH) else "--" if isir else "-"
+    return {"linestyle": line, "marker": "s" if isir else ".", "markersize": 3 if isir else 6}
 
 
 def distinct(rows: Iterable[Row], *keys: str) -> list[Any]:
@@ -178,13 +178,7 @@ def where(rows: Iterable[Row], **values: Any) -> list[Row]:
 
 
 def plot_curves(
-    axes: Any,
-    rows: list[Row],
-    x: str,
-    y: str,
-    label: str,
-    tint: Any,
-    method: str = "",
+    axes: Any, rows: list[Row], x: str, y: str, label: str, tint: Any, method: str = ""
 ) -> None:
     """Mean over seeds of a curve of measurements, with the range between them shaded.
 

@@ -4,32 +4,25 @@ What would fail in every run, or mix runs that do not belong together, is refuse
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from negchain.printable import counted
+from negchain.progress import say
 from negchain.reproduce import load
 from negchain.reproduce.common import FULL, Options, Row, read_rows
 from negchain.reproduce.runs import config_of, images_of
 from negchain.reproduce.stationarity import first_images
 from negchain.train.presets import ConfigError
 
-TWO: dict[str, tuple[Any, Any]] = {"seeds": (1, 2), "epochs": (1, 2), "settings": (None, ("",))}
-"""Two values of each option: where they give equal runs, the option is not read."""
 
-
-def missing(
-    names: Sequence[str], options: Options, out: Path, say: Callable[[str], None]
-) -> list[tuple[str, Row]]:
+def missing(names: Sequence[str], options: Options, out: Path) -> list[tuple[str, Row]]:
     """The runs that the records lack: those that measure time, then first seeds first."""
-    _require_read(names, options)
     waiting: list[tuple[str, Row]] = []
-    for name in names:
-        path, quick = out / f"{name}.jsonl", {"quick": True} if options.quick else {}
-        rows, jobs = read_rows(path, load(name).needs), load(name).jobs(options)
-        jobs = [{**job, **quick} for job in jobs]
+    for name, jobs in _asked(names, options).items():
+        path = out / f"{name}.jsonl"
+        rows = read_rows(path, load(name).needs)
         _require_one_kind(path, rows, jobs, load(name).alone)
         done = [_named(row["job"]) for row in rows if row.get("complete", True)]
         left = [job for job in jobs if _named(job) not in done]
@@ -37,29 +30,35 @@ def missing(
         held = counted(len(jobs), "run is", "runs are")
         say(f"{name}: {len(jobs) - len(left)} of {held} in {path}, {rest}")
         waiting += [(name, job) for job in left]
-    _require_images([job for _, job in waiting], say)
+    _require_images([job for _, job in waiting])
     return sorted(waiting, key=lambda pair: (not load(pair[0]).alone, pair[1].get("seed", 0)))
 
 
-def _require_read(names: Sequence[str], options: Options) -> None:
-    """Refuse options that change no run."""
-    for option in TWO:
-        if getattr(options, option) is None or any(_reads(n, options, option) for n in names):
-            continue
-        where = f"{' '.join(names)}{' --quick' if options.quick else ''}"
-        raise ConfigError(f"--{option} changes nothing in {where}; leave it out")
+def _asked(names: Sequence[str], options: Options) -> dict[str, list[Row]]:
+    """All runs that the options name; an option that changes none of them is refused."""
     if FULL in (options.methods or ()) and (others := set(names) - {"stationarity"}):
         raise ConfigError(f"--methods {FULL!r} is of stationarity only, got {' '.join(others)}")
-    found = {job.get("method") for name in names for job in load(name).jobs(options)}
+    asked = {name: load(name).jobs(options) for name in names}
+    for option in ("seeds", "epochs", "settings"):
+        if getattr(options, option) is not None and not _changes(asked, options, option):
+            where = f"{' '.join(names)}{' --quick' if options.quick else ''}"
+            raise ConfigError(f"--{option} changes nothing in {where}; leave it out")
+    found = {job.get("method") for jobs in asked.values() for job in jobs}
     if unread := set(options.methods or ()) - found:
         raise ConfigError(f"--methods {min(unread)} is in no run of {' '.join(names)}")
+    quick = {"quick": True} if options.quick else {}
+    return {name: [{**job, **quick} for job in jobs] for name, jobs in asked.items()}
 
 
-def _reads(name: str, options: Options, option: str) -> bool:
-    given = [replace(options, **{option: value}) for value in TWO[option]]
+def _changes(asked: Mapping[str, list[Row]], options: Options, option: str) -> bool:
+    """Whether another value of an option makes other runs."""
+    value = getattr(options, option)
+    other: Row = {option: value + 1 if isinstance(value, int) else ("",)}
     try:
-        return load(name).jobs(given[0]) != load(name).jobs(given[1])
-    except ValueError:  # it says what it takes
+        return any(
+            load(name).jobs(replace(options, **other)) != jobs for name, jobs in asked.items()
+        )
+    except ConfigError:  # who reads it knows no setting without a name
         return True
 
 
@@ -87,12 +86,16 @@ def _require_one_kind(path: Path, rows: list[Row], jobs: list[Row], alone: bool)
         data = "" if alone else _data(job)
         return f"{data or 'all'}{', --quick' if job.get('quick') else ''}"
 
-    held, ours = {kind(row["job"]) for row in rows}, {kind(job) for job in jobs}
-    there, new = ", ".join(sorted(held)), ", ".join(sorted(ours - held))
-    if rows and not new and "settings" in jobs[0] and not alone:  # elsewhere: are they the same?
-        moved = [row for row in rows if _place(row["job"]) != _place(jobs[0])]
-        counts = {row["config"]["images"] for row in moved if "images" in row["config"]}
-        if counts and (count := len(images_of(jobs[0]).pretrain)) not in counts:
+    held = {kind(row["job"]) for row in rows}
+    there, new = ", ".join(sorted(held)), ", ".join(sorted({kind(job) for job in jobs} - held))
+    counts = {
+        row["config"]["images"]
+        for row in rows
+        if "images" in row.get("config", {}) and _place(row["job"]) != _place(jobs[0])
+    }
+    if counts and not new:  # of the same name elsewhere: are they the same?
+        count = len(images_of(config_of(jobs[0])).pretrain)
+        if count not in counts:
             there, new = f"{there} of {max(counts):,} images", f"{_place(jobs[0])} of {count:,}"
     if rows and new:
         raise ConfigError(
@@ -101,19 +104,19 @@ def _require_one_kind(path: Path, rows: list[Row], jobs: list[Row], alone: bool)
         )
 
 
-def _require_images(jobs: Sequence[Row], say: Callable[[str], None]) -> None:
+def _require_images(jobs: Sequence[Row]) -> None:
     """Load the images of every setting as its first run will: what is wrong is said once."""
-    first: dict[tuple[Any, ...], Row] = {}
+    first: dict[str | None, Row] = {}
     for job in jobs:
         if _place(job):
-            first.setdefault((job.get("setting"), "settings" in job), job)
-    notes = dict[str, None]()
+            first.setdefault(job.get("setting"), job)
+    unlabelled = ""
     for job in first.values():
         if "settings" in job:
-            images, batch = images_of(job), config_of(job).batch_size
+            config = config_of(job)
+            images, batch = images_of(config), config.batch_size
             count = len(images.pretrain)
-            if not images.labelled:
-                notes[f"note: {_place(job)} has no labels, so there is no probe and no 1-NN"] = None
+            unlabelled = unlabelled if images.labelled else _place(job)
         else:
             count, batch = len(first_images(job["data"], job["images"], job["size"])), job["batch"]
         if count < batch:
@@ -121,5 +124,5 @@ def _require_images(jobs: Sequence[Row], say: Callable[[str], None]) -> None:
                 f"--data {_place(job)} must have as many images to train on as a batch, got "
                 f"{count} for {batch}; give more, or other --settings"
             )
-    for note in notes:
-        say(note)
+    if unlabelled:
+        say(f"note: {unlabelled} has no labels, so there is no probe and no 1-NN")

@@ -74,7 +74,7 @@ def peak_memory(job: Row) -> Row:
     workspaces, it seems).
     """
     config = config_of(job)
-    images_of(job)  # they are no memory of the run's
+    images_of(config)  # they are no memory of the run's
     if torch.cuda.is_available() and config.device != "cpu":
         gc.collect()  # the run before refers to itself
         held = torch.cuda.memory_allocated()
@@ -110,7 +110,8 @@ def _steps(run: trainer.Run) -> None:
 @contextmanager
 def prepared(job: Row) -> Iterator[tuple[Any, bool]]:
     """A run ready for its first step, and whether its step is a CUDA graph."""
-    config, loaded = config_of(job), images_of(job)
+    config = config_of(job)
+    loaded = images_of(config)
     if torch.cuda.is_available():
         torch.compiler.reset()  # else the compiler takes each run's encoder for a variant
         gc.collect()
@@ -120,9 +121,8 @@ def prepared(job: Row) -> Iterator[tuple[Any, bool]]:
         yield run, graph
 
 
-def images_of(job: Row) -> DataBundle:
+def images_of(config: TrainConfig) -> DataBundle:
     """The pictures of a run; those of the last one are kept."""
-    config = config_of(job)
     key = (config.data, config.image_size, config.subset)
     if key not in _loaded:
         _loaded.clear()

@@ -11,7 +11,7 @@ in-batch    proposals without replacement: how far from p do chains end?
 import itertools
 import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -223,32 +223,31 @@ def _cases(rows: list[Row]) -> list[list[list[Row]]]:
     return found
 
 
-def slope(points: Iterable[tuple[int, float]]) -> float:
+def slope(lengths: Sequence[int], values: Iterable[float]) -> float:
     """Fitted slope of log mean |grad L|^2 over log T.
 
     Example:
-        >>> round(slope([(t, t**-0.5) for t in (4, 16, 64)]), 6)
+        >>> round(slope((4, 16, 64), (0.5, 0.25, 0.125)), 6)
         -0.5
     """
-    at, values = zip(*((math.log(t), math.log(value)) for t, value in points), strict=True)
-    return statistics.linear_regression(at, values).slope
+    logs = [math.log(length) for length in lengths]
+    return statistics.linear_regression(logs, [math.log(value) for value in values]).slope
 
 
 def _fitted(runs: list[list[Row]]) -> Row:
     """A case of Theorem 1 as a line of the table."""
-    squares, medians = (
-        [[row[key] for row in found] for found in runs] for key in ("mean_square", "median")
-    )
     lengths = [found[0]["job"]["T"] for found in runs]
-    alone = [slope(zip(lengths, of, strict=True)) for of in zip(*squares, strict=False)]
-    fitted = [
-        slope(zip(lengths, map(statistics.fmean, of), strict=True)) for of in (squares, medians)
-    ]
+    means, medians = (
+        [[r[key] for r in found] for found in runs] for key in ("mean_square", "median")
+    )
+    alone = [slope(lengths, own) for own in zip(*means, strict=False)]  # of a seed
     return {
         **runs[0][0],
-        **{"short": lengths[0], "long": lengths[-1], "seeds": len(squares[0])},
-        **{"first": pages.spread(squares[0]), "last": pages.spread(squares[-1])},
-        **{"slope": fitted[0], "median": fitted[1], "alone": pages.spread(alone, 2)},
+        **{"short": lengths[0], "long": lengths[-1], "seeds": len(means[0])},
+        **{"first": pages.spread(means[0]), "last": pages.spread(means[-1])},
+        "slope": slope(lengths, map(statistics.fmean, means)),
+        "alone": pages.spread(alone, 2),
+        "median": slope(lengths, map(statistics.fmean, medians)),
     }
 
 
@@ -302,10 +301,8 @@ def _draw_rate(axis: Any, rows: list[Row]) -> None:
     for number, runs in enumerate(_cases(rows)):
         case = [runs[0][0]["job"][key] for key in CASE]
         numbers = " B={} R={} P={}".format(*case[1:]) if case[1] else ""
-        at, values = [], []
-        for found in runs:
-            at.append(found[0]["job"]["T"])
-            values.append([row["mean_square"] for row in found])
+        at = [found[0]["job"]["T"] for found in runs]
+        values = [[row["mean_square"] for row in found] for found in runs]
         means = [statistics.fmean(of) for of in values]
         style = "--" if case[0] == "dcl" else "-"
         label = title_of(case[0]) + numbers
