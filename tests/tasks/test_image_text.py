@@ -12,6 +12,7 @@ import sys
 from dataclasses import replace
 from html import escape
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -334,6 +335,30 @@ def test_batchnorm_sees_drawn_pictures_with_those_of_the_batch(
     )
     step(0, torch.arange(8))
     assert len(sizes) == count and sum(sizes) > 8
+
+
+@pytest.mark.parametrize("given", [{"method": "topk"}, {"method": "isir", "proposal": "informed"}])
+def test_with_batchnorm_what_is_drawn_suits_the_captions_that_are_trained(
+    given: dict[str, str], made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pass that says what to draw has the pictures' own views and captions, not others."""
+    task = loaded(made, norm="batch", **given)
+    encoder, _ = task.build()
+    step = trainer.TrainStep(task, encoder, start.build_loss(task, encoder),
+                             torch.optim.SGD(encoder.parameters(), lr=0.0))  # fmt: skip
+    step.fill()
+    inputs, seen = task.inputs, dict[tuple[str, bool], torch.Tensor]()
+
+    def watched(wants: list[Want], *more: Any) -> Any:
+        made = inputs(wants, *more)
+        first = made["input_ids"] if isinstance(made, dict) else made
+        seen.setdefault((wants[0].tower, torch.is_grad_enabled()), first[:8])
+        return made
+
+    monkeypatch.setattr(task, "inputs", watched)
+    step(0, torch.arange(8))
+    for tower in ("anchors", "keys"):
+        assert torch.equal(seen[tower, False], seen[tower, True])
 
 
 def test_recall_is_that_of_a_loop(made: Path) -> None:

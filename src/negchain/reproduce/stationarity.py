@@ -33,8 +33,8 @@ from negchain.reproduce import pages
 from negchain.reproduce.common import FULL, Experiment, Options, Row
 from negchain.reproduce.pages import colour, distinct, spread, where
 from negchain.tasks import COLLAPSED
+from negchain.train.order import DataOrder
 from negchain.train.presets import choose
-from negchain.train.step import DataOrder
 
 METHODS = (*reproduced(), FULL)
 OPTIONS = {"burn_in": 3, "augmentations": 2, "gamma": 0.9, "refresh": 0.1}  # paper; gamma: authors'

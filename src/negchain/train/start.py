@@ -20,6 +20,7 @@ from negchain.optim import build_optimizer
 from negchain.tasks.task import Task, autocast_dtype
 from negchain.train import checkpoint, loggers, trainer
 from negchain.train.config import ConfigError, TrainConfig
+from negchain.train.order import DataOrder
 from negchain.train.resolve import choose_device
 from negchain.train.run_folder import (
     RUNS,
@@ -29,7 +30,7 @@ from negchain.train.run_folder import (
     load_run_config,
     refuse_taken,
 )
-from negchain.train.step import DataOrder, TrainStep, build_loss
+from negchain.train.step import TrainStep, build_loss
 from negchain.train.team import here
 
 

@@ -18,7 +18,6 @@ DDP's hooks do not fit, while all gradients are in `.grad` here whatever made th
 Shapes: `B` batch of all ranks, `D` embedding.
 """
 
-import functools
 import itertools
 import warnings
 from collections.abc import Callable, Sequence
@@ -37,59 +36,12 @@ from negchain.losses.distributed import Ranks, joined_rows
 from negchain.losses.request import Request, Tower, Want
 from negchain.printable import reason
 from negchain.tasks.task import Task
-from negchain.train.config import ConfigError
 
 Towers = dict[Tower, fast_encoder.PlainEncoder]
 
 MAIN_PRIORITY = -1  # of the graph's CUDA stream, above the weight gradients'
 WARM_UP_STEPS = 3  # before capture: libraries initialise and allocate
 FILLED = 256  # rows of a table that one process fills at a time
-
-
-class DataOrder:
-    """Which samples a step sees: a function of (seed, step), so no loader has a state to save.
-
-    Each epoch is a fresh permutation of all positions; what is left after the last whole batch is
-    left out of that epoch.
-
-    Example:
-        >>> order = DataOrder(num_samples=10, batch_size=4, seed=0)
-        >>> order.steps_per_epoch, len(order.batch(0)), order.epoch(5)
-        (2, 4, 2)
-        >>> DataOrder(num_samples=1, batch_size=4, seed=0)
-        Traceback (most recent call last):
-        negchain.train.presets.ConfigError: --batch-size 4 needs ... has 1; give at least 2 samples
-    """
-
-    def __init__(self, num_samples: int, batch_size: int, seed: int) -> None:
-        if batch_size > num_samples:
-            remedy = f"lower it to {num_samples} or less"
-            raise ConfigError(
-                f"--batch-size {batch_size} needs as many samples and the data set has "
-                f"{num_samples}; {remedy if num_samples > 1 else 'give at least 2 samples'}"
-            )
-        self.num_samples = num_samples
-        self.batch_size = batch_size
-        self.seed = seed
-        self.steps_per_epoch = num_samples // batch_size
-
-    def epoch(self, step: int) -> int:
-        """The epoch step number `step` belongs to."""
-        return step // self.steps_per_epoch
-
-    def batch(self, step: int) -> Tensor:
-        """Positions of the batch of step number `step`, [B] int64 on the CPU."""
-        begin = step % self.steps_per_epoch * self.batch_size
-        return _permutation(self.num_samples, self.seed, self.epoch(step))[
-            begin : begin + self.batch_size
-        ]
-
-
-@functools.lru_cache(maxsize=4)
-def _permutation(num_samples: int, seed: int, epoch: int) -> Tensor:
-    # Seeds of neighbouring epochs must not give related permutations: spread them out.
-    generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch * 7_919 + 17) % 2**63)
-    return torch.randperm(num_samples, generator=generator)
 
 
 class Share(NamedTuple):
@@ -292,9 +244,7 @@ class TrainStep:
         encoded = [anchors, keys, *trained]
         both_draw = self.task.one_pass or loss_fn.num_sides == 2
         if both_draw and self.seen_together and loss_fn.tables:
-            with torch.no_grad(), statistics_kept(self.encoder):
-                seen = self._encode(self.plain, [anchors, keys], 0, loaded)
-            second = loss_fn.request(index, *seen, **told)
+            second = loss_fn.request(index, *self._seen(anchors, keys, loaded), **told)
             encoded += self._shares(second)
             z_a, z_b, *answers = self._encode(self.embed, encoded, 0, loaded)
         elif both_draw:
@@ -319,6 +269,11 @@ class TrainStep:
             drawn = drawn or self._encode(self.embed, self._shares(second), row)
             second.answer(drawn)
         return loss_fn(z_a, z_b, index, first.answer(answers), second, **told)
+
+    def _seen(self, anchors: Share, keys: Share, loaded: Any) -> list[Tensor]:
+        """Embeddings that say what to draw; the same random numbers train right after."""
+        with torch.no_grad(), statistics_kept(self.encoder):
+            return self._encode(self.plain, [anchors, keys], 0, loaded)
 
     def _of_batch(self, ids: Tensor, tower: Tower) -> Share:
         """This rank's rows of the batch."""
@@ -348,23 +303,30 @@ class TrainStep:
     def _encode(
         self, towers: Towers, shares: Sequence[Share], row: int, loaded: Any = None
     ) -> list[Tensor]:
-        """Embeddings of every want, in one pass or in one per tower; `row`: of the first draw."""
+        """Embeddings of every want, in one pass or in one per tower; `row`: of the first draw.
+
+        Rows are numbered in the order of `shares`, so that what is asked for later moves none.
+        """
         found: dict[int, Tensor] = {}
+        begins = list(itertools.accumulate((share.size for share in shares), initial=row))
         for side in ("anchors", "keys"):
             at = [n for n, s in enumerate(shares) if self.task.one_pass or s.want.tower == side]
             if not at or at[0] in found:
                 continue
-            mine = [shares[n] for n in at]
-            wants, rows, first = [share.want for share in mine], list[Tensor](), row
-            for share in mine:
-                if share.places is not None:
-                    rows.append(share.places + row)
-                row += share.size
-            numbers = torch.cat(rows) if rows else first
+            wants = [shares[n].want for n in at]
+            numbers: int | Tensor = row
+            if len(at) < len(shares) or self.ranks is not None:
+                numbers = torch.cat([begins[n] + self._own_rows(shares[n]) for n in at])
             z = towers[wants[0].tower](self.task.inputs(wants, self.step, numbers, loaded))
             parts = torch.split(z, [len(want.ids) for want in wants])
             found.update(zip(at, parts, strict=True))
         return [found[n] for n in range(len(shares))]
+
+    def _own_rows(self, share: Share) -> Tensor:
+        """Places [R] of this rank's ids among those of all ranks."""
+        return (
+            torch.arange(share.size, device=self.device) if share.places is None else share.places
+        )
 
     def _renewed(self, share: Share, row: int) -> Tensor:
         """Embeddings for a stale table: made as the anchors' are, by the encoder as it trains.

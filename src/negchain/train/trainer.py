@@ -23,9 +23,10 @@ from negchain.tasks.task import Judge, Task, at_start
 from negchain.train import checkpoint
 from negchain.train import team as teams
 from negchain.train.config import ConfigError, TrainConfig
+from negchain.train.order import DataOrder
 from negchain.train.reading import Clock, Reading, logged
 from negchain.train.run_folder import RunFolder, read_metrics
-from negchain.train.step import DataOrder, TrainStep
+from negchain.train.step import TrainStep
 from negchain.train.stopping import Diverged, Interrupted, stopping
 
 
