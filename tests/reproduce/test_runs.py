@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from negchain.reproduce import accuracy, cost, pages, runs
-from negchain.reproduce.common import Options, Row, read_rows
+from negchain.reproduce.common import Options, Row, append, read_rows
 
 MIB = 2**20
 
@@ -254,3 +254,13 @@ def test_what_is_said_of_a_steps_time_is_in_the_record() -> None:
     both = [ms[name, 12_000, "emc2"] for name in ("b32-none-both", "b32-none")]
     assert "A step takes 1.16 ms with them and 1.15 ms with one" in page
     assert [round(value, 2) for value in both] == [1.16, 1.15]
+
+
+def test_a_record_whose_last_line_has_no_end_goes_on_with_a_line_of_its_own(tmp_path: Path) -> None:
+    """As editors leave it that delete a line, which the refusal of a torn one asks for."""
+    path = tmp_path / "theory.jsonl"
+    path.write_text('{"job": {"seed": 0}}')
+    append(path, {"job": {"seed": 1}})
+    append(path, {"job": {"seed": 2, "data": "Größe"}})
+    assert [row["job"]["seed"] for row in read_rows(path)] == [0, 1, 2]
+    assert path.read_bytes().count(b"\n") == 3

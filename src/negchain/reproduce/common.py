@@ -304,9 +304,13 @@ def provenance(options: Options) -> Row:
 
 
 def append(path: Path, row: Row) -> None:
-    """Add a line to a record."""
-    with open(path, "a", encoding="utf-8") as file:
-        file.write(json.dumps(_finite(row), ensure_ascii=False) + "\n")
+    """Add a line to a record, whose last one an editor may have left without its end."""
+    line = json.dumps(_finite(row), ensure_ascii=False) + "\n"
+    with open(path, "ab+") as file:
+        if file.seek(0, os.SEEK_END):
+            file.seek(-1, os.SEEK_END)
+            line = line if file.read(1) == b"\n" else "\n" + line
+        file.write(line.encode())
 
 
 def _finite(value: Any) -> Any:
