@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 from negchain.bench.runs import prepared
+from negchain.losses.request import Want
 from negchain.tasks.images import load_images
 from negchain.train.resolve import resolve
 
@@ -48,6 +52,37 @@ def test_batchnorm_sees_what_is_drawn_with_the_batch(method: str, more: dict[str
     assert len(trained) == 1
     assert trained[0] > 2 * SIZE
     assert set(counts) == {3}  # a batch for each step
+
+
+@pytest.mark.parametrize(
+    ("method", "more"), [("informed", {}), ("topk", {}), ("isir", {"proposal": "informed"})]
+)
+def test_the_loss_is_of_that_one_pass(method: str, more: dict[str, object]) -> None:
+    """Its rows, in their order, are the batch's and the answers; the first pass is dropped."""
+    given = {
+        "data": "digits", "subset": 200, "device": "cpu", "norm": "batch", "method": method,
+        "batch_size": SIZE, "eval_every": 0, "checkpoint_every": 0, **more,
+    }  # fmt: skip
+    config = resolve(None, given)
+    passed: list[tuple[Tensor, Tensor]] = []
+    called: list[Any] = []
+    with ExitStack() as stack:
+        run = stack.enter_context(prepared(config, load_images(config)))
+        run.step.fill()
+        run.encoder.register_forward_hook(
+            lambda module, given, z: passed.append((given[0], z)) if z.requires_grad else None
+        )
+        run.step.loss_fn.register_forward_pre_hook(lambda module, given: called.extend(given))
+        index = run.order.batch(0)
+        run.step(0, index)
+        ((pixels, z),) = passed
+        z_a, z_b, _, *requests = called
+        parts = [part for request in requests for part in request.parts if part.want.gradient]
+        rows = torch.cat([z_a, z_b, *(part.embeddings for part in parts)])
+        assert rows.requires_grad and torch.equal(rows, z)
+        ids = [index, index, *(part.ids.flatten() for part in parts)]
+        wants = [Want(each, "anchors") for each in ids]
+        assert torch.equal(pixels, run.task.inputs(wants, torch.tensor(0), 0))
 
 
 def test_without_batchnorm_what_is_drawn_has_a_pass_of_its_own() -> None:
