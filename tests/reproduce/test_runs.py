@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from negchain.reproduce import accuracy, cost, pages, runs
+from negchain.reproduce import accuracy, cost, pages, plan, runs, theory
 from negchain.reproduce.common import Options, Row, append, read_rows
 
 MIB = 2**20
@@ -264,3 +264,12 @@ def test_a_record_whose_last_line_has_no_end_goes_on_with_a_line_of_its_own(tmp_
     append(path, {"job": {"seed": 2, "data": "Größe"}})
     assert [row["job"]["seed"] for row in read_rows(path)] == [0, 1, 2]
     assert path.read_bytes().count(b"\n") == 3
+
+
+def test_a_run_that_was_cut_short_is_made_again(tmp_path: Path) -> None:
+    options = Options(quick=True)
+    cut, ended, *_ = jobs = [{**job, "quick": True} for job in theory.jobs(options)]
+    append(tmp_path / "theory.jsonl", {"job": cut, "complete": False})
+    append(tmp_path / "theory.jsonl", {"job": ended, "complete": True})
+    waiting = [job for _, job in plan.missing(["theory"], options, tmp_path, lambda text: None)]
+    assert cut in waiting and ended not in waiting and len(waiting) == len(jobs) - 1
