@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from negchain.bench.runs import prepared
 from negchain.losses.request import Want
