@@ -271,5 +271,5 @@ def test_a_run_that_was_cut_short_is_made_again(tmp_path: Path) -> None:
     cut, ended, *_ = jobs = [{**job, "quick": True} for job in theory.jobs(options)]
     append(tmp_path / "theory.jsonl", {"job": cut, "complete": False})
     append(tmp_path / "theory.jsonl", {"job": ended, "complete": True})
-    waiting = [job for _, job in plan.missing(["theory"], options, tmp_path, lambda text: None)]
+    waiting = [job for _, job in plan.missing(["theory"], options, tmp_path)]
     assert cut in waiting and ended not in waiting and len(waiting) == len(jobs) - 1
