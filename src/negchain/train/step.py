@@ -314,8 +314,8 @@ class TrainStep:
             if not at or at[0] in found:
                 continue
             wants = [shares[n].want for n in at]
-            numbers: int | Tensor = row
-            if len(at) < len(shares) or self.ranks is not None:
+            numbers: int | Tensor = begins[at[0]]
+            if self.ranks is not None or at[-1] - at[0] >= len(at):  # not one after the other
                 numbers = torch.cat([begins[n] + self._own_rows(shares[n]) for n in at])
             z = towers[wants[0].tower](self.task.inputs(wants, self.step, numbers, loaded))
             parts = torch.split(z, [len(want.ids) for want in wants])
